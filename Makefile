@@ -1,0 +1,52 @@
+# `make demo` and `make test` do everything on a fresh machine, set-up included.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint setup pins clean
+
+RANKS ?= 4
+UV := uv==0.13.8
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+help:
+	@echo "make demo   train on real text over $(RANKS) ranks and draw what happened (runs/demo/)"
+	@echo "make test   everything: lint, types, tests"
+	@echo "make setup  make .venv with pinned dependencies"
+
+setup: $(STAMP)
+
+# The first interpreter that really runs and is new enough for megatron-core 0.19.2.
+$(STAMP): requirements.txt pyproject.toml setup.py
+	@for candidate in python3.12 python3.13 python3; do \
+	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$${python:-}" ]; then \
+	  echo "error: megatron-core 0.19.2 needs Python 3.12 or newer, and none was found." >&2; \
+	  echo "       Install it (Debian, Ubuntu: apt-get install python3.12 python3.12-venv; others: pyenv install 3.12)." >&2; \
+	  exit 1; \
+	fi; \
+	echo "setting up .venv with $$($$python --version)"; \
+	$$python -m venv --clear .venv; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(UV); \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r requirements.txt; \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python scripts/demo.py --ranks $(RANKS)
+
+test: $(STAMP) lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck scripts/*.sh scripts/*.sbatch .ci/run
+
+pins: $(STAMP)
+	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python requirements.in -o requirements.txt
+
+clean:
+	rm -rf .venv runs data build ./*.egg-info

@@ -1,0 +1,1 @@
+"""ByteScale without Megatron: plans (pure), data, attention and communication (torch)."""

@@ -1,0 +1,112 @@
+"""Several ranks in one process, run in turn on one device.
+
+The ring algorithm is a generator that yields the exchanges it needs. Here an exchange is a mailbox, and a rank whose
+message is not there yet gives the turn to the next one. Used where the arithmetic matters and the network does
+not: kernel timings on one GPU, and tests of any number of ranks. A plan whose ranks wait for each other for ever
+is found at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from bytescale_ext.attention.ring import Steps
+from bytescale_ext.parallel.p2p import ExchangeStats, Pending, Transfer
+
+Result = TypeVar("Result")
+Address = tuple[int, int, int]
+
+
+class MailboxPending:
+    """The receives of one exchange."""
+
+    def __init__(self, boxes: dict[Address, torch.Tensor], receives: dict[Address, torch.Tensor]) -> None:
+        self._boxes = boxes
+        self._receives = receives
+
+    def ready(self) -> bool:
+        """Whether every message is there."""
+        return all(address in self._boxes for address in self._receives)
+
+    def wait(self) -> None:
+        """Copy the messages in.
+
+        Raises:
+            RuntimeError: a message is missing, or of another shape or dtype than was planned.
+        """
+        for address, tensor in self._receives.items():
+            message = self._boxes.pop(address, None)
+            if message is None or message.shape != tensor.shape or message.dtype != tensor.dtype:
+                got = "nothing" if message is None else f"{tuple(message.shape)} {message.dtype}"
+                raise RuntimeError(
+                    f"virtual rank {address[1]} expected {tuple(tensor.shape)} {tensor.dtype} of rank {address[0]}, "
+                    f"got {got}"
+                )
+            tensor.copy_(message)
+        self._receives = {}
+
+
+class MailboxComm:
+    """The ``Comm`` of one virtual rank; ``mailbox_comms`` makes those of a world.
+
+    The n-th send to a rank meets that rank's n-th receive of this one, as between processes.
+    """
+
+    def __init__(self, boxes: dict[Address, torch.Tensor], rank: int) -> None:
+        self.rank = rank
+        self.stats = ExchangeStats()
+        self._boxes = boxes
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> MailboxPending:
+        """Put messages in the mailboxes of their receivers; nothing is copied before they are read."""
+        self.stats.count(sends, receives)
+        for tensor, peer in sends:
+            if tensor.numel():
+                self._boxes[self.rank, peer, self._num_sent[peer]] = tensor
+                self._num_sent[peer] += 1
+        expected = {}
+        for tensor, peer in receives:
+            if tensor.numel():
+                expected[peer, self.rank, self._num_received[peer]] = tensor
+                self._num_received[peer] += 1
+        return MailboxPending(self._boxes, expected)
+
+
+def mailbox_comms(size: int) -> list[MailboxComm]:
+    """One comm for each of ``size`` virtual ranks."""
+    boxes: dict[Address, torch.Tensor] = {}
+    return [MailboxComm(boxes, rank) for rank in range(size)]
+
+
+def run_in_turn(ranks: Sequence[Steps[Result]]) -> list[Result]:
+    """Run the algorithm of every virtual rank to its end and return their results in order.
+
+    Raises:
+        RuntimeError: every unfinished rank waits for a message that nobody will send (a deadlock), naming them.
+    """
+    results: dict[int, Result] = {}
+    waiting: dict[int, Pending | None] = dict.fromkeys(range(len(ranks)))
+    while waiting:
+        able = [rank for rank, pending in waiting.items() if pending is None or _ready(pending)]
+        if not able:
+            raise RuntimeError(f"deadlock: virtual ranks {sorted(waiting)} wait for messages that nobody will send")
+        for rank in able:
+            pending = waiting[rank]
+            if pending is not None:
+                pending.wait()
+            try:
+                waiting[rank] = next(ranks[rank])
+            except StopIteration as stop:
+                results[rank] = stop.value
+                del waiting[rank]
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _ready(pending: Pending) -> bool:
+    return pending.ready() if isinstance(pending, MailboxPending) else True

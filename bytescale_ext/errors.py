@@ -1,0 +1,5 @@
+"""The errors a user meets. Bad input is a plain ``ValueError``; a broken plan is a ``PlanError``."""
+
+
+class PlanError(ValueError):
+    """A plan breaks one of its laws. The message holds the printed plan with the bad row marked."""

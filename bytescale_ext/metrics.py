@@ -1,0 +1,168 @@
+"""What a step really took on this rank: marks in time, spans between them, figures for the log."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytescale_ext.plan.shapes import MicroBatch
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a step: ``kind`` begins here and lasts until the next mark."""
+
+    kind: str
+    micro_batch: int | None
+    wall_seconds: float
+    busy_seconds: float
+    event: Any
+
+
+class StepClock:
+    """Marks the phases of one step.
+
+    On CPU the work of a rank is its thread's processor time, so that waiting for other ranks, or for a core that
+    they hold, does not count. On CUDA it is the time between events on the stream, and nothing is synchronised
+    unless the step is traced.
+    """
+
+    def __init__(self, on_cuda: bool) -> None:
+        self.on_cuda = on_cuda
+        self.traced = False
+        self.marks: list[Mark] = []
+
+    def begin(self, traced: bool) -> None:
+        """Start a step; ``traced`` steps synchronise the device at each mark, for an exact timeline."""
+        self.traced = traced
+        self.marks.clear()
+        self.mark("wait")
+
+    def mark(self, kind: str, micro_batch: int | None = None) -> None:
+        """End the phase that runs and begin ``kind`` ("forward", "backward", "reduce", "wait")."""
+        event = None
+        if self.on_cuda:
+            if self.traced:
+                torch.cuda.synchronize()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.marks.append(Mark(kind, micro_batch, time.time(), time.thread_time(), event))
+
+    def work_seconds(self) -> float:
+        """Seconds of work from the first forward to the gradient reduction, waiting left out on CPU."""
+        work = [i for i, mark in enumerate(self.marks) if mark.kind in ("forward", "backward")]
+        if not work or work[-1] + 1 >= len(self.marks):
+            return 0.0
+        first, last = self.marks[work[0]], self.marks[work[-1] + 1]
+        if self.on_cuda:
+            last.event.synchronize()
+            return float(first.event.elapsed_time(last.event)) / 1000
+        return last.busy_seconds - first.busy_seconds
+
+    def spans(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[dict]:
+        """The phases as dicts, one line of a timeline file each (``bytescale_ext.timeline``)."""
+        spans = []
+        for mark, following in zip(self.marks, self.marks[1:], strict=False):
+            known = mark.micro_batch is not None and mark.micro_batch < len(micro_batches)
+            shards = micro_batches[mark.micro_batch or 0].shards if known else ()
+            spans.append(
+                {
+                    "step": step,
+                    "rank": rank,
+                    "kind": mark.kind,
+                    "micro_batch": mark.micro_batch,
+                    "start": mark.wall_seconds,
+                    "stop": following.wall_seconds,
+                    "shards": [
+                        {"seq": s.seq, "length": lengths[s.seq], "tokens": s.num_tokens, "ring": list(s.ring)}
+                        for s in shards
+                    ],
+                }
+            )
+        return spans
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One rank's figures for one step; summed over the steps between two log lines."""
+
+    work_seconds: float = 0.0
+    planned_work: float = 0.0
+    num_micro_batches: float = 0.0
+    num_tokens: float = 0.0
+    num_rows: float = 0.0
+    plan_wait_seconds: float = 0.0
+    bytes_sent: float = 0.0
+
+    def __add__(self, other: RankStep) -> RankStep:
+        return RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[float, ...]:
+        """The fields in order."""
+        return tuple(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class IntervalMetrics:
+    """The figures of all HDP ranks between two log lines.
+
+    ``*_imbalance`` is the busiest rank's work over the mean of all ranks; ``padding_share`` the part of all
+    rows that are padding; ``plan_wait_ms`` the longest that a rank waited for its plans, per step.
+    """
+
+    iteration: int
+    num_steps: int
+    tokens_per_second: float
+    micro_batches_per_rank: tuple[float, ...]
+    planned_imbalance: float
+    measured_imbalance: float
+    padding_share: float
+    plan_wait_ms: float
+    megabytes_sent_per_step: float
+
+    @classmethod
+    def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
+        """Combine the summed figures of every rank. ``seconds``: wall time of those steps."""
+        rows = sum(rank.num_rows for rank in ranks)
+        tokens = sum(rank.num_tokens for rank in ranks)
+        return cls(
+            iteration=iteration,
+            num_steps=num_steps,
+            tokens_per_second=tokens / max(seconds, 1e-9),
+            micro_batches_per_rank=tuple(round(rank.num_micro_batches / num_steps, 2) for rank in ranks),
+            planned_imbalance=_imbalance(rank.planned_work for rank in ranks),
+            measured_imbalance=_imbalance(rank.work_seconds for rank in ranks),
+            padding_share=(rows - tokens) / rows if rows else 0.0,
+            plan_wait_ms=1000 * max(rank.plan_wait_seconds for rank in ranks) / num_steps,
+            megabytes_sent_per_step=sum(rank.bytes_sent for rank in ranks) / num_steps / 1e6,
+        )
+
+    def line(self) -> str:
+        """One line for the log."""
+        counts = " ".join(f"{count:g}" for count in self.micro_batches_per_rank[:16])
+        more = f" ... ({len(self.micro_batches_per_rank)} ranks)" if len(self.micro_batches_per_rank) > 16 else ""
+        return (
+            f" hdp: {self.tokens_per_second:,.0f} tokens/s | micro-batches per rank: {counts}{more} | "
+            f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
+            f"padding {100 * self.padding_share:.2f}% | waited for plan {self.plan_wait_ms:.1f} ms | "
+            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step"
+        )
+
+
+def _imbalance(work: Iterable[float]) -> float:
+    values = list(work)
+    mean = sum(values) / len(values)
+    return max(values) / mean if mean else 1.0
+
+
+def append_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Append one JSON line per row; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

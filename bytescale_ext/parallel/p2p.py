@@ -1,0 +1,132 @@
+"""Point-to-point exchange between HDP ranks, one process group for rings of every width.
+
+A ring needs sends and receives only, so all rings of all sizes use the one group of HDP ranks: no group is ever
+made for a sequence (ByteScale section 5.1). Shapes come from the plan, so there is no handshake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+Transfer = tuple[torch.Tensor, int]
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> None:
+        """Return when the received tensors may be read and the sent ones written.
+
+        With NCCL it is the current stream that waits, not the host. Raises what the backend raises, e.g.
+        ``RuntimeError`` when a peer has died.
+        """
+
+
+class Comm(Protocol):
+    """What ring attention asks of communication; ``RingComm`` between processes, ``MailboxComm`` inside one."""
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        """Start sending and receiving contiguous tensors, each with an HDP rank; see ``RingComm.exchange``."""
+
+
+@dataclass
+class ExchangeStats:
+    """What a rank has sent since the last ``reset``.
+
+    Attributes:
+        bytes_sent: bytes handed to the backend.
+        num_exchanges: calls of ``exchange`` that moved something.
+    """
+
+    bytes_sent: int = 0
+    num_exchanges: int = 0
+
+    def count(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """Add one exchange."""
+        self.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
+        self.num_exchanges += any(tensor.numel() for tensor, _ in (*sends, *receives))
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.bytes_sent = 0
+        self.num_exchanges = 0
+
+
+class WorksPending:
+    """Backend requests, with their tensors kept alive until they are done."""
+
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]) -> None:
+        self._works = tuple(works)
+        self._tensors = tuple(tensors)
+
+    def wait(self) -> None:
+        """See ``Pending.wait``. A second call does nothing."""
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
+        self._tensors = ()
+
+
+class RingComm:
+    """Exchange through ``torch.distributed``.
+
+    Attributes:
+        rank, size: my HDP rank and the number of HDP ranks; ranks of the group.
+        stats: what was sent; the caller reads and resets it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        """``group`` holds exactly the HDP ranks in order (None: the default group)."""
+        self.rank = rank
+        self.size = size
+        self.stats = ExchangeStats()
+        self._group = group
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        """Start sends and receives as one batch and return at once.
+
+        Args:
+            sends: ``(contiguous tensor, HDP rank)``; not to be written before ``wait``.
+            receives: ``(contiguous tensor, HDP rank)``; filled when ``wait`` returns.
+
+        Both sides of a pair must start its transfers in the same order with equal sizes. An empty tensor is not
+        sent; its peer, which knows the size too, does not wait for it.
+        """
+        self.stats.count(sends, receives)
+        operations = [
+            dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
+            for operation, transfers in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, peer in transfers
+            if tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        return WorksPending(works, [operation.tensor for operation in operations])
+
+    def warm_up(self, device: torch.device | str) -> None:
+        """Exchange one number with both neighbours; every rank of the group must call it, before any step.
+
+        The first batch of a group must include all its ranks (see ``batch_isend_irecv``), and a communicator that
+        is made inside a step would be counted as step time.
+
+        Raises:
+            RuntimeError: a neighbour sent something else than its rank: the group is not the HDP ranks in order.
+        """
+        if self.size == 1:
+            return
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        mine = torch.full((1,), float(self.rank), device=device)
+        from_previous, from_following = torch.empty_like(mine), torch.empty_like(mine)
+        # Two batches: with two ranks both neighbours are one rank, and one batch would mix up the directions.
+        self.exchange([(mine, following)], [(from_previous, previous)]).wait()
+        self.exchange([(mine, previous)], [(from_following, following)]).wait()
+        if (int(from_previous), int(from_following)) != (previous, following):
+            raise RuntimeError(
+                f"HDP rank {self.rank} of {self.size} expected ranks {previous} and {following} beside it and met "
+                f"{int(from_previous)} and {int(from_following)}: the process group is not the HDP ranks in order"
+            )
+        self.stats.reset()

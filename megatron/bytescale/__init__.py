@@ -1,0 +1,31 @@
+"""ByteScale on Megatron: what ``bytescale_ext`` decides, acted upon in Megatron's own training loop.
+
+``install`` replaces what the table in ``patches.py`` names; ``status`` tells what is replaced right now. Importing
+this package imports neither Megatron nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.bytescale.registry import Installation
+    from megatron.bytescale.runtime import HdpRuntime
+
+
+def install(runtime: HdpRuntime) -> Installation:
+    """Check and apply every patch row for this process. Raises ValueError if Megatron is not the one expected."""
+    from megatron.bytescale.patches import PATCHES
+    from megatron.bytescale.registry import Installation
+
+    installation = Installation()
+    installation.install(PATCHES, runtime)
+    return installation
+
+
+def status() -> list[str]:
+    """One line per patch row: what it replaces, whether it is replaced right now, and why no hook does it."""
+    from megatron.bytescale.patches import PATCHES
+    from megatron.bytescale.registry import describe
+
+    return [describe(patch) for patch in PATCHES]

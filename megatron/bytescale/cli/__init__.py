@@ -1,0 +1,39 @@
+"""The console command ``bytescale``. Each subcommand is a module with NAME, HELP, EXAMPLE, add_arguments and run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron.bytescale.cli import corpus, doctor, plan, timeline
+
+COMMANDS = (corpus, plan, timeline, doctor)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of ``bytescale`` with all its subcommands."""
+    top = argparse.ArgumentParser(
+        prog="bytescale", description="Long-context training on Megatron: data, plans, pictures, diagnosis."
+    )
+    subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = subparsers.add_parser(
+            command.NAME, help=command.HELP, description=command.HELP, epilog=f"example: {command.EXAMPLE}"
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand. Bad input: one line on standard error and exit code 2."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ValueError as error:
+        print(f"bytescale {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,105 @@
+"""``bytescale corpus``: write a Megatron data set from files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+NAME = "corpus"
+HELP = "write a Megatron data set (.bin and .idx) from files, one document per file or JSONL line"
+EXAMPLE = "bytescale corpus --out data/python --tokens 20000000"
+
+_TOKENIZER_SETTINGS = (
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_size",
+    "tiktoken_pattern",
+    "metadata_path",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this sub-command."""
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx (replaced)")
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        nargs="+",
+        metavar="PATH",
+        help="folders, files and .jsonl files; without it the *.py files of the running Python environment",
+    )
+    parser.add_argument("--glob", metavar="PATTERN", help="files taken from a folder (* with --from, else *.py)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="stop at N tokens, with the documents in random order (all of them)"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="seed of that order (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    group = parser.add_argument_group("tokenizer (Megatron's flags; without --tokenizer-type a token is a byte)")
+    group.add_argument("--tokenizer-type", help="as in training, for example HuggingFaceTokenizer")
+    group.add_argument("--tokenizer-model", metavar="PATH")
+    group.add_argument("--vocab-file", metavar="PATH")
+    group.add_argument("--merge-file", metavar="PATH")
+    group.add_argument("--vocab-size", type=int, metavar="N")
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
+    group.add_argument("--tokenizer-metadata", dest="metadata_path", metavar="PATH")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the data set and print what it holds.
+
+    Raises:
+        ValueError: a source, a line or a setting is bad.
+    """
+    # Here and not above: importing Megatron takes seconds, and --help should not.
+    from megatron.bytescale.core.datasets import corpus
+
+    settings = {name: getattr(args, name) for name in _TOKENIZER_SETTINGS if getattr(args, name) is not None}
+    if settings and args.tokenizer_type is None:
+        raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")
+    if args.tokens is not None and args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}: give 1 or more")
+    tokenizer = corpus.build_megatron_tokenizer(settings) if settings else None
+    if args.sources:
+        entries = corpus.source_entries(args.sources, args.glob or "*")
+    else:
+        entries = corpus.environment_entries(args.glob or "*.py")
+    summary = corpus.write_corpus(
+        args.out,
+        entries,
+        tokenizer=tokenizer,
+        json_key=args.json_key,
+        num_tokens=args.tokens,
+        seed=args.seed,
+    )
+    flags = ["--data-path", args.out, *(_training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
+    if args.json:
+        print(json.dumps({**dataclasses.asdict(summary), "training_flags": flags}, indent=2))
+        return 0
+    print(f"{summary.prefix}.bin, {summary.prefix}.idx ({summary.dtype})")
+    print(f"documents  {summary.num_documents:,}")
+    print(f"tokens     {summary.num_tokens:,}")
+    if args.tokens is not None and summary.num_tokens < args.tokens:
+        print(f"           fewer than the {args.tokens:,} asked for: the source has no more")
+    print(
+        f"length     median {summary.median_tokens:,}  p90 {summary.p90_tokens:,}  "
+        f"p99 {summary.p99_tokens:,}  max {summary.max_tokens:,}"
+    )
+    print(f"files      {summary.num_files:,}")
+    print(f"skipped    {summary.num_skipped_empty:,} empty")
+    if tokenizer is not None:
+        print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
+    print(f"train with {' '.join(flags)}")
+    return 0
+
+
+def _training_flags(settings: dict[str, object]) -> list[str]:
+    """The training flags of the same tokenizer."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        flag = "--tokenizer-metadata" if name == "metadata_path" else "--" + name.replace("_", "-")
+        flags += [flag, str(value)]
+    return flags

@@ -1,0 +1,152 @@
+"""``bytescale plan``: plan one step from document lengths, check it and print it. No GPU, no Megatron, no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.check import check_step_plan
+from bytescale_ext.plan.cost import LLAMA_7B, flops_cost
+from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
+from bytescale_ext.plan.replay import PlanSummary, summarize
+from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.plan.show import plan_text
+
+NAME = "plan"
+HELP = "plan one step from document lengths, check the plan and print it"
+EXAMPLE = "bytescale plan --lengths corpus_text_document.idx --num-sequences 512 --ranks 64 --tokens-per-rank 8192"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bytescale plan``."""
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="tokens of each document: a Megatron index (.idx), or a one-dimensional array of integers (.npy)",
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="HDP ranks (data x context parallel)")
+    parser.add_argument(
+        "--tokens-per-rank", type=int, required=True, metavar="C", help="the most tokens of a micro-batch on one rank"
+    )
+    parser.add_argument(
+        "--tokens-multiple",
+        type=int,
+        default=1,
+        metavar="M",
+        help="pad micro-batches to a multiple of M: the tensor-parallel size with sequence parallelism (default: 1)",
+    )
+    parser.add_argument("--seq-length", type=int, metavar="S", help="cut longer documents into pieces of S tokens")
+    parser.add_argument("--num-sequences", type=int, metavar="K", help="plan K documents of the file (default: all)")
+    parser.add_argument("--start", type=int, default=0, metavar="I", help="first document of the file (default: 0)")
+    parser.add_argument(
+        "--static-width",
+        type=int,
+        metavar="W",
+        help="plan static context parallelism of W ranks instead, as --context-parallel-size, to compare with",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON (read by bytescale timeline)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, check and print.
+
+    Raises:
+        ValueError: bad lengths or sizes; PlanError (a ValueError) if the plan breaks a law, which is a bug.
+    """
+    lengths = cut_lengths(read_lengths(args.lengths, args.start, args.num_sequences), args.seq_length)
+    if args.static_width is None:
+        plan = plan_naive(lengths, args.ranks, args.tokens_per_rank, args.tokens_multiple)
+    else:
+        plan = plan_static_cp(lengths, args.ranks, args.tokens_per_rank, args.static_width, args.tokens_multiple)
+    check_step_plan(plan, lengths, args.tokens_multiple)
+    if args.json:
+        print(json.dumps(plan.to_json()))
+        return 0
+    print(plan_text(plan))
+    print(summary_text(plan, summarize(plan, flops_cost(LLAMA_7B), args.tokens_multiple)))
+    return 0
+
+
+def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -> list[int]:
+    """Tokens of documents ``start`` to ``start + num_sequences`` of an .idx or .npy file.
+
+    Empty documents of an .idx file are left out, as in training: they give no sample.
+
+    Raises:
+        ValueError: the file is missing or of another kind, the window is outside of it or holds no token, or a
+            length of an .npy file is not positive.
+    """
+    if not path.is_file():
+        raise ValueError(f"--lengths {path}: no such file")
+    if path.suffix == ".idx":
+        from bytescale_ext.data.lengths import read_idx_lengths
+
+        values = np.asarray(read_idx_lengths(path))
+    elif path.suffix == ".npy":
+        values = _read_npy(path)
+    else:
+        raise ValueError(f"--lengths {path}: give a Megatron index (.idx) or a numpy array (.npy)")
+    stop = len(values) if num_sequences is None else start + num_sequences
+    if not 0 <= start < stop <= len(values):
+        raise ValueError(
+            f"--start {start} --num-sequences {num_sequences}: choose at least one of the {len(values)} documents "
+            f"of {path}"
+        )
+    window = values[start:stop]
+    if path.suffix == ".idx":
+        window = window[window > 0]
+        if not window.size:
+            raise ValueError(f"--lengths {path}: documents {start} to {stop - 1} hold no token; choose others")
+    if window.min() < 1:
+        index = int(np.argmax(window < 1))
+        raise ValueError(f"--lengths {path}: document {start + index} has {window[index]} tokens, at least 1 is needed")
+    return [int(length) for length in window]
+
+
+def cut_lengths(lengths: Sequence[int], seq_length: int | None) -> list[int]:
+    """Pieces of at most ``seq_length`` tokens of each document, in order; the documents when None.
+
+    Raises:
+        ValueError: ``seq_length`` is not positive.
+    """
+    if seq_length is None:
+        return list(lengths)
+    if seq_length < 1:
+        raise ValueError(f"--seq-length {seq_length} must be at least 1")
+    return [min(seq_length, length - begin) for length in lengths for begin in range(0, length, seq_length)]
+
+
+def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
+    """The figures of a plan, one a line."""
+    return "\n".join(
+        (
+            f"micro-batches per rank  {_spread(summary.micro_batches_per_rank)}",
+            f"tokens per rank         {_spread(summary.tokens_per_rank)}",
+            f"filled                  {summary.fill_share:.1%} of C in the mean micro-batch",
+            f"padding                 {summary.padding_share:.2%} of the padded tokens",
+            f"planned imbalance       {summary.imbalance:.3f} (makespan / mean busy time, FLOPs of a 7B model)",
+            f"digest                  {plan.digest()}",
+        )
+    )
+
+
+def _spread(values: Sequence[int]) -> str:
+    return f"min {min(values)}, mean {sum(values) / len(values):.1f}, max {max(values)}"
+
+
+def _read_npy(path: Path) -> npt.NDArray[np.integer]:
+    try:
+        values = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"--lengths {path} is no numpy array: {error}") from error
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        what = f"shape {values.shape} of {values.dtype}" if isinstance(values, np.ndarray) else "several arrays"
+        raise ValueError(f"--lengths {path} holds {what}; it must be one-dimensional and of integers")
+    return values

@@ -1,0 +1,97 @@
+"""``bytescale timeline``: draw what each rank did in a step, measured or planned. No GPU, no Megatron, no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from bytescale_ext.pictures import draw_timeline
+from bytescale_ext.plan.check import check_step_plan
+from bytescale_ext.plan.cost import LLAMA_7B, flops_cost
+from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.timeline import RankTimes, Span, rank_times, read_spans, spans_of_plan, write_perfetto
+
+NAME = "timeline"
+HELP = "draw the timeline of a step, measured or planned, and write a Perfetto trace"
+EXAMPLE = "bytescale timeline --from run/timeline --step 12 --out step12"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bytescale timeline``."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--from", dest="directory", type=Path, metavar="DIR", help="measured: the directory with rank0.jsonl, ..."
+    )
+    source.add_argument("--plan", type=Path, metavar="FILE", help="planned: the output of bytescale plan --json")
+    parser.add_argument("--step", type=int, metavar="N", help="with --from: which step (default: the latest complete)")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="write PREFIX.png and PREFIX.json (Perfetto)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw, write and print.
+
+    Raises:
+        ValueError: nothing to read, or what is read is no timeline or no plan.
+    """
+    if args.directory is not None:
+        spans = read_spans(args.directory, args.step)
+        num_ranks, unit, title = None, "s", f"step {spans[0].step}, measured"
+    else:
+        if args.step is not None:
+            raise ValueError("--step chooses a measured step; leave it out with --plan")
+        plan = read_plan(args.plan)
+        spans = spans_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
+        num_ranks, unit = plan.num_ranks, "PFLOP"
+        title = f"planned: {len(plan.lengths)} sequences on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
+    picture, trace = Path(f"{args.out}.png"), Path(f"{args.out}.json")
+    if not picture.parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no directory {picture.parent}")
+    draw_timeline(spans, picture, title, unit)
+    write_perfetto(spans, trace)
+    times = rank_times(spans, num_ranks)
+    if args.json:
+        print(json.dumps(figures(spans, times, unit)))
+        return 0
+    print(times_text(times, unit))
+    print(f"wrote {picture} and {trace} (open it at https://ui.perfetto.dev)")
+    return 0
+
+
+def read_plan(path: Path) -> StepPlan:
+    """Read and check a plan that ``bytescale plan --json`` printed; ValueError when it is none."""
+    try:
+        plan = StepPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"--plan {path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--plan {path} is not the output of bytescale plan --json: {error!r}") from error
+    check_step_plan(plan)
+    return plan
+
+
+def figures(spans: Sequence[Span], times: Sequence[RankTimes], unit: str) -> dict[str, object]:
+    """The figures of a timeline as plain values."""
+    return {
+        "step": spans[0].step if spans else None,
+        "unit": unit,
+        "makespan": max((time.finish for time in times), default=0.0),
+        "imbalance": _imbalance(times),
+        "ranks": [
+            {"rank": time.rank, "busy": time.busy, "busy_share": time.busy_share, "finish": time.finish}
+            for time in times
+        ],
+    }
+
+
+def times_text(times: Sequence[RankTimes], unit: str) -> str:
+    """One line for each rank, then the imbalance."""
+    lines = [f"rank {time.rank:>4}  busy {time.busy_share:6.1%}  finish {time.finish:.4g} {unit}" for time in times]
+    return "\n".join([*lines, f"imbalance {_imbalance(times):.3f} (last finish / mean busy time)"])
+
+
+def _imbalance(times: Sequence[RankTimes]) -> float:
+    busy = sum(time.busy for time in times)
+    return max(time.finish for time in times) * len(times) / busy if busy else 1.0

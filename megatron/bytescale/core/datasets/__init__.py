@@ -1,0 +1,1 @@
+"""Data sets for Megatron's own blended builder."""

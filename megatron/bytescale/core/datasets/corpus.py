@@ -1,0 +1,326 @@
+"""Write a Megatron data set (``.bin`` and ``.idx``) from files, one document per file or per JSONL line.
+
+Without a tokenizer a token is a byte, and id 256 ends each document. Megatron's training flags for that are
+``BYTE_LEVEL_FLAGS``: its ``ByteLevelTokenizer`` cannot be chosen by ``--tokenizer-type`` and ends documents with
+id 0, which is also a byte; its ``NullTokenizer`` has just the two numbers that training reads, the vocabulary
+and the end-of-document id (the last one).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+BYTE_LEVEL_EOD = 256
+BYTE_LEVEL_VOCAB_SIZE = 257
+BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
+
+
+class Tokenizer(Protocol):
+    """What of a Megatron tokenizer is used here."""
+
+    vocab_size: int
+    eod: int
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One document to be: a whole file, or the line of a JSONL file that begins at byte ``offset``."""
+
+    path: Path
+    line: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusSummary:
+    """What was written. Lengths are tokens per document, its end token included."""
+
+    prefix: str
+    num_documents: int
+    num_tokens: int
+    median_tokens: int
+    p90_tokens: int
+    p99_tokens: int
+    max_tokens: int
+    num_files: int
+    num_skipped_empty: int
+    num_not_utf8: int
+    dtype: str
+    vocab_size: int
+    eod: int
+
+
+def environment_entries(pattern: str = "*.py") -> list[Entry]:
+    """The Python sources (files that match) of the running environment: standard library, then packages."""
+    paths = sysconfig.get_paths()
+    standard = Path(paths["stdlib"])
+    installed = dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib"))
+    own = [e for e in folder_entries(standard, pattern) if not _in_packages(e.path.relative_to(standard))]
+    return own + [entry for root in installed if root.is_dir() for entry in folder_entries(root, pattern)]
+
+
+def folder_entries(root: Path, pattern: str) -> list[Entry]:
+    """Files below a folder that match, sorted by their path relative to it; hidden files and folders are left out.
+
+    Raises:
+        ValueError: no file matches.
+    """
+    matches = [
+        path
+        for path in root.rglob(pattern)
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    if not matches:
+        raise ValueError(f"{root}: no file below matches {pattern!r}: give another --glob or another folder")
+    matches.sort(key=lambda path: path.relative_to(root).as_posix())
+    return [entry for path in matches for entry in file_entries(path)]
+
+
+def file_entries(path: Path) -> list[Entry]:
+    """One entry, or one for each line of a ``.jsonl`` file."""
+    if path.suffix != ".jsonl":
+        return [Entry(path)]
+    entries, offset = [], 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            entries.append(Entry(path, number, offset))
+            offset += len(line)
+    return entries
+
+
+def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
+    """The documents of files and folders, in the order given.
+
+    Raises:
+        ValueError: a source does not exist, or a folder has no file that matches.
+    """
+    entries: list[Entry] = []
+    for source in map(Path, sources):
+        if not source.exists():
+            raise ValueError(f"{source}: no such file or folder: change --from")
+        entries += folder_entries(source, pattern) if source.is_dir() else file_entries(source)
+    return entries
+
+
+def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
+    """A tokenizer by Megatron's own builder. ``settings`` are fields of Megatron's ``TokenizerConfig``.
+
+    Raises:
+        ValueError: the type is unknown, a file is missing, or a package for it is not installed.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.config import TokenizerConfig
+
+    known = {field.name: getattr(TokenizerConfig(), field.name) for field in dataclasses.fields(TokenizerConfig)}
+    values = SimpleNamespace(**{**known, **settings, "pad_vocab_size": False})
+    for name in ("tokenizer_model", "vocab_file", "merge_file", "metadata_path"):
+        value = getattr(values, name)
+        is_hub_name = name == "tokenizer_model" and values.tokenizer_type == "HuggingFaceTokenizer"
+        if value is not None and not is_hub_name and not Path(value).exists():
+            raise ValueError(f"{value}: no such file for {name}")
+    try:
+        tokenizer: Tokenizer = build_tokenizer(values)
+        _ = int(tokenizer.eod), int(tokenizer.vocab_size)
+    except ImportError as error:
+        raise ValueError(f"{values.tokenizer_type}: {error}; install that package") from error
+    except (TypeError, AttributeError, OSError, NotImplementedError) as error:
+        raise ValueError(
+            f"{values.tokenizer_type}: Megatron cannot build it ({error}): "
+            "give --tokenizer-model, or --vocab-file and --merge-file"
+        ) from error
+    return tokenizer
+
+
+def write_corpus(
+    prefix: str,
+    entries: Sequence[Entry],
+    *,
+    tokenizer: Tokenizer | None = None,
+    json_key: str = "text",
+    num_tokens: int | None = None,
+    seed: int = 1234,
+) -> CorpusSummary:
+    """Write the documents of ``entries`` to ``prefix``.bin and ``prefix``.idx; files of that name are replaced.
+
+    Both are written under other names and renamed at the end, so a killed run leaves no half data set.
+
+    Args:
+        prefix: path without suffix; its folder is created.
+        entries: documents, in order.
+        tokenizer: None for bytes.
+        json_key: key of the text in a JSONL line.
+        num_tokens: stop after the document that reaches this; the documents are then taken in an order shuffled
+            by ``seed``, so that a small corpus has the lengths of the whole. None: all, in order.
+        seed: of that shuffle.
+
+    Raises:
+        ValueError: the folder cannot be written, a JSONL line is bad, or no document has any text.
+    """
+    if num_tokens is not None and num_tokens < 1:
+        raise ValueError(f"--tokens {num_tokens}: give 1 or more")
+    if num_tokens is not None:
+        entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
+    vocab_size = BYTE_LEVEL_VOCAB_SIZE if tokenizer is None else int(tokenizer.vocab_size)
+    dtype = DType.optimal_dtype(vocab_size)
+    encode = _encoder(tokenizer)
+    tally = _Tally()
+    partial = _checked_prefix(prefix)
+    try:
+        builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
+        try:
+            _add_documents(builder, entries, encode, json_key, num_tokens, tally)
+        finally:
+            builder.data_file.close()
+        if not tally.lengths:
+            raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, change --from or --glob")
+        builder.finalize(partial + ".idx")
+        # The old index goes first: at no moment does an index stand beside data that is not its own.
+        Path(prefix + ".idx").unlink(missing_ok=True)
+        os.replace(partial + ".bin", prefix + ".bin")
+        os.replace(partial + ".idx", prefix + ".idx")
+    finally:
+        for suffix in (".bin", ".idx"):
+            Path(partial + suffix).unlink(missing_ok=True)
+    eod = BYTE_LEVEL_EOD if tokenizer is None else int(tokenizer.eod)
+    return tally.summary(prefix, np.dtype(dtype).name, vocab_size, eod)
+
+
+class _Tally:
+    """Counts of one run."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.files: set[Path] = set()
+        self.num_skipped_empty = 0
+        self.num_not_utf8 = 0
+
+    def summary(self, prefix: str, dtype: str, vocab_size: int, eod: int) -> CorpusSummary:
+        lengths = np.array(self.lengths, dtype=np.int64)
+        median, p90, p99 = (int(value) for value in np.quantile(lengths, (0.5, 0.9, 0.99), method="nearest"))
+        return CorpusSummary(
+            prefix=prefix,
+            num_documents=len(lengths),
+            num_tokens=int(lengths.sum()),
+            median_tokens=median,
+            p90_tokens=p90,
+            p99_tokens=p99,
+            max_tokens=int(lengths.max()),
+            num_files=len(self.files),
+            num_skipped_empty=self.num_skipped_empty,
+            num_not_utf8=self.num_not_utf8,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            eod=eod,
+        )
+
+
+def _add_documents(
+    builder: IndexedDatasetBuilder,
+    entries: Sequence[Entry],
+    encode: Callable[[bytes], tuple[np.ndarray, bool]],
+    json_key: str,
+    num_tokens: int | None,
+    tally: _Tally,
+) -> None:
+    total = 0
+    for entry, raw in _contents(entries, json_key):
+        tally.files.add(entry.path)
+        if not raw:
+            tally.num_skipped_empty += 1
+            continue
+        tokens, is_utf8 = encode(raw)
+        tally.num_not_utf8 += not is_utf8
+        builder.add_document(tokens, [len(tokens)])
+        tally.lengths.append(len(tokens))
+        total += len(tokens)
+        if num_tokens is not None and total >= num_tokens:
+            return
+
+
+def _contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, bytes]]:
+    """The text of each entry as bytes; one JSONL file stays open from line to line."""
+    opened: dict[Path, Any] = {}
+    try:
+        for entry in entries:
+            if entry.line is None:
+                yield entry, _file_bytes(entry.path)
+                continue
+            if entry.path not in opened:
+                for stream in opened.values():
+                    stream.close()
+                opened = {entry.path: entry.path.open("rb")}
+            opened[entry.path].seek(entry.offset)
+            yield entry, _json_text(entry, opened[entry.path].readline(), json_key)
+    finally:
+        for stream in opened.values():
+            stream.close()
+
+
+def _file_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
+
+
+def _json_text(entry: Entry, line: bytes, key: str) -> bytes:
+    if not line.strip():
+        return b""
+    where = f"{entry.path}:{entry.line}"
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
+    if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{where}: no text under the key {key!r} (found: {found}): change --json-key")
+    # An unpaired surrogate is legal in JSON and not in UTF-8.
+    return str(value[key]).encode("utf-8", errors="surrogatepass")
+
+
+def _encoder(tokenizer: Tokenizer | None) -> Callable[[bytes], tuple[np.ndarray, bool]]:
+    """Text bytes -> (token ids with the end-of-document id, whether the bytes were UTF-8)."""
+
+    def as_bytes(raw: bytes) -> tuple[np.ndarray, bool]:
+        tokens = np.full(len(raw) + 1, BYTE_LEVEL_EOD, dtype=np.uint16)
+        tokens[:-1] = np.frombuffer(raw, dtype=np.uint8)
+        return tokens, True
+
+    def by_tokenizer(raw: bytes) -> tuple[np.ndarray, bool]:
+        assert tokenizer is not None
+        text = raw.decode("utf-8", errors="replace")
+        is_utf8 = "\ufffd" not in text or text.encode("utf-8") == raw
+        return np.array([*tokenizer.tokenize(text), tokenizer.eod], dtype=np.int64), is_utf8
+
+    return as_bytes if tokenizer is None else by_tokenizer
+
+
+def _checked_prefix(prefix: str) -> str:
+    """The path of the unfinished files, after making sure that they can be written."""
+    target = Path(prefix)
+    if not target.name or prefix.endswith(("/", ".bin", ".idx")):
+        raise ValueError(f"--out {prefix}: give a path that ends in a name, without .bin or .idx")
+    partial = str(target.with_name(f".{target.name}.partial"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Path(partial + ".bin").touch()
+    except OSError as error:
+        raise ValueError(f"--out {prefix}: cannot write to {target.parent} ({error.strerror}): change --out") from error
+    return partial
+
+
+def _in_packages(path: Path) -> bool:
+    return path.parts[0] in ("site-packages", "dist-packages")

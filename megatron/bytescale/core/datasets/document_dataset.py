@@ -1,0 +1,300 @@
+"""Samples that are documents, behind Megatron's own blending, splits and sizes.
+
+Megatron's ``GPTDataset`` joins documents and cuts the stream at ``--seq-length``. Here a sample is one document, or
+one piece of a document that is longer than ``--seq-length``; documents are never joined and nothing is dropped.
+The builder is Megatron's ``BlendedMegatronDatasetBuilder``, so ``--data-path`` (with weights), ``--split``,
+``--train-data-path`` and the like, ``--seed`` and the number of samples mean what they mean there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+
+from bytescale_ext.data.lengths import IndexedInfo, check_indexed_dataset, sample_table
+from bytescale_ext.data.packed import shift_labels
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Where a sample lies: tokens [start, start + length) of one document.
+
+    Attributes:
+        document: number of the document in its file.
+        start: first token of the sample in the document.
+        length: tokens of the sample.
+        prefix: path of the data set, without ``.idx`` and ``.bin``.
+    """
+
+    document: int
+    start: int
+    length: int
+    prefix: str
+
+
+class DocumentDataset(MegatronDataset):
+    """The documents of one split of one data set, in a new order each epoch.
+
+    Sample i is row ``i % n`` of the permutation of epoch ``i // n``, where n is the number of samples of an epoch.
+    The permutation depends on the seed, the epoch and the split alone: not on ranks, and not on how many samples
+    are asked for. The order is Megatron's kind of randomness (``numpy.random.RandomState``, whose stream is
+    frozen), so a resumed run meets the same samples. The length is a whole number of epochs, as many as
+    ``num_samples`` needs; one when it is None or 0.
+
+    Arguments are those of ``MegatronDataset``; ``indices`` are the documents of the split.
+
+    Raises:
+        ValueError: samples are wanted, but the split holds no token.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        bounds = dataset.document_indices
+        offsets = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(dataset.sequence_lengths, dtype=np.int64, out=offsets[1:])
+        self._table = sample_table(offsets[bounds[1:]][indices] - offsets[bounds[:-1]][indices], config.sequence_length)
+        self._orders: tuple[tuple[int, np.ndarray], ...] = ()
+        self._num_epochs = 0
+        if len(self._table):
+            self._num_epochs = max(1, -(-(num_samples or 0) // len(self._table)))
+        elif num_samples is None or num_samples > 0:
+            raise ValueError(_empty_split(str(dataset_path), index_split, len(bounds) - 1))
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        """Documents of the file: ``--split`` cuts between documents."""
+        return len(low_level_dataset.document_indices) - 1
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> IndexedDataset:
+        """Megatron's reader of the two files."""
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self._table)
+
+    @property
+    def num_empty(self) -> int:
+        """Documents of the split without a token; they give no sample."""
+        return self._table.num_empty
+
+    def __len__(self) -> int:
+        return self._num_epochs * len(self._table)
+
+    def sample(self, i: int) -> Sample:
+        """Where sample ``i`` lies."""
+        row = self._row(i)
+        return Sample(
+            document=int(self.indices[self._table.document[row]]),
+            start=int(self._table.start[row]),
+            length=int(self._table.length[row]),
+            prefix=str(self.dataset_path),
+        )
+
+    def length(self, i: int) -> int:
+        """Tokens of sample ``i``; reads none."""
+        return int(self._table.length[self._row(i)])
+
+    def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Tokens of many samples: int64 [len(indices)]."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
+            raise IndexError(f"samples {int(wanted.min())}..{int(wanted.max())} of {len(self)}")
+        epochs, places = np.divmod(wanted, max(1, len(self._table)))
+        rows = np.zeros(len(wanted), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            rows[of_epoch] = self._order(int(epoch))[places[of_epoch]]
+        return self._table.length[rows]
+
+    def read(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of sample ``i``: int64; touches no other token of the file.
+
+        ``stop`` may be one past the end of the sample: the document's next token, left out where it ends.
+        """
+        sample = self.sample(i)
+        if not 0 <= start <= stop <= sample.length + 1:
+            raise IndexError(f"tokens {start}..{stop} of {_describe(sample)}")
+        first_sequence, end_sequence = (int(b) for b in self.dataset.document_indices[sample.document :][:2])
+        num_tokens = int(self.dataset.sequence_lengths[first_sequence:end_sequence].sum(dtype=np.int64))
+        first = sample.start + start
+        count = min(sample.start + stop, num_tokens) - first
+        if count <= 0:
+            return np.zeros(0, dtype=np.int64)
+        # The sequences of a document lie end to end, so reading on from the first one reaches the others.
+        tokens: np.ndarray = self.dataset.get(first_sequence, offset=first, length=count).astype(np.int64)
+        return tokens
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """The whole sample under the keys of Megatron's GPT samples: tensors [length], padded nowhere."""
+        length = self.length(idx)
+        tokens, labels, loss_mask = shift_labels(self.read(idx, 0, length + 1), length)
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.arange(length),
+        }
+
+    def _row(self, i: int) -> int:
+        """Row of the sample table."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)} of {self.dataset_path}")
+        epoch, place = divmod(int(i), len(self._table))
+        return int(self._order(epoch)[place])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The permutation of one epoch. The last two are kept: a step may lie across the end of an epoch."""
+        for known, order in self._orders:
+            if known == epoch:
+                return order
+        seed = [self.config.random_seed % 2**32, epoch, self.index_split.value]
+        order = np.arange(len(self._table), dtype=np.int32 if len(self._table) < 2**31 else np.int64)
+        np.random.RandomState(seed).shuffle(order)
+        # One assignment: another thread sees the old or the new pair, both good.
+        self._orders = ((epoch, order), *self._orders[:1])
+        return order
+
+
+class SampleSource:
+    """One face for a ``DocumentDataset`` and for Megatron's blend of several (a ``TokenSource``).
+
+    A blend keeps its own order: which data set sample i is from, and which of its samples.
+    """
+
+    def __init__(self, dataset: DocumentDataset | BlendedDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def sample(self, i: int) -> Sample:
+        """Where sample ``i`` lies."""
+        dataset, inner = self._locate(i)
+        return dataset.sample(inner)
+
+    def length(self, i: int) -> int:
+        """Tokens of sample ``i``; reads none."""
+        dataset, inner = self._locate(i)
+        return dataset.length(inner)
+
+    def read(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of sample ``i``, as ``DocumentDataset.read``."""
+        dataset, inner = self._locate(i)
+        return dataset.read(inner, start, stop)
+
+    def describe(self, i: int) -> str:
+        """``"<prefix>: document 12 tokens 0-4096"``."""
+        return _describe(self.sample(i))
+
+    def _locate(self, i: int) -> tuple[DocumentDataset, int]:
+        if isinstance(self.dataset, DocumentDataset):
+            return self.dataset, i
+        if not 0 <= i < len(self.dataset):
+            raise IndexError(f"sample {i} of {len(self.dataset)} of a blend")
+        dataset = self.dataset.datasets[int(self.dataset.dataset_index[i])]
+        return dataset, int(self.dataset.dataset_sample_index[i])
+
+
+def build_document_datasets(
+    config: BlendedMegatronDatasetConfig,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> tuple[SampleSource | None, SampleSource | None, SampleSource | None]:
+    """Train, validation and test samples through Megatron's builder; None for a split that is not wanted.
+
+    Collective where ``torch.distributed`` is initialised: Megatron's builder calls barriers, so every rank
+    must call this with equal arguments. Files and splits are checked first, on every rank alike, so that bad
+    data is an error everywhere and a hang nowhere.
+
+    Args:
+        config: as for Megatron's datasets; ``sequence_length`` is the longest sample.
+        sizes: for each split, the samples wanted: 0 for none, None for one epoch.
+        is_built_on_rank: as Megatron's.
+
+    Raises:
+        ValueError: no data set or a damaged one, a split without documents, or a setting that has no meaning here.
+    """
+    _check_config(config, sizes)
+    wanted = copy.copy(config)
+    if wanted.blend is None:
+        wanted.blend_per_split = _where_wanted(wanted.blend_per_split, sizes)
+    else:
+        wanted.split_matrix = _where_wanted(wanted.split_matrix, sizes)
+    _check_files(wanted)
+    datasets = BlendedMegatronDatasetBuilder(DocumentDataset, list(sizes), is_built_on_rank, wanted).build()
+    train, valid, test = (None if dataset is None else SampleSource(dataset) for dataset in datasets)
+    return train, valid, test
+
+
+def _where_wanted(splits: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
+    return [None if size == 0 else split for split, size in zip(splits, sizes, strict=True)]
+
+
+def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | None]) -> None:
+    if config.mock:
+        raise ValueError("no data: give --data-path PREFIX (bytescale corpus writes a data set); --mock-data has none")
+    if config.multiple_validation_sets:
+        raise ValueError("--multiple-validation-sets: document samples know one validation set, blend them instead")
+    if config.fast_cache_load or config.defer_npy_index_mmap:
+        raise ValueError(
+            "--dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap: document samples keep no index "
+            "cache, remove the flag"
+        )
+    for split, size in zip(Split, sizes, strict=True):
+        blend = config.blend_per_split[split.value] if config.blend is None else config.blend
+        if blend is not None and blend[1] is not None and min(blend[1]) <= 0:
+            raise ValueError(f"{split.name}: weights {blend[1]} of {blend[0]}: give weights above 0 only")
+        if size is None and blend is not None and blend[1] is not None:
+            raise ValueError(
+                f"{split.name}: one epoch of a weighted blend is not defined, leave the weights out of the data path "
+                "or give a number of samples (no --full-validation)"
+            )
+
+
+def _check_files(config: BlendedMegatronDatasetConfig) -> None:
+    """Refuse damaged files, and splits of them that are wanted and hold no document."""
+    infos: dict[str, IndexedInfo] = {}
+    for split in Split:
+        if config.blend is None:
+            blend, share = config.blend_per_split[split.value], (0.0, 1.0)
+        else:
+            blend, share = config.blend, config.split_matrix[split.value]
+        if blend is None or share is None:
+            continue
+        for prefix in blend[0]:
+            info = infos.get(prefix) or check_indexed_dataset(prefix)
+            infos[prefix] = info
+            if round(share[0] * float(info.num_documents)) >= round(share[1] * float(info.num_documents)):
+                raise ValueError(_empty_split(prefix, split, info.num_documents))
+
+
+def _empty_split(prefix: str, split: Split, num_documents: int) -> str:
+    return (
+        f"{prefix}: the {split.name} split of its {num_documents} documents holds no token: use more documents, "
+        "another --split (say 80,10,10), or --eval-iters 0"
+    )
+
+
+def _describe(sample: Sample) -> str:
+    return f"{sample.prefix}: document {sample.document} tokens {sample.start}-{sample.start + sample.length}"

@@ -1,0 +1,277 @@
+"""Stand-ins for the ``torch.cuda`` calls that Megatron makes, so that it trains on CPU + gloo.
+
+Active only when there is no GPU or ``--cpu`` is given; one log line says so. Nothing of Megatron's
+arithmetic changes: streams and events are inert (a CPU has one queue), "cuda" as a device means "cpu",
+and CUDA's random state is the CPU generator's. Everything replaced is one row of ``_torch_rows`` or
+``_megatron_rows``; ``uninstall`` puts it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def wanted(argv: Sequence[str]) -> bool:
+    """Whether this process is to run on CPU: ``--cpu`` is on its command line, or it sees no GPU."""
+    return "--cpu" in argv or not torch.cuda.is_available()
+
+
+def _as_cpu(value: Any) -> Any:
+    if isinstance(value, str) and value.split(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+_TAKES_DEVICE = (torch.Tensor.to, torch.device)  # as a positional argument
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Turns ``device="cuda"`` into ``"cpu"`` in every torch function (factories, ``Tensor.to``, ...)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and "device" in kwargs:
+            kwargs = {**kwargs, "device": _as_cpu(kwargs["device"])}
+        if func in _TAKES_DEVICE:
+            args = tuple(_as_cpu(value) for value in args)
+        return func(*args, **(kwargs or {}))
+
+
+class InertStream:
+    """A CUDA stream's interface on CPU: everything has happened already."""
+
+    device = torch.device("cpu")
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> InertEvent:
+        return event or InertEvent()
+
+
+class InertEvent:
+    """A CUDA event's interface on CPU: recorded and complete at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+class _InertDevice(contextlib.AbstractContextManager[None]):
+    """``torch.cuda.device(...)`` as a context that does nothing."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+_PROPERTIES = types.SimpleNamespace(
+    name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=0, gcnArchName=""
+)
+_MEMORY_STATS = {
+    "allocated_bytes.all.current": 0,
+    "allocated_bytes.all.peak": 0,
+    "reserved_bytes.all.current": 0,
+    "reserved_bytes.all.peak": 0,
+    "allocation.all.current": 0,
+    "num_alloc_retries": 0,
+}
+
+
+@contextlib.contextmanager
+def _inert_stream_context(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    """A function of its own for each row (torch's tracer refuses one function under two names)."""
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return stand_in
+
+
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    """``torch.compile`` as a function or decorator that compiles nothing."""
+    return model if model is not None else lambda function: function
+
+
+def _tensor_to_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _module_to_cuda(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    return module
+
+
+def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type()`` with the name that Megatron's optimizers compare with, e.g. torch.cuda.FloatTensor."""
+
+    def type_name(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name = original(tensor)
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        return original(tensor, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype)
+
+    return type_name
+
+
+def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's ``all_to_all_single`` takes lists only; Megatron's dispatcher passes CPU tensors."""
+
+    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,
+                          *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+        output_split_sizes, input_split_sizes = (
+            sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+            for sizes in (output_split_sizes, input_split_sizes)
+        )
+        return original(output, input, output_split_sizes, input_split_sizes, *args, **kwargs)
+
+    return all_to_all_single
+
+
+def _torch_rows() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, replacement) of every torch call that is stood in for."""
+    cuda = torch.cuda
+    constant: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: "cpu",
+        "current_stream": lambda device=None: InertStream(),
+        "default_stream": lambda device=None: InertStream(),
+        "get_device_properties": lambda device=None: _PROPERTIES,
+        "get_device_capability": lambda device=None: (0, 0),
+        "get_device_name": lambda device=None: "cpu",
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "mem_get_info": lambda device=None: (0, 0),
+        "memory_stats": lambda device=None: dict(_MEMORY_STATS),
+        "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+        "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
+        "Stream": InertStream,
+        "Event": InertEvent,
+        "stream": _inert_stream_context,
+        "device": _InertDevice,
+    }
+    rows = [(cuda, name, value) for name, value in constant.items()]
+    inert = ("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init",
+             "init", "ipc_collect")  # fmt: skip
+    rows += [(cuda, name, _returns(None)) for name in inert]
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
+    rows += [(cuda, name, _returns(0)) for name in zero]
+    rows += [(cuda.nvtx, name, _returns(None)) for name in ("range_push", "range_pop", "mark")]
+    rows += [
+        (cuda, "default_generators", (torch.default_generator,)),
+        (torch, "compile", _not_compiled),  # Megatron compiles its fusions for CUDA
+        (torch.accelerator, "is_available", lambda: False),
+        (torch.Tensor, "cuda", _tensor_to_cuda),
+        (torch.Tensor, "record_stream", _returns(None)),
+        (torch.Tensor, "pin_memory", lambda tensor, device=None: tensor),
+        (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
+        (torch.nn.Module, "cuda", _module_to_cuda),
+        (torch.distributed, "all_to_all_single", _split_sizes_as_lists(torch.distributed.all_to_all_single)),
+    ]
+    return rows
+
+
+def _megatron_rows() -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, replacement) inside Megatron; its modules are imported by now."""
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.tensor_parallel.random as parallel_random
+    import megatron.training.initialize as initialize
+    import megatron.training.training as training
+
+    def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    return [
+        (parallel_random, "_get_cuda_rng_state", get_rng_state),
+        (parallel_random, "_set_cuda_rng_state", set_rng_state),
+        (dataset_utils, "compile_helpers", _returns(None)),  # the wheel carries the built helper and no Makefile
+        (initialize, "set_jit_fusion_options", _returns(None)),  # warms up CUDA kernels
+        (training, "set_jit_fusion_options", _returns(None)),
+    ]
+
+
+@dataclass
+class CpuStandIns:
+    """The stand-ins that are installed; the caller keeps it to take them out again."""
+
+    originals: list[tuple[Any, str, Any]] = field(default_factory=list)
+    mode: _CudaMeansCpu | None = None
+
+    def install_torch(self) -> None:
+        """Replace the torch calls. Must come before Megatron is imported: it binds some of them."""
+        self._replace(_torch_rows())
+        self.mode = _CudaMeansCpu()
+        self.mode.__enter__()
+
+    def install_megatron(self) -> None:
+        """Replace the few Megatron functions that reach CUDA by another way."""
+        self._replace(_megatron_rows())
+
+    def _replace(self, rows: list[tuple[Any, str, Any]]) -> None:
+        for owner, name, value in rows:
+            self.originals.append((owner, name, owner.__dict__.get(name, getattr(owner, name, None))))
+            setattr(owner, name, value)
+
+    def uninstall(self) -> None:
+        """Put everything back, last replaced first."""
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+            self.mode = None
+        while self.originals:
+            owner, name, value = self.originals.pop()
+            setattr(owner, name, value)
+
+
+def install_if_wanted(argv: Sequence[str]) -> CpuStandIns | None:
+    """Install every stand-in if this process is to run on CPU. Call it before Megatron is imported."""
+    if not wanted(argv):
+        return None
+    stand_ins = CpuStandIns()
+    stand_ins.install_torch()
+    stand_ins.install_megatron()
+    return stand_ins

@@ -1,0 +1,175 @@
+"""Training on documents: the forward step, the data provider and the model's configuration, as Megatron wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import get_args
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.global_vars import get_tokenizer
+from megatron.training.models.gpt import GPTModelConfig
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
+
+from bytescale_ext.attention.kernels import choose_kernel
+from bytescale_ext.attention.layout import attention_layout
+from bytescale_ext.config import HdpConfig
+from bytescale_ext.data.lengths import check_indexed_dataset, check_token_ids
+from bytescale_ext.data.loader import StepLoader
+from bytescale_ext.data.packed import PackedMicroBatch
+from bytescale_ext.metrics import StepClock
+from bytescale_ext.plan.check import check_step_plan
+from bytescale_ext.plan.cost import ModelShape, flops_cost
+from megatron.bytescale.core.datasets.document_dataset import build_document_datasets
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
+from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
+from megatron.bytescale.runtime import HdpRuntime, cost_args
+
+
+def model_config(args: Any, runtime: HdpRuntime) -> GPTModelConfig:
+    """Megatron's GPT configuration with document attention, positions and the gradient hook."""
+    config = gpt_config_from_args(args)
+    config.transformer_layer_spec = document_layer_spec(runtime)
+    config.pre_wrap_hooks.append(partial(_prepare_model, runtime))
+    config.transformer.finalize_model_grads_func = wrap_finalize_model_grads(finalize_model_grads, runtime)
+    return config
+
+
+def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Runs once, on every process, between the building of the model and its wrapping in DDP."""
+    args = get_args()
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    kernel, reason, _ = choose_kernel(runtime.device, dtype, args.kv_channels, runtime.config.kernel)
+    print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
+    runtime.kernel = kernel
+    runtime.comm = create_ring_comm(runtime.device, args.distributed_timeout_minutes)
+    return use_document_positions(model_chunks)
+
+
+def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
+    """``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
+
+    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepLoader | None, ...]:
+        args = get_args()
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+        config = BlendedMegatronDatasetConfig(
+            random_seed=args.seed,
+            sequence_length=args.seq_length,
+            blend=blend,
+            blend_per_split=blend_per_split,
+            split=args.split,
+            num_dataset_builder_threads=args.num_dataset_builder_threads,
+            path_to_cache=args.data_cache_path,
+            mmap_bin_files=args.mmap_bin_files,
+            tokenizer=get_tokenizer(),
+        )
+        sources = build_document_datasets(config, num_samples, lambda: True)
+        batch = args.global_batch_size
+        eval_batch = args.eval_global_batch_size or batch
+        places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
+        loaders = []
+        for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
+            loaders.append(source and step_loader(runtime, args, source, consumed, size, cyclic))
+        return tuple(loaders)
+
+    provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
+    return provide
+
+
+def step_loader(runtime: HdpRuntime, args: Any, source: Any, consumed: int, batch: int, cyclic: bool) -> StepLoader:
+    """The loader of one split, started after ``consumed`` samples."""
+    multiple = runtime.config.rows_multiple
+    return StepLoader(
+        source,
+        runtime.planner(),
+        hdp_rank(),
+        consumed_samples=consumed,
+        samples_per_step=batch,
+        rows_multiple=multiple,
+        plan_ahead=runtime.config.plan_ahead,
+        check=partial(check_step_plan, tokens_multiple=multiple),
+        vocab_size=args.padded_vocab_size,
+        cyclic=cyclic,
+        pin_memory=runtime.clock.on_cuda,
+    )
+
+
+def forward_step(runtime: HdpRuntime) -> Callable[..., Any]:
+    """``forward_step_func``: one micro-batch of documents through the model."""
+
+    def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        index, packed = next(data_iterator)
+        step = runtime.step
+        assert step is not None, f"{step=}"
+        if model.training:
+            runtime.clock.mark("forward", index)
+            count_sequences(packed, step.lengths, runtime.rank)
+        layout = attention_layout(packed.micro_batch, runtime.rank, step.lengths, packed.num_rows)
+        packed = packed.to(runtime.device)
+        losses = model(
+            packed.tokens[None],
+            packed.positions[None],
+            None,
+            labels=packed.labels[None],
+            packed_seq_params=DocumentSeqParams(positions=packed.positions, layout=layout),
+        )
+        return losses, partial(sum_of_losses, runtime, index, packed, model.training)
+
+    return forward
+
+
+def count_sequences(packed: PackedMicroBatch, lengths: tuple[int, ...], rank: int) -> None:
+    """Tell Megatron's FLOP counter the true lengths: each sequence once, by the first rank of its ring."""
+    counted = [lengths[shard.seq] for shard in packed.micro_batch.shards if shard.ring[0] == rank]
+    bounds = torch.tensor([0, 0, *counted], dtype=torch.float64).cumsum(0)
+    update_seqlen_stats_from_cu_seqlens(bounds)
+
+
+def sum_of_losses(
+    runtime: HdpRuntime, index: int, packed: PackedMicroBatch, training: bool, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum of the losses, number of labels, report) of one micro-batch; Megatron divides by all ranks' labels."""
+    if training:
+        runtime.clock.mark("backward", index)
+    total = torch.sum(losses.view(-1).float() * packed.loss_mask)
+    num_labels = packed.loss_mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for test in (torch.isnan, torch.isinf):
+            get_rerun_state_machine().validate_result(
+                result=total,
+                rejection_func=test,
+                message=f"{test.__name__[2:]} loss in the documents {runtime.documents()}",
+                tolerance=0.0,
+                fatal=True,
+            )
+    return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}
+
+
+def create_runtime(args: Any, config: HdpConfig) -> HdpRuntime:
+    """The state that hooks and patches will share in this process."""
+    cost = flops_cost(ModelShape(**cost_args(args)))
+    return HdpRuntime(config, cost, StepClock(on_cuda=args.distributed_backend == "nccl"))
+
+
+def check_data(args: Any) -> None:
+    """Refuse data sets that are missing, truncated, foreign, empty or of another vocabulary. Raises ValueError.
+
+    Reads the index of each; token ids are scanned by the first process only.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blends = [blend] if blend_per_split is None else [part for part in blend_per_split if part is not None]
+    prefixes = [prefix for part in blends if part is not None for prefix in part[0]]
+    if not prefixes:
+        raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
+    for prefix in prefixes:
+        check_indexed_dataset(prefix)
+        if args.rank == 0:
+            check_token_ids(prefix, args.padded_vocab_size)

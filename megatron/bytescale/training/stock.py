@@ -1,0 +1,91 @@
+"""Training as Megatron ships it, for runs without ``--hybrid-data-parallel``: fixed-length samples of its GPTDataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args
+from megatron.training.global_vars import get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+
+def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
+    """``train_valid_test_datasets_provider`` over Megatron's GPTDataset."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    on_rank = partial(_is_first_of_tensor_group, args.pipeline_model_parallel_size)
+    return BlendedMegatronDatasetBuilder(kind, num_samples, on_rank, config).build()
+
+
+def _is_first_of_tensor_group(num_stages: int) -> bool:
+    first_or_last = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and (num_stages == 1 or first_or_last)
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """``forward_step_func``: one micro-batch of fixed-length samples through the model."""
+    batch = _batch(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(_mean_loss, batch["loss_mask"])
+
+
+def _batch(data_iterator: Any) -> dict[str, Any]:
+    args = get_args()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        names = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+        loaded = next(data_iterator)
+        batch = {name: loaded[name].cuda(non_blocking=True) if name in loaded else None for name in names}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+    return dict(get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group()))
+
+
+def _mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    loss_mask = loss_mask.view(-1).float()
+    total = torch.sum(losses.view(-1).float() * loss_mask)
+    num_labels = loss_mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=total, rejection_func=torch.isnan, message="NaN loss", tolerance=0.0, fatal=True
+        )
+    return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}

@@ -1,0 +1,61 @@
+"""Wraps Megatron's log line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.training import get_args, get_tensorboard_writer
+from megatron.training.utils import print_rank_last
+
+from bytescale_ext.metrics import IntervalMetrics, RankStep, append_jsonl
+from megatron.bytescale.runtime import HdpRuntime
+
+
+def wrap_training_log(original: Callable[..., Any], runtime: HdpRuntime) -> Callable[..., Any]:
+    """Follow Megatron's log line with ours: tokens/s, micro-batches, imbalance, padding, time waited for plans."""
+
+    def training_log(
+        loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if runtime.step_started is not None:
+            runtime.seconds += time.perf_counter() - runtime.step_started
+            runtime.step_started = None
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        if iteration % get_args().log_interval == 0 and runtime.num_steps:
+            losses = {key: float(value) for key, value in loss_dict.items()}
+            report(runtime, collect(runtime, iteration), losses)
+        return result
+
+    return training_log
+
+
+def collect(runtime: HdpRuntime, iteration: int) -> IntervalMetrics:
+    """Gather every HDP rank's figures since the last log line and start counting anew. Collective on dp x cp."""
+    mine = torch.tensor(runtime.totals.values(), dtype=torch.float64, device=runtime.device)
+    everyones = [torch.empty_like(mine) for _ in range(runtime.config.num_ranks)]
+    torch.distributed.all_gather(
+        everyones, mine, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    ranks = [RankStep(*values.tolist()) for values in everyones]
+    metrics = IntervalMetrics.of(iteration, runtime.num_steps, runtime.seconds, ranks)
+    runtime.totals, runtime.num_steps, runtime.seconds = RankStep(), 0, 0.0
+    return metrics
+
+
+def report(runtime: HdpRuntime, metrics: IntervalMetrics, losses: dict[str, float]) -> None:
+    """Print the line, and write TensorBoard scalars and metrics.jsonl, on the last rank as Megatron does."""
+    print_rank_last(metrics.line())
+    if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
+        return
+    writer = get_tensorboard_writer()
+    if writer:
+        for name, value in asdict(metrics).items():
+            if isinstance(value, float):
+                writer.add_scalar(f"hdp/{name}", value, metrics.iteration)
+    if runtime.config.log_dir is not None:
+        append_jsonl(runtime.config.log_dir / "metrics.jsonl", [{**asdict(metrics), **losses}])
