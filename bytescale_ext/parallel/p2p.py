@@ -81,7 +81,18 @@ class RingComm:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        """``group`` holds exactly the HDP ranks in order (None: the default group)."""
+        """``group`` holds exactly the HDP ranks in order (None: the default group).
+
+        Raises:
+            ValueError: this process has another place in the group, or the group another size.
+        """
+        if dist.is_initialized():
+            place = (dist.get_rank(group), dist.get_world_size(group))
+            if place != (rank, size):
+                raise ValueError(
+                    f"HDP rank {rank} of {size} is rank {place[0]} of {place[1]} in the process group; "
+                    "give the group that holds the HDP ranks in order"
+                )
         self.rank = rank
         self.size = size
         self.stats = ExchangeStats()
@@ -112,21 +123,11 @@ class RingComm:
 
         The first batch of a group must include all its ranks (see ``batch_isend_irecv``), and a communicator that
         is made inside a step would be counted as step time.
-
-        Raises:
-            RuntimeError: a neighbour sent something else than its rank: the group is not the HDP ranks in order.
         """
         if self.size == 1:
             return
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        mine = torch.full((1,), float(self.rank), device=device)
-        from_previous, from_following = torch.empty_like(mine), torch.empty_like(mine)
-        # Two batches: with two ranks both neighbours are one rank, and one batch would mix up the directions.
-        self.exchange([(mine, following)], [(from_previous, previous)]).wait()
-        self.exchange([(mine, previous)], [(from_following, following)]).wait()
-        if (int(from_previous), int(from_following)) != (previous, following):
-            raise RuntimeError(
-                f"HDP rank {self.rank} of {self.size} expected ranks {previous} and {following} beside it and met "
-                f"{int(from_previous)} and {int(from_following)}: the process group is not the HDP ranks in order"
-            )
+        mine = torch.zeros(1, device=device)
+        self.exchange([(mine, following)], [(torch.empty_like(mine), previous)]).wait()
+        self.exchange([(mine, previous)], [(torch.empty_like(mine), following)]).wait()
         self.stats.reset()

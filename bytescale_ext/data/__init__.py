@@ -1,0 +1,1 @@
+"""From documents on disk to the micro-batches of one rank."""

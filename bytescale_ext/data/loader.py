@@ -1,0 +1,251 @@
+"""Steps planned and read ahead of training, in a background thread.
+
+::
+
+    sample ids -> lengths -> planner -> check -> tokens of this rank --(at most plan_ahead steps)--> next()
+    \\______________________ background thread _____________________/
+
+No communication: every rank makes the same plan of the same lengths, and reads its own tokens of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bytescale_ext.data.packed import PackedMicroBatch, TokenSource, pack_micro_batch
+from bytescale_ext.plan.check import check_step_plan
+from bytescale_ext.plan.shapes import StepPlan
+
+_JOIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepBatch:
+    """One optimizer step of one rank.
+
+    Attributes:
+        step_index: number of the step, counted from the loader's ``first_step``.
+        sample_ids: samples of the step on all ranks, in order; entry ``seq`` is the plan's sequence ``seq``.
+        lengths: tokens of each.
+        plan: the plan of all ranks.
+        micro_batches: those of this rank, in running order; none when the plan gives it none.
+        num_tokens: tokens of the step on all ranks.
+        plan_seconds: time for lengths, plan and check, in the background.
+        read_seconds: time for reading and packing this rank's tokens, in the background.
+        wait_seconds: time for which ``next()`` waited.
+    """
+
+    step_index: int
+    sample_ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    plan: StepPlan
+    micro_batches: tuple[PackedMicroBatch, ...]
+    num_tokens: int
+    plan_seconds: float
+    read_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What ended the thread: the error to raise in ``next()``, ``StopIteration`` at the end of the data."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Recipe:
+    """All that makes a step out of a number of consumed samples."""
+
+    source: TokenSource
+    planner: Callable[[Sequence[int]], StepPlan]
+    rank: int
+    samples_per_step: int | Callable[[int], int]
+    rows_multiple: int
+    check: Callable[[StepPlan], None] | None
+    vocab_size: int | None
+    cyclic: bool
+    pin_memory: bool
+
+    def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+        """The next step's samples, None when there are not enough left."""
+        per_step = self.samples_per_step
+        count = per_step if isinstance(per_step, int) else per_step(consumed_samples)
+        if count < 1:
+            raise ValueError(f"{count} samples per step after {consumed_samples} samples: give at least 1")
+        ids = range(consumed_samples, consumed_samples + count)
+        size = len(self.source)
+        if self.cyclic:
+            return tuple(i % size for i in ids)
+        return tuple(ids) if ids.stop <= size else None
+
+    def step(self, step_index: int, sample_ids: tuple[int, ...]) -> StepBatch:
+        """Plan one step and read this rank's part of it."""
+        began = time.perf_counter()
+        lengths = tuple(self.source.length(i) for i in sample_ids)
+        plan = self.planner(lengths)
+        if self.check is not None:
+            self.check(plan)
+        assert tuple(plan.lengths) == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
+        assert 0 <= self.rank < plan.num_ranks, f"{self.rank=} {plan.num_ranks=}"
+        planned = time.perf_counter()
+        packed = (
+            pack_micro_batch(micro_batch, self.source, sample_ids, self.rows_multiple, lengths, self.vocab_size)
+            for micro_batch in plan.ranks[self.rank]
+        )
+        micro_batches = tuple(one.pinned() if self.pin_memory else one for one in packed)
+        return StepBatch(
+            step_index=step_index,
+            sample_ids=sample_ids,
+            lengths=lengths,
+            plan=plan,
+            micro_batches=micro_batches,
+            num_tokens=sum(lengths),
+            plan_seconds=planned - began,
+            read_seconds=time.perf_counter() - planned,
+            wait_seconds=0.0,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Line:
+    """What the thread and its consumer share. Holds no loader, so that a dropped loader can be collected.
+
+    Attributes:
+        free: one permit for each step that may still be made ahead.
+        ready: made steps in order, last of all a failure.
+        stop: set when nobody waits any more.
+    """
+
+    free: threading.Semaphore
+    ready: queue.SimpleQueue[StepBatch | _Failure]
+    stop: threading.Event
+
+
+class StepLoader(Iterator[StepBatch]):
+    """Iterator over steps. The order depends on the source and ``consumed_samples`` alone.
+
+    Args:
+        source: samples; on all ranks the same.
+        planner: lengths -> plan; pure, on all ranks the same.
+        rank: HDP rank whose micro-batches are read.
+        consumed_samples: samples used before: the first step begins with this one.
+        samples_per_step: samples of one step on all ranks, or a function from the samples consumed before the
+            step to that number (batch size ramp-up).
+        rows_multiple: rows of each micro-batch are padded to a multiple of this.
+        plan_ahead: steps made before they are asked for, at least 1.
+        check: called with each plan, raises on a bad one; None: plans are trusted.
+        vocab_size: token ids must be below it; None: not checked.
+        cyclic: at the end of the source begin again (evaluation) instead of stopping.
+        pin_memory: keep micro-batches in page-locked memory (CUDA).
+        first_step: ``step_index`` of the first step.
+
+    ``next()`` raises what the source, the planner or the check raised, with its own type, after the good steps
+    before it, and again each time. Where fewer samples are left than a step needs, it raises ``StopIteration``.
+
+    Raises:
+        ValueError: ``plan_ahead`` below 1, ``consumed_samples`` negative, or a cyclic source without samples.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        planner: Callable[[Sequence[int]], StepPlan],
+        rank: int,
+        *,
+        consumed_samples: int = 0,
+        samples_per_step: int | Callable[[int], int],
+        rows_multiple: int = 1,
+        plan_ahead: int = 2,
+        check: Callable[[StepPlan], None] | None = check_step_plan,
+        vocab_size: int | None = None,
+        cyclic: bool = False,
+        pin_memory: bool = False,
+        first_step: int = 0,
+    ) -> None:
+        if plan_ahead < 1:
+            raise ValueError(f"plan_ahead {plan_ahead}: at least one step must be made ahead, give 1 or more")
+        if cyclic and len(source) == 0:
+            raise ValueError("a data set without samples cannot be repeated: give one with documents")
+        self._recipe = _Recipe(
+            source, planner, rank, samples_per_step, rows_multiple, check, vocab_size, cyclic, pin_memory
+        )
+        self._plan_ahead = plan_ahead
+        self._failure: _Failure | None = None
+        self._start(consumed_samples, first_step)
+
+    def __iter__(self) -> StepLoader:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._failure is None:
+            began = time.perf_counter()
+            item = self._line.ready.get()
+            waited = time.perf_counter() - began
+            if isinstance(item, StepBatch):
+                self._line.free.release()
+                self._consumed_samples += len(item.sample_ids)
+                self._next_step = item.step_index + 1
+                return replace(item, wait_seconds=waited)
+            self._failure = item
+        raise self._failure.error
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next step begins, steps made ahead and not handed out left aside."""
+        return {"consumed_samples": self._consumed_samples, "step_index": self._next_step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there; steps made ahead are thrown away."""
+        self.close()
+        self._start(int(state["consumed_samples"]), int(state["step_index"]))
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; ``next()`` raises ``RuntimeError`` from now on. May be called twice."""
+        self._shutdown()
+        self._failure = _Failure(RuntimeError("the loader is closed"))
+
+    def _start(self, consumed_samples: int, first_step: int) -> None:
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples {consumed_samples}: give 0 or more")
+        self._consumed_samples, self._next_step = consumed_samples, first_step
+        self._failure = None
+        self._line: _Line = _Line(threading.Semaphore(self._plan_ahead), queue.SimpleQueue(), threading.Event())
+        thread = threading.Thread(
+            target=_make_steps,
+            args=(self._recipe, self._line, consumed_samples, first_step),
+            name="bytescale-loader",
+            daemon=True,
+        )
+        thread.start()
+        # Runs once: in close(), when the loader is collected, or before the interpreter ends.
+        self._shutdown = weakref.finalize(self, _stop, self._line, thread)
+
+
+def _make_steps(recipe: _Recipe, line: _Line, consumed_samples: int, step_index: int) -> None:
+    """Body of the thread: make steps while there is room, until the data ends, an error, or ``stop``."""
+    try:
+        while True:
+            line.free.acquire()
+            if line.stop.is_set():
+                return
+            sample_ids = recipe.sample_ids(consumed_samples)
+            if sample_ids is None:
+                raise StopIteration
+            line.ready.put(recipe.step(step_index, sample_ids))
+            consumed_samples += len(sample_ids)
+            step_index += 1
+    except BaseException as error:  # handed to next(), which raises it
+        line.ready.put(_Failure(error))
+
+
+def _stop(line: _Line, thread: threading.Thread) -> None:
+    line.stop.set()
+    line.free.release()
+    line.ready.put(_Failure(RuntimeError("the loader is closed")))
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
