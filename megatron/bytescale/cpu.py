@@ -20,7 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 def wanted(argv: Sequence[str]) -> bool:
     """Whether this process is to run on CPU: ``--cpu`` is on its command line, or it sees no GPU."""
-    return "--cpu" in argv or not torch.cuda.is_available()
+    return "--cpu" in argv or installed() or not torch.cuda.is_available()
+
+
+def installed() -> bool:
+    """Whether the stand-ins are in place."""
+    return torch.cuda.Stream is InertStream
 
 
 def _as_cpu(value: Any) -> Any:
@@ -272,6 +277,7 @@ def install_if_wanted(argv: Sequence[str]) -> CpuStandIns | None:
     if not wanted(argv):
         return None
     stand_ins = CpuStandIns()
-    stand_ins.install_torch()
-    stand_ins.install_megatron()
+    if not installed():
+        stand_ins.install_torch()
+        stand_ins.install_megatron()
     return stand_ins

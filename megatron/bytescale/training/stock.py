@@ -77,7 +77,8 @@ def _batch(data_iterator: Any) -> dict[str, Any]:
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
-    return dict(get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group()))
+    cp_group = parallel_state.get_context_parallel_group()
+    return dict(get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group))
 
 
 def _mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

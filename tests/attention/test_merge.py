@@ -1,0 +1,60 @@
+"""Joining blocks of keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bytescale_ext.attention.merge import merge_
+from bytescale_ext.attention.reference import reference_forward
+
+INFINITY = float("inf")
+
+
+def values(rows: int, heads: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(rows, heads, 8, generator=torch.Generator().manual_seed(rows * 10 + heads), dtype=dtype)
+
+
+def test_blocks_of_keys_join_to_the_whole() -> None:
+    q, k, v = values(6, 4), values(11, 2), values(12, 2)[:11]
+    out, lse = reference_forward(q, k, v, causal=False, scale=0.3)
+    total_out, total_lse = reference_forward(q, k[:4], v[:4], causal=False, scale=0.3)
+    for keys in (slice(4, 5), slice(5, 11)):
+        merge_(total_out, total_lse, *reference_forward(q, k[keys], v[keys], causal=False, scale=0.3))
+    torch.testing.assert_close(total_out, out, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(total_lse, lse, rtol=1e-13, atol=1e-13)
+
+
+def test_views_of_totals_are_changed_and_the_rest_is_not() -> None:
+    total_out, total_lse = values(5, 2), torch.zeros(2, 5, dtype=torch.float64)
+    before = total_out.clone()
+    merge_(total_out[2:], total_lse[:, 2:], values(3, 2), torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.equal(total_out[:2], before[:2]) and not total_lse[:, :2].any()
+    torch.testing.assert_close(total_out[2:], (before[2:] + values(3, 2)) / 2)
+    torch.testing.assert_close(total_lse[:, 2:], torch.full((2, 3), 2.0, dtype=torch.float64).log())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("mine", "block", "weight", "merged"),
+    [
+        (-INFINITY, 1.5, 1.0, 1.5),
+        (1.5, -INFINITY, 0.0, 1.5),
+        (-INFINITY, -INFINITY, 0.0, -INFINITY),
+        (3e4, -3e4, 0.0, 3e4),
+        (-3e4, 3e4, 1.0, 3e4),
+        (-80.0, -80.0, 0.5, -80.0 + 0.6931471805599453),
+    ],
+)
+def test_extreme_sums(mine: float, block: float, weight: float, merged: float, dtype: torch.dtype) -> None:
+    total_out, total_lse = torch.full((1, 1, 2), 2.0, dtype=dtype), torch.full((1, 1), mine, dtype=dtype)
+    merge_(total_out, total_lse, torch.full((1, 1, 2), 6.0, dtype=dtype), torch.full((1, 1), block, dtype=dtype))
+    torch.testing.assert_close(total_out, torch.full((1, 1, 2), 2.0 + 4.0 * weight, dtype=dtype))
+    torch.testing.assert_close(total_lse, torch.full((1, 1), merged, dtype=dtype))
+
+
+def test_low_precision_blocks_are_summed_in_full_precision() -> None:
+    total_out, total_lse = torch.zeros(4, 2, 8), torch.full((2, 4), -INFINITY)
+    block = values(4, 2, torch.float32).bfloat16()
+    merge_(total_out, total_lse, block, torch.zeros(2, 4))
+    assert total_out.dtype == torch.float32 and torch.equal(total_out, block.float())

@@ -1,0 +1,201 @@
+"""Ring attention of virtual ranks in one process, and of one rank, against dense attention of each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from bytescale_ext.attention.kernels import Kernel, kernel_table
+from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps, ring_attention
+from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from tests.attention.cases import MIXED, TINY, Case, Results, assert_matches, whole
+
+LOCAL = Case(lengths=(9, 1, 30, 4), rounds=(((0, (0,)), (1, (0,)), (2, (0,)), (3, (0,))),), num_ranks=1)
+
+
+def kernel(name: str) -> Kernel:
+    return next(row for row in kernel_table() if row.name == name)
+
+
+def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, list[MailboxComm]]:
+    """``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
+    comms = mailbox_comms(case.num_ranks)
+    results: Results = {}
+    ranks = range(case.num_ranks)
+    for number in range(len(case.rounds)):
+        inputs = [case.inputs(number, rank, dtype) for rank in ranks]
+        rings = [RingContext(case.layout(number, rank), comms[rank], kernel(name), case.scale) for rank in ranks]
+        outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
+        grads = run_in_turn(
+            [backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks]
+        )
+        results |= {(number, rank): (outputs[rank][0], *grads[rank]) for rank in ranks}
+    return results, comms
+
+
+@pytest.mark.parametrize("case", [MIXED, TINY, LOCAL])
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=["gqa", "mha"])
+def test_exact_in_float64(case: Case, heads: tuple[int, int]) -> None:
+    case = dataclasses.replace(case, heads=heads[0], kv_heads=heads[1])
+    results, _ = run_virtual(case, "reference", torch.float64)
+    assert_matches(case, results, 1e-10)
+
+
+@given(st.integers(1, 9), st.integers(1, 70))
+@settings(max_examples=40, deadline=None)
+def test_any_width_and_length(width: int, length: int) -> None:
+    case = whole(max(width, length), tuple(range(width)), heads=2, kv_heads=1, dim=4)
+    results, _ = run_virtual(case, "reference", torch.float64)
+    assert_matches(case, results, 1e-10)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_any_rings_in_one_micro_batch(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 5))
+    placed, lengths = [], []
+    for seq in range(data.draw(st.integers(1, 6))):
+        first = data.draw(st.integers(0, num_ranks - 1))
+        ring = tuple(range(first, data.draw(st.integers(first + 1, num_ranks))))
+        placed.append((seq, ring))
+        lengths.append(data.draw(st.integers(len(ring), 25)))
+    case = Case(tuple(lengths), (tuple(placed),), num_ranks, heads=2, kv_heads=1, dim=4)
+    results, _ = run_virtual(case, "reference", torch.float64)
+    assert_matches(case, results, 1e-10)
+
+
+@pytest.mark.parametrize("case", [MIXED, TINY, LOCAL])
+def test_cpu_flash_in_float32(case: Case) -> None:
+    results, _ = run_virtual(case, "cpu_flash", torch.float32)
+    assert_matches(case, results, 1e-5, torch.float32)
+
+
+@pytest.mark.parametrize("case", [MIXED, LOCAL])
+def test_bfloat16_is_sane(case: Case) -> None:
+    results, _ = run_virtual(case, "cpu_flash", torch.bfloat16)
+    assert all(tensor.dtype == torch.bfloat16 for tensors in results.values() for tensor in tensors)
+    assert_matches(case, results, 4e-2, torch.bfloat16)
+
+
+def test_rings_lose_no_precision_against_one_kernel() -> None:
+    """Sums over blocks are float32: the error of many blocks stays near that of one."""
+    ring = whole(256, tuple(range(8)))
+    one = Case((256,), (((0, (0,)),),), 1)
+    wanted = one.expected(torch.bfloat16)[0]
+
+    def largest_error(case: Case, column: int) -> float:
+        results, _ = run_virtual(case, "cpu_flash", torch.bfloat16)
+        answers = [
+            (torch.cat([wanted[column][a:b] for a, b in shard.ranges]), results[0, rank][column])
+            for rank in range(case.num_ranks)
+            for shard in case.micro_batch(0, rank).shards
+        ]
+        return max(float((got[: len(answer)].double() - answer).abs().max()) for answer, got in answers)
+
+    for column in range(4):
+        assert largest_error(ring, column) <= 2.5 * largest_error(one, column)
+
+
+def test_bytes_are_those_of_the_plan() -> None:
+    case = whole(23, (0, 1, 2), heads=4, kv_heads=2, dim=8)
+    _, comms = run_virtual(case, "cpu_flash", torch.float32)
+    layout = case.layout(0, 1)
+    row_bytes = 2 * case.kv_heads * case.dim * 4
+    rows = layout.rings[0].rows
+    assert rows == (8, 8, 7)
+    for rank, comm in enumerate(comms):
+        keys = rows[rank] + rows[rank - 1]
+        sums = rows[rank - 1] + rows[rank - 2]
+        assert comm.stats.bytes_sent == (2 * keys + sums) * row_bytes
+        assert comm.stats.num_exchanges == 6
+
+
+def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str = "cpu_flash") -> torch.Tensor:
+    """The one rank of a case without rings, through autograd."""
+    (comm,) = mailbox_comms(1)
+    return ring_attention(q, k, v, case.layout(0, 0), comm, kernel(name), case.scale)
+
+
+def test_autograd_of_local_documents() -> None:
+    q, k, v, dout = LOCAL.inputs(0, 0, torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend(LOCAL, *leaves, name="reference")
+    # An expanded gradient has stride 0.
+    grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert_matches(LOCAL, {(0, 0): (out.detach(), *grads)}, 1e-10)
+    ones = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    expected = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert all(torch.equal(a, b) for a, b in zip(ones, expected, strict=True))
+
+
+def test_recomputation_gives_the_same_bits() -> None:
+    q, k, v, dout = LOCAL.inputs(0, 0, torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    direct = torch.autograd.grad(attend(LOCAL, *leaves), leaves, dout)
+    again = torch.autograd.grad(checkpoint(attend, LOCAL, *leaves, use_reentrant=False), leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(direct, again, strict=True))
+
+
+def test_no_grad_saves_nothing() -> None:
+    q, k, v, _ = LOCAL.inputs(0, 0, torch.float32)
+    with torch.no_grad():
+        out = attend(LOCAL, q.requires_grad_(), k, v)
+    assert out.grad_fn is None and torch.equal(out, attend(LOCAL, q, k, v).detach())
+
+
+@pytest.mark.parametrize("name", ["cpu_flash", "reference"])
+def test_documents_do_not_see_each_other(name: str) -> None:
+    """One sequence of each kind is changed; every row of every other keeps its bits."""
+    numbers = [0, 1, 2, 3, 4]
+    case = Case(
+        lengths=(21, 14, 6, 5, 9),
+        rounds=(((0, (0, 1)), (1, (0, 1, 2)), (2, (0,)), (3, (0,)), (4, (2,))),),
+        num_ranks=3,
+    )
+    before, _ = run_virtual(case, name, torch.float32)
+    for changed in numbers:
+        other = _Perturbed(**{**case.__dict__, "changed": changed})
+        after, _ = run_virtual(other, name, torch.float32)
+        for key, tensors in after.items():
+            start = 0
+            for shard in case.micro_batch(*key).shards:
+                rows = slice(start, start + shard.num_tokens)
+                same = [torch.equal(a[rows], b[rows]) for a, b in zip(before[key], tensors, strict=True)]
+                assert all(same) if shard.seq != changed else not any(same), f"{changed=} {shard=}"
+                start = rows.stop
+
+
+@dataclasses.dataclass(frozen=True)
+class _Perturbed(Case):
+    """A case with other values for one sequence."""
+
+    changed: int = -1
+
+    def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        values = super().values(seq, dtype)
+        return tuple(x * 1.5 + 0.25 for x in values) if seq == self.changed else values
+
+
+def test_an_empty_micro_batch_gives_zeros() -> None:
+    case = Case((4,), (((0, (1,)),),), num_ranks=2)
+    q, k, v, dout = (x.requires_grad_() for x in case.inputs(0, 0, torch.float32))
+    out = attend(case, q, k, v)
+    assert out.shape == (3, 4, 8) and not out.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(out, (q, k, v), dout.detach()))
+
+
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    q, k, v, _ = LOCAL.inputs(0, 0, torch.float32)
+    with pytest.raises(ValueError, match="over 47 rows"):
+        attend(LOCAL, q[1:], k[1:], v[1:])
+    with pytest.raises(ValueError, match="over 47 rows"):
+        attend(LOCAL, q, k, v[:, :1])
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        attend(LOCAL, q[:, :3], k, v)
+    with pytest.raises(ValueError, match="one dtype"):
+        attend(LOCAL, q, k.double(), v.double())

@@ -1,0 +1,259 @@
+"""Steps made ahead in the background."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.data.loader import StepBatch, StepLoader
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.hdp import plan_naive
+from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan
+from tests.data.sources import MemorySource
+
+LENGTHS = [5, 1, 30, 12, 3, 3, 17, 8, 2, 40, 6, 9, 1, 1, 25, 4]
+
+
+def _planner(num_ranks: int = 4, tokens_per_rank: int = 12) -> Callable[[Sequence[int]], StepPlan]:
+    return partial(plan_naive, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank)
+
+
+def _loader(source: MemorySource, rank: int = 0, num_ranks: int = 4, **options: object) -> StepLoader:
+    settings: dict[str, object] = {"samples_per_step": 4, "rows_multiple": 4, **options}
+    return StepLoader(source, settings.pop("planner", _planner(num_ranks)), rank, **settings)  # type: ignore[arg-type]
+
+
+def _key(batch: StepBatch) -> tuple[object, ...]:
+    tensors = [(m.tokens.tolist(), m.labels.tolist(), m.loss_mask.tolist()) for m in batch.micro_batches]
+    return batch.step_index, batch.sample_ids, batch.lengths, batch.plan.digest(), tensors
+
+
+def test_steps_follow_the_samples_and_stop_at_the_end() -> None:
+    steps = list(_loader(MemorySource(LENGTHS)))
+    assert [step.sample_ids for step in steps] == [tuple(range(i, i + 4)) for i in (0, 4, 8, 12)]
+    assert [step.step_index for step in steps] == [0, 1, 2, 3]
+    assert [step.num_tokens for step in steps] == [sum(LENGTHS[i : i + 4]) for i in (0, 4, 8, 12)]
+    assert all(step.plan == _planner()(step.lengths) for step in steps)
+    assert all(s.plan_seconds >= 0 and s.read_seconds >= 0 and s.wait_seconds >= 0 for s in steps)
+
+
+def test_samples_too_few_for_a_step_are_left() -> None:
+    loader = _loader(MemorySource(LENGTHS), samples_per_step=7)
+    assert [step.sample_ids[0] for step in loader] == [0, 7]
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 5, 8])
+def test_all_ranks_together_hold_each_token_once(num_ranks: int) -> None:
+    """Tokens and labels by (document, position) are the documents, whatever the number of ranks."""
+    source = MemorySource(LENGTHS, seq_length=20)
+    found: list[tuple[int, int, int, int, float]] = []
+    for rank in range(num_ranks):
+        for step in _loader(source, rank, num_ranks):
+            for packed in step.micro_batches:
+                row = 0
+                for shard in packed.micro_batch.shards:
+                    document, start, _ = source.pieces[step.sample_ids[shard.seq]]
+                    rows = slice(row, row + shard.num_tokens)
+                    columns = (packed.positions, packed.tokens, packed.labels, packed.loss_mask)
+                    for position, *values in zip(*(c[rows].tolist() for c in columns), strict=True):
+                        found.append((document, start + position, *values))
+                    row = rows.stop
+                assert not packed.loss_mask[row:].any()
+    taken = source.pieces[: len(source) // 4 * 4]
+    expected = []
+    for document, start, length in taken:
+        tokens = source.documents[document].tolist()
+        for place in range(start, start + length):
+            last = place + 1 == len(tokens)
+            expected.append((document, place, tokens[place], 0 if last else tokens[place + 1], 0.0 if last else 1.0))
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_rank_reads_only_its_own_ranges() -> None:
+    for rank in range(4):
+        source = MemorySource(LENGTHS)
+        wanted = [
+            (step.sample_ids[shard.seq], start, stop + 1)
+            for step in _loader(source, rank)
+            for micro_batch in step.plan.ranks[rank]
+            for shard in micro_batch.shards
+            for start, stop in shard.ranges
+        ]
+        assert source.reads == wanted
+
+
+@pytest.mark.parametrize("consumed", [0, 4, 8, 12])
+def test_a_resumed_loader_gives_the_same_steps(consumed: int) -> None:
+    whole = [_key(step) for step in _loader(MemorySource(LENGTHS), rank=1)]
+    fresh = _loader(MemorySource(LENGTHS), rank=1, consumed_samples=consumed, first_step=consumed // 4)
+    assert [_key(step) for step in fresh] == whole[consumed // 4 :]
+
+
+def test_the_state_counts_what_was_handed_out_not_what_was_made() -> None:
+    whole = [_key(step) for step in _loader(MemorySource(LENGTHS))]
+    loader = _loader(MemorySource(LENGTHS), plan_ahead=4)
+    for _ in range(2):
+        next(loader)
+    state = loader.state_dict()
+    assert state == {"consumed_samples": 8, "step_index": 2}
+    list(loader)
+    loader.load_state_dict(state)
+    assert [_key(step) for step in loader] == whole[2:]
+    other = _loader(MemorySource(LENGTHS), consumed_samples=4)
+    other.load_state_dict(state)
+    assert [_key(step) for step in other] == whole[2:]
+
+
+def test_a_ramp_up_asks_for_each_size_by_consumed_samples() -> None:
+    def ramp(consumed: int) -> int:
+        return 2 if consumed < 4 else 6
+
+    loader = _loader(MemorySource(LENGTHS), samples_per_step=ramp)
+    assert [step.sample_ids for step in loader] == [(0, 1), (2, 3), tuple(range(4, 10)), tuple(range(10, 16))]
+    late = _loader(MemorySource(LENGTHS), samples_per_step=ramp, consumed_samples=4)
+    assert next(late).sample_ids == tuple(range(4, 10))
+    late.close()
+
+
+def test_a_cyclic_loader_begins_again() -> None:
+    loader = _loader(MemorySource([3, 4, 5]), samples_per_step=2, cyclic=True)
+    assert [next(loader).sample_ids for _ in range(4)] == [(0, 1), (2, 0), (1, 2), (0, 1)]
+    loader.close()
+
+
+def test_a_rank_without_micro_batches_gets_none() -> None:
+    steps = list(_loader(MemorySource([3, 3]), rank=3, samples_per_step=2))
+    assert [step.micro_batches for step in steps] == [()]
+
+
+def test_no_more_than_plan_ahead_steps_are_made() -> None:
+    planned = threading.Semaphore(0)
+    calls = []
+
+    def planner(lengths: Sequence[int]) -> StepPlan:
+        calls.append(tuple(lengths))
+        planned.release()
+        return _planner()(lengths)
+
+    loader = _loader(MemorySource([2] * 40), samples_per_step=2, plan_ahead=3, planner=planner)
+    for handed_out in range(4):
+        for _ in range(3 if handed_out == 0 else 1):
+            assert planned.acquire(timeout=30)
+        assert len(calls) == 3 + handed_out
+        # Were a step more allowed, the thread would plan it now.
+        assert not planned.acquire(timeout=0.05)
+        next(loader)
+    loader.close()
+
+
+def _fails_at(step: int, error: Exception) -> Callable[[Sequence[int]], StepPlan]:
+    calls = []
+
+    def planner(lengths: Sequence[int]) -> StepPlan:
+        calls.append(1)
+        if len(calls) > step:
+            raise error
+        return _planner()(lengths)
+
+    return planner
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), MemoryError(), PlanError("bad row")])
+def test_an_error_comes_with_its_type_after_the_good_steps(error: Exception) -> None:
+    loader = _loader(MemorySource(LENGTHS), planner=_fails_at(2, error), plan_ahead=4)
+    assert [next(loader).step_index for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            next(loader)
+        assert caught.value is error
+    assert loader.state_dict()["consumed_samples"] == 8
+
+
+def test_a_bad_plan_is_refused_by_the_default_check() -> None:
+    def drops_the_last(lengths: Sequence[int]) -> StepPlan:
+        shards = tuple(Shard(i, ((0, n),), (0,)) for i, n in enumerate(lengths[:-1]))
+        return StepPlan(1, 1000, tuple(lengths), ((MicroBatch(shards),),))
+
+    with pytest.raises(PlanError):
+        next(_loader(MemorySource(LENGTHS), planner=drops_the_last))
+    trusted = _loader(MemorySource(LENGTHS), planner=drops_the_last, check=None)
+    assert next(trusted).micro_batches[0].micro_batch.num_tokens == sum(LENGTHS[:3])
+    trusted.close()
+
+
+def test_a_token_outside_the_vocabulary_reaches_the_consumer() -> None:
+    with pytest.raises(ValueError, match=r"memory: document \d+ .*outside the vocabulary of 20"):
+        list(_loader(MemorySource(LENGTHS), vocab_size=20))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan_ahead": 0}, "plan_ahead 0"),
+        ({"consumed_samples": -1}, "consumed_samples -1"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _loader(MemorySource(LENGTHS), **options)
+
+
+def test_an_empty_source_cannot_be_repeated() -> None:
+    with pytest.raises(ValueError, match="without samples"):
+        _loader(MemorySource([]), cyclic=True)
+    with pytest.raises(StopIteration):
+        next(_loader(MemorySource([])))
+
+
+def test_a_step_without_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 samples per step"):
+        next(_loader(MemorySource(LENGTHS), samples_per_step=lambda consumed: 0))
+
+
+def _threads() -> int:
+    return sum(thread.name == "bytescale-loader" for thread in threading.enumerate())
+
+
+def test_close_ends_the_thread_and_the_steps() -> None:
+    before = _threads()
+    loader = _loader(MemorySource(LENGTHS))
+    next(loader)
+    loader.close()
+    loader.close()
+    assert _threads() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+
+
+def test_a_dropped_loader_takes_its_thread_along() -> None:
+    before = _threads()
+    loader = _loader(MemorySource([2] * 400), plan_ahead=1)
+    next(loader)
+    alive = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert alive() is None and _threads() == before
+
+
+def test_the_interpreter_ends_with_a_loader_open() -> None:
+    program = (
+        "from functools import partial\n"
+        "from bytescale_ext.data.loader import StepLoader\n"
+        "from bytescale_ext.plan.hdp import plan_naive\n"
+        "from tests.data.sources import MemorySource\n"
+        "plan = partial(plan_naive, num_ranks=2, tokens_per_rank=8)\n"
+        "loader = StepLoader(MemorySource([3] * 100), plan, 0, samples_per_step=2, cyclic=True)\n"
+        "print(next(loader).num_tokens)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
+    assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr

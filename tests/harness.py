@@ -1,0 +1,291 @@
+"""Tests of several ranks on the CPU: run one function in W processes that share a gloo process group.
+
+    def sum_of_ranks(rank, world, start):            # at module level: it is pickled by name
+        total = torch.tensor([start + rank])
+        dist.all_reduce(total)
+        return int(total)                            # anything that pickles; tensors travel by value
+
+    def test_sum():
+        assert run_ranks(sum_of_ranks, 4, 10) == [46, 46, 46, 46]
+
+What it does:
+
+- Processes are forked from a server that has already imported torch (about 0.1 s each; the server itself starts at
+  the first call and takes some seconds). ``preload("megatron.training")`` gives the server more to import.
+- Each rank has one thread, the gloo group ``torch.distributed.group.WORLD`` and RANK, WORLD_SIZE, LOCAL_RANK set.
+  The group meets through a file, so no port is taken. ``init_group=False`` leaves the group to the function;
+  ``world`` is then only a number.
+- A rank whose function has ended stays connected until all have.
+- If ranks fail, ``RanksFailed`` is raised with the traceback of the one that failed *first*; the others usually
+  fail because of it.
+- If ranks hang, ``TimeoutError`` names them and shows where each of them stands.
+- When ``run_ranks`` returns or raises, every process it started is gone, and their children too.
+
+What ranks print goes to the terminal of the test run. A test that changes global state in a rank needs no clean-up:
+each call has fresh processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+ALWAYS_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    # These two are imported when torch.utils.checkpoint.checkpoint and torch.autograd.grad are first called, with
+    # hundreds of modules.
+    "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes",
+    "numpy",
+    "pytest",
+    "hypothesis",
+)
+# Reports of ranks that fail together arrive in any order; this long we wait for an earlier one.
+SECONDS_FOR_EARLIER_FAILURES = 0.5
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised or died.
+
+    Attributes:
+        rank: the rank that failed first.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank sends at its end."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    at_seconds: float = 0.0
+
+
+@dataclass
+class RankProcess:
+    """A rank that was started; ``report`` is None until it ends."""
+
+    process: BaseProcess
+    reports: Connection
+    stack_file: Path
+    report: Report | None = None
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import modules once, so that ranks need not (e.g. ``"megatron.training"``).
+
+    Call it before ``run_ranks``, e.g. from a module-scoped fixture. A server that lacks one of them is stopped, and
+    the next ``run_ranks`` starts a new one with the old and the new modules. A module that does not import is left
+    to the ranks.
+    """
+    server = multiprocessing.forkserver._forkserver
+    before = [module for module in server._preload_modules if module != "__main__"]
+    wanted = list(dict.fromkeys([*ALWAYS_PRELOADED, *before, *modules]))
+    if wanted != server._preload_modules:
+        server._stop()
+        multiprocessing.set_forkserver_preload(wanted)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    init_group: bool = True,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Run ``function(rank, world_size, *args)`` in ``world_size`` processes and return their values by rank.
+
+    Args:
+        function: a function of a module (not a lambda, not nested).
+        world_size: number of processes.
+        args: picklable arguments, the same for all ranks.
+        timeout: seconds until ranks that have not finished are stopped.
+        init_group: join a gloo process group of all ranks first.
+        may_die: ranks that may exit without a value, as a test of failure does; their value is None.
+
+    Raises:
+        RanksFailed: a rank raised (the message holds its traceback) or died.
+        TimeoutError: ranks had not finished in time; the message names them and holds their stacks.
+    """
+    preload()
+    call = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks: list[RankProcess] = []
+        try:
+            for rank in range(world_size):
+                ranks.append(_start(rank, world_size, call, Path(folder), timeout if init_group else None))
+            _collect(ranks, time.monotonic() + timeout, timeout, frozenset(may_die))
+        finally:
+            _end_all(ranks)
+    return [None if rank.report is None else rank.report.value for rank in ranks]
+
+
+def _start(rank: int, world_size: int, call: bytes, folder: Path, group_timeout: float | None) -> RankProcess:
+    context = multiprocessing.get_context("forkserver")
+    mine, of_rank = context.Pipe()
+    stack_file = folder / f"stack-{rank}"
+    process = context.Process(
+        target=_rank_main,
+        args=(rank, world_size, call, of_rank, str(folder / "store"), str(stack_file), group_timeout),
+        name=f"rank {rank}",
+    )
+    process.start()
+    # Only the rank may hold this end, or its death would not be seen.
+    of_rank.close()
+    return RankProcess(process, mine, stack_file)
+
+
+def _collect(ranks: list[RankProcess], deadline: float, timeout: float, may_die: frozenset[int]) -> None:
+    """Wait for every rank's report; raise for failures and for the deadline."""
+    open_ranks = dict(enumerate(ranks))
+    failures: list[Report] = []
+    while open_ranks:
+        connections = {item.reports: number for number, item in open_ranks.items()}
+        ready = wait(list(connections), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and failures:
+            break
+        if not ready:
+            raise TimeoutError(_describe_hang(open_ranks, timeout))
+        for connection in ready:
+            number = connections[connection]
+            report = _receive(open_ranks.pop(number), number, number in may_die)
+            if report.error is not None:
+                failures.append(report)
+                deadline = min(deadline, time.monotonic() + SECONDS_FOR_EARLIER_FAILURES)
+    if failures:
+        first = min(failures, key=lambda report: (report.at_seconds, report.rank))
+        raise RanksFailed(first.rank, f"rank {first.rank} of {len(ranks)} failed first:\n{first.error}")
+
+
+def _receive(item: RankProcess, rank: int, may_die: bool) -> Report:
+    """The report of a rank, or the failure that it ended without one."""
+    try:
+        item.report = pickle.loads(item.reports.recv_bytes())
+    except EOFError:
+        item.process.join(5)
+        error = None if may_die else f"the process ended without a report, exit code {item.process.exitcode}"
+        item.report = Report(rank, error=error, at_seconds=time.monotonic())
+    return item.report
+
+
+def _describe_hang(open_ranks: dict[int, RankProcess], timeout: float) -> str:
+    """Which ranks did not finish, each with the stack it prints on a signal."""
+    for item in open_ranks.values():
+        with suppress(ProcessLookupError):
+            os.kill(item.process.pid or 0, signal.SIGUSR1)
+    lines = [f"ranks {sorted(open_ranks)} did not finish in {timeout:g} s"]
+    end = time.monotonic() + 2.0
+    for rank, item in sorted(open_ranks.items()):
+        while time.monotonic() < end and not (item.stack_file.exists() and item.stack_file.stat().st_size):
+            time.sleep(0.02)
+        stack = item.stack_file.read_text() if item.stack_file.exists() else "(not started)"
+        lines.append(f"--- rank {rank}\n{stack}")
+    return "\n".join(lines)
+
+
+def _end_all(ranks: list[RankProcess]) -> None:
+    """Kill what still runs, with its children, and wait until it is gone."""
+    for item in ranks:
+        if item.report is None or item.report.error is not None:
+            _kill(item.process)
+        # A rank that has reported ends when it sees this.
+        item.reports.close()
+    for item in ranks:
+        item.process.join(10)
+        if item.process.is_alive():
+            _kill(item.process)
+            item.process.join(10)
+
+
+def _kill(process: BaseProcess) -> None:
+    """Kill a rank and its process group (ranks lead their own)."""
+    pid = process.pid or 0
+    if process.is_alive():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, signal.SIGKILL)
+        process.kill()
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    call: bytes,
+    reports: Connection,
+    store: str,
+    stack_file: str,
+    group_timeout: float | None,
+) -> None:
+    """The life of one rank process."""
+    _tie_to_parent()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        try:
+            function, args = pickle.loads(call)
+            if group_timeout is not None:
+                _join_group(rank, world_size, store, group_timeout)
+            value = function(rank, world_size, *args)
+            report = pickle.dumps(Report(rank, value=value, at_seconds=time.monotonic()))
+        except BaseException:
+            report = pickle.dumps(Report(rank, error=traceback.format_exc(), at_seconds=time.monotonic()))
+        reports.send_bytes(report)
+        # Stay until all have reported: a rank that leaves early breaks connections that others are still making,
+        # and their errors would hide the first one.
+        with suppress(EOFError, OSError):
+            reports.recv_bytes()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not a normal exit: a group whose peers have failed may hang in its destructor.
+        os._exit(0)
+
+
+def _tie_to_parent() -> None:
+    """Lead an own process group, and on Linux die with the fork server, which dies with the test run."""
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    if sys.platform == "linux":
+        death_signal_of_parent = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal_of_parent, signal.SIGKILL)
+
+
+def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        # Host names do not resolve everywhere; all ranks are on this host.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )

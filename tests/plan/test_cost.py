@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.plan.cost import (
+    LLAMA_7B,
+    CostModel,
+    ModelShape,
+    attention_flops_per_square,
+    flops_cost,
+    linear_flops_per_token,
+    model_flops,
+)
+from bytescale_ext.plan.shapes import MicroBatch, Shard
+
+TINY = ModelShape(num_layers=2, hidden=8, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden=10, gated=True, vocab=20)
+
+
+def test_linear_flops_by_hand() -> None:
+    # query 8x12, key and value 8x6 each, output 12x8; three MLP matrices 8x10; output layer 8x20
+    weights = 2 * (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 10) + 8 * 20
+    assert linear_flops_per_token(TINY) == 2 * weights
+
+
+def test_an_mlp_without_gate_has_two_matrices() -> None:
+    plain = ModelShape(2, 8, 4, 2, 3, 10, False, 20)
+    assert linear_flops_per_token(TINY) - linear_flops_per_token(plain) == 2 * 2 * 8 * 10
+
+
+def test_attention_flops_by_hand() -> None:
+    # scores and values: 2 products of 2 s^2 head_dim, 4 heads, 2 layers; half under the mask
+    assert attention_flops_per_square(TINY) == 2 * (2 * 2 * 3 * 4) / 2
+
+
+def test_model_flops_are_three_forwards_of_each_document() -> None:
+    one = 3 * (attention_flops_per_square(TINY) * 100 + linear_flops_per_token(TINY) * 10)
+    assert model_flops(TINY, [10]) == one
+    assert model_flops(TINY, [10, 10]) == 2 * one
+    assert model_flops(TINY, [20]) > 2 * one
+    assert model_flops(TINY, []) == 0
+
+
+def test_model_flops_of_7b_are_six_per_parameter_for_short_documents() -> None:
+    num_weights = linear_flops_per_token(LLAMA_7B) / 2
+    assert num_weights == pytest.approx(5.8e9, rel=0.05)  # 6.7e9 less the embedding and grouped keys and values
+    assert model_flops(LLAMA_7B, [1]) == pytest.approx(6 * num_weights, rel=1e-3)
+
+
+def test_sequence_cost_by_hand() -> None:
+    cost = CostModel(a=2.0, b=3.0, c=50.0, g=7.0)
+    assert cost.sequence_cost(10, 1) == 2 * 100 + 3 * 10
+    assert cost.sequence_cost(10, 2) == max(2 * 100 / 2, 50 * 10 / 2) + 3 * 10 / 2  # the exchange is slower
+    assert cost.sequence_cost(100, 2) == 2 * 10_000 / 2 + 3 * 100 / 2  # attention is slower
+
+
+def test_micro_batch_cost_counts_real_tokens_and_g_once() -> None:
+    cost = CostModel(a=2.0, b=3.0, c=0.0, g=7.0)
+    ring = Shard(1, ((0, 2), (4, 5)), (0, 1))
+    local = Shard(0, ((0, 4),), (0,))
+    assert cost.shard_cost(ring, 5) == 2 * 25 / 2 + 3 * 3
+    assert cost.micro_batch_cost(MicroBatch((ring, local)), (4, 5)) == 7 + (25 + 9) + (2 * 16 + 3 * 4)
+
+
+def test_members_of_a_ring_together_do_the_work_of_the_sequence() -> None:
+    cost = flops_cost(TINY)
+    shards = [Shard(0, ((0, 2), (5, 6)), (0, 1)), Shard(0, ((2, 4), (4, 5)), (0, 1))]
+    assert sum(cost.shard_cost(shard, 6) for shard in shards) == pytest.approx(model_flops(TINY, [6]))
+
+
+def test_scaled_scales_everything() -> None:
+    assert CostModel(1.0, 2.0, 3.0, 4.0).scaled(2.0) == CostModel(2.0, 4.0, 6.0, 8.0)

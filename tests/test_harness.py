@@ -1,0 +1,96 @@
+"""The multi-rank harness itself: values, failures, hangs, and no processes left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RanksFailed, run_ranks
+
+
+def sum_of_ranks(rank: int, world: int, start: int) -> tuple[int, torch.Tensor]:
+    total = torch.tensor([start + rank])
+    dist.all_reduce(total)
+    return os.getpid(), total
+
+
+def environment(rank: int, world: int) -> tuple[str, str, bool, int]:
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], dist.is_initialized(), torch.get_num_threads()
+
+
+def fail_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def die_on_two(rank: int, world: int) -> int:
+    if rank == 2:
+        os._exit(7)
+    return rank
+
+
+def hang_on_zero(rank: int, world: int, pid_file: str) -> None:
+    if rank == 0:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(pid_file, "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        wait_for_ever()
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_values_come_back_by_rank() -> None:
+    results = run_ranks(sum_of_ranks, 3, 10)
+    assert [int(total) for _, total in results] == [33, 33, 33]
+    assert len({pid for pid, _ in results}) == 3
+
+
+def test_environment_of_a_rank() -> None:
+    assert run_ranks(environment, 2) == [("0", "2", True, 1), ("1", "2", True, 1)]
+    assert [initialized for _, _, initialized, _ in run_ranks(environment, 2, init_group=False)] == [False, False]
+
+
+def test_first_failing_rank_is_named_with_its_traceback() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 of 3 failed first") as caught:
+        run_ranks(fail_on_one, 3)
+    assert caught.value.rank == 1
+    assert "KeyError: 'the reason'" in str(caught.value)
+    assert "fail_on_one" in str(caught.value)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(RanksFailed, match="exit code 7") as caught:
+        run_ranks(die_on_two, 3)
+    assert caught.value.rank == 2
+    assert run_ranks(die_on_two, 3, may_die={2}) == [0, 1, None]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_hang_is_ended_and_shown(tmp_path) -> None:
+    pid_file = tmp_path / "pids"
+    with pytest.raises(TimeoutError, match=r"ranks \[0\b.*did not finish") as caught:
+        run_ranks(hang_on_zero, 2, str(pid_file), timeout=4)
+    assert "wait_for_ever" in str(caught.value)
+    deadline = time.monotonic() + 20
+    for pid in map(int, pid_file.read_text().split()):
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_running(pid)
