@@ -79,6 +79,30 @@ class KernelChoice(NamedTuple):
 def kernel_table() -> tuple[Kernel, ...]:
     """Every kernel, best first. ``reference`` is last and takes everything."""
     return (
+        *_cuda_kernels(),
+        Kernel(
+            "cpu_flash",
+            ("cpu",),
+            (torch.float32, *HALF),
+            torch_kernels.missing_operator(
+                "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+            ),
+            torch_kernels.cpu_flash_forward,
+            torch_kernels.cpu_flash_backward,
+        ),
+        Kernel(
+            "reference",
+            ("cpu", "cuda"),
+            (torch.float64, torch.float32, *HALF),
+            lambda: None,
+            torch_kernels.reference_documents_forward,
+            torch_kernels.reference_documents_backward,
+        ),
+    )
+
+
+def _cuda_kernels() -> tuple[Kernel, ...]:
+    return (
         Kernel(
             "flash_attn_3",
             ("cuda",),
@@ -120,24 +144,6 @@ def kernel_table() -> tuple[Kernel, ...]:
             torch_kernels.cudnn_backward,
             head_dim_multiple=8,
             largest_head_dim=128,
-        ),
-        Kernel(
-            "cpu_flash",
-            ("cpu",),
-            (torch.float32, *HALF),
-            torch_kernels.missing_operator(
-                "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
-            ),
-            torch_kernels.cpu_flash_forward,
-            torch_kernels.cpu_flash_backward,
-        ),
-        Kernel(
-            "reference",
-            ("cpu", "cuda"),
-            (torch.float64, torch.float32, *HALF),
-            lambda: None,
-            torch_kernels.reference_documents_forward,
-            torch_kernels.reference_documents_backward,
         ),
     )
 

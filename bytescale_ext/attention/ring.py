@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,8 +29,7 @@ from bytescale_ext.attention.merge import merge_
 from bytescale_ext.attention.reference import accumulation_dtype
 from bytescale_ext.parallel.p2p import Comm, Pending
 
-Result = TypeVar("Result")
-Steps = Generator[Pending, None, Result]
+type Steps[Result] = Generator[Pending, None, Result]
 # dout, q, k, v, out, lse of some rows
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -105,7 +104,7 @@ class RingAttention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def drive(steps: Steps[Result]) -> Result:
+def drive[Result](steps: Steps[Result]) -> Result:
     """Run an algorithm between processes: wait for each exchange that it yields."""
     while True:
         try:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
 from bytescale_ext.attention.ring import Steps
 from bytescale_ext.parallel.p2p import ExchangeStats, Pending, Transfer
 
-Result = TypeVar("Result")
 Address = tuple[int, int, int]
 
 
@@ -84,7 +82,7 @@ def mailbox_comms(size: int) -> list[MailboxComm]:
     return [MailboxComm(boxes, rank) for rank in range(size)]
 
 
-def run_in_turn(ranks: Sequence[Steps[Result]]) -> list[Result]:
+def run_in_turn[Result](ranks: Sequence[Steps[Result]]) -> list[Result]:
     """Run the algorithm of every virtual rank to its end and return their results in order.
 
     Raises:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from bytescale_ext.attention.kernels import Kernel, kernel_table
-from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps, ring_attention
+from bytescale_ext.attention.layout import attention_layout
+from bytescale_ext.attention.ring import RingContext, Steps, backward_steps, forward_steps, ring_attention
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from bytescale_ext.plan.hdp import plan_naive
 from tests.attention.cases import MIXED, TINY, Case, Results, assert_matches, whole
 
 LOCAL = Case(lengths=(9, 1, 30, 4), rounds=(((0, (0,)), (1, (0,)), (2, (0,)), (3, (0,))),), num_ranks=1)
@@ -113,6 +115,32 @@ def test_bytes_are_those_of_the_plan() -> None:
         sums = rows[rank - 1] + rows[rank - 2]
         assert comm.stats.bytes_sent == (2 * keys + sums) * row_bytes
         assert comm.stats.num_exchanges == 6
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
+@settings(max_examples=20, deadline=None)
+def test_planned_steps_run_to_their_end(lengths: list[int], num_ranks: int) -> None:
+    """Every rank runs its micro-batches in its own time; ranks may have different numbers of them."""
+    plan = plan_naive(lengths, num_ranks, -(-max(lengths) // num_ranks) + 3)
+    case = Case(tuple(lengths), ((),), num_ranks, num_padding=0)
+    wanted = case.expected()
+    comms = mailbox_comms(num_ranks)
+
+    def train(rank: int) -> Steps[list[tuple[torch.Tensor, ...]]]:
+        found = []
+        for micro_batch in plan.ranks[rank]:
+            columns = zip(*(case.values(seq, torch.float64) for seq in range(len(lengths))), strict=True)
+            q, k, v, dout = (case.rows(micro_batch, column) for column in columns)
+            layout = attention_layout(micro_batch, rank, lengths, micro_batch.num_tokens)
+            ring = RingContext(layout, comms[rank], kernel("reference"), case.scale)
+            out, lse = yield from forward_steps(q, k, v, ring)
+            found.append((out, *(yield from backward_steps(dout, q, k, v, out, lse, ring))))
+        return found
+
+    for rank, found in enumerate(run_in_turn([train(rank) for rank in range(num_ranks)])):
+        for micro_batch, tensors in zip(plan.ranks[rank], found, strict=True):
+            for tensor, column in zip(tensors, zip(*wanted, strict=True), strict=True):
+                torch.testing.assert_close(tensor, case.rows(micro_batch, column), rtol=1e-10, atol=1e-10)
 
 
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str = "cpu_flash") -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""CUDA kernels, alone and in rings of virtual ranks, against the float64 reference. Needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bytescale_ext.attention.kernels import choose_kernel, kernel_table, probe
+from bytescale_ext.attention.layout import CuSeqlens
+from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps, ring_attention
+from bytescale_ext.attention.torch_kernels import reference_documents_backward, reference_documents_forward
+from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
+from tests.attention.cases import MIXED, Case, assert_matches, whole
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NAMES = [row.name for row in kernel_table() if "cuda" in row.devices and row.name != "reference"]
+BF16_TOLERANCE = 4e-2
+
+
+def kernel(name: str, dtype: torch.dtype, head_dim: int):  # type: ignore[no-untyped-def]
+    """The kernel of this name, or a skip with the reason why it is not usable here."""
+    row = next(row for row in kernel_table() if row.name == name)
+    device = torch.device("cuda")
+    why_not = row.why_not(device, dtype, head_dim) or probe(row, device, dtype, head_dim)
+    if why_not is not None:
+        pytest.skip(f"{name}: {why_not}")
+    return row
+
+
+def wide(case: Case) -> Case:
+    """The case with heads of a size that CUDA kernels take."""
+    return Case(case.lengths, case.rounds, case.num_ranks, heads=8, kv_heads=2, dim=64, num_padding=5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", [MIXED, whole(1000, (0, 1, 2, 3, 4))], ids=["mixed", "five ranks"])
+def test_ring_of_virtual_ranks(name: str, dtype: torch.dtype, case: Case) -> None:
+    case = wide(case)
+    row, comms = kernel(name, dtype, case.dim), mailbox_comms(case.num_ranks)
+    ranks = range(case.num_ranks)
+    results = {}
+    for number in range(len(case.rounds)):
+        inputs = [[x.cuda() for x in case.inputs(number, rank, dtype)] for rank in ranks]
+        rings = [RingContext(case.layout(number, rank), comms[rank], row, case.scale) for rank in ranks]
+        outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
+        grads = run_in_turn(
+            [backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks]
+        )
+        results |= {(number, r): tuple(x.cpu() for x in (outputs[r][0], *grads[r])) for r in ranks}
+    assert_matches(case, results, BF16_TOLERANCE, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 64), (4, 4, 128), (6, 1, 40)])
+def test_blocks(name: str, heads: int, kv_heads: int, dim: int) -> None:
+    """A rectangle of unequal lengths with a sum over other keys, and a pack with a document of one token."""
+    row = kernel(name, torch.bfloat16, dim)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for cu_q, cu_k, causal in (
+        (CuSeqlens((0, 333)), CuSeqlens((0, 1001)), False),
+        (CuSeqlens((0, 1, 200, 517)), CuSeqlens((0, 1, 200, 517)), True),
+    ):
+        rows = ((cu_q.num_tokens, heads), (cu_k.num_tokens, kv_heads), (cu_k.num_tokens, kv_heads))
+        q, k, v = (torch.randn(t, h, dim, generator=generator, device="cuda").bfloat16() for t, h in rows)
+        dout = torch.randn(q.shape, generator=generator, device="cuda").bfloat16()
+        block = (cu_q, cu_k, causal, dim**-0.5)
+        out, lse = row.forward(q, k, v, *block)
+        assert lse.shape == (heads, cu_q.num_tokens) and lse.dtype == torch.float32
+        exact = [x.double() for x in (q, k, v)]
+        wanted, wanted_lse = reference_documents_forward(*exact, *block)
+        total, total_lse = wanted * 0.9, wanted_lse + 0.2
+        got = row.backward(dout, q, k, v, total.bfloat16(), total_lse.float(), *block)
+        grads = reference_documents_backward(dout.double(), *exact, total, total_lse, *block)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-3, atol=1e-3)
+        for tensor, expected in zip((out, *got), (wanted, *grads), strict=True):
+            assert float((tensor.double() - expected).abs().max() / expected.abs().max()) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_host_wait(name: str) -> None:
+    """A micro-batch of local documents runs without a wait for the device, also when its offsets are first used."""
+    row, case = kernel(name, torch.bfloat16, 64), wide(Case((90, 700), (((0, (0,)), (1, (0,))),), 1))
+    q, k, v, dout = (x.cuda().requires_grad_() for x in case.inputs(0, 0, torch.bfloat16))
+    layout, (comm,) = case.layout(0, 0), mailbox_comms(1)
+    ring_attention(q, k, v, layout, comm, row, case.scale).backward(dout.detach())
+    fresh = case.layout(0, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ring_attention(q, k, v, fresh, comm, row, case.scale).backward(dout.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_fast_kernel_is_chosen(dtype: torch.dtype) -> None:
+    choice = choose_kernel("cuda", dtype, 128)
+    assert choice.kernel.name in NAMES, choice
+    assert choose_kernel("cuda", torch.float64, 128).kernel.name == "reference"
