@@ -220,6 +220,8 @@ def _end_all(ranks: list[RankProcess]) -> None:
         if item.process.is_alive():
             _kill(item.process)
             item.process.join(10)
+        with suppress(ProcessLookupError, PermissionError):  # what a rank started and left behind
+            os.killpg(item.process.pid or 0, signal.SIGKILL)
 
 
 def _kill(process: BaseProcess) -> None:

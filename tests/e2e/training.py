@@ -28,7 +28,7 @@ MODEL = (
 TRAIN = (
     "--global-batch-size 8 --train-iters 10 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 "
     "--weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --save-interval 1000 "
-    "--num-workers 0 --split 100,0,0 --no-one-logger"
+    "--num-workers 0 --split 100,0,0 --no-one-logger --ckpt-format torch"
 ).split()
 HDP = "--hybrid-data-parallel --hdp-tokens-per-rank 64".split()
 
