@@ -10,23 +10,25 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.bytescale import cpu, install
+from megatron.bytescale import check_megatron_version, cpu, install
 
 
 def main() -> None:
     """Train as the command line says. Bad input ends with one line and exit code 2."""
-    stand_ins = cpu.install_if_wanted(sys.argv)  # before Megatron is imported
-
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-
-    from megatron.bytescale.training import arguments, hdp, stock
-
     try:
+        check_megatron_version()
+        stand_ins = cpu.install_if_wanted(sys.argv)  # before Megatron is imported
+
+        from megatron.core.enums import ModelType
+        from megatron.training import pretrain
+        from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+        from megatron.bytescale.training import arguments, hdp, stock
+
         args, config = arguments.parse(sys.argv, on_cpu=stand_ins is not None)
         if config is None:
-            model = gpt_config_from_args(args)
+            with arguments.refusals_of_megatron():
+                model = gpt_config_from_args(args)
             provider, forward_step = stock.dataset_provider, stock.forward_step
         else:
             hdp.check_data(args)

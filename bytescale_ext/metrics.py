@@ -99,6 +99,7 @@ class RankStep:
     num_rows: float = 0.0
     plan_wait_seconds: float = 0.0
     bytes_sent: float = 0.0
+    attention_calls: float = 0.0
 
     def __add__(self, other: RankStep) -> RankStep:
         return RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -125,6 +126,7 @@ class IntervalMetrics:
     padding_share: float
     plan_wait_ms: float
     megabytes_sent_per_step: float
+    attention_calls_per_step: float
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
@@ -141,6 +143,7 @@ class IntervalMetrics:
             padding_share=(rows - tokens) / rows if rows else 0.0,
             plan_wait_ms=1000 * max(rank.plan_wait_seconds for rank in ranks) / num_steps,
             megabytes_sent_per_step=sum(rank.bytes_sent for rank in ranks) / num_steps / 1e6,
+            attention_calls_per_step=sum(rank.attention_calls for rank in ranks) / num_steps,
         )
 
     def line(self) -> str:

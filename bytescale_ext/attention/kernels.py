@@ -17,8 +17,8 @@ gradients of blocks add up. No kernel communicates, and none waits for the devic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,29 @@ class KernelChoice(NamedTuple):
     kernel: Kernel
     reason: str
     considered: tuple[tuple[str, str], ...]
+
+
+@dataclass
+class KernelCalls:
+    """Calls of a kernel since ``counting`` made it: ``num_forward`` and ``num_backward``."""
+
+    num_forward: int = 0
+    num_backward: int = 0
+
+
+def counting(kernel: Kernel) -> tuple[Kernel, KernelCalls]:
+    """The same kernel with its calls counted, and the counts, which go on as it is called."""
+    calls = KernelCalls()
+
+    def forward(*arguments: Any) -> Tensors2:
+        calls.num_forward += 1
+        return kernel.forward(*arguments)
+
+    def backward(*arguments: Any) -> Tensors3:
+        calls.num_backward += 1
+        return kernel.backward(*arguments)
+
+    return replace(kernel, forward=forward, backward=backward), calls
 
 
 def kernel_table() -> tuple[Kernel, ...]:
@@ -160,11 +183,12 @@ def choose_kernel(
         ValueError: the named kernel is unknown or cannot take these inputs here.
     """
     device = torch.device(device)
-    table = kernel_table()
     if name is not None:
-        return KernelChoice(_named_kernel(table, device, dtype, head_dim, name), "asked for by name", ())
+        kernel = named_kernel(device, dtype, head_dim, name)
+        _refuse(name, probe(kernel, device, dtype, head_dim))
+        return KernelChoice(kernel, "asked for by name", ())
     considered: list[tuple[str, str]] = []
-    for kernel in table:
+    for kernel in kernel_table():
         why_not = kernel.why_not(device, dtype, head_dim) or probe(kernel, device, dtype, head_dim)
         if why_not is None:
             reason = f"the first of the table that takes {dtype} of head dim {head_dim} on {device.type}"
@@ -173,16 +197,23 @@ def choose_kernel(
     raise ValueError(f"no attention kernel takes {dtype} of head dim {head_dim} on {device}: {considered}")
 
 
-def _named_kernel(
-    table: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, head_dim: int, name: str
-) -> Kernel:
+def named_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str) -> Kernel:
+    """The kernel of that name, if its row of the table takes such inputs. Uses no device: good before there is one.
+
+    Raises:
+        ValueError: the kernel is unknown or cannot take these inputs here.
+    """
+    table = kernel_table()
     found = [kernel for kernel in table if kernel.name == name]
     if not found:
         raise ValueError(f"no attention kernel {name!r}; choose one of {', '.join(kernel.name for kernel in table)}")
-    why_not = found[0].why_not(device, dtype, head_dim) or probe(found[0], device, dtype, head_dim)
+    _refuse(name, found[0].why_not(torch.device(device), dtype, head_dim))
+    return found[0]
+
+
+def _refuse(name: str, why_not: str | None) -> None:
     if why_not is not None:
         raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; leave the choice open or take another")
-    return found[0]
 
 
 def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -7,9 +7,11 @@ The rows ``[0, num_rows)`` of a rank are, in this order::
     local documents   doc | doc | doc             attention inside each document only
     padding                                       attended by nobody; output 0, gradients 0
 
-Attention knows token intervals only. A ring of D ranks is D blocks on each of its ranks: step t pairs my
-queries with the keys of ring member ``(index - t) mod D`` (ByteScale section 7, Fig. 14). With zigzag shares a
-block is the causal triangle of my own rows or one full rectangle::
+Attention knows token intervals only. Ring shards with the same ring travel together, in one ring pass: the keys of
+all its sequences are one message, and one kernel call takes the documents of one step. A pass over D ranks is D
+blocks on each of them: step t pairs my queries with the keys of ring member ``(index - t) mod D`` (ByteScale section
+7, Fig. 14). With zigzag shares a block is, of each of its sequences, the causal triangle of my own rows or one full
+rectangle::
 
                keys of an earlier member   my own keys    keys of a later member
                front  back                 front  back    front  back
@@ -20,10 +22,12 @@ block is the causal triangle of my own rows or one full rectangle::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
+from bytescale_ext.attention.rows import Rows
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
 
@@ -34,15 +38,19 @@ class CuSeqlens:
 
     Attributes:
         offsets: host integers, starting at 0, not descending.
+        longest: tokens of the longest document (0 when there is none).
     """
 
     offsets: tuple[int, ...]
+    longest: int = field(init=False, compare=False, repr=False)
     _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        steps = zip(self.offsets, self.offsets[1:], strict=False)
-        if not self.offsets or self.offsets[0] != 0 or any(stop < start for start, stop in steps):
+        lengths = self.lengths
+        if not self.offsets or self.offsets[0] != 0 or min(lengths, default=0) < 0:
             raise ValueError(f"offsets must start at 0 and not descend, got {self.offsets}")
+        # Every kernel call asks for it, in every layer.
+        object.__setattr__(self, "longest", max(lengths, default=0))
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> CuSeqlens:
@@ -62,12 +70,7 @@ class CuSeqlens:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.offsets, self.offsets[1:], strict=False))
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document (0 when there is none)."""
-        return max(self.lengths, default=0)
+        return tuple(stop - start for start, stop in pairwise(self.offsets))
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The offsets as int32 ``[num_documents + 1]`` on a device; copied on the first call, without a sync."""
@@ -81,50 +84,53 @@ class CuSeqlens:
 
 @dataclass(frozen=True, slots=True)
 class RingBlock:
-    """One step of a ring on one rank: an interval of my query rows against the first keys of one member.
+    """One step of a ring pass on one rank: rows of mine against keys of one member, document by document.
+
+    A document without a query of mine or without a key of the member is left out on both sides.
 
     Attributes:
         source: ring index of the member whose keys these are.
-        query_start, query_stop: rows of my shard (0 is the shard's first row).
-        num_keys: the first ``num_keys`` rows of the source's share are attended.
-        causal: the triangle of my own rows; otherwise every query sees every key.
-        cu_q, cu_k: the same intervals as one-document offsets for a varlen kernel.
+        queries: of my rows of the pass.
+        keys: of the source's rows of the pass.
+        causal: the triangles of my own rows; otherwise every query sees every key of its document.
+        cu_q, cu_k: the documents in ``queries`` and ``keys``, as many in both and none empty.
     """
 
     source: int
-    query_start: int
-    query_stop: int
-    num_keys: int
+    queries: Rows
+    keys: Rows
     causal: bool
     cu_q: CuSeqlens
     cu_k: CuSeqlens
 
     @property
     def is_empty(self) -> bool:
-        """No query or no key: nothing to compute, the keys still travel on."""
-        return self.query_stop == self.query_start or self.num_keys == 0
+        """No document: nothing to compute, the keys still travel on."""
+        return self.cu_q.num_documents == 0
 
 
 @dataclass(frozen=True, slots=True)
-class RingShard:
-    """My rows of one sequence that a ring of ranks shares.
+class RingPass:
+    """My rows of the sequences that one ring of ranks shares; their keys travel together.
+
+    The rows of a member are those of its first sequence, front then back, then those of the next.
 
     Attributes:
-        seq: the sequence (index into the plan's lengths).
-        start: first row in the micro-batch.
+        seqs: the sequences (indices into the plan's lengths), ascending.
         ring: HDP ranks in ring order.
         index: my place in ``ring``.
+        in_micro_batch: my rows in the micro-batch.
         rows: rows of each member, in ring order.
-        fronts: front rows of each member; the back has ``rows - fronts``.
-        blocks: what I compute at steps 0 .. D-1; block 0 is my own triangle.
+        shares: for each member, its rows of each sequence.
+        blocks: what I compute at steps 0 .. D-1; block 0 is my own triangles.
     """
 
-    seq: int
-    start: int
+    seqs: tuple[int, ...]
     ring: tuple[int, ...]
     index: int
+    in_micro_batch: Rows
     rows: tuple[int, ...]
-    fronts: tuple[int, ...]
+    shares: tuple[tuple[int, ...], ...]
     blocks: tuple[RingBlock, ...]
 
     @property
@@ -152,13 +158,13 @@ class AttentionLayout:
 
     Attributes:
         num_rows: rows of the query, key and value tensors, padding included.
-        rings: shards of shared sequences, in the order in which every rank meets them.
+        passes: one for each ring, in the order of their first sequences, which is one order for all ranks.
         local_start: first row of the local documents.
         local: their offsets, counted from ``local_start``.
     """
 
     num_rows: int
-    rings: tuple[RingShard, ...]
+    passes: tuple[RingPass, ...]
     local_start: int
     local: CuSeqlens
 
@@ -170,6 +176,14 @@ class AttentionLayout:
 
 def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int], num_rows: int) -> AttentionLayout:
     """The layout of one micro-batch. Pure; no communication.
+
+    Ring shards are grouped by their ring, wherever they lie in the micro-batch, and the groups ordered by their
+    first sequence. All members of a ring find the same groups in the same order, each from its own micro-batch.
+    Let sequences X and Y have one ring and be together on one of its ranks. X ties the micro-batches that hold it,
+    Y those that hold Y, and the one that holds both ties all of them: they are one class of ``plan/check.py``.
+    A rank has at most one micro-batch of a class (law 8), so X and Y are together on every member. A group is thus
+    the same set of sequences on each of them; its first sequence is a number that no other group has, and ranks
+    that run their groups in the order of these numbers cannot wait for each other in a circle.
 
     Args:
         micro_batch: ring shards first, in ascending order of ``seq``, then local documents.
@@ -185,42 +199,111 @@ def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int],
     local = micro_batch.shards[len(shared) :]
     if any(len(shard.ring) > 1 for shard in local):
         raise PlanError(f"ring shards must come before local documents on rank {rank}: {_row(micro_batch)}")
-    if any(first.seq >= second.seq for first, second in zip(shared, shared[1:], strict=False)):
+    if any(first.seq >= second.seq for first, second in pairwise(shared)):
         raise PlanError(f"ring shards must be in ascending order of seq on rank {rank}: {_row(micro_batch)}")
     if micro_batch.num_tokens > num_rows:
         raise ValueError(
             f"a micro-batch of {micro_batch.num_tokens} tokens does not fit in {num_rows} rows; give it more rows"
         )
-    rings, start = [], 0
+    groups: dict[tuple[int, ...], list[int]] = {}
+    intervals: dict[int, tuple[int, int]] = {}
+    start = 0
     for shard in shared:
-        rings.append(_ring_shard(shard, rank, lengths[shard.seq], start))
+        _check_share(shard, rank, lengths[shard.seq])
+        groups.setdefault(shard.ring, []).append(shard.seq)
+        intervals[shard.seq] = (start, start + shard.num_tokens)
         start += shard.num_tokens
+    passes = tuple(
+        ring_pass([lengths[seq] for seq in seqs], ring, ring.index(rank), seqs, Rows.of(intervals[seq] for seq in seqs))
+        for ring, seqs in groups.items()
+    )
     for shard in local:
         if shard.ring != (rank,) or len(shard.ranges) != 1:
             raise PlanError(f"a local document is one token range on rank {rank}, got {shard}")
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
-    return AttentionLayout(num_rows=num_rows, rings=tuple(rings), local_start=start, local=documents)
+    return AttentionLayout(num_rows=num_rows, passes=passes, local_start=start, local=documents)
 
 
-def ring_shard(seq: int, length: int, ring: Sequence[int], index: int, start: int = 0) -> RingShard:
-    """The rows and blocks of member ``index`` of the ring of a sequence of ``length`` tokens.
+def ring_pass(
+    lengths: Sequence[int],
+    ring: Sequence[int],
+    index: int,
+    seqs: Sequence[int] | None = None,
+    in_micro_batch: Rows | None = None,
+) -> RingPass:
+    """The rows and blocks of member ``index`` of a ring that shares sequences of these lengths.
 
     Args:
-        seq: the sequence, for messages.
-        length: its tokens.
+        lengths: tokens of each sequence.
         ring: HDP ranks in ring order.
         index: the member.
-        start: its first row in the micro-batch.
+        seqs: the sequences; by default they are numbered from 0.
+        in_micro_batch: its rows in the micro-batch; by default the first ones.
     """
     width = len(ring)
-    shares = [zigzag_ranges(length, width, member) for member in range(width)]
-    rows = tuple(sum(stop - begin for begin, stop in share) for share in shares)
-    fronts = tuple((count + 1) // 2 for count in rows)
-    blocks = tuple(_block(index, (index - step) % width, rows, fronts) for step in range(width))
-    return RingShard(seq, start, tuple(ring), index, rows, fronts, blocks)
+    shares = tuple(
+        tuple(sum(stop - start for start, stop in zigzag_ranges(length, width, member)) for length in lengths)
+        for member in range(width)
+    )
+    wholes = [list(pairwise(CuSeqlens.of_lengths(share).offsets)) for share in shares]
+    mine = wholes[index]
+    my_backs = [(start + _front(start, stop), stop) for start, stop in mine]
+    blocks = [_block(index, mine, mine, causal=True)]
+    for step in range(1, width):
+        source = (index - step) % width
+        if source < index:
+            fronts = [(start, start + _front(start, stop)) for start, stop in wholes[source]]
+            blocks.append(_block(source, mine, fronts, causal=False))
+        else:
+            blocks.append(_block(source, my_backs, wholes[source], causal=False))
+    rows = tuple(sum(share) for share in shares)
+    return RingPass(
+        seqs=tuple(range(len(lengths)) if seqs is None else seqs),
+        ring=tuple(ring),
+        index=index,
+        in_micro_batch=Rows.of([(0, rows[index])]) if in_micro_batch is None else in_micro_batch,
+        rows=rows,
+        shares=shares,
+        blocks=_sharing_values(blocks),
+    )
 
 
-def _ring_shard(shard: Shard, rank: int, length: int, start: int) -> RingShard:
+def _front(start: int, stop: int) -> int:
+    """Front rows of a share that lies in these rows; the rest are its back."""
+    return (stop - start + 1) // 2
+
+
+def _block(source: int, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], causal: bool) -> RingBlock:
+    """The block of these intervals of queries and keys, one pair for each document."""
+    documents = [(q, k) for q, k in zip(queries, keys, strict=True) if q[0] < q[1] and k[0] < k[1]]
+    return RingBlock(
+        source=source,
+        queries=Rows.of(q for q, _ in documents),
+        keys=Rows.of(k for _, k in documents),
+        causal=causal,
+        cu_q=CuSeqlens.of_lengths([stop - start for (start, stop), _ in documents]),
+        cu_k=CuSeqlens.of_lengths([stop - start for _, (start, stop) in documents]),
+    )
+
+
+def _sharing_values(blocks: Sequence[RingBlock]) -> tuple[RingBlock, ...]:
+    """The same blocks, equal rows and offsets of different steps being one value: one copy goes to a device."""
+    rows: dict[Rows, Rows] = {}
+    offsets: dict[CuSeqlens, CuSeqlens] = {}
+    return tuple(
+        replace(
+            block,
+            queries=rows.setdefault(block.queries, block.queries),
+            keys=rows.setdefault(block.keys, block.keys),
+            cu_q=offsets.setdefault(block.cu_q, block.cu_q),
+            cu_k=offsets.setdefault(block.cu_k, block.cu_k),
+        )
+        for block in blocks
+    )
+
+
+def _check_share(shard: Shard, rank: int, length: int) -> None:
+    """Raise PlanError unless the shard is the zigzag share of this rank."""
     if shard.ring.count(rank) != 1 or len(set(shard.ring)) != len(shard.ring):
         raise PlanError(f"rank {rank} must be in the ring once and no rank twice: {shard}")
     index = shard.ring.index(rank)
@@ -230,26 +313,6 @@ def _ring_shard(shard: Shard, rank: int, length: int, start: int) -> RingShard:
             f"sequence {shard.seq} of {length} tokens: member {index} (rank {rank}) of ring {shard.ring} must hold "
             f"{expected}, the plan says {shard.ranges}"
         )
-    return ring_shard(shard.seq, length, shard.ring, index, start)
-
-
-def _block(index: int, source: int, rows: tuple[int, ...], fronts: tuple[int, ...]) -> RingBlock:
-    mine = rows[index]
-    if source == index:
-        query_start, num_keys = 0, mine
-    elif source < index:
-        query_start, num_keys = 0, fronts[source]
-    else:
-        query_start, num_keys = fronts[index], rows[source]
-    return RingBlock(
-        source=source,
-        query_start=query_start,
-        query_stop=mine,
-        num_keys=num_keys,
-        causal=source == index,
-        cu_q=CuSeqlens((0, mine - query_start)),
-        cu_k=CuSeqlens((0, num_keys)),
-    )
 
 
 def _row(micro_batch: MicroBatch) -> str:

@@ -1,10 +1,10 @@
 """Ring attention over any number of ranks, for all sequences of a micro-batch at once.
 
-Each shared sequence has a ring of D ranks. Its keys and values travel from each member to the next, D-1 times, and
-every member computes one block per step while the next keys are on their way::
+Sequences that share a ring of D ranks make one pass. Their keys and values travel together from each member to the
+next, D-1 times, and every member computes one block per step while the next keys are on their way::
 
     step           0              1              2
-    compute        own triangle   keys of i-1    keys of i-2
+    compute        own triangles  keys of i-1    keys of i-2
     on the way     keys of i-1    keys of i-2    -
 
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again and the sums of
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from bytescale_ext.attention.kernels import Kernel
-from bytescale_ext.attention.layout import AttentionLayout, RingShard
+from bytescale_ext.attention.layout import AttentionLayout, RingPass
 from bytescale_ext.attention.merge import merge_
 from bytescale_ext.attention.reference import accumulation_dtype
+from bytescale_ext.attention.rows import Rows
 from bytescale_ext.parallel.p2p import Comm, Pending
 
 type Steps[Result] = Generator[Pending, None, Result]
@@ -120,7 +121,7 @@ def forward_steps(
 ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
     """The forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
-    Rings run in the order of the layout. Local documents are computed while the first keys are on their way.
+    Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
     """
     layout = ring.layout
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -132,48 +133,59 @@ def forward_steps(
             documents = (layout.local, layout.local, True, ring.scale)
             out[rows], lse[:, rows] = ring.kernel.forward(q[rows], k[rows], v[rows], *documents)
 
-    for number, shard in enumerate(layout.rings):
-        rows = slice(shard.start, shard.start + shard.num_rows)
+    for number, ring_pass in enumerate(layout.passes):
+        mine = ring_pass.in_micro_batch
         meanwhile = compute_local if number == 0 else _nothing
-        out[rows], lse[:, rows] = yield from _forward_ring(q[rows], k[rows], v[rows], shard, ring, meanwhile)
-    if not layout.rings:
+        part, part_lse = yield from _forward_pass(mine.take(q), mine.take(k), mine.take(v), ring_pass, ring, meanwhile)
+        mine.put_(out, part)
+        mine.put_(lse, part_lse, dim=1)
+    if not layout.passes:
         compute_local()
     return out, lse
 
 
-def _forward_ring(
+def _forward_pass(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    shard: RingShard,
+    ring_pass: RingPass,
     ring: RingContext,
     meanwhile: Callable[[], None],
 ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-    """One ring: ``out [rows, heads, dim]`` in the accumulation dtype and ``lse [heads, rows]`` of my rows."""
+    """One pass: ``out [rows, heads, dim]`` in the accumulation dtype and ``lse [heads, rows]`` of my rows."""
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
     kv = torch.stack((k, v))
-    for step, block in enumerate(shard.blocks):
+    for step, block in enumerate(ring_pass.blocks):
         # Posted before the block is computed, so that the transfer hides behind it.
-        arriving, next_kv = _post_keys(kv, shard, step, ring.comm)
+        arriving, next_kv = _post_keys(kv, ring_pass, step, ring.comm)
         if step == 0:
             meanwhile()
         if not block.is_empty:
-            rows = slice(block.query_start, block.query_stop)
-            keys, values = kv[:, : block.num_keys].unbind()
-            part, part_lse = ring.kernel.forward(
-                q[rows], keys, values, block.cu_q, block.cu_k, block.causal, ring.scale
-            )
+            keys, values = block.keys.take(kv, dim=1).unbind()
+            documents = (block.cu_q, block.cu_k, block.causal, ring.scale)
+            part, part_lse = ring.kernel.forward(block.queries.take(q), keys, values, *documents)
             if step == 0:
                 out.copy_(part)
                 lse.copy_(part_lse)
             else:
-                merge_(out[rows], lse[:, rows], part, part_lse)
+                _merge_rows(out, lse, block.queries, part, part_lse)
         if arriving is not None:
             yield arriving
             kv = next_kv
     return out, lse
+
+
+def _merge_rows(
+    out: torch.Tensor, lse: torch.Tensor, rows: Rows, block_out: torch.Tensor, block_lse: torch.Tensor
+) -> None:
+    """``merge_`` into some rows of the totals."""
+    total_out, total_lse = rows.take(out), rows.take(lse, dim=1)
+    merge_(total_out, total_lse, block_out, block_lse)
+    if not rows.is_view:
+        rows.put_(out, total_out)
+        rows.put_(lse, total_lse, dim=1)
 
 
 def backward_steps(
@@ -187,32 +199,35 @@ def backward_steps(
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The backward pass: ``dq [t, heads, dim]`` and ``dk, dv [t, kv_heads, dim]``.
 
-    Rings run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
+    Passes run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
     on their way home.
     """
     layout = ring.layout
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    coming_home: list[tuple[slice, torch.Tensor, torch.Tensor, Pending]] = []
-    mine: Saved
-    for shard in layout.rings:
-        rows = slice(shard.start, shard.start + shard.num_rows)
-        mine = (dout[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows])
-        dq[rows], own, others, pending = yield from _backward_ring(mine, shard, ring)
-        coming_home.append((rows, own, others, pending))
+    coming_home: list[tuple[Rows, torch.Tensor, torch.Tensor, Pending]] = []
+    saved: Saved
+    for ring_pass in layout.passes:
+        mine = ring_pass.in_micro_batch
+        saved = (mine.take(dout), mine.take(q), mine.take(k), mine.take(v), mine.take(out), mine.take(lse, dim=1))
+        part, own, others, pending = yield from _backward_pass(saved, ring_pass, ring)
+        mine.put_(dq, part)
+        coming_home.append((mine, own, others, pending))
     rows = slice(layout.local_start, layout.num_tokens)
     if rows.stop > rows.start:
-        mine = (dout[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows])
-        dq[rows], dk[rows], dv[rows] = ring.kernel.backward(*mine, layout.local, layout.local, True, ring.scale)
-    for rows, own, others, pending in coming_home:
+        saved = (dout[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows])
+        dq[rows], dk[rows], dv[rows] = ring.kernel.backward(*saved, layout.local, layout.local, True, ring.scale)
+    for mine, own, others, pending in coming_home:
         yield pending
-        dk[rows], dv[rows] = own.add_(others)
+        own.add_(others)
+        mine.put_(dk, own[0])
+        mine.put_(dv, own[1])
     return dq, dk, dv
 
 
-def _backward_ring(
-    saved: Saved, shard: RingShard, ring: RingContext
+def _backward_pass(
+    saved: Saved, ring_pass: RingPass, ring: RingContext
 ) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pending]]:
-    """One ring: ``dq``, my part of my keys' gradients, the other ranks' part and the exchange that brings it.
+    """One pass: ``dq``, my part of my keys' gradients, the other ranks' part and the exchange that brings it.
 
     Key gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. The other ranks' sum
     starts at the next member in step 1, so it makes D-1 hops and the last one ends here.
@@ -220,54 +235,50 @@ def _backward_ring(
     dout, q, k, v, out, lse = saved
     dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
     kv = torch.stack((k, v))
-    own = _key_sums(shard, 0, kv)
+    own = _key_sums(ring_pass, 0, kv)
     arriving_sums: Pending | None = None
-    sums = _key_sums(shard, 1, kv)
-    for step, block in enumerate(shard.blocks):
-        arriving, next_kv = _post_keys(kv, shard, step, ring.comm)
+    sums = _key_sums(ring_pass, 1, kv)
+    for step, block in enumerate(ring_pass.blocks):
+        arriving, next_kv = _post_keys(kv, ring_pass, step, ring.comm)
         grads = None
         if not block.is_empty:
-            rows = slice(block.query_start, block.query_stop)
-            keys, values = kv[:, : block.num_keys].unbind()
-            mine = (dout[rows], q[rows], keys, values, out[rows], lse[:, rows])
+            rows = block.queries
+            keys, values = block.keys.take(kv, dim=1).unbind()
+            mine = (rows.take(dout), rows.take(q), keys, values, rows.take(out), rows.take(lse, dim=1))
             grads = ring.kernel.backward(*mine, block.cu_q, block.cu_k, block.causal, ring.scale)
-            dq[rows].add_(grads[0])
+            rows.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
-        _add_key_gradients(own if step == 0 else sums, grads)
+        if grads is not None:
+            total = own if step == 0 else sums
+            block.keys.add_(total[0], grads[1])
+            block.keys.add_(total[1], grads[2])
         if step > 0:
             # The sum of these keys goes after them; the sum of my next keys comes, at last that of my own.
-            next_sums = _key_sums(shard, step + 1, kv, filled=False)
-            arriving_sums = ring.comm.exchange([(sums, shard.next_rank)], [(next_sums, shard.previous_rank)])
+            next_sums = _key_sums(ring_pass, step + 1, kv, filled=False)
+            arriving_sums = ring.comm.exchange([(sums, ring_pass.next_rank)], [(next_sums, ring_pass.previous_rank)])
             sums = next_sums
         if arriving is not None:
             yield arriving
             kv = next_kv
-    assert arriving_sums is not None, f"{shard=}"
+    assert arriving_sums is not None, f"{ring_pass=}"
     return dq, own, sums, arriving_sums
 
 
-def _post_keys(kv: torch.Tensor, shard: RingShard, step: int, comm: Comm) -> tuple[Pending | None, torch.Tensor]:
+def _post_keys(kv: torch.Tensor, ring_pass: RingPass, step: int, comm: Comm) -> tuple[Pending | None, torch.Tensor]:
     """Send the keys of this step on and start receiving those of the next; nothing after the last step."""
-    if step == shard.width - 1:
+    if step == ring_pass.width - 1:
         return None, kv
-    rows = shard.rows[shard.blocks[step + 1].source]
+    rows = ring_pass.rows[ring_pass.blocks[step + 1].source]
     received = torch.empty((2, rows, *kv.shape[2:]), dtype=kv.dtype, device=kv.device)
-    return comm.exchange([(kv, shard.next_rank)], [(received, shard.previous_rank)]), received
+    return comm.exchange([(kv, ring_pass.next_rank)], [(received, ring_pass.previous_rank)]), received
 
 
-def _key_sums(shard: RingShard, step: int, kv: torch.Tensor, filled: bool = True) -> torch.Tensor:
+def _key_sums(ring_pass: RingPass, step: int, kv: torch.Tensor, filled: bool = True) -> torch.Tensor:
     """A sum for the gradients of the keys of a step (step D: my own again), of zeros or not ``filled``."""
-    rows = shard.rows[(shard.index - step) % shard.width]
+    rows = ring_pass.rows[(ring_pass.index - step) % ring_pass.width]
     make = torch.zeros if filled else torch.empty
     return make((2, rows, *kv.shape[2:]), dtype=accumulation_dtype(kv.dtype), device=kv.device)
-
-
-def _add_key_gradients(sums: torch.Tensor, grads: tuple[torch.Tensor, ...] | None) -> None:
-    if grads is not None:
-        _, dk, dv = grads
-        sums[0, : dk.shape[0]].add_(dk)
-        sums[1, : dv.shape[0]].add_(dv)
 
 
 def _nothing() -> None:

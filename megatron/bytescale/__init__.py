@@ -6,11 +6,24 @@ this package imports neither Megatron nor torch.
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Installation
     from megatron.bytescale.runtime import HdpRuntime
+
+MEGATRON_VERSION = "0.19.2"
+
+
+def check_megatron_version() -> None:
+    """Refuse any Megatron but the one this was written for, before it is imported. Raises ValueError."""
+    try:
+        found = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        found = "not installed"
+    if found != MEGATRON_VERSION:
+        raise ValueError(f"megatron-core is {found}; install megatron-core=={MEGATRON_VERSION}")
 
 
 def install(runtime: HdpRuntime) -> Installation:

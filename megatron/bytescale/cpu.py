@@ -240,6 +240,9 @@ def _megatron_rows() -> list[tuple[Any, str, Any]]:
     ]
 
 
+_INHERITED = object()  # the owner had no attribute of its own
+
+
 @dataclass
 class CpuStandIns:
     """The stand-ins that are installed; the caller keeps it to take them out again."""
@@ -259,7 +262,7 @@ class CpuStandIns:
 
     def _replace(self, rows: list[tuple[Any, str, Any]]) -> None:
         for owner, name, value in rows:
-            self.originals.append((owner, name, owner.__dict__.get(name, getattr(owner, name, None))))
+            self.originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
             setattr(owner, name, value)
 
     def uninstall(self) -> None:
@@ -269,7 +272,10 @@ class CpuStandIns:
             self.mode = None
         while self.originals:
             owner, name, value = self.originals.pop()
-            setattr(owner, name, value)
+            if value is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def install_if_wanted(argv: Sequence[str]) -> CpuStandIns | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.bytescale.core.optimizer.distrib_optimizer import wrap_get_megatron_optimizer
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.registry import Patch
 from megatron.bytescale.training.training import wrap_training_log
@@ -21,5 +22,13 @@ PATCHES: tuple[Patch, ...] = (
         feature="--hybrid-data-parallel",
         why="the log line has no hook, and its interval decides when figures are gathered",
         source_hash="5e34a182d566",
+    ),
+    Patch(
+        target="megatron.core.optimizer:get_megatron_optimizer",
+        wrap=wrap_get_megatron_optimizer,
+        feature="--hybrid-data-parallel",
+        why="without TransformerEngine a sharded optimizer cannot load a checkpoint; no hook lies before loading",
+        source_hash="b473223298c4",
+        aliases=("megatron.training.training",),
     ),
 )

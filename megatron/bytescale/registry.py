@@ -56,6 +56,8 @@ def resolve(target: str) -> tuple[Any, str, Callable[..., Any]]:
 def check(patch: Patch) -> None:
     """Refuse a row whose function is not the one it was written for, or an alias that holds another one."""
     _, attribute, function = resolve(patch.target)
+    if inspect.unwrap(function) is not function:  # its source would be read through the wrapper
+        raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
     found = source_hash(function)
     if found != patch.source_hash:
         raise ValueError(

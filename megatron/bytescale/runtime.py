@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bytescale_ext.attention.kernels import Kernel
+from bytescale_ext.attention.kernels import Kernel, KernelCalls
 from bytescale_ext.config import HdpConfig
 from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.metrics import RankStep, StepClock
@@ -28,6 +28,7 @@ class HdpRuntime:
         cost: FLOPs of a micro-batch, for the planned imbalance.
         clock: marks the phases of the running step.
         kernel: the attention kernel; set when the model is built.
+        kernel_calls: how often it was called since the last step.
         comm: the ring communicator; set when the model is built.
         step: the step that runs, or None between steps.
         totals: this rank's figures since the last log line, over ``num_steps`` steps of ``seconds``.
@@ -38,6 +39,7 @@ class HdpRuntime:
     cost: CostModel
     clock: StepClock
     kernel: Kernel | None = None
+    kernel_calls: KernelCalls = field(default_factory=KernelCalls)
     comm: RingComm | None = None
     step: StepBatch | None = None
     totals: RankStep = field(default_factory=RankStep)
@@ -73,6 +75,12 @@ class HdpRuntime:
             tokens_multiple=config.rows_multiple,
         )
 
+    def reset_counts(self) -> None:
+        """Count what is sent and computed anew: an evaluation may have run since the last step."""
+        if self.comm is not None:
+            self.comm.stats.reset()
+        self.kernel_calls.num_forward = self.kernel_calls.num_backward = 0
+
     def count_step(self) -> None:
         """Add the finished step's figures to the totals."""
         step, comm = self.step, self.comm
@@ -86,8 +94,8 @@ class HdpRuntime:
             num_rows=sum(packed.num_rows for packed in step.micro_batches),
             plan_wait_seconds=step.wait_seconds,
             bytes_sent=comm.stats.bytes_sent,
+            attention_calls=self.kernel_calls.num_forward + self.kernel_calls.num_backward,
         )
-        comm.stats.reset()
         self.num_steps += 1
 
     def documents(self, limit: int = 4) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bytescale_ext.attention.kernels import Kernel, choose_kernel
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, ring_shard
+from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, ring_pass
 from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps
 from bytescale_ext.attention.torch_kernels import reference_documents_backward, reference_documents_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
@@ -150,8 +150,8 @@ def ring_layouts(length: int, width: int) -> list[AttentionLayout]:
     """One sequence on a ring of ``width`` ranks (a local document when it is 1)."""
     if width == 1:
         return [pack_layout([length])]
-    shards = [ring_shard(0, length, range(width), index) for index in range(width)]
-    return [AttentionLayout(shard.num_rows, (shard,), shard.num_rows, CuSeqlens((0,))) for shard in shards]
+    members = [ring_pass([length], range(width), index) for index in range(width)]
+    return [AttentionLayout(member.num_rows, (member,), member.num_rows, CuSeqlens((0,))) for member in members]
 
 
 def pack_layout(lengths: Sequence[int]) -> AttentionLayout:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from bytescale_ext.attention.kernels import Kernel, kernel_table
 from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, attention_layout
 from bytescale_ext.attention.reference import dense_attention
-from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.attention.ring import RingContext, Steps, backward_steps, forward_steps
+from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,11 @@ class Case:
             torch.cat((x, torch.randn(self.num_padding, *x.shape[1:], generator=generator).to(dtype))) for x in rows
         ]
 
+    def planned_inputs(self, micro_batch: MicroBatch) -> list[torch.Tensor]:
+        """``q, k, v, dout`` of a micro-batch of a plan, float64, without padding."""
+        columns = zip(*(self.values(seq, torch.float64) for seq in range(len(self.lengths))), strict=True)
+        return [self.rows(micro_batch, column) for column in columns]
+
     def expected(self, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, ...]]:
         """``out, dq, dk, dv`` of each sequence by dense attention in float64, from values rounded to ``dtype``."""
         answers = []
@@ -107,6 +115,60 @@ def assert_matches(case: Case, results: Results, tolerance: float, dtype: torch.
                 start += shard.num_tokens
 
 
+def kernel_named(name: str) -> Kernel:
+    return next(row for row in kernel_table() if row.name == name)
+
+
+def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, list[MailboxComm]]:
+    """``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
+    comms = mailbox_comms(case.num_ranks)
+    results: Results = {}
+    ranks = range(case.num_ranks)
+    for number in range(len(case.rounds)):
+        inputs = [case.inputs(number, rank, dtype) for rank in ranks]
+        rings = [RingContext(case.layout(number, rank), comms[rank], kernel_named(name), case.scale) for rank in ranks]
+        outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
+        grads = run_in_turn(
+            [backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks]
+        )
+        results |= {(number, rank): (outputs[rank][0], *grads[rank]) for rank in ranks}
+    return results, comms
+
+
+def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Steps[list[tuple[torch.Tensor, ...]]]:
+    """One virtual rank runs all its micro-batches; ``out, dq, dk, dv`` of each, float64, without padding."""
+    found = []
+    for micro_batch in plan.ranks[comm.rank]:
+        q, k, v, dout = case.planned_inputs(micro_batch)
+        layout = attention_layout(micro_batch, comm.rank, plan.lengths, micro_batch.num_tokens)
+        ring = RingContext(layout, comm, kernel_named("reference"), case.scale)
+        out, lse = yield from forward_steps(q, k, v, ring)
+        found.append((out, *(yield from backward_steps(dout, q, k, v, out, lse, ring))))
+    return found
+
+
+def planned(plan: StepPlan) -> Case:
+    """The values of a plan's sequences; the plan says where they are computed."""
+    return Case(plan.lengths, ((),), plan.num_ranks, num_padding=0)
+
+
+def assert_planned_matches(plan: StepPlan, results: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
+    """Check ``out, dq, dk, dv`` of each rank and micro-batch, without padding, against dense attention."""
+    case = planned(plan)
+    columns = list(zip(*case.expected(), strict=True))
+    for row, found in zip(plan.ranks, results, strict=True):
+        for micro_batch, tensors in zip(row, found, strict=True):
+            for tensor, column in zip(tensors, columns, strict=True):
+                torch.testing.assert_close(tensor, case.rows(micro_batch, column), rtol=1e-10, atol=1e-10)
+
+
+def assert_plan_is_exact(plan: StepPlan) -> None:
+    """Run a plan on virtual ranks, each in its own time, in float64."""
+    case = planned(plan)
+    comms = mailbox_comms(plan.num_ranks)
+    assert_planned_matches(plan, run_in_turn([plan_steps(case, plan, comm) for comm in comms]))
+
+
 def whole(length: int, ring: tuple[int, ...], **shape: int) -> Case:
     """One sequence on one ring."""
     return Case((length,), (((0, ring),),), max(ring) + 1, **shape)
@@ -136,6 +198,27 @@ TINY = Case(
             (6, (1, 2, 3)),
             (7, (3,)),
         ),
+    ),
+    num_ranks=4,
+)
+# Several documents of odd lengths on each of the rings of 2, 3 and 4 ranks, in turns, so that the rows of a ring are
+# not adjacent; documents of as many tokens as ranks have no back rows.
+ALL, FIRST_TWO, LAST_THREE = (0, 1, 2, 3), (0, 1), (1, 2, 3)
+GROUPS = Case(
+    lengths=(37, 41, 3, 4, 29, 2, 5, 3, 33, 9, 6, 23, 11),
+    rounds=(
+        (
+            (0, ALL),
+            (1, FIRST_TWO),
+            (2, LAST_THREE),
+            (3, ALL),
+            (4, LAST_THREE),
+            (5, FIRST_TWO),
+            (6, ALL),
+            (7, (3,)),
+            (8, FIRST_TWO),
+        ),
+        ((9, (0, 1, 2)), (10, (0, 1, 2)), (11, (0, 1, 2)), (12, (3,))),
     ),
     num_ranks=4,
 )

@@ -10,7 +10,7 @@ from bytescale_ext.attention.layout import CuSeqlens
 from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps, ring_attention
 from bytescale_ext.attention.torch_kernels import reference_documents_backward, reference_documents_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
-from tests.attention.cases import MIXED, Case, assert_matches, whole
+from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, whole
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def wide(case: Case) -> Case:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [MIXED, whole(1000, (0, 1, 2, 3, 4))], ids=["mixed", "five ranks"])
+@pytest.mark.parametrize("case", [MIXED, GROUPS, whole(1000, (0, 1, 2, 3, 4))], ids=["mixed", "groups", "five ranks"])
 def test_ring_of_virtual_ranks(name: str, dtype: torch.dtype, case: Case) -> None:
     case = wide(case)
     row, comms = kernel(name, dtype, case.dim), mailbox_comms(case.num_ranks)
@@ -91,6 +91,26 @@ def test_no_host_wait(name: str) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         ring_attention(q, k, v, fresh, comm, row, case.scale).backward(dout.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_host_wait_in_rings(name: str) -> None:
+    """Documents that travel together are gathered by an index; it is sent to the device without a wait as well."""
+    case = wide(GROUPS)
+    row, comms, ranks = kernel(name, torch.bfloat16, case.dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
+    inputs = [[x.cuda() for x in case.inputs(0, rank, torch.bfloat16)] for rank in ranks]
+
+    def run() -> None:
+        rings = [RingContext(case.layout(0, rank), comms[rank], row, case.scale) for rank in ranks]
+        outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
+        run_in_turn([backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks])
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bytescale_ext.attention import flash_attn_package, torch_kernels
-from bytescale_ext.attention.kernels import Kernel, choose_kernel, kernel_table, probe
+from bytescale_ext.attention.kernels import Kernel, KernelCalls, choose_kernel, counting, kernel_table, probe
 from bytescale_ext.attention.layout import CuSeqlens
 
 CPU = torch.device("cpu")
@@ -55,6 +55,21 @@ def test_cpu_flash_agrees_with_the_reference(
     for grad, expected in zip(got, grads, strict=True):
         scale = float(expected.abs().max())
         torch.testing.assert_close(grad.double(), expected, rtol=tolerance, atol=tolerance * scale)
+
+
+def test_calls_are_counted_and_change_nothing() -> None:
+    q, k, v, dout, cu_q, cu_k = block([5, 11], [5, 11], torch.float32)
+    plain = kernel("cpu_flash")
+    counted, calls = counting(plain)
+    _, others = counting(plain)
+    for _ in range(2):
+        out, lse = counted.forward(q, k, v, cu_q, cu_k, True, 0.3)
+    grads = counted.backward(dout, q, k, v, out, lse, cu_q, cu_k, True, 0.3)
+    assert (calls, others) == (KernelCalls(num_forward=2, num_backward=1), KernelCalls())
+    assert torch.equal(out, plain.forward(q, k, v, cu_q, cu_k, True, 0.3)[0])
+    wanted = plain.backward(dout, q, k, v, out, lse, cu_q, cu_k, True, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+    assert dataclasses.replace(counted, forward=plain.forward, backward=plain.backward) == plain
 
 
 def test_strided_inputs_are_taken() -> None:

@@ -1,18 +1,21 @@
-"""Rows and blocks: every causal pair of tokens is computed exactly once, by the rank that holds the query."""
+"""Layouts and blocks: every causal pair of tokens is computed exactly once, by the rank that holds the query."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import islice, pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, RingShard, attention_layout, ring_shard
+from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, RingPass, attention_layout, ring_pass
+from bytescale_ext.attention.rows import Rows
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
-from tests.attention.cases import MIXED, TINY, Case
+from tests.attention.cases import GROUPS, MIXED, TINY, Case
 
 
 def tokens(length: int, width: int, index: int) -> list[int]:
@@ -20,74 +23,140 @@ def tokens(length: int, width: int, index: int) -> list[int]:
     return [token for start, stop in zigzag_ranges(length, width, index) for token in range(start, stop)]
 
 
-def computed_pairs(shard: RingShard, length: int) -> Counter[tuple[int, int]]:
-    """``(query token, key token)`` of every score that one member computes."""
-    queries = tokens(length, shard.width, shard.index)
-    pairs: Counter[tuple[int, int]] = Counter()
-    for block in shard.blocks:
-        keys = tokens(length, shard.width, block.source)[: block.num_keys]
-        for row in range(block.query_start, block.query_stop):
-            seen = row - block.query_start + 1 if block.causal else len(keys)
-            pairs.update((queries[row], key) for key in keys[:seen])
+Pairs = Counter[tuple[tuple[int, int], tuple[int, int]]]
+
+
+def held(lengths: Sequence[int], width: int, index: int) -> list[tuple[int, int]]:
+    """``(sequence, token)`` of the rows of a member, in memory order."""
+    return [(seq, token) for seq, length in enumerate(lengths) for token in tokens(length, width, index)]
+
+
+def rows_of(rows: Rows) -> list[int]:
+    return [row for start, stop in rows.intervals for row in range(start, stop)]
+
+
+def computed_pairs(member: RingPass, lengths: Sequence[int]) -> Pairs:
+    """``(query, key)`` of every score that one member computes."""
+    mine = held(lengths, member.width, member.index)
+    pairs: Pairs = Counter()
+    for block in member.blocks:
+        theirs = held(lengths, member.width, block.source)
+        queries = [mine[row] for row in rows_of(block.queries)]
+        keys = [theirs[row] for row in rows_of(block.keys)]
+        assert (len(queries), len(keys)) == (block.cu_q.num_tokens, block.cu_k.num_tokens)
+        assert block.cu_q.num_documents == block.cu_k.num_documents
+        assert all(block.cu_q.lengths) and all(block.cu_k.lengths), "kernels are given no empty document"
+        assert not block.causal or block.cu_q == block.cu_k
+        for q_rows, k_rows in zip(pairwise(block.cu_q.offsets), pairwise(block.cu_k.offsets), strict=True):
+            document = keys[slice(*k_rows)]
+            for row, query in enumerate(queries[slice(*q_rows)]):
+                pairs.update((query, key) for key in (document[: row + 1] if block.causal else document))
     return pairs
 
 
-@given(st.integers(1, 48), st.integers(1, 7))
-def test_blocks_of_a_ring_are_the_causal_triangle_once(length: int, width: int) -> None:
-    total: Counter[tuple[int, int]] = Counter()
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.integers(1, 7))
+def test_blocks_of_a_ring_are_the_causal_triangles_once(lengths: list[int], width: int) -> None:
+    """Also when a document is shorter than the ring, so that some members hold nothing of it."""
+    total: Pairs = Counter()
     for index in range(width):
-        total += computed_pairs(ring_shard(0, length, range(width), index), length)
-    assert total == Counter((query, key) for query in range(length) for key in range(query + 1))
+        total += computed_pairs(ring_pass(lengths, range(width), index), lengths)
+    triangles = [
+        ((seq, query), (seq, key))
+        for seq, length in enumerate(lengths)
+        for query in range(length)
+        for key in range(query + 1)
+    ]
+    assert total == Counter(triangles)
 
 
-@given(st.integers(1, 6), st.integers(1, 8))
-def test_members_compute_equal_shares_when_the_length_divides(width: int, part: int) -> None:
-    length = 2 * width * part
-    shares = [computed_pairs(ring_shard(0, length, range(width), index), length).total() for index in range(width)]
+@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_members_compute_equal_shares_when_the_lengths_divide(width: int, parts: list[int]) -> None:
+    lengths = [2 * width * part for part in parts]
+    shares = [computed_pairs(ring_pass(lengths, range(width), index), lengths).total() for index in range(width)]
     assert len(set(shares)) == 1
 
 
-@given(st.integers(2, 7), st.integers(1, 60))
-def test_members_agree_on_what_travels(width: int, length: int) -> None:
+@given(st.integers(2, 7), st.lists(st.integers(1, 60), min_size=1, max_size=4))
+def test_members_agree_on_what_travels(width: int, lengths: list[int]) -> None:
     ring = tuple(range(10, 10 + width))
-    shards = [ring_shard(0, length, ring, index) for index in range(width)]
-    for index, shard in enumerate(shards):
-        following = shards[(index + 1) % width]
-        assert shard.next_rank == ring[following.index] and following.previous_rank == ring[index]
-        sent = [block.source for block in shard.blocks[:-1]]
+    members = [ring_pass(lengths, ring, index) for index in range(width)]
+    for index, member in enumerate(members):
+        following = members[(index + 1) % width]
+        assert member.next_rank == ring[following.index] and following.previous_rank == ring[index]
+        sent = [block.source for block in member.blocks[:-1]]
         assert sent == [block.source for block in following.blocks[1:]]
-        assert shard.rows == following.rows and sum(shard.rows) == length
-        assert [front + (rows - front) for front, rows in zip(shard.fronts, shard.rows, strict=True)] == list(
-            shard.rows
-        )
+        assert member.rows == following.rows and member.shares == following.shares
+        assert member.num_rows == len(held(lengths, width, index)) == sum(member.shares[index])
+    assert [sum(column) for column in zip(*members[0].shares, strict=True)] == lengths
 
 
-@pytest.mark.parametrize("case", [MIXED, TINY])
+def test_one_sequence_is_never_copied() -> None:
+    """Its queries and keys are one interval at every step, so ``take`` is a view."""
+    for length in range(1, 40):
+        for index in range(4):
+            blocks = ring_pass([length], range(4), index).blocks
+            assert all(block.queries.is_view and block.keys.is_view for block in blocks)
+
+
+def test_steps_share_their_rows() -> None:
+    """The index of my back rows goes to a device once, not once for every later member."""
+    blocks = ring_pass([20, 30, 7], range(4), 0).blocks
+    assert not blocks[1].queries.is_view
+    assert blocks[1].queries is blocks[2].queries is blocks[3].queries and blocks[1].cu_q is blocks[3].cu_q
+
+
+@pytest.mark.parametrize("case", [MIXED, TINY, GROUPS])
 def test_rows_follow_each_other_in_memory_order(case: Case) -> None:
     for number in range(len(case.rounds)):
         for rank in range(case.num_ranks):
             layout = case.layout(number, rank)
-            start = 0
-            for shard in layout.rings:
-                assert shard.start == start and shard.ring[shard.index] == rank
-                start += shard.num_rows
-            assert layout.local_start == start
+            shared = [shard for shard in case.micro_batch(number, rank).shards if len(shard.ring) > 1]
+            of_seq = {}
+            for member in layout.passes:
+                rows = iter(rows_of(member.in_micro_batch))
+                of_seq |= {
+                    seq: list(islice(rows, share))
+                    for seq, share in zip(member.seqs, member.shares[member.index], strict=True)
+                }
+                assert member.ring[member.index] == rank and next(rows, None) is None
+            in_order = [row for shard in shared for row in of_seq.pop(shard.seq)]
+            assert not of_seq and in_order == list(range(layout.local_start))
             assert layout.num_tokens == case.micro_batch(number, rank).num_tokens == layout.num_rows - case.num_padding
 
 
 def test_example_of_three_ranks() -> None:
-    shard = ring_shard(seq=4, length=11, ring=(5, 6, 7), index=1, start=2)
-    assert shard.rows == (4, 4, 3) and shard.fronts == (2, 2, 2)
-    described = [(b.source, b.query_start, b.query_stop, b.num_keys, b.causal) for b in shard.blocks]
-    assert described == [(1, 0, 4, 4, True), (0, 0, 4, 2, False), (2, 2, 4, 3, False)]
-    assert (shard.next_rank, shard.previous_rank) == (7, 5)
-    assert [b.cu_q.offsets for b in shard.blocks] == [(0, 4), (0, 4), (0, 2)]
+    member = ring_pass([11], (5, 6, 7), 1, seqs=[4], in_micro_batch=Rows.of([(2, 6)]))
+    assert member.rows == (4, 4, 3) and member.shares == ((4,), (4,), (3,)) and member.seqs == (4,)
+    described = [(b.source, b.queries.intervals, b.keys.intervals, b.causal) for b in member.blocks]
+    assert described == [
+        (1, ((0, 4),), ((0, 4),), True),
+        (0, ((0, 4),), ((0, 2),), False),
+        (2, ((2, 4),), ((0, 3),), False),
+    ]
+    assert (member.next_rank, member.previous_rank) == (7, 5)
+    assert [b.cu_q.offsets for b in member.blocks] == [(0, 4), (0, 4), (0, 2)]
+
+
+def test_example_of_two_sequences() -> None:
+    member = ring_pass([11, 2], (0, 1, 2), 1)
+    assert member.rows == (5, 5, 3) and member.shares == ((4, 1), (4, 1), (3, 0))
+    described = [(b.source, b.queries.intervals, b.keys.intervals) for b in member.blocks]
+    assert described == [
+        (1, ((0, 5),), ((0, 5),)),
+        (0, ((0, 5),), ((0, 2), (4, 5))),  # the fronts of both
+        (2, ((2, 4),), ((0, 3),)),  # the second sequence has no back here
+    ]
+    assert [(b.cu_q.offsets, b.cu_k.offsets) for b in member.blocks] == [
+        ((0, 4, 5), (0, 4, 5)),
+        ((0, 4, 5), (0, 2, 3)),
+        ((0, 2), (0, 3)),
+    ]
 
 
 def test_an_empty_back_part_computes_nothing_for_later_members() -> None:
-    shard = ring_shard(seq=0, length=2, ring=(0, 1), index=0)
-    assert shard.rows == (1, 1)
-    assert [block.is_empty for block in shard.blocks] == [False, True]
+    member = ring_pass([2], (0, 1), 0)
+    assert member.rows == (1, 1)
+    assert [block.is_empty for block in member.blocks] == [False, True]
 
 
 def local(seq: int, length: int, rank: int = 0) -> Shard:
@@ -104,12 +173,12 @@ def layout_of(*shards: Shard, num_rows: int = 64) -> AttentionLayout:
 
 def test_an_empty_micro_batch_is_all_padding() -> None:
     layout = layout_of(num_rows=8)
-    assert (layout.num_tokens, layout.num_rows, layout.rings, layout.local.num_documents) == (0, 8, (), 0)
+    assert (layout.num_tokens, layout.num_rows, layout.passes, layout.local.num_documents) == (0, 8, (), 0)
 
 
 def test_layouts_are_values() -> None:
     first, second = MIXED.layout(0, 1), MIXED.layout(0, 1)
-    first.rings[0].blocks[0].cu_q.on(torch.device("cpu"))
+    first.passes[0].blocks[0].cu_q.on(torch.device("cpu"))
     assert first == second and hash(first) == hash(second)
 
 

@@ -10,37 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from bytescale_ext.attention.kernels import Kernel, kernel_table
-from bytescale_ext.attention.layout import attention_layout
-from bytescale_ext.attention.ring import RingContext, Steps, backward_steps, forward_steps, ring_attention
-from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from bytescale_ext.attention.ring import ring_attention
+from bytescale_ext.attention.virtual import mailbox_comms
 from bytescale_ext.plan.hdp import plan_naive
-from tests.attention.cases import MIXED, TINY, Case, Results, assert_matches, whole
+from tests.attention.cases import (
+    GROUPS,
+    MIXED,
+    TINY,
+    Case,
+    assert_matches,
+    assert_plan_is_exact,
+    kernel_named,
+    run_virtual,
+    whole,
+)
 
 LOCAL = Case(lengths=(9, 1, 30, 4), rounds=(((0, (0,)), (1, (0,)), (2, (0,)), (3, (0,))),), num_ranks=1)
 
 
-def kernel(name: str) -> Kernel:
-    return next(row for row in kernel_table() if row.name == name)
-
-
-def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, list[MailboxComm]]:
-    """``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
-    comms = mailbox_comms(case.num_ranks)
-    results: Results = {}
-    ranks = range(case.num_ranks)
-    for number in range(len(case.rounds)):
-        inputs = [case.inputs(number, rank, dtype) for rank in ranks]
-        rings = [RingContext(case.layout(number, rank), comms[rank], kernel(name), case.scale) for rank in ranks]
-        outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
-        grads = run_in_turn(
-            [backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks]
-        )
-        results |= {(number, rank): (outputs[rank][0], *grads[rank]) for rank in ranks}
-    return results, comms
-
-
-@pytest.mark.parametrize("case", [MIXED, TINY, LOCAL])
+@pytest.mark.parametrize("case", [MIXED, TINY, GROUPS, LOCAL])
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=["gqa", "mha"])
 def test_exact_in_float64(case: Case, heads: tuple[int, int]) -> None:
     case = dataclasses.replace(case, heads=heads[0], kv_heads=heads[1])
@@ -71,13 +59,13 @@ def test_any_rings_in_one_micro_batch(data: st.DataObject) -> None:
     assert_matches(case, results, 1e-10)
 
 
-@pytest.mark.parametrize("case", [MIXED, TINY, LOCAL])
+@pytest.mark.parametrize("case", [MIXED, TINY, GROUPS, LOCAL])
 def test_cpu_flash_in_float32(case: Case) -> None:
     results, _ = run_virtual(case, "cpu_flash", torch.float32)
     assert_matches(case, results, 1e-5, torch.float32)
 
 
-@pytest.mark.parametrize("case", [MIXED, LOCAL])
+@pytest.mark.parametrize("case", [MIXED, GROUPS, LOCAL])
 def test_bfloat16_is_sane(case: Case) -> None:
     results, _ = run_virtual(case, "cpu_flash", torch.bfloat16)
     assert all(tensor.dtype == torch.bfloat16 for tensors in results.values() for tensor in tensors)
@@ -108,7 +96,7 @@ def test_bytes_are_those_of_the_plan() -> None:
     _, comms = run_virtual(case, "cpu_flash", torch.float32)
     layout = case.layout(0, 1)
     row_bytes = 2 * case.kv_heads * case.dim * 4
-    rows = layout.rings[0].rows
+    rows = layout.passes[0].rows
     assert rows == (8, 8, 7)
     for rank, comm in enumerate(comms):
         keys = rows[rank] + rows[rank - 1]
@@ -121,32 +109,13 @@ def test_bytes_are_those_of_the_plan() -> None:
 @settings(max_examples=20, deadline=None)
 def test_planned_steps_run_to_their_end(lengths: list[int], num_ranks: int) -> None:
     """Every rank runs its micro-batches in its own time; ranks may have different numbers of them."""
-    plan = plan_naive(lengths, num_ranks, -(-max(lengths) // num_ranks) + 3)
-    case = Case(tuple(lengths), ((),), num_ranks, num_padding=0)
-    wanted = case.expected()
-    comms = mailbox_comms(num_ranks)
-
-    def train(rank: int) -> Steps[list[tuple[torch.Tensor, ...]]]:
-        found = []
-        for micro_batch in plan.ranks[rank]:
-            columns = zip(*(case.values(seq, torch.float64) for seq in range(len(lengths))), strict=True)
-            q, k, v, dout = (case.rows(micro_batch, column) for column in columns)
-            layout = attention_layout(micro_batch, rank, lengths, micro_batch.num_tokens)
-            ring = RingContext(layout, comms[rank], kernel("reference"), case.scale)
-            out, lse = yield from forward_steps(q, k, v, ring)
-            found.append((out, *(yield from backward_steps(dout, q, k, v, out, lse, ring))))
-        return found
-
-    for rank, found in enumerate(run_in_turn([train(rank) for rank in range(num_ranks)])):
-        for micro_batch, tensors in zip(plan.ranks[rank], found, strict=True):
-            for tensor, column in zip(tensors, zip(*wanted, strict=True), strict=True):
-                torch.testing.assert_close(tensor, case.rows(micro_batch, column), rtol=1e-10, atol=1e-10)
+    assert_plan_is_exact(plan_naive(lengths, num_ranks, -(-max(lengths) // num_ranks) + 3))
 
 
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str = "cpu_flash") -> torch.Tensor:
     """The one rank of a case without rings, through autograd."""
     (comm,) = mailbox_comms(1)
-    return ring_attention(q, k, v, case.layout(0, 0), comm, kernel(name), case.scale)
+    return ring_attention(q, k, v, case.layout(0, 0), comm, kernel_named(name), case.scale)
 
 
 def test_autograd_of_local_documents() -> None:
@@ -179,10 +148,10 @@ def test_no_grad_saves_nothing() -> None:
 @pytest.mark.parametrize("name", ["cpu_flash", "reference"])
 def test_documents_do_not_see_each_other(name: str) -> None:
     """One sequence of each kind is changed; every row of every other keeps its bits."""
-    numbers = [0, 1, 2, 3, 4]
+    numbers = [0, 1, 2, 3, 4, 5, 6]
     case = Case(
-        lengths=(21, 14, 6, 5, 9),
-        rounds=(((0, (0, 1)), (1, (0, 1, 2)), (2, (0,)), (3, (0,)), (4, (2,))),),
+        lengths=(21, 14, 6, 5, 9, 11, 7),
+        rounds=(((0, (0, 1)), (1, (0, 1, 2)), (2, (0,)), (3, (0,)), (4, (2,)), (5, (0, 1)), (6, (0, 1, 2))),),
         num_ranks=3,
     )
     before, _ = run_virtual(case, name, torch.float32)

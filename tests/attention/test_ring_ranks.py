@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from bytescale_ext.attention.kernels import choose_kernel
+from bytescale_ext.attention.layout import attention_layout
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.parallel.p2p import RingComm
-from tests.attention.cases import MIXED, TINY, Case, Results, assert_matches
+from bytescale_ext.plan.hdp import plan_static_cp
+from bytescale_ext.plan.shapes import StepPlan
+from tests.attention.cases import GROUPS, MIXED, TINY, Case, Results, assert_matches, assert_planned_matches, planned
 from tests.harness import run_ranks
 
 RankResults = tuple[dict[int, tuple[torch.Tensor, ...]], int]
@@ -52,8 +55,8 @@ def key_bytes(case: Case, rank: int, value_bytes: int) -> int:
     """Bytes of keys and values that a rank sends in one pass over all rounds."""
     total = 0
     for number in range(len(case.rounds)):
-        for shard in case.layout(number, rank).rings:
-            sent = [shard.rows[block.source] for block in shard.blocks[:-1]]
+        for member in case.layout(number, rank).passes:
+            sent = [member.rows[block.source] for block in member.blocks[:-1]]
             total += 2 * sum(sent) * case.kv_heads * case.dim * value_bytes
     return total
 
@@ -62,8 +65,8 @@ def sum_bytes(case: Case, rank: int, value_bytes: int) -> int:
     """Bytes of key gradients that a rank sends."""
     total = 0
     for number in range(len(case.rounds)):
-        for shard in case.layout(number, rank).rings:
-            sent = [shard.rows[block.source] for block in shard.blocks[1:]]
+        for member in case.layout(number, rank).passes:
+            sent = [member.rows[block.source] for block in member.blocks[1:]]
             total += 2 * sum(sent) * case.kv_heads * case.dim * value_bytes
     return total
 
@@ -77,6 +80,40 @@ def test_exact_in_float64() -> None:
 def test_tiny_sequences_in_float64() -> None:
     results, _ = run(TINY, torch.float64)
     assert_matches(TINY, results, 1e-10)
+
+
+def test_documents_that_travel_together_in_float64() -> None:
+    results, sent = run(GROUPS, torch.float64)
+    assert_matches(GROUPS, results, 1e-10)
+    assert sent == [key_bytes(GROUPS, rank, 8) + sum_bytes(GROUPS, rank, 8) for rank in range(4)]
+
+
+def run_plan(rank: int, world: int, plan: StepPlan) -> list[tuple[torch.Tensor, ...]]:
+    """``out, dq, dk, dv`` of each micro-batch of a rank; the backward of each before the forward of the next."""
+    case = planned(plan)
+    comm = RingComm(None, rank, world)
+    comm.warm_up("cpu")
+    kernel = choose_kernel("cpu", torch.float64, case.dim).kernel
+    found = []
+    for micro_batch in plan.ranks[rank]:
+        q, k, v, dout = case.planned_inputs(micro_batch)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        layout = attention_layout(micro_batch, rank, plan.lengths, micro_batch.num_tokens)
+        out = ring_attention(*leaves, layout, comm, kernel, case.scale)
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+    return found
+
+
+def test_static_plan_with_tiny_documents() -> None:
+    """Documents shorter than the ring have narrower rings in the midst of the others'."""
+    plan = plan_static_cp((31, 3, 2, 17, 1, 9, 2, 40, 3, 5, 1, 4, 2, 12), 4, 16, 4)
+    assert {len(member.ring) for row in plan.ranks for micro_batch in row for member in micro_batch.shards} == {
+        1,
+        2,
+        3,
+        4,
+    }
+    assert_planned_matches(plan, run_ranks(run_plan, 4, plan))
 
 
 def test_cpu_flash_in_float32_with_recomputation() -> None:

@@ -1,11 +1,19 @@
-"""Run real training in the ranks of a test, and read back what Megatron printed and saved."""
+"""Run real training in the ranks of a test, and read back what Megatron printed and saved.
+
+``entry`` arguments are functions that take the place of ``pretrain_gpt_hdp.main`` in each rank. They are pickled by
+name: functions of a module, or ``functools.partial`` of one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import logging
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +58,11 @@ class Outcome:
         """lm loss of each evaluation."""
         return [float(value) for value in re.findall(r"lm loss value: ([-\d.E+naif]+)", self.text)]
 
+    def records(self, training: bool = True) -> list[dict[str, Any]]:
+        """What ``record_steps`` noted of each step of this rank, of training or of evaluation."""
+        records = [json.loads(line) for line in re.findall(r"^RECORD (.*)$", self.text, re.MULTILINE)]
+        return [record for record in records if record["training"] == training]
+
 
 def write_documents(prefix: Path, lengths: Sequence[int] = LENGTHS, seed: int = 0, copies: int = 4) -> Path:
     """A data set of random documents in Megatron's format: ``copies`` times the lengths, new tokens each time."""
@@ -76,11 +89,42 @@ def train(num_ranks: int, *flags: object, entry: Callable[[], None] | None = Non
 
     ``entry`` takes the place of ``pretrain_gpt_hdp.main`` (the one-process oracle).
     """
+    return train_ranks(num_ranks, *flags, entry=entry, timeout=timeout)[-1]
+
+
+def train_ranks(
+    num_ranks: int, *flags: object, entry: Callable[[], None] | None = None, timeout: float = 240
+) -> list[Outcome]:
+    """As ``train``; what every rank left."""
     preload("tests.e2e.preload")
     argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
     outcomes: list[Outcome] = run_ranks(_train, num_ranks, argv, entry, timeout=timeout)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
-    return outcomes[-1]
+    return outcomes
+
+
+def train_to_failure(
+    num_ranks: int, *flags: object, entry: Callable[[], None], folder: Path, timeout: float = 60
+) -> list[str | None]:
+    """As ``train`` for a run that fails: the traceback of each rank, or None of one that was killed.
+
+    A rank that fails ends its process at once, and nothing else ends the others. Raises TimeoutError if one hangs.
+    """
+    preload("tests.e2e.preload")
+    argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
+    ranks = range(num_ranks)
+    outcomes = run_ranks(_train_alone, num_ranks, argv, entry, str(folder), timeout=timeout, may_die=ranks)
+    assert outcomes == [None] * num_ranks, f"ranks that did not fail: {outcomes}"
+    files = [folder / f"rank{rank}.txt" for rank in ranks]
+    return [file.read_text() if file.exists() else None for file in files]
+
+
+def _train_alone(rank: int, world: int, argv: list[str], entry: Callable[[], None], folder: str) -> Outcome:
+    try:
+        return _train(rank, world, argv, entry)
+    except BaseException:
+        Path(folder, f"rank{rank}.txt").write_text(traceback.format_exc())
+        os._exit(1)  # a rank of the harness would stay connected to its peers, as a process that has failed does not
 
 
 def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | None) -> Outcome:
@@ -89,6 +133,7 @@ def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | N
     sys.argv = argv
     text = io.StringIO()
     code: int | None = None
+    logging.basicConfig(stream=text, level=logging.INFO, force=True)
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         try:
             (entry or pretrain_gpt_hdp.main)()
@@ -98,6 +143,77 @@ def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | N
             sys.__stdout__.write(text.getvalue()[-3000:])
             raise
     return Outcome(code, text.getvalue())
+
+
+def train_with(action: Callable[[Any, torch.nn.Module], None]) -> None:
+    """An entry (by ``partial``): call ``action(runtime, model)`` in each step of a rank before its first forward."""
+    import pretrain_gpt_hdp
+    from megatron.bytescale.training import hdp
+
+    original = hdp.forward_step
+
+    def forward_step(runtime: Any) -> Callable[..., Any]:
+        forward = original(runtime)
+        begun: Any = None
+
+        def forward_with_action(data_iterator: Any, model: torch.nn.Module) -> Any:
+            nonlocal begun
+            if runtime.step is not begun:
+                begun = runtime.step
+                action(runtime, model)
+            return forward(data_iterator, model)
+
+        return forward_with_action
+
+    hdp.forward_step = forward_step
+    pretrain_gpt_hdp.main()
+
+
+def record_steps() -> None:
+    """An entry: note each step of this rank for ``Outcome.records``."""
+    train_with(print_step)
+
+
+def print_step(runtime: Any, model: torch.nn.Module) -> None:
+    """Print what ``Outcome.records`` reads: the step's samples and this rank's part of it."""
+    step = runtime.step
+    documents = {
+        shard.seq: name
+        for packed in step.micro_batches
+        for shard, name in zip(packed.micro_batch.shards, packed.documents, strict=True)
+    }
+    record = {
+        "training": model.training,
+        "iteration": step.step_index + 1,
+        "sample_ids": step.sample_ids,
+        "lengths": step.lengths,
+        "documents": documents,
+        "num_micro_batches": len(step.micro_batches),
+        "num_rows": sum(packed.num_rows for packed in step.micro_batches),
+    }
+    print(f"RECORD {json.dumps(record)}")
+
+
+def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> list[list[str]]:
+    """The documents of each step in the order of its samples, put together from what each rank was given."""
+    steps = []
+    for of_ranks in zip(*(outcome.records(training) for outcome in outcomes), strict=True):
+        assert len({tuple(record["sample_ids"]) for record in of_ranks}) == 1, of_ranks
+        merged: dict[str, str] = {}
+        for record in of_ranks:
+            assert all(merged.get(seq, name) == name for seq, name in record["documents"].items()), of_ranks
+            merged.update(record["documents"])
+        steps.append([merged[str(seq)] for seq in range(len(of_ranks[0]["sample_ids"]))])
+    return steps
+
+
+def step_losses(log_dir: Path) -> list[float]:
+    """lm loss of each step, unrounded, from ``metrics.jsonl`` (with ``--log-interval 1``).
+
+    Megatron's own log line after the second step of a run shows the mean of the first two.
+    """
+    rows = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["lm loss"] for row in rows]
 
 
 def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, torch.Tensor]:

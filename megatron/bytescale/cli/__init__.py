@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megatron.bytescale.cli import corpus, doctor, plan, timeline
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Bad input: one line on standard error and exit code 2."""
     args = parser().parse_args(argv)
+    warnings.simplefilter("ignore")  # Megatron warns of every optional package at its import
     try:
         return int(args.run(args))
     except ValueError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,9 @@ from bytescale_ext.config import HdpConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ByteScale's groups to Megatron's parser (``extra_args_provider``)."""
+    parser.usage = "%(prog)s FLAGS (--help lists them)"  # not a thousand lines before each message
     group = parser.add_argument_group("bytescale: device")
-    group.add_argument(
-        "--cpu", action="store_true", help="Train on CPU with gloo. On by itself where there is no GPU."
-    )
+    group.add_argument("--cpu", action="store_true", help="Train on CPU with gloo. On by itself where there is no GPU.")
     group = parser.add_argument_group("bytescale: hybrid data parallelism")
     group.add_argument(
         "--hybrid-data-parallel",
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks.",
     )
     group.add_argument(
-        "--hdp-plan-ahead", type=int, default=2, metavar="N", help="Steps planned and read ahead in the background."
+        "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
     )
     group.add_argument(
         "--hdp-attention-kernel", metavar="NAME", help="Attention kernel; `bytescale doctor` lists them. Default: best."
@@ -105,20 +106,29 @@ REFUSALS: tuple[Refusal, ...] = (
     _refuse("--mtp-num-layers", _REMOVE),
     _refuse("--experimental-attention-variant", _REMOVE),
     _refuse("--hybrid-layer-pattern", _REMOVE),
+    _refuse("--hybrid-override-pattern", _REMOVE),
     _refuse("--heterogeneous-layers-config-path", _REMOVE),
+    _refuse("--heterogeneous-layers-config-encoded-json", _REMOVE),
     _refuse("--spec", "--hybrid-data-parallel brings its own layer spec"),
+    _refuse("--transformer-impl inference_optimized", "use local or transformer_engine",
+            lambda a: a.transformer_impl == "inference_optimized"),
+    _refuse("--apply-layernorm-1p", "it needs TransformerEngine",
+            lambda a: a.layernorm_zero_centered_gamma and a.transformer_impl == "local"),
+    _refuse("--attention-backend", "choose with --hdp-attention-kernel", lambda a: a.attention_backend.name != "auto"),
+    _refuse("--use-kitchen-attention", "choose with --hdp-attention-kernel"),
+    _refuse("--max-seqlen-per-dp-cp-rank", "give --hdp-tokens-per-rank"),
     _refuse("--window-size", "sliding-window attention is not supported"),
     _refuse("--softmax-type", "use vanilla", lambda a: getattr(a, "softmax_type", "vanilla") != "vanilla"),
-    _refuse(
-        "--attention-dropout > 0", "add --attention-dropout 0 (Megatron's default is 0.1)", _above("attention_dropout", 0)
-    ),
+    _refuse("--attention-dropout > 0", "add --attention-dropout 0 (Megatron's default is 0.1)",
+            _above("attention_dropout", 0)),
     _refuse("--apply-query-key-layer-scaling", _REMOVE),
     _refuse("--qk-clip", _REMOVE),
     _refuse("--log-max-attention-logit", _REMOVE),
     _refuse("--position-embedding-type", "use rope, learned_absolute or none",
-            lambda a: a.position_embedding_type not in ("rope", "learned_absolute", "none")),  # fmt: skip
+            lambda a: a.position_embedding_type not in ("rope", "learned_absolute", "none")),
     _refuse("--fp8-format", "use bf16: FP8 needs aligned token counts", _is_set("fp8")),
     _refuse("--fp4-format", "use bf16: FP4 needs aligned token counts", _is_set("fp4")),
+    _refuse("--te-precision-config-file", "it may choose FP8, which needs aligned token counts"),
     _refuse("--fine-grained-activation-offloading", _REMOVE),
     _refuse("--cpu-offloading-num-layers", _REMOVE),
     _refuse("--rampup-batch-size", "steps are planned ahead with one batch size"),
@@ -131,14 +141,20 @@ REFUSALS: tuple[Refusal, ...] = (
     _refuse("--sft", _REMOVE),
     _refuse("--fim-data", _REMOVE),
     _refuse("--mock-data", "build a corpus with `bytescale corpus`"),
+    _refuse("--per-dataset-sequences-path", "lengths come from the .idx files"),
+    _refuse("--dataloader-fast-cache-load", "document samples keep no index cache"),
+    _refuse("--dataloader-defer-npy-index-mmap", "document samples keep no index cache"),
     _refuse("--dataloader-inter-document-masking", "documents never attend to each other here"),
     _refuse("--reset-position-ids", "positions always start anew with each document here"),
     _refuse("--reset-attention-mask", "documents never attend to each other here"),
     _refuse("--eod-mask-loss", "the last token of a document never has a label here"),
     _refuse("--dataloader-type cyclic", _REMOVE, lambda a: a.dataloader_type == "cyclic"),
-    _refuse("--micro-batch-size > 1", "leave it at 1: micro-batches are packed by tokens", _above("micro_batch_size", 1)),
+    _refuse("--micro-batch-size > 1", "leave it at 1: documents are packed by tokens", _above("micro_batch_size", 1)),
     _refuse("--eval-micro-batch-size > 1", "leave it at 1", _above("eval_micro_batch_size", 1)),
-    _refuse("--yaml-cfg", "give the flags on the command line"),
+    _refuse("--no-align-param-gather", "a rank that waits in a ring must not hold back another's parameters",
+            lambda a: not a.align_param_gather),
+    _refuse("--logits-save-dir", _REMOVE),
+    _refuse("--logits-load-dir", _REMOVE),
     _refuse("--use-checkpoint-args", "give the model's flags on the command line"),
     _refuse("--inprocess-restart", _REMOVE),
     _refuse("--perform-rl-step", _REMOVE),
@@ -186,14 +202,13 @@ def set_hdp_defaults(args: argparse.Namespace) -> None:
     args.dataloader_type = "external"
     args.micro_batch_size = args.eval_micro_batch_size = 1  # so that --global-batch-size counts documents
     args.create_attention_mask_in_dataloader = False
-    args.align_param_gather = True  # a rank waiting in a ring must not hold back another's parameters
     args.dist_ckpt_optim_fully_reshardable = True  # resume with another number of ranks
 
 
 def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
     """The frozen configuration, or None without ``--hybrid-data-parallel``. Raises ValueError."""
-    given = [name for name in ("tokens_per_rank", "static_width", "log_dir", "timeline_step", "attention_kernel")
-             if getattr(args, f"hdp_{name}") is not None]  # fmt: skip
+    ours = ("tokens_per_rank", "plan_ahead", "static_width", "log_dir", "timeline_step", "attention_kernel")
+    given = [name for name in ours if getattr(args, f"hdp_{name}") is not None]
     if not args.hybrid_data_parallel:
         if given:
             raise ValueError(f"--hdp-{given[0].replace('_', '-')} needs --hybrid-data-parallel")
@@ -205,7 +220,10 @@ def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
             raise ValueError(f"--hybrid-data-parallel needs {flag}")
     tensor_ranks = args.tensor_model_parallel_size
     if args.world_size % tensor_ranks:
-        raise ValueError(f"{args.world_size} processes cannot be shared out over --tensor-model-parallel-size {tensor_ranks}")
+        raise ValueError(
+            f"{args.world_size} processes cannot be shared out over --tensor-model-parallel-size {tensor_ranks}; "
+            f"start {(args.world_size // tensor_ranks + 1) * tensor_ranks} processes, or lower it"
+        )
     num_ranks = args.world_size // tensor_ranks
     for flag, size in (("--global-batch-size", args.global_batch_size), ("--eval-global-batch-size",
                        args.eval_global_batch_size or args.global_batch_size)):  # fmt: skip
@@ -219,7 +237,7 @@ def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
         rows_multiple=tensor_ranks if args.sequence_parallel else 1,
         longest_sequence=args.seq_length,
         num_ranks=num_ranks,
-        plan_ahead=args.hdp_plan_ahead,
+        plan_ahead=2 if args.hdp_plan_ahead is None else args.hdp_plan_ahead,
         kernel=args.hdp_attention_kernel,
         static_width=args.hdp_static_width,
         log_dir=args.hdp_log_dir,
@@ -240,6 +258,17 @@ def check_checkpoint_folder(folder: str | None) -> None:
         raise ValueError(f"--save {folder} cannot be written ({error.strerror}); choose another folder") from error
 
 
+@contextlib.contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Turn what Megatron raises over arguments, in several types and lines, into a ValueError of one line."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, OSError) as error:
+        broken = traceback.extract_tb(error.__traceback__)[-1].line  # many of its asserts have no message
+        said = " ".join((str(error) or f"this must hold: {broken}").split())
+        raise ValueError(f"Megatron refuses these arguments: {said}") from error
+
+
 def parse(argv: Sequence[str], on_cpu: bool) -> tuple[argparse.Namespace, HdpConfig | None]:
     """Parse with Megatron's parser, settle and check everything, and set Megatron's globals.
 
@@ -248,15 +277,16 @@ def parse(argv: Sequence[str], on_cpu: bool) -> tuple[argparse.Namespace, HdpCon
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
 
-    args = parse_args(add_arguments)
+    if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, ours too
+        raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
+    with refusals_of_megatron():
+        args = parse_args(add_arguments)
     set_device_defaults(args, argv, on_cpu)
     config = hdp_config(args)
     if config is not None:
         set_hdp_defaults(args)
     check_checkpoint_folder(args.save)
-    try:
+    with refusals_of_megatron():
         validate_args(args)
-    except AssertionError as error:
-        raise ValueError(f"Megatron refuses these arguments: {error or 'see the traceback'}") from error
-    set_global_variables(args)
+        set_global_variables(args)
     return args, config

@@ -14,10 +14,10 @@ from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.models.gpt import GPTModelConfig
-from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.training import get_train_valid_test_num_samples, update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
-from bytescale_ext.attention.kernels import choose_kernel
+from bytescale_ext.attention.kernels import choose_kernel, counting, named_kernel
 from bytescale_ext.attention.layout import attention_layout
 from bytescale_ext.config import HdpConfig
 from bytescale_ext.data.lengths import check_indexed_dataset, check_token_ids
@@ -26,17 +26,19 @@ from bytescale_ext.data.packed import PackedMicroBatch
 from bytescale_ext.metrics import StepClock
 from bytescale_ext.plan.check import check_step_plan
 from bytescale_ext.plan.cost import ModelShape, flops_cost
-from megatron.bytescale.core.datasets.document_dataset import build_document_datasets
+from megatron.bytescale.core.datasets.document_dataset import build_document_datasets, check_splits
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.runtime import HdpRuntime, cost_args
+from megatron.bytescale.training.arguments import refusals_of_megatron
 
 
 def model_config(args: Any, runtime: HdpRuntime) -> GPTModelConfig:
     """Megatron's GPT configuration with document attention, positions and the gradient hook."""
-    config = gpt_config_from_args(args)
+    with refusals_of_megatron():
+        config = gpt_config_from_args(args)
     config.transformer_layer_spec = document_layer_spec(runtime)
     config.pre_wrap_hooks.append(partial(_prepare_model, runtime))
     config.transformer.finalize_model_grads_func = wrap_finalize_model_grads(finalize_model_grads, runtime)
@@ -46,12 +48,27 @@ def model_config(args: Any, runtime: HdpRuntime) -> GPTModelConfig:
 def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Runs once, on every process, between the building of the model and its wrapping in DDP."""
     args = get_args()
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    kernel, reason, _ = choose_kernel(runtime.device, dtype, args.kv_channels, runtime.config.kernel)
+    kernel, reason, _ = choose_kernel(runtime.device, args.params_dtype, args.kv_channels, runtime.config.kernel)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
-    runtime.kernel = kernel
+    runtime.kernel, runtime.kernel_calls = counting(kernel)
     runtime.comm = create_ring_comm(runtime.device, args.distributed_timeout_minutes)
     return use_document_positions(model_chunks)
+
+
+def data_config(args: Any) -> BlendedMegatronDatasetConfig:
+    """Which data sets there are, and how they are split, as Megatron's flags say it."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return BlendedMegatronDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+    )
 
 
 def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
@@ -59,33 +76,24 @@ def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
 
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepLoader | None, ...]:
         args = get_args()
-        blend, blend_per_split = get_blend_and_blend_per_split(args)
-        config = BlendedMegatronDatasetConfig(
-            random_seed=args.seed,
-            sequence_length=args.seq_length,
-            blend=blend,
-            blend_per_split=blend_per_split,
-            split=args.split,
-            num_dataset_builder_threads=args.num_dataset_builder_threads,
-            path_to_cache=args.data_cache_path,
-            mmap_bin_files=args.mmap_bin_files,
-            tokenizer=get_tokenizer(),
-        )
-        sources = build_document_datasets(config, num_samples, lambda: True)
+        sources = build_document_datasets(data_config(args), num_samples, lambda: True)
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
         loaders = []
         for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
-            loaders.append(source and step_loader(runtime, args, source, consumed, size, cyclic))
+            first_step = 0 if cyclic else args.iteration
+            loaders.append(source and step_loader(runtime, args, source, consumed, size, cyclic, first_step))
         return tuple(loaders)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
     return provide
 
 
-def step_loader(runtime: HdpRuntime, args: Any, source: Any, consumed: int, batch: int, cyclic: bool) -> StepLoader:
-    """The loader of one split, started after ``consumed`` samples."""
+def step_loader(
+    runtime: HdpRuntime, args: Any, source: Any, consumed: int, batch: int, cyclic: bool, first_step: int
+) -> StepLoader:
+    """The loader of one split, started after ``consumed`` samples and ``first_step`` steps."""
     multiple = runtime.config.rows_multiple
     return StepLoader(
         source,
@@ -99,6 +107,7 @@ def step_loader(runtime: HdpRuntime, args: Any, source: Any, consumed: int, batc
         vocab_size=args.padded_vocab_size,
         cyclic=cyclic,
         pin_memory=runtime.clock.on_cuda,
+        first_step=first_step,
     )
 
 
@@ -154,17 +163,20 @@ def sum_of_losses(
 
 
 def create_runtime(args: Any, config: HdpConfig) -> HdpRuntime:
-    """The state that hooks and patches will share in this process."""
-    cost = flops_cost(ModelShape(**cost_args(args)))
-    return HdpRuntime(config, cost, StepClock(on_cuda=args.distributed_backend == "nccl"))
+    """The state that hooks and patches will share in this process. Raises ValueError for an unfit kernel name."""
+    on_cuda = args.distributed_backend == "nccl"
+    if config.kernel is not None:
+        named_kernel("cuda" if on_cuda else "cpu", args.params_dtype, args.kv_channels, config.kernel)
+    return HdpRuntime(config, flops_cost(ModelShape(**cost_args(args))), StepClock(on_cuda))
 
 
 def check_data(args: Any) -> None:
     """Refuse data sets that are missing, truncated, foreign, empty or of another vocabulary. Raises ValueError.
 
-    Reads the index of each; token ids are scanned by the first process only.
+    Reads the index of each; token ids are scanned by the first process only. Call it after ``parse``.
     """
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    with refusals_of_megatron():
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
     blends = [blend] if blend_per_split is None else [part for part in blend_per_split if part is not None]
     prefixes = [prefix for part in blends if part is not None for prefix in part[0]]
     if not prefixes:
@@ -173,3 +185,15 @@ def check_data(args: Any) -> None:
         check_indexed_dataset(prefix)
         if args.rank == 0:
             check_token_ids(prefix, args.padded_vocab_size)
+    by_iterations = args.train_iters is not None  # else Megatron counts them later
+    sizes = get_train_valid_test_num_samples() if by_iterations else (args.train_samples, *[args.eval_iters] * 2)
+    with refusals_of_megatron():
+        config = data_config(args)
+    parts = config.blend_per_split if config.blend is None else config.split_matrix
+    for name, wanted, part in (("train", not args.skip_train, parts[0]), ("valid", args.eval_iters > 0, parts[1])):
+        if wanted and part is None:  # Megatron would train on nothing, or evaluate without a data iterator
+            raise ValueError(
+                f"no documents for the {name} split: give another --split (it is {args.split}) or "
+                f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
+            )
+    check_splits(config, sizes)

@@ -235,6 +235,18 @@ def build_document_datasets(
     Raises:
         ValueError: no data set or a damaged one, a split without documents, or a setting that has no meaning here.
     """
+    wanted = check_splits(config, sizes)
+    datasets = BlendedMegatronDatasetBuilder(DocumentDataset, list(sizes), is_built_on_rank, wanted).build()
+    train, valid, test = (None if dataset is None else SampleSource(dataset) for dataset in datasets)
+    return train, valid, test
+
+
+def check_splits(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | None]) -> BlendedMegatronDatasetConfig:
+    """The configuration with the wanted splits alone, after its settings and files were checked. Reads no token.
+
+    Raises:
+        ValueError: as ``build_document_datasets``.
+    """
     _check_config(config, sizes)
     wanted = copy.copy(config)
     if wanted.blend is None:
@@ -242,9 +254,7 @@ def build_document_datasets(
     else:
         wanted.split_matrix = _where_wanted(wanted.split_matrix, sizes)
     _check_files(wanted)
-    datasets = BlendedMegatronDatasetBuilder(DocumentDataset, list(sizes), is_built_on_rank, wanted).build()
-    train, valid, test = (None if dataset is None else SampleSource(dataset) for dataset in datasets)
-    return train, valid, test
+    return wanted
 
 
 def _where_wanted(splits: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:

@@ -49,6 +49,7 @@ def begin_step(runtime: HdpRuntime, step: Any, model_chunk: Any, training: bool)
     runtime.step = step
     if not training:
         return
+    runtime.reset_counts()
     runtime.step_started = time.perf_counter()
     runtime.clock.begin(traced=step.step_index + 1 == runtime.config.timeline_step)
     gather = model_chunk.config.param_sync_func

@@ -1,0 +1,100 @@
+"""Hybrid data parallelism against static context parallelism, in real training on 4 ranks.
+
+Both arms train the demo's model on the demo's corpus with the same documents in the same steps, through the same
+code: the static arm cuts every document of a pack of 4C tokens over all four ranks, as ``--context-parallel-size 4``
+does. The arms take turns, so that a slow minute of the machine meets both.
+
+    .venv/bin/python scripts/bench/hdp_e2e.py [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from rich.console import Console  # noqa: E402
+
+from scripts.demo import Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
+
+NUM_RANKS = 4
+ARMS = {"hdp": [], "static": ["--hdp-static-width", str(NUM_RANKS)]}
+
+
+def run_arm(demo: Demo, flags: list[str], num_steps: int) -> list[dict[str, Any]]:
+    """Train one arm and return the metrics of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["--train-iters", str(num_steps), "--hdp-log-dir", folder, "--tensorboard-dir", folder]
+        done = subprocess.run(
+            [*demo.command, *settings, *flags],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"training ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+        return read_metrics(Path(folder) / "metrics.jsonl")
+
+
+def compare(rounds: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Medians over all steps of all rounds but each run's first, which warms up."""
+    steps = {arm: [step for one in rounds for step in one[arm][1:]] for arm in ARMS}
+    median = {
+        arm: {
+            name: statistics.median(step[name] for step in found)
+            for name in ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_step", "measured_imbalance")
+        }
+        for arm, found in steps.items()
+    }
+    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(steps["hdp"], steps["static"], strict=True)]
+    losses = [abs(a["lm loss"] - b["lm loss"]) / b["lm loss"] for a, b in zip(steps["hdp"], steps["static"], strict=True)]
+    return {
+        "num_steps": len(ratios),
+        "arms": median,
+        "speedup": statistics.median(ratios),
+        "speedup_lowest": min(ratios),
+        "speedup_highest": max(ratios),
+        "largest_loss_difference": max(losses),
+    }
+
+
+def main() -> int:
+    """Run the arms in turn, print the table and, with --json, one JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not counted (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    args = parser.parse_args()
+    demo = Demo(NUM_RANKS, on_cpu=num_gpus() < NUM_RANKS, folder=ROOT / "runs" / "demo")
+    build_corpora(demo, Console(stderr=True))
+    rounds = [{arm: run_arm(demo, flags, args.steps) for arm, flags in ARMS.items()} for _ in range(args.rounds)]
+    figures = compare(rounds)
+    print(f"{'':10}{'tokens/s':>12}{'MB sent/step':>14}{'attention calls/step':>22}{'imbalance':>11}")
+    for arm, values in figures["arms"].items():
+        print(
+            f"{arm:10}{values['tokens_per_second']:12,.0f}{values['megabytes_sent_per_step']:14.1f}"
+            f"{values['attention_calls_per_step']:22,.0f}{values['measured_imbalance']:11.2f}"
+        )
+    print(
+        f"hdp over static: {figures['speedup']:.2f}x (median of {figures['num_steps']} steps on the same documents, "
+        f"{figures['speedup_lowest']:.2f} to {figures['speedup_highest']:.2f}); "
+        f"losses differ by {figures['largest_loss_difference']:.1e} at most"
+    )
+    if args.json:
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""``make demo``: real text, real Megatron, several ranks, and a picture of what happened. Writes runs/demo/."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bytescale_ext.pictures import draw_loss, draw_timeline
+from bytescale_ext.timeline import COMPUTE_KINDS, read_spans, write_perfetto
+
+ROOT = Path(__file__).resolve().parent.parent
+# What is read, and its share of the samples: Python files are long, C headers short.
+CORPORA = {"python": (0.35, "*.py", 20_000_000), "headers": (0.65, "*.h", 8_000_000)}
+TIMELINE_STEP = 8
+MODEL = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 257"
+).split()
+CONTEXT = "--seq-length 8192 --max-position-embeddings 8192".split()
+TRAIN = (
+    "--global-batch-size 12 --train-iters 18 --lr 6e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
+    "--clip-grad 1.0 --weight-decay 0.1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--log-interval 1 --log-throughput --eval-iters 0 --eval-interval 1000 --split 100,0,0"
+).split()
+QUIET = ("ignore::UserWarning", "ignore::SyntaxWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demo: how many ranks, on what, and where its files go."""
+
+    num_ranks: int
+    on_cpu: bool
+    folder: Path
+
+    def corpus(self, name: str) -> Path:
+        """The prefix of a corpus."""
+        return self.folder / "corpus" / name
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of pretrain_gpt_hdp.py. C is a quarter of the context, whatever the number of ranks."""
+        context = int(CONTEXT[1])
+        blend = [str(part) for name, (share, _, _) in CORPORA.items() for part in (share, self.corpus(name))]
+        flags = [*MODEL, *CONTEXT, *TRAIN, "--data-path", *blend, "--hybrid-data-parallel"]
+        flags += ["--hdp-tokens-per-rank", str(max(context // 4, -(-context // self.num_ranks)))]
+        flags += ["--hdp-log-dir", str(self.folder), "--hdp-timeline-step", str(TIMELINE_STEP)]
+        flags += ["--tensorboard-dir", str(self.folder / "tensorboard")]
+        return [*flags, "--cpu"] if self.on_cpu else [*flags, "--bf16"]
+
+    @property
+    def command(self) -> list[str]:
+        """The training command."""
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
+        return [*launch, str(ROOT / "pretrain_gpt_hdp.py"), *self.flags]
+
+    @property
+    def key(self) -> str:
+        """Changes whenever the command does, so that a finished run is only skipped when it is this one."""
+        return hashlib.sha256("\0".join(self.command[1:]).encode()).hexdigest()[:16]
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def build_corpora(demo: Demo, console: Console) -> None:
+    """Write each corpus from the source files of this environment's packages, unless it is there."""
+    for name, (_, pattern, num_tokens) in CORPORA.items():
+        prefix = demo.corpus(name)
+        if prefix.with_suffix(".idx").exists():
+            console.print(f"corpus: {shown(prefix)} is there")
+            continue
+        command = [str(Path(sys.executable).parent / "bytescale"), "corpus", "--out", str(prefix), "--json",
+                   "--from", sysconfig.get_path("purelib"), "--glob", pattern, "--tokens", str(num_tokens)]  # fmt: skip
+        with console.status(f"corpus: reading the {pattern} files of this environment"):
+            done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"the corpus could not be written:\n{done.stderr[-2000:]}")
+        figures = json.loads(done.stdout)
+        console.print(
+            f"corpus: {figures['num_documents']:,} {pattern} files, {figures['num_tokens']:,} bytes as tokens -> "
+            f"{shown(prefix)}"
+        )
+
+
+def train(demo: Demo, console: Console) -> None:
+    """Run the training command; a progress bar here, Megatron's log in the run's folder."""
+    log, metrics_path = demo.folder / "train.log", demo.folder / "metrics.jsonl"
+    for stale in (metrics_path, *(demo.folder / "timeline").glob("rank*.jsonl")):
+        stale.unlink(missing_ok=True)
+    # Less than one processor thread each would only make ranks wait for each other's.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ",".join(QUIET)}
+    total = int(TRAIN[TRAIN.index("--train-iters") + 1])
+    columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total}", TimeRemainingColumn(),
+               TextColumn("{task.fields[figures]}"))  # fmt: skip
+    with log.open("w") as output, Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting Megatron", total=total, figures="")
+        process = subprocess.Popen(demo.command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        try:
+            while process.poll() is None:
+                time.sleep(0.3)
+                steps = read_metrics(metrics_path)
+                if steps:
+                    last = steps[-1]
+                    figures = f"loss {last['lm loss']:.3f}  {last['tokens_per_second']:,.0f} tokens/s"
+                    progress.update(task, description="training", completed=len(steps), figures=figures)
+        finally:
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise RuntimeError(f"training ended with exit code {process.returncode}; the end of {shown(log)}:\n{tail}")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are whole."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def draw(demo: Demo, steps: Sequence[dict[str, Any]]) -> None:
+    """loss.png, timeline.png and timeline.json."""
+    draw_loss([s["iteration"] for s in steps], [s["lm loss"] for s in steps], demo.folder / "loss.png")
+    spans = read_spans(demo.folder / "timeline", TIMELINE_STEP)
+    title = f"step {TIMELINE_STEP} on {demo.num_ranks} {'CPU' if demo.on_cpu else 'GPU'} ranks"
+    draw_timeline(spans, demo.folder / "timeline.png", title)
+    write_perfetto(spans, demo.folder / "timeline.json")
+
+
+def summarize(demo: Demo, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the run; rates leave the first step out, which warms up."""
+    steady = steps[1:] or steps
+    mean = {name: sum(s[name] for s in steady) / len(steady) for name in
+            ("tokens_per_second", "planned_imbalance", "measured_imbalance", "padding_share")}  # fmt: skip
+    shards = [s for span in read_spans(demo.folder / "timeline", TIMELINE_STEP)
+              if span.kind in COMPUTE_KINDS for s in span.shards]  # fmt: skip
+    return {
+        "key": demo.key,
+        "num_ranks": demo.num_ranks,
+        "num_steps": len(steps),
+        "first_loss": steps[0]["lm loss"],
+        "last_loss": steps[-1]["lm loss"],
+        **{name: round(value, 4) for name, value in mean.items()},
+        "micro_batches_per_rank": [round(sum(counts) / len(steady), 2) for counts in
+                                   zip(*(s["micro_batches_per_rank"] for s in steady), strict=True)],
+        "ring_widths_of_timeline": sorted({len(shard.ring) for shard in shards}),
+        "shortest_and_longest_of_timeline": [min(s.length for s in shards), max(s.length for s in shards)],
+    }  # fmt: skip
+
+
+def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
+    """The summary for a person."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    shortest, longest = summary["shortest_and_longest_of_timeline"]
+    rows = {
+        "loss": f"{summary['first_loss']:.3f} -> {summary['last_loss']:.3f} in {summary['num_steps']} steps",
+        "speed": f"{summary['tokens_per_second']:,.0f} tokens/s on {demo.num_ranks} {'CPU' if demo.on_cpu else 'GPU'} ranks",
+        "micro-batches per rank": "  ".join(f"{count:g}" for count in summary["micro_batches_per_rank"]) + "  (mean of a step)",
+        "imbalance": f"planned {summary['planned_imbalance']:.2f}, measured {summary['measured_imbalance']:.2f} "
+        "(busiest rank / mean)",
+        "padding": f"{100 * summary['padding_share']:.2f} %",
+        f"step {TIMELINE_STEP}": f"documents of {shortest:,} to {longest:,} tokens, "
+        f"rings of {', '.join(map(str, summary['ring_widths_of_timeline']))} ranks",
+        "files": f"{shown(demo.folder)}/: train.log, loss.png, timeline.png, timeline.json (open in ui.perfetto.dev), "
+        "tensorboard/, metrics.jsonl, summary.json",
+    }
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", value)
+    console.print(table)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be said."""
+    return os.path.relpath(path, Path.cwd())
+
+
+def main() -> int:
+    """Build, train, draw, tell. A second call skips what is done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks (%(default)s); GPUs are used if there is one for each")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
+    args = parser.parse_args()
+    console = Console()
+    demo = Demo(args.ranks, on_cpu=num_gpus() < args.ranks, folder=args.out.resolve())
+    demo.folder.mkdir(parents=True, exist_ok=True)
+    summary_path = demo.folder / "summary.json"
+    try:
+        build_corpora(demo, console)
+        summary = json.loads(summary_path.read_text()) if summary_path.exists() else {}
+        if summary.get("key") == demo.key:
+            console.print(f"training: done already; remove {shown(demo.folder)} to train again")
+        else:
+            train(demo, console)
+            steps = read_metrics(demo.folder / "metrics.jsonl")
+            draw(demo, steps)
+            summary = summarize(demo, steps)
+            summary_path.write_text(json.dumps(summary, indent=2) + "\n")
+    except RuntimeError as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        return 1
+    show(demo, summary, console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Trains a GPT on this machine with hybrid data parallelism: on its GPUs, or on CPU ranks where there are none.
+#
+#   make setup                                       # once
+#   .venv/bin/bytescale corpus --out data/python     # once: real text to train on
+#   scripts/train_local.sh                           # with the values below
+#   LAYERS=2 HIDDEN=128 FFN=352 HEADS=4 KV_HEADS=2 ITERS=50 scripts/train_local.sh --lr 1e-3
+#
+# Arguments are passed on to pretrain_gpt_hdp.py after those of this script, so they win. DRY_RUN=1 prints the command
+# and runs nothing. A run goes on from the last checkpoint in $OUT; SIGTERM makes it save and end.
+# Exit code: torchrun's, but 2 when arguments or data were refused (torchrun makes 1 of every rank's code).
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bin=$root/.venv/bin
+if [[ ! -x $bin/torchrun ]]; then
+  echo "train_local.sh: error: there is no $bin/torchrun; run 'make setup' first" >&2
+  exit 2
+fi
+
+# Where it runs. GPUS is what torch sees; GPUS=0 trains on CPU.
+GPUS=${GPUS:-$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')}
+RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 4))}
+# The model.
+LAYERS=${LAYERS:-12}
+HIDDEN=${HIDDEN:-768}
+FFN=${FFN:-2048}
+HEADS=${HEADS:-12}
+KV_HEADS=${KV_HEADS:-4}
+# The data: a path without .bin and .idx, the flags of the tokenizer that wrote it, and the longest sample.
+DATA=${DATA:-$root/data/python}
+TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size 257}
+SEQ_LENGTH=${SEQ_LENGTH:-32768}
+# C, the most tokens of a micro-batch on one rank: 8192, or more where the longest sample needs it.
+smallest=$(((SEQ_LENGTH + RANKS - 1) / RANKS))
+TOKENS_PER_RANK=${TOKENS_PER_RANK:-$((smallest > 8192 ? smallest : 8192))}
+# The run. BATCH counts documents and is a multiple of the data-parallel ranks.
+BATCH=${BATCH:-$((16 * RANKS))}
+ITERS=${ITERS:-1000}
+OUT=${OUT:-$root/runs/local}
+
+if ((GPUS > 0 && RANKS > GPUS)); then
+  echo "train_local.sh: error: RANKS=$RANKS, but there are $GPUS GPUs; lower RANKS, or set GPUS=0 to train on CPU" >&2
+  exit 2
+fi
+read -r -a tokenizer <<<"$TOKENIZER"
+device=(--bf16)
+((GPUS > 0)) || device=(--cpu)
+
+command=(
+  "$bin/torchrun" --standalone --nproc-per-node="$RANKS" --shutdown-timeout=120
+  "$root/pretrain_gpt_hdp.py"
+  --hybrid-data-parallel --hdp-tokens-per-rank "$TOKENS_PER_RANK" --hdp-log-dir "$OUT"
+  --num-layers "$LAYERS" --hidden-size "$HIDDEN" --ffn-hidden-size "$FFN"
+  --num-attention-heads "$HEADS" --group-query-attention --num-query-groups "$KV_HEADS"
+  --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+  --position-embedding-type rope --rotary-base 500000 --attention-dropout 0 --hidden-dropout 0
+  --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH"
+  --data-path "$DATA" --split "99,1,0" "${tokenizer[@]}"
+  --global-batch-size "$BATCH" --train-iters "$ITERS"
+  --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 --weight-decay 0.1 --clip-grad 1.0
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+  --eval-interval 500 --eval-iters 2 --log-interval 1 --log-throughput --tensorboard-dir "$OUT/tensorboard"
+  --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 500 --exit-signal-handler
+  "${device[@]}" "$@"
+)
+if [[ ${DRY_RUN:-0} != 0 ]]; then
+  printf '%q ' "${command[@]}"
+  echo
+  exit 0
+fi
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads than cores make ranks wait for each other
+mkdir -p "$OUT"
+log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
+mkfifo "$log.pipe"
+(trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when nobody writes any more, not before
+copy=$!
+"${command[@]}" >"$log.pipe" 2>&1 &
+torchrun=$!
+# torchrun hands SIGTERM to the ranks, which save and end. Ctrl-C reaches torchrun by itself.
+trap 'kill -TERM "$torchrun"' TERM
+trap : INT
+status=0
+wait "$torchrun" || status=$?
+while kill -0 "$torchrun" 2>/dev/null; do # a trap has ended the wait, not torchrun
+  status=0
+  wait "$torchrun" || status=$?
+done
+wait "$copy"
+rm "$log.pipe"
+if ((status)) && grep -m 1 '^pretrain_gpt_hdp.py: error: ' "$log" >&2; then # said again: torchrun says much after it
+  exit 2
+fi
+exit "$status"

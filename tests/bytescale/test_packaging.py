@@ -1,0 +1,97 @@
+"""The wheel: what is in it, and that it lives beside Megatron and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("megatron", "bytescale_ext")
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+# The environment's packages come after the fresh one's own, so that Megatron is found and ours is the wheel's.
+SEE_MEGATRON = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); "
+
+
+def run(*words: object, cwd: Path) -> str:
+    """Output of a command that must succeed. Without this checkout on its path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by the project's own build backend, from a copy of the tree."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for folder in (*SHIPPED, "tests"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "pretrain_gpt_hdp.py"):
+        shutil.copy(ROOT / name, copy / name)
+    readme = ROOT / "README.md"
+    (copy / "README.md").write_text(readme.read_text() if readme.exists() else "")
+    run(sys.executable, "-c", BUILD, out, cwd=copy)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_every_source_file_is_shipped(names: set[str]) -> None:
+    sources = {str(path.relative_to(ROOT)) for folder in SHIPPED for path in (ROOT / folder).rglob("*.py")}
+    assert len(sources) > 40
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_nothing_else_is_shipped(names: set[str]) -> None:
+    assert "megatron/__init__.py" not in names
+    tops = {name.split("/")[0] for name in names}
+    (metadata,) = tops - set(SHIPPED)
+    assert metadata.startswith("bytescale_megatron-") and metadata.endswith(".dist-info")
+    assert not [name for name in names if name.startswith("megatron/") and not name.startswith("megatron/bytescale/")]
+
+
+def test_metadata(wheel: Path, names: set[str]) -> None:
+    def read(suffix: str) -> str:
+        (name,) = [name for name in names if name.endswith(f".dist-info/{suffix}")]
+        return zipfile.ZipFile(wheel).read(name).decode()
+
+    assert "bytescale = megatron.bytescale.cli:main" in read("entry_points.txt")
+    metadata = read("METADATA")
+    assert "Requires-Dist: megatron-core==0.19.2" in metadata
+    assert "Provides-Extra: gpu" in metadata and "Provides-Extra: dev" in metadata
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+@pytest.mark.timeout(300)
+def test_install_beside_megatron_and_uninstall(wheel: Path, tmp_path: Path) -> None:
+    place = tmp_path / "fresh"
+    venv.create(place, with_pip=True)
+    python = place / "bin" / "python"
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
+    files_before = {path for path in place.rglob("*") if "__pycache__" not in path.parts}
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel, cwd=tmp_path)
+    assert "from megatron.bytescale.cli import main" in (place / "bin" / "bytescale").read_text()
+    both = "import megatron.core.package_info as core, megatron.bytescale, bytescale_ext; print(core.__version__)"
+    where = "; print(megatron.bytescale.__file__, bytescale_ext.__file__)"
+    version, *files = run(python, "-W", "ignore", "-c", SEE_MEGATRON + both + where, cwd=tmp_path).split()
+    assert version == "0.19.2"
+    assert all(Path(file).is_relative_to(place) for file in files), files
+    run(*pip, "uninstall", "--yes", "bytescale-megatron", cwd=tmp_path)
+    left = {path for path in place.rglob("*") if "__pycache__" not in path.parts} - files_before
+    assert not left, left
+    alone = "import megatron.core.package_info as core; print(core.__version__)"
+    assert run(python, "-W", "ignore", "-c", SEE_MEGATRON + alone, cwd=tmp_path).split() == ["0.19.2"]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron.bytescale.registry import Installation, Patch, check, describe, resolve, source_hash
+
+
+def shout(words: str) -> str:
+    """A function to replace."""
+    return words.upper()
+
+
+def whisper(words: str) -> str:
+    return words.lower()
+
+
+def wrap_twice(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
+    def twice(words: str) -> Any:
+        return runtime + original(words) + original(words)
+
+    return twice
+
+
+@pytest.fixture
+def modules() -> Iterator[dict[str, types.ModuleType]]:
+    """upstream defines shout and whisper; holder has both by ``from upstream import``."""
+    made = {name: types.ModuleType(name) for name in ("upstream", "holder")}
+    for module in made.values():
+        module.shout, module.whisper = shout, whisper  # type: ignore[attr-defined]
+    sys.modules.update(made)
+    yield made
+    for name in made:
+        del sys.modules[name]
+
+
+def row(target: str = "upstream:shout", function: Callable[..., Any] = shout, **changes: Any) -> Patch:
+    values = {"wrap": wrap_twice, "feature": "--loud", "why": "no hook", "source_hash": source_hash(function),
+              "aliases": ("holder",)}  # fmt: skip
+    return Patch(target, **{**values, **changes})
+
+
+ROWS = (row(), row("upstream:whisper", whisper))
+
+
+def test_install_replaces_in_every_holder_and_uninstall_restores_identity(modules: dict[str, Any]) -> None:
+    installation = Installation()
+    installation.install(ROWS, ">")
+    for module in modules.values():
+        assert module.shout("a") == ">AA"
+        assert module.whisper("B") == ">bb"
+        assert module.shout.__doc__ == shout.__doc__ and module.shout.__wrapped__ is shout
+    assert modules["upstream"].shout is modules["holder"].shout
+    assert installation.names() == ["upstream.shout", "holder.shout", "upstream.whisper", "holder.whisper"]
+    installation.uninstall()
+    for module in modules.values():
+        assert module.shout is shout and module.whisper is whisper
+    assert installation.names() == []
+    installation.uninstall()
+
+
+def assert_untouched(modules: dict[str, Any], installation: Installation) -> None:
+    assert installation.names() == []
+    for module in modules.values():
+        assert module.shout is shout and module.whisper is whisper
+
+
+def test_another_source_refuses_before_anything_is_replaced(modules: dict[str, Any]) -> None:
+    installation = Installation()
+    with pytest.raises(ValueError) as refusal:
+        installation.install((ROWS[0], row("upstream:whisper", whisper, source_hash="0123456789ab")), ">")
+    message = str(refusal.value)
+    for words in ("upstream:whisper", "0123456789ab", source_hash(whisper), "install megatron-core==", "patches.py"):
+        assert words in message
+    assert_untouched(modules, installation)
+
+
+def test_an_alias_that_holds_another_function_refuses_before_anything_is_replaced(modules: dict[str, Any]) -> None:
+    modules["holder"].whisper = foreign = str.strip
+    installation = Installation()
+    with pytest.raises(ValueError, match=r"holder\.whisper is not upstream:whisper; another library"):
+        installation.install(ROWS, ">")
+    assert modules["holder"].whisper is foreign
+    modules["holder"].whisper = whisper
+    assert_untouched(modules, installation)
+
+
+def test_an_alias_without_the_function_is_refused(modules: dict[str, Any]) -> None:
+    del modules["holder"].shout
+    with pytest.raises(ValueError, match=r"holder\.shout"):
+        check(ROWS[0])
+
+
+@pytest.mark.parametrize("target", ["upstream:sing", "no_such_module:shout"])
+def test_what_is_not_there_is_named(modules: dict[str, Any], target: str) -> None:
+    installation = Installation()
+    with pytest.raises(ValueError, match=f"{target} is not in the installed Megatron .*install megatron-core=="):
+        installation.install((*ROWS, row(target)), ">")
+    assert_untouched(modules, installation)
+
+
+def test_a_second_install_is_refused_and_the_first_stays(modules: dict[str, Any]) -> None:
+    first, second = Installation(), Installation()
+    first.install(ROWS, ">")
+    replaced = modules["upstream"].shout
+    with pytest.raises(ValueError, match="upstream:shout is wrapped already: install once"):
+        second.install(ROWS, "<")
+    assert second.names() == []
+    assert modules["upstream"].shout is replaced
+    first.uninstall()
+    assert_untouched(modules, first)
+
+
+def test_resolve_gives_owner_name_and_function(modules: dict[str, Any]) -> None:
+    assert resolve("upstream:shout") == (modules["upstream"], "shout", shout)
+
+
+def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
+    line = describe(ROWS[0])
+    for words in ("shout", "untouched", ROWS[0].source_hash, "--loud: no hook", "[upstream.shout, holder]"):
+        assert words in line
+    installation = Installation()
+    installation.install(ROWS, ">")
+    assert " replaced " in describe(ROWS[0])
+    installation.uninstall()
+    assert " untouched " in describe(ROWS[0])
+    assert f"unknown source {source_hash(shout)}" in describe(row(source_hash="0" * 12))
+    modules["upstream"].shout = whisper
+    assert f"unknown source {source_hash(whisper)}" in describe(ROWS[0])
+
+
+def test_source_hash_is_of_the_text() -> None:
+    assert source_hash(shout) != source_hash(whisper)
+    assert len(source_hash(shout)) == 12 and int(source_hash(shout), 16) >= 0

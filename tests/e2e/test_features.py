@@ -1,0 +1,129 @@
+"""Model variants, precisions, evaluation and kernels: each equals the one-process oracle with the same flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.training import (
+    HDP,
+    MODEL,
+    TRAIN,
+    VOCAB,
+    Outcome,
+    train,
+    train_documents_one_by_one,
+    train_ranks,
+    write_documents,
+)
+
+TOLERANCE = 1e-5
+SHORT = [*TRAIN, "--train-iters", "5"]
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+ORACLE = "--micro-batch-size 1 --calculate-per-token-loss".split()
+# The other choice in everything that MODEL chooses.
+CLASSIC_MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization LayerNorm "
+    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length 256 --max-position-embeddings 256"
+).split()
+MULTI_HEAD = " ".join(MODEL).replace("--group-query-attention --num-query-groups 2 ", "").split()
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split()
+# name: (ranks of the HDP run, model flags of both runs, flags of the HDP run)
+CASES: dict[str, tuple[int, list[str], list[str]]] = {
+    "layernorm-gelu-bias-tied-learned-positions": (4, CLASSIC_MODEL, []),
+    "classic-sequence-parallel": (4, CLASSIC_MODEL, [*TP_SP, "--hdp-tokens-per-rank", "128"]),
+    "tied-sequence-parallel-zero1": (
+        4,
+        [flag for flag in MODEL if not flag.startswith("--untie")],
+        [*TP_SP, "--hdp-tokens-per-rank", "128", "--use-distributed-optimizer"],
+    ),
+    "multi-head": (4, MULTI_HEAD, []),
+    "rotary-percent-and-base": (4, [*MODEL, "--rotary-percent", "0.5", "--rotary-base", "100"], []),
+    "qk-layernorm-sequence-parallel": (4, [*MODEL, "--qk-layernorm"], [*TP_SP, "--hdp-tokens-per-rank", "128"]),
+    "tight-clipping": (4, [*MODEL, "--clip-grad", "0.05"], ["--use-distributed-optimizer"]),
+    "three-ranks-in-rings-of-three": (3, [*MODEL, "--global-batch-size", "9"], ["--hdp-tokens-per-rank", "86"]),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
+
+
+def with_hdp(corpus: Path, num_ranks: int, *flags: object) -> Outcome:
+    return train(num_ranks, *MODEL, *SHORT, "--data-path", corpus, *HDP, *flags)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, corpus: Path) -> None:
+    num_ranks, model, flags = CASES[name]
+    # Flags of the model come last: a later one wins.
+    common = [*SHORT, "--data-path", corpus, *model]
+    expected = train(1, *common, *ORACLE, entry=train_documents_one_by_one)
+    found = train(num_ranks, *common, *HDP, *flags)
+    assert len(expected.losses) == 5
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+def test_bf16_follows_one_process(corpus: Path) -> None:
+    common = [*MODEL, *SHORT, "--data-path", corpus, "--bf16", "--init-method-std", 0.02, "--weight-decay", 0]
+    expected = train_ranks(1, *common, *ORACLE, entry=train_documents_one_by_one)
+    found = train_ranks(4, *common, *HDP, *SHARDED)
+    for outcomes in (expected, found):
+        assert "using torch.bfloat16 for parameters" in outcomes[0].text
+    assert found[-1].losses == pytest.approx(expected[-1].losses, rel=5e-3)
+
+
+def test_bf16_learns(tmp_path: Path) -> None:
+    """One small data set, seen again in each step: its loss falls far below that of a guess."""
+    corpus = write_documents(tmp_path / "docs", lengths=(70, 40, 9, 3, 33, 17, 100, 12), copies=1)
+    flags = ["--bf16", "--train-iters", 20, "--lr", "2e-2", "--init-method-std", 0.02, "--seq-length", 100]
+    losses = train(2, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *SHARDED, *flags).losses
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_hidden_dropout_is_deterministic(corpus: Path) -> None:
+    """Also under recomputation, which must draw the same numbers again, round a ring too."""
+    flags = ["--hidden-dropout", 0.1]
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    first, again, recomputed = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], [], full))
+    assert first == again
+    assert recomputed == pytest.approx(first, rel=1e-6)
+    assert first != pytest.approx(with_hdp(corpus, 4).losses, rel=1e-3)
+
+
+def test_evaluation_equals_one_process(corpus: Path) -> None:
+    evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2".split()
+    common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate]
+    expected = train(1, *common, *ORACLE, entry=train_documents_one_by_one)
+    assert len(expected.validation_losses) == 4  # after 2, 4 and 5 iterations, and on the test set
+    found = train(4, *common, *HDP, *SHARDED)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+def test_evaluation_batch_of_its_own(corpus: Path) -> None:
+    evaluate = "--split 60,20,20 --eval-interval 5 --eval-iters 2 --eval-global-batch-size 12".split()
+    common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate]
+    expected = train(1, *common, *ORACLE, "--eval-micro-batch-size", 1, entry=train_documents_one_by_one)
+    found = train(4, *common, *HDP)
+    assert len(expected.validation_losses) == 3  # after 5 iterations, at the end, and on the test set
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
+
+
+def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path) -> None:
+    outcomes = train_ranks(4, *MODEL, *SHORT, "--data-path", corpus, *HDP, "--hdp-attention-kernel", "reference")
+    lines = [line for outcome in outcomes for line in outcome.text.splitlines() if "attention kernel" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("> bytescale: attention kernel reference (")
+    assert outcomes[-1].losses == pytest.approx(with_hdp(corpus, 4).losses, rel=TOLERANCE)
+
+
+def test_unknown_kernel_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
+    outcome = train_ranks(2, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 128,
+                          "--hdp-attention-kernel", "fastest")[0]  # fmt: skip
+    assert outcome.code == 2
+    assert "fastest" in outcome.text
+    assert "iteration" not in outcome.text.partition("error:")[2]

@@ -1,0 +1,131 @@
+"""A run that stops and is resumed goes on as the run that did not stop: same documents, same order, same losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.training import (
+    HDP,
+    MODEL,
+    TRAIN,
+    Outcome,
+    documents_in_order,
+    print_step,
+    record_steps,
+    step_losses,
+    train_ranks,
+    train_with,
+    write_documents,
+)
+
+TORCH_DIST = ["--ckpt-format", "torch_dist", "--use-distributed-optimizer"]
+EVALUATE = "--split 60,20,20 --eval-interval 3 --eval-iters 1".split()
+TOKENS_PER_RANK = {4: 64, 2: 128}  # the longest document needs all of them in both
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
+
+
+def run(corpus: Path, log_dir: Path, num_ranks: int, *flags: object, entry: Any = record_steps) -> list[Outcome]:
+    return train_ranks(num_ranks, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank",
+                       TOKENS_PER_RANK[num_ranks], "--hdp-log-dir", log_dir, *flags, entry=entry)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], list[float]]:
+    """Documents and losses of ten steps on four ranks in one go."""
+    log_dir = tmp_path_factory.mktemp("whole")
+    outcomes = run(corpus, log_dir, 4)
+    return documents_in_order(outcomes), step_losses(log_dir)
+
+
+def consumed_samples(outcome: Outcome) -> list[int]:
+    lines = [line for line in outcome.text.splitlines() if "consumed samples:" in line]
+    return [int(line.split("consumed samples:")[1].split("|")[0]) for line in lines]
+
+
+@pytest.mark.parametrize("first, then", [(4, 4), (4, 2), (2, 4)])
+def test_resumed_on_as_many_or_other_ranks(
+    first: int, then: int, corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
+) -> None:
+    documents, losses = whole_run
+    save = ["--save", tmp_path / "save", "--load", tmp_path / "save", *TORCH_DIST]
+    begun = run(corpus, tmp_path, first, *save, "--exit-interval", 5)
+    assert begun[0].code == 0
+    assert "exiting program at iteration 5" in begun[0].text
+    resumed = run(corpus, tmp_path, then, *save, "--save-interval", 1000)
+    assert documents_in_order(begun) == documents[:5]
+    assert documents_in_order(resumed) == documents[5:]
+    assert [record["iteration"] for record in resumed[0].records()] == [6, 7, 8, 9, 10]
+    assert consumed_samples(begun[-1]) == [8, 16, 24, 32, 40]
+    assert consumed_samples(resumed[-1]) == [48, 56, 64, 72, 80]
+    assert step_losses(tmp_path) == pytest.approx(losses, rel=1e-5)
+    if first == then == 4:
+        assert step_losses(tmp_path) == losses  # to the last bit
+
+
+def test_resumed_evaluation_goes_on_in_its_own_order(corpus: Path, tmp_path: Path) -> None:
+    whole = run(corpus, tmp_path / "whole", 2, *EVALUATE)
+    save = ["--save", tmp_path / "save", "--load", tmp_path / "save"]
+    begun = run(corpus, tmp_path / "parts", 2, *EVALUATE, *save, "--exit-interval", 4)
+    resumed = run(corpus, tmp_path / "parts", 2, *EVALUATE, *save)
+    parts = documents_in_order(begun, training=False) + documents_in_order(resumed, training=False)
+    assert parts == documents_in_order(whole, training=False)
+    assert len(parts) == 5  # after 3, 6, 9 and 10 iterations, and on the test set
+    assert step_losses(tmp_path / "parts") == step_losses(tmp_path / "whole")
+    validation = begun[-1].validation_losses + resumed[-1].validation_losses
+    assert validation == whole[-1].validation_losses
+
+
+def send_sigterm(step: int, runtime: Any, model: Any) -> None:
+    print_step(runtime, model)
+    if runtime.rank == 2 and runtime.step.step_index + 1 == step:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(
+    corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
+) -> None:
+    documents, losses = whole_run
+    flags = ["--save", tmp_path / "save", "--load", tmp_path / "save", "--exit-signal-handler"]
+    begun = run(corpus, tmp_path, 4, *flags, entry=partial(train_with, partial(send_sigterm, 3)))
+    assert begun[0].code == 0
+    assert "exiting program after receiving SIGTERM." in begun[0].text
+    assert documents_in_order(begun) == documents[:3]
+    resumed = run(corpus, tmp_path, 4, *flags)
+    assert documents_in_order(resumed) == documents[3:]
+    assert step_losses(tmp_path) == losses
+
+
+def let_time_run_out(step: int, runtime: Any, model: Any) -> None:
+    from megatron.training import training
+
+    if runtime.rank == 1 and runtime.step.step_index + 1 == step:
+        training._TRAIN_START_TIME -= 3600
+
+
+def test_exit_duration_saves_and_ends_all(corpus: Path, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    entry = partial(train_with, partial(let_time_run_out, 2))
+    outcomes = run(corpus, tmp_path, 4, "--save", save, "--exit-duration-in-mins", 50, entry=entry)
+    assert outcomes[0].code == 0
+    assert "exiting program after" in outcomes[0].text
+    assert len(step_losses(tmp_path)) == 2
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def test_resumed_run_records_the_timeline_of_the_step_that_was_asked_for(corpus: Path, tmp_path: Path) -> None:
+    from bytescale_ext.timeline import read_spans
+
+    save = ["--save", tmp_path / "save", "--load", tmp_path / "save"]
+    run(corpus, tmp_path, 2, *save, "--exit-interval", 4)
+    run(corpus, tmp_path, 2, *save, "--exit-interval", 7, "--hdp-timeline-step", 6)
+    assert {span.step for span in read_spans(tmp_path / "timeline")} == {6}

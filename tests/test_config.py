@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from bytescale_ext.config import HdpConfig
+
+
+def config(**changes: Any) -> HdpConfig:
+    values = {"tokens_per_rank": 64, "rows_multiple": 1, "longest_sequence": 256, "num_ranks": 4}
+    return HdpConfig(**{**values, **changes})
+
+
+def test_defaults_and_frozen() -> None:
+    good = config()
+    assert (good.plan_ahead, good.kernel, good.static_width, good.log_dir, good.timeline_step) == (
+        2,
+        None,
+        None,
+        None,
+        None,
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        good.plan_ahead = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"tokens_per_rank": 0}, ["--hdp-tokens-per-rank", "positive", "got 0"]),
+        ({"tokens_per_rank": -8}, ["--hdp-tokens-per-rank", "got -8"]),
+        (
+            {"tokens_per_rank": 67, "rows_multiple": 4},
+            ["--hdp-tokens-per-rank 67", "--tensor-model-parallel-size 4", "--sequence-parallel", "68"],
+        ),
+        ({"longest_sequence": 257}, ["--seq-length 257", "5 ranks", "there are 4", "fits is 65"]),
+        ({"longest_sequence": 1000, "rows_multiple": 8}, ["fits is 256"]),
+        ({"plan_ahead": 0}, ["--hdp-plan-ahead", "got 0"]),
+        ({"static_width": 0}, ["--hdp-static-width 0", "4 HDP ranks"]),
+        ({"static_width": 3}, ["--hdp-static-width 3", "4 HDP ranks"]),
+        ({"static_width": 2}, ["--seq-length 256", "--hdp-static-width 2", "--hdp-tokens-per-rank 64"]),
+        ({"timeline_step": 3}, ["--hdp-timeline-step", "--hdp-log-dir"]),
+    ],
+)
+def test_refusals_name_flag_value_and_remedy(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        config(**changes)
+    message = str(refusal.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("longest", [1, 255, 256, 257, 1000, 4097])
+@pytest.mark.parametrize("multiple", [1, 2, 8])
+def test_the_smallest_capacity_that_a_message_names_is_accepted_and_none_below(longest: int, multiple: int) -> None:
+    roomy = config(tokens_per_rank=8192, longest_sequence=longest, rows_multiple=multiple)
+    smallest = roomy.smallest_capacity
+    assert config(tokens_per_rank=smallest, longest_sequence=longest, rows_multiple=multiple) is not None
+    with pytest.raises(ValueError):
+        config(tokens_per_rank=smallest - multiple, longest_sequence=longest, rows_multiple=multiple)
+
+
+def test_a_ring_over_all_ranks_fits_exactly() -> None:
+    assert config(longest_sequence=256).smallest_capacity == 64
+    assert config(static_width=4).static_width == 4

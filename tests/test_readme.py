@@ -1,0 +1,166 @@
+"""What the papers say is so: flags, paths, commands and launch lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale import cli
+from megatron.bytescale.training.arguments import REFUSALS, add_arguments
+from tests.harness import preload, run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAPERS = [README, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", ROOT / "scripts" / "bench" / "LOG.md"]
+TREES = ("bytescale_ext", "docs", "megatron", "scripts", "tests", ".ci")
+MUST_NOT_EXIST = "megatron/__init__.py"
+FLAG = re.compile(r"--[a-z][a-z0-9-]*")
+REFUSED_FLAGS = {FLAG.match(refusal.flag).group() for refusal in REFUSALS}  # type: ignore[union-attr]
+
+
+def our_flags() -> set[str]:
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def code_lines(text: str) -> list[str]:
+    """Commands of the ``bash`` blocks: lines joined where they are continued, comments off."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    joined = "".join(blocks).replace("\\\n", " ")
+    return [line for line in joined.splitlines() if shlex.split(line, comments=True)]
+
+
+def test_readme_is_short_and_names_no_figure_without_its_place() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) < 220
+    assert "<!-- measured: hdp_e2e -->" in text or "scripts/bench/hdp_e2e.py" in text
+
+
+def test_readme_tells_of_every_flag_of_ours_and_of_no_other() -> None:
+    text = README.read_text()
+    ours = our_flags()
+    assert len(ours) > 5
+    named = set(FLAG.findall(text))
+    assert ours <= named, f"not in the README: {sorted(ours - named)}"
+    look_like_ours = {flag for flag in named if flag.startswith(("--hdp-", "--hybrid-"))}
+    assert look_like_ours <= ours | REFUSED_FLAGS
+
+
+def test_readme_calls_refused_only_what_is() -> None:
+    rows = [line for line in README.read_text().splitlines() if re.match(r"\|.*\| refused", line)]
+    flags = {flag for row in rows for flag in FLAG.findall(row.split("|")[1])}
+    assert len(flags) > 15
+    assert flags <= REFUSED_FLAGS, f"not refused: {sorted(flags - REFUSED_FLAGS)}"
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)
+def test_paths_exist(paper: Path) -> None:
+    text = paper.read_text()
+    words = set(re.findall(r"[\w./-]+", text))
+    paths = {word.rstrip(".") for word in words if word.split("/")[0] in TREES and "/" in word}
+    links = {target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}
+    assert paths or links or paper.name == "LOG.md"
+    missing = {path for path in paths - {MUST_NOT_EXIST} if not (ROOT / path).exists()}
+    missing |= {target for target in links if not ((paper.parent / target).exists() or (ROOT / target).exists())}
+    assert not missing
+    assert not (ROOT / MUST_NOT_EXIST).exists()
+
+
+def test_the_tree_of_the_architecture_page_is_whole() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    (tree,) = (block for block in text.split("```")[1::2] if "pretrain_gpt_hdp.py        " in block)
+    named = set(re.findall(r"\w+", tree))
+    sources = [path for tree in ("bytescale_ext", "megatron") for path in (ROOT / tree).rglob("*.py")]
+    assert len(sources) > 40
+    in_tree = [
+        path for path in sources if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "cli"
+    ]
+    assert not [str(path.relative_to(ROOT)) for path in in_tree if path.stem not in named]
+
+
+def test_the_architecture_page_names_every_patch() -> None:
+    patched = re.findall(r'target="[\w.]+:(\w+)"', (ROOT / "megatron" / "bytescale" / "patches.py").read_text())
+    told = re.findall(r"patch: `(\w+)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert patched and sorted(told) == sorted(patched)
+
+
+@pytest.mark.parametrize("paper", PAPERS[:2], ids=lambda path: path.name)
+def test_make_targets_exist(paper: Path) -> None:
+    text = paper.read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z]+)`", text))
+    named |= {line.split()[1] for line in code_lines(text) if line.startswith("make ")}
+    assert named and named <= targets
+
+
+def test_console_commands_parse() -> None:
+    shown = [line for line in code_lines(README.read_text()) if line.startswith("bytescale ")]
+    used = set()
+    for line in shown:
+        words = shlex.split(line.split(">")[0], comments=True)
+        used.add(cli.parser().parse_args(words[1:]).command)
+    assert used == {command.NAME for command in cli.COMMANDS}
+
+
+def test_figures_of_the_log_line_are_explained() -> None:
+    from bytescale_ext.metrics import IntervalMetrics, RankStep
+
+    ranks = [RankStep(1.0, 1.0, 2.0, 100.0, 100.0, 0.0, 1e6), RankStep(1.5, 1.0, 3.0, 100.0, 110.0, 0.0, 1e6)]
+    line = IntervalMetrics.of(1, 1, 1.0, ranks).line()
+    (shown,) = (row for row in README.read_text().splitlines() if row.startswith(" hdp: "))
+    without_figures = r"[\d.,]+( (?=\d))?"
+    assert re.sub(without_figures, "", shown).split() == re.sub(without_figures, "", line).split()
+
+
+def launch_lines() -> tuple[list[str], list[str]]:
+    """(before, after): the words of both launch lines."""
+    lines = [shlex.split(line) for line in code_lines(README.read_text()) if line.startswith("torchrun ")]
+    before, after = lines
+    assert "pretrain_gpt.py" in before and "pretrain_gpt_hdp.py" in after
+    return before, after
+
+
+def parse_launch_line(rank: int, world: int, words: list[str], num_ranks: int) -> str:
+    """In a process of its own: "" when the flags are taken, else the error; tokenizer and data are not built."""
+    os.environ["WORLD_SIZE"] = str(num_ranks)
+    sys.argv = ["pretrain_gpt_hdp.py", *words]
+    from megatron.training.arguments import parse_args
+
+    from megatron.bytescale.training import arguments
+
+    args = parse_args(add_arguments)
+    if not args.hybrid_data_parallel:
+        return "parsed"
+    config = arguments.hdp_config(args)
+    assert config is not None
+    return f"{config.num_ranks} ranks of {config.tokens_per_rank} tokens"
+
+
+def parsed(words: list[str]) -> str:
+    preload("tests.e2e.preload")
+    num_ranks = int(words[words.index("--nproc-per-node") + 1])
+    flags = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
+    return str(run_ranks(parse_launch_line, 1, flags, num_ranks, init_group=False)[0])
+
+
+def test_launch_lines_are_taken() -> None:
+    before, after = launch_lines()
+    assert parsed(before) == "parsed"
+    assert parsed(after) == "8 ranks of 8192 tokens"
+
+
+def test_the_old_launch_line_would_be_refused_for_what_the_readme_takes_off() -> None:
+    before, after = launch_lines()
+    gone = {flag for flag in FLAG.findall(" ".join(before)) if flag not in after}
+    new = {flag for flag in FLAG.findall(" ".join(after)) if flag not in before}
+    (told_gone,) = (line for line in README.read_text().split("\n- ") if line.startswith("Gone:"))
+    (told_on,) = (line for line in README.read_text().split("\n- ") if line.startswith("On by itself:"))
+    assert gone == set(FLAG.findall(told_gone)) | ({"--calculate-per-token-loss"} & set(FLAG.findall(told_on)))
+    assert gone - {"--calculate-per-token-loss"} <= REFUSED_FLAGS
+    assert new == {"--hybrid-data-parallel", "--hdp-tokens-per-rank", "--attention-dropout"}

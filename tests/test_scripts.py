@@ -1,0 +1,240 @@
+"""The launchers: clean shell, sound defaults, arguments passed on, exit codes, and a torchrun on each node."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import preload, run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCAL = ROOT / "scripts" / "train_local.sh"
+SLURM = ROOT / "scripts" / "train_slurm.sbatch"
+SHELL_FILES = [LOCAL, SLURM, ROOT / ".ci" / "run"]
+EXTRA = ["--lr", "1e-3", "--wandb-exp-name", "a b"]
+ENTRY = "pretrain_gpt_hdp.py"
+
+
+def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with nothing of ours in its environment but ``variables``."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def parse_as_training_does(rank: int, world: int, words: list[str], num_ranks: int) -> tuple[Any, ...]:
+    """In a process of its own: what ``pretrain_gpt_hdp.py`` makes of these flags."""
+    os.environ.update(WORLD_SIZE=str(num_ranks))
+    sys.argv = [ENTRY, *words]
+    from megatron.bytescale.training import arguments
+
+    args, config = arguments.parse(sys.argv, on_cpu=True)
+    assert config is not None
+    return config.num_ranks, config.tokens_per_rank, args.lr, args.wandb_exp_name, args.load == args.save
+
+
+def parsed(words: list[str], num_ranks: int) -> tuple[Any, ...]:
+    preload("tests.e2e.preload")
+    return tuple(run_ranks(parse_as_training_does, 1, words, num_ranks, init_group=False)[0])
+
+
+def after_entry(words: list[str]) -> list[str]:
+    """The flags of the training script in a launch command."""
+    place = [Path(word).name for word in words].index(ENTRY)
+    return words[place + 1 :]
+
+
+@pytest.mark.parametrize("script", SHELL_FILES, ids=lambda path: path.name)
+def test_shell_is_clean(script: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert shellcheck, "shellcheck is one of the pinned dependencies: run make setup"
+    found = run([shellcheck, script])
+    assert found.returncode == 0, found.stdout
+    assert run(["bash", "-n", script]).returncode == 0
+    assert "set -euo pipefail" in script.read_text()
+    assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the launchers, beside a torchrun that does what the variable FAKE says."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for script in (LOCAL, SLURM):
+        shutil.copy(script, tmp_path / "scripts")
+    torchrun = tmp_path / ".venv" / "bin" / "torchrun"
+    torchrun.write_text('#!/usr/bin/env bash\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n')
+    torchrun.chmod(0o755)
+    return tmp_path
+
+
+def dry_run(checkout: Path, *arguments: str, **variables: str) -> list[str]:
+    done = run([checkout / "scripts" / LOCAL.name, *arguments], DRY_RUN="1", **variables)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+def test_local_prints_its_command_and_runs_nothing(checkout: Path) -> None:
+    words = dry_run(checkout, *EXTRA, GPUS="0", FAKE="touch ran")
+    assert words[0] == str(checkout / ".venv" / "bin" / "torchrun")
+    assert "--nproc-per-node=4" in words
+    assert words[-len(EXTRA) :] == EXTRA
+    assert "--cpu" in words and "--bf16" not in words
+    assert not (checkout / "runs").exists()
+
+
+def test_local_uses_every_gpu(checkout: Path) -> None:
+    words = dry_run(checkout, GPUS="8")
+    assert "--nproc-per-node=8" in words
+    assert "--bf16" in words and "--cpu" not in words
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"), [({}, (4, 8192)), ({"RANKS": "1"}, (1, 32768)), ({"SEQ_LENGTH": "65538"}, (4, 16385))]
+)
+def test_local_defaults_are_sound(
+    variables: dict[str, str], expected: tuple[int, int], checkout: Path, tmp_path: Path
+) -> None:
+    words = dry_run(checkout, *EXTRA, GPUS="0", OUT=str(tmp_path / "out"), **variables)
+    assert parsed(after_entry(words), expected[0]) == (*expected, 1e-3, "a b", True)
+
+
+def test_local_takes_its_values_from_variables(checkout: Path, tmp_path: Path) -> None:
+    values = {
+        "LAYERS": "3", "HIDDEN": "96", "FFN": "97", "HEADS": "6", "KV_HEADS": "2", "DATA": "/a b/c", "SEQ_LENGTH": "99",
+        "TOKENS_PER_RANK": "51", "BATCH": "10", "ITERS": "7", "OUT": str(tmp_path / "o p"),
+    }  # fmt: skip
+    words = dry_run(checkout, GPUS="0", RANKS="2", TOKENIZER="--tokenizer-type SomeTokenizer", **values)
+    flags = dict(zip(words, words[1:], strict=False))
+    wanted = {
+        "--num-layers": "3", "--hidden-size": "96", "--ffn-hidden-size": "97", "--num-attention-heads": "6",
+        "--num-query-groups": "2", "--data-path": "/a b/c", "--seq-length": "99", "--hdp-tokens-per-rank": "51",
+        "--global-batch-size": "10", "--train-iters": "7", "--hdp-log-dir": values["OUT"],
+        "--save": values["OUT"] + "/checkpoints", "--load": values["OUT"] + "/checkpoints",
+        "--tokenizer-type": "SomeTokenizer",
+    }  # fmt: skip
+    assert {name: flags.get(name) for name in wanted} == wanted
+    assert "--nproc-per-node=2" in words
+
+
+@pytest.mark.parametrize(
+    ("fake", "code"),
+    [
+        ("echo fine", 0),
+        ("echo 'pretrain_gpt_hdp.py: error: no data' >&2; exit 1", 2),
+        ("echo 'RuntimeError: a rank has died'; exit 1", 1),
+        ("echo 'the page pretrain_gpt_hdp.py: error: is a quotation'; exit 1", 1),
+        ("exit 9", 9),
+    ],
+)
+def test_local_ends_with_the_right_code(fake: str, code: int, checkout: Path) -> None:
+    out = checkout / "out"
+    done = run([checkout / "scripts" / LOCAL.name], GPUS="0", OUT=str(out), FAKE=fake)
+    assert done.returncode == code, done.stdout + done.stderr
+    (log,) = out.glob("train-*.log")
+    assert log.read_text() == done.stdout
+    assert done.stderr == ("pretrain_gpt_hdp.py: error: no data\n" if code == 2 else "")
+    assert log.read_text().startswith("threads 1\n")
+
+
+def test_local_lets_training_end_by_itself_on_sigterm(checkout: Path) -> None:
+    out = checkout / "out"
+    fake = "trap 'sleep 0.5; echo saved; exit 3' TERM; echo ready; while true; do sleep 0.05; done"
+    environment = {"PATH": os.environ["PATH"], "GPUS": "0", "OUT": str(out), "FAKE": fake}
+    process = subprocess.Popen(
+        [checkout / "scripts" / LOCAL.name], env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not any("ready" in log.read_text() for log in out.glob("train-*.log")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 3
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    (log,) = out.glob("train-*.log")
+    assert log.read_text().endswith("saved\n")
+
+
+def test_local_refuses_what_cannot_run(checkout: Path) -> None:
+    script = checkout / "scripts" / LOCAL.name
+    too_many = run([script], GPUS="2", RANKS="4", FAKE="exit 0")
+    assert too_many.returncode == 2
+    assert "RANKS=4" in too_many.stderr and "2 GPUs" in too_many.stderr
+    (checkout / ".venv" / "bin" / "torchrun").unlink()
+    not_set_up = run([script], GPUS="0")
+    assert not_set_up.returncode == 2
+    assert "make setup" in not_set_up.stderr
+
+
+def test_slurm_has_the_directives_it_needs() -> None:
+    lines = SLURM.read_text().splitlines()
+    first_command = lines.index("set -euo pipefail")
+    directives = [line.removeprefix("#SBATCH ") for line in lines[:first_command] if line.startswith("#SBATCH ")]
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:]), "SLURM reads none after a command"
+    names = {directive.partition("=")[0] for directive in directives}
+    assert {"--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--output", "--requeue"} <= names
+    assert {"--ntasks-per-node=1", "--signal=TERM@120"} <= set(directives)
+
+
+@pytest.fixture
+def slurm_job(checkout: Path) -> tuple[Path, dict[str, str]]:
+    """(script, environment) as in a job of three nodes with eight GPUs each."""
+    commands = checkout / "slurm"
+    commands.mkdir()
+    fakes = {
+        "scontrol": '[[ "$*" == "show hostnames node[7-9]" ]] && printf "node7\\nnode8\\nnode9\\n"',
+        "srun": 'echo "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK" >&2; printf "%q " "$@"',
+    }
+    for name, body in fakes.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    spool = checkout / "spool"  # SLURM runs a copy of the script
+    spool.mkdir()
+    shutil.copy(checkout / "scripts" / SLURM.name, spool / "slurm_script")
+    environment = {
+        "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "1234567",
+        "SLURM_JOB_NAME": "a-job", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[7-9]",
+        "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64",
+    }  # fmt: skip
+    return spool / "slurm_script", environment
+
+
+def test_slurm_starts_one_torchrun_per_node_that_meet_on_the_first(
+    slurm_job: tuple[Path, dict[str, str]], checkout: Path
+) -> None:
+    script, environment = slurm_job
+    done = run(["bash", script, *EXTRA], **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.split() == ["8", "64"]
+    words = shlex.split(done.stdout)
+    launch = words[: -len(after_entry(words))]
+    assert words[1] == str(checkout / ".venv" / "bin" / "torchrun")
+    assert {"--nnodes=3", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=1234567"} <= set(launch)
+    assert "--rdzv-endpoint=node7:24567" in launch
+    assert launch[-1] == str(checkout / ENTRY)
+    assert "--exit-signal-handler" in words
+    assert words[-len(EXTRA) :] == EXTRA
+    assert (checkout / "runs" / "a-job").is_dir()
+    assert parsed(after_entry(words), 24)[:2] == (24, 8192)
+
+
+def test_slurm_needs_to_know_the_processors_of_a_task(slurm_job: tuple[Path, dict[str, str]]) -> None:
+    script, environment = slurm_job
+    del environment["SLURM_CPUS_PER_TASK"]
+    done = run(["bash", script], **environment)
+    assert done.returncode != 0
+    assert "--cpus-per-task" in done.stderr
