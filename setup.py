@@ -1,4 +1,7 @@
-"""Ships ``megatron/bytescale`` beside pip's Megatron (a PEP 420 portion: no ``megatron/__init__.py``) and ``bytescale_ext``."""
+"""Ships ``bytescale_ext``, and ``megatron/bytescale`` beside pip's Megatron.
+
+That is a PEP 420 portion: a ``megatron/__init__.py`` would hide the installed Megatron.
+"""
 
 from setuptools import find_namespace_packages, setup
 

@@ -65,7 +65,9 @@ class StepClock:
             return float(first.event.elapsed_time(last.event)) / 1000
         return last.busy_seconds - first.busy_seconds
 
-    def spans(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[dict]:
+    def spans(
+        self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
+    ) -> list[dict[str, Any]]:
         """The phases as dicts, one line of a timeline file each (``bytescale_ext.timeline``)."""
         spans = []
         for mark, following in zip(self.marks, self.marks[1:], strict=False):
@@ -164,7 +166,7 @@ def _imbalance(work: Iterable[float]) -> float:
     return max(values) / mean if mean else 1.0
 
 
-def append_jsonl(path: Path, rows: Iterable[dict]) -> None:
+def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Append one JSON line per row; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

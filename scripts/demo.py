@@ -48,6 +48,11 @@ class Demo:
     on_cpu: bool
     folder: Path
 
+    @property
+    def device(self) -> str:
+        """What the ranks run on."""
+        return "CPU" if self.on_cpu else "GPU"
+
     def corpus(self, name: str) -> Path:
         """The prefix of a corpus."""
         return self.folder / "corpus" / name
@@ -142,7 +147,7 @@ def draw(demo: Demo, steps: Sequence[dict[str, Any]]) -> None:
     """loss.png, timeline.png and timeline.json."""
     draw_loss([s["iteration"] for s in steps], [s["lm loss"] for s in steps], demo.folder / "loss.png")
     spans = read_spans(demo.folder / "timeline", TIMELINE_STEP)
-    title = f"step {TIMELINE_STEP} on {demo.num_ranks} {'CPU' if demo.on_cpu else 'GPU'} ranks"
+    title = f"step {TIMELINE_STEP} on {demo.num_ranks} {demo.device} ranks"
     draw_timeline(spans, demo.folder / "timeline.png", title)
     write_perfetto(spans, demo.folder / "timeline.json")
 
@@ -174,8 +179,9 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
     shortest, longest = summary["shortest_and_longest_of_timeline"]
     rows = {
         "loss": f"{summary['first_loss']:.3f} -> {summary['last_loss']:.3f} in {summary['num_steps']} steps",
-        "speed": f"{summary['tokens_per_second']:,.0f} tokens/s on {demo.num_ranks} {'CPU' if demo.on_cpu else 'GPU'} ranks",
-        "micro-batches per rank": "  ".join(f"{count:g}" for count in summary["micro_batches_per_rank"]) + "  (mean of a step)",
+        "speed": f"{summary['tokens_per_second']:,.0f} tokens/s on {demo.num_ranks} {demo.device} ranks",
+        "micro-batches": "  ".join(f"{count:g}" for count in summary["micro_batches_per_rank"])
+        + "  (of each rank, mean of a step)",
         "imbalance": f"planned {summary['planned_imbalance']:.2f}, measured {summary['measured_imbalance']:.2f} "
         "(busiest rank / mean)",
         "padding": f"{100 * summary['padding_share']:.2f} %",
@@ -197,7 +203,7 @@ def shown(path: Path) -> str:
 def main() -> int:
     """Build, train, draw, tell. A second call skips what is done."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks (%(default)s); GPUs are used if there is one for each")
+    parser.add_argument("--ranks", type=int, default=4, help="how many (%(default)s); on GPUs if there is one for each")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
     args = parser.parse_args()
     console = Console()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -80,17 +81,18 @@ def test_padding_micro_batch_of_a_rank_without_work_has_no_shards() -> None:
 
 
 def test_figures_of_steps_add_up() -> None:
-    one = RankStep(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    one = RankStep(*(float(i + 1) for i in range(len(fields(RankStep)))))
     assert one + RankStep() == one
-    assert (one + one).values() == (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0)
+    assert (one + one).values() == tuple(2 * value for value in one.values())
+    assert one.values()[:3] == (one.work_seconds, one.planned_work, one.num_micro_batches) == (1.0, 2.0, 3.0)
     assert RankStep(*one.values()) == one
 
 
 RANKS = (
     RankStep(work_seconds=3.0, planned_work=9.0, num_micro_batches=4, num_tokens=90, num_rows=100,
-             plan_wait_seconds=0.2, bytes_sent=3e6),
+             plan_wait_seconds=0.2, bytes_sent=3e6, attention_calls=10),
     RankStep(work_seconds=1.0, planned_work=3.0, num_micro_batches=1, num_tokens=60, num_rows=100,
-             plan_wait_seconds=0.6, bytes_sent=1e6),
+             plan_wait_seconds=0.6, bytes_sent=1e6, attention_calls=20),
 )  # fmt: skip
 
 
@@ -104,6 +106,7 @@ def test_interval_metrics() -> None:
     assert metrics.padding_share == pytest.approx(0.25)
     assert metrics.plan_wait_ms == pytest.approx(300.0)
     assert metrics.megabytes_sent_per_step == pytest.approx(2.0)
+    assert metrics.attention_calls_per_step == 15.0
 
 
 def test_an_interval_without_work_divides_by_nothing() -> None:

@@ -197,7 +197,7 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
         "stream": _inert_stream_context,
         "device": _InertDevice,
     }
-    rows = [(cuda, name, value) for name, value in constant.items()]
+    rows: list[tuple[Any, str, Any]] = [(cuda, name, value) for name, value in constant.items()]
     inert = ("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init",
              "init", "ipc_collect")  # fmt: skip
     rows += [(cuda, name, _returns(None)) for name in inert]

@@ -92,7 +92,7 @@ class Installation:
             setattr(*self.originals.pop())
 
     def names(self) -> list[str]:
-        """"module.attribute" of everything replaced."""
+        """ "module.attribute" of everything replaced."""
         return [f"{holder.__name__}.{attribute}" for holder, attribute, _ in self.originals]
 
 
@@ -104,4 +104,6 @@ def describe(patch: Patch) -> str:
     if source_hash(original) != patch.source_hash:
         state = f"unknown source {source_hash(original)}"
     holders = ", ".join((patch.target.replace(":", "."), *patch.aliases))
-    return f"{patch.target.partition(':')[2]:32} {state:10} {patch.source_hash}  {patch.feature}: {patch.why} [{holders}]"
+    return (
+        f"{patch.target.partition(':')[2]:32} {state:10} {patch.source_hash}  {patch.feature}: {patch.why} [{holders}]"
+    )

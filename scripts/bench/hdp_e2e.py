@@ -27,6 +27,7 @@ from rich.console import Console  # noqa: E402
 from scripts.demo import Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
 
 NUM_RANKS = 4
+FIGURES = ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_step", "measured_imbalance")
 ARMS = {"hdp": [], "static": ["--hdp-static-width", str(NUM_RANKS)]}
 
 
@@ -51,14 +52,11 @@ def compare(rounds: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
     """Medians over all steps of all rounds but each run's first, which warms up."""
     steps = {arm: [step for one in rounds for step in one[arm][1:]] for arm in ARMS}
     median = {
-        arm: {
-            name: statistics.median(step[name] for step in found)
-            for name in ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_step", "measured_imbalance")
-        }
-        for arm, found in steps.items()
+        arm: {name: statistics.median(step[name] for step in found) for name in FIGURES} for arm, found in steps.items()
     }
-    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(steps["hdp"], steps["static"], strict=True)]
-    losses = [abs(a["lm loss"] - b["lm loss"]) / b["lm loss"] for a, b in zip(steps["hdp"], steps["static"], strict=True)]
+    pairs = list(zip(steps["hdp"], steps["static"], strict=True))
+    ratios = [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
+    losses = [abs(ours["lm loss"] - theirs["lm loss"]) / theirs["lm loss"] for ours, theirs in pairs]
     return {
         "num_steps": len(ratios),
         "arms": median,

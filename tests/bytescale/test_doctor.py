@@ -58,7 +58,7 @@ def test_json_says_the_same() -> None:
     attention = report["attention"]
     assert (attention["kernel"], attention["dtype"], attention["head_dim"]) == ("cpu_flash", "bf16", 32)
     assert "flash_attn" in attention["not_chosen"]
-    assert len(report["patches"]) == 2 and report["healthy"] is True
+    assert len(report["patches"]) >= 2 and report["healthy"] is True
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])

@@ -30,6 +30,10 @@ def run(*words: object, cwd: Path) -> str:
     return ended.stdout
 
 
+def files_under(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built by the project's own build backend, from a copy of the tree."""
@@ -82,16 +86,16 @@ def test_install_beside_megatron_and_uninstall(wheel: Path, tmp_path: Path) -> N
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
-    files_before = {path for path in place.rglob("*") if "__pycache__" not in path.parts}
+    before = files_under(place)
     run(*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel, cwd=tmp_path)
     assert "from megatron.bytescale.cli import main" in (place / "bin" / "bytescale").read_text()
-    both = "import megatron.core.package_info as core, megatron.bytescale, bytescale_ext; print(core.__version__)"
+    both = "import megatron.core.package_info as core, megatron.bytescale, bytescale_ext; print(core.__shortversion__)"
     where = "; print(megatron.bytescale.__file__, bytescale_ext.__file__)"
     version, *files = run(python, "-W", "ignore", "-c", SEE_MEGATRON + both + where, cwd=tmp_path).split()
     assert version == "0.19.2"
     assert all(Path(file).is_relative_to(place) for file in files), files
     run(*pip, "uninstall", "--yes", "bytescale-megatron", cwd=tmp_path)
-    left = {path for path in place.rglob("*") if "__pycache__" not in path.parts} - files_before
+    left = {path for path in files_under(place) - before if "pip" not in path.parts}  # pip's own bytecode
     assert not left, left
-    alone = "import megatron.core.package_info as core; print(core.__version__)"
+    alone = "import megatron.core.package_info as core; print(core.__shortversion__)"
     assert run(python, "-W", "ignore", "-c", SEE_MEGATRON + alone, cwd=tmp_path).split() == ["0.19.2"]

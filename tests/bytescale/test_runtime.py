@@ -63,12 +63,14 @@ def test_figures_of_a_step_are_counted_once() -> None:
     made = runtime(rank=1)
     assert made.comm is not None
     for steps in (1, 2):
+        made.comm.stats.bytes_sent = made.kernel_calls.num_forward = 1_000_000  # of an evaluation in between
+        made.reset_counts()
         made.step = step = step_of(made)
         made.comm.stats.bytes_sent = 1000
+        made.kernel_calls.num_forward, made.kernel_calls.num_backward = 3, 4
         made.count_step()
         mine = step.plan.ranks[1]
         assert mine and made.num_steps == steps
-        assert made.comm.stats.bytes_sent == 0
     num_tokens = sum(micro_batch.num_tokens for micro_batch in mine)
     assert made.totals == RankStep(
         work_seconds=0.0,
@@ -78,6 +80,7 @@ def test_figures_of_a_step_are_counted_once() -> None:
         num_rows=2 * (num_tokens + len(mine)),
         plan_wait_seconds=0.5,
         bytes_sent=2000,
+        attention_calls=14,
     )
     assert made.totals.planned_work > 0
 

@@ -24,7 +24,7 @@ from tests.e2e.training import (
     write_documents,
 )
 
-TORCH_DIST = ["--ckpt-format", "torch_dist", "--use-distributed-optimizer"]
+TORCH_DIST = ["--ckpt-format", "torch_dist"]
 EVALUATE = "--split 60,20,20 --eval-interval 3 --eval-iters 1".split()
 TOKENS_PER_RANK = {4: 64, 2: 128}  # the longest document needs all of them in both
 
@@ -36,7 +36,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(corpus: Path, log_dir: Path, num_ranks: int, *flags: object, entry: Any = record_steps) -> list[Outcome]:
     return train_ranks(num_ranks, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank",
-                       TOKENS_PER_RANK[num_ranks], "--hdp-log-dir", log_dir, *flags, entry=entry)  # fmt: skip
+                       TOKENS_PER_RANK[num_ranks], "--use-distributed-optimizer", "--hdp-log-dir", log_dir, *flags,
+                       entry=entry)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +58,11 @@ def test_resumed_on_as_many_or_other_ranks(
     first: int, then: int, corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:
     documents, losses = whole_run
-    save = ["--save", tmp_path / "save", "--load", tmp_path / "save", *TORCH_DIST]
-    begun = run(corpus, tmp_path, first, *save, "--exit-interval", 5)
+    save = tmp_path / "save"
+    begun = run(corpus, tmp_path, first, *TORCH_DIST, "--save", save, "--exit-interval", 5)
     assert begun[0].code == 0
     assert "exiting program at iteration 5" in begun[0].text
-    resumed = run(corpus, tmp_path, then, *save, "--save-interval", 1000)
+    resumed = run(corpus, tmp_path, then, *TORCH_DIST, "--load", save)
     assert documents_in_order(begun) == documents[:5]
     assert documents_in_order(resumed) == documents[5:]
     assert [record["iteration"] for record in resumed[0].records()] == [6, 7, 8, 9, 10]
@@ -74,9 +75,9 @@ def test_resumed_on_as_many_or_other_ranks(
 
 def test_resumed_evaluation_goes_on_in_its_own_order(corpus: Path, tmp_path: Path) -> None:
     whole = run(corpus, tmp_path / "whole", 2, *EVALUATE)
-    save = ["--save", tmp_path / "save", "--load", tmp_path / "save"]
-    begun = run(corpus, tmp_path / "parts", 2, *EVALUATE, *save, "--exit-interval", 4)
-    resumed = run(corpus, tmp_path / "parts", 2, *EVALUATE, *save)
+    save = tmp_path / "save"
+    begun = run(corpus, tmp_path / "parts", 2, *EVALUATE, "--save", save, "--exit-interval", 4)
+    resumed = run(corpus, tmp_path / "parts", 2, *EVALUATE, "--load", save)
     parts = documents_in_order(begun, training=False) + documents_in_order(resumed, training=False)
     assert parts == documents_in_order(whole, training=False)
     assert len(parts) == 5  # after 3, 6, 9 and 10 iterations, and on the test set
@@ -95,12 +96,13 @@ def test_sigterm_on_one_rank_saves_and_ends_all(
     corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
 ) -> None:
     documents, losses = whole_run
-    flags = ["--save", tmp_path / "save", "--load", tmp_path / "save", "--exit-signal-handler"]
-    begun = run(corpus, tmp_path, 4, *flags, entry=partial(train_with, partial(send_sigterm, 3)))
+    save = tmp_path / "save"
+    entry = partial(train_with, partial(send_sigterm, 3))
+    begun = run(corpus, tmp_path, 4, "--save", save, "--exit-signal-handler", entry=entry)
     assert begun[0].code == 0
     assert "exiting program after receiving SIGTERM." in begun[0].text
     assert documents_in_order(begun) == documents[:3]
-    resumed = run(corpus, tmp_path, 4, *flags)
+    resumed = run(corpus, tmp_path, 4, "--load", save)
     assert documents_in_order(resumed) == documents[3:]
     assert step_losses(tmp_path) == losses
 
@@ -125,7 +127,7 @@ def test_exit_duration_saves_and_ends_all(corpus: Path, tmp_path: Path) -> None:
 def test_resumed_run_records_the_timeline_of_the_step_that_was_asked_for(corpus: Path, tmp_path: Path) -> None:
     from bytescale_ext.timeline import read_spans
 
-    save = ["--save", tmp_path / "save", "--load", tmp_path / "save"]
-    run(corpus, tmp_path, 2, *save, "--exit-interval", 4)
-    run(corpus, tmp_path, 2, *save, "--exit-interval", 7, "--hdp-timeline-step", 6)
+    save = tmp_path / "save"
+    run(corpus, tmp_path, 2, "--save", save, "--exit-interval", 4)
+    run(corpus, tmp_path, 2, "--load", save, "--exit-interval", 7, "--hdp-timeline-step", 6)
     assert {span.step for span in read_spans(tmp_path / "timeline")} == {6}

@@ -18,8 +18,12 @@ _PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-att
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this subcommand."""
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default=None, help="default: bf16 on a GPU, else fp32")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="width of an attention head (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default=None, help="default: bf16 on a GPU, else fp32"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, default=128, metavar="N", help="width of an attention head (%(default)s)"
+    )
     parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 

@@ -26,9 +26,7 @@ def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
     It has a process group of its own: rings run while gradients are reduced on Megatron's data-parallel group,
     and on one communicator a ring would queue behind a reduction that waits for that very ring.
     """
-    mine = torch.distributed.get_process_group_ranks(
-        parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
+    mine = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
     everyones: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(everyones, mine)
     own = None

@@ -80,10 +80,11 @@ def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
-        loaders = []
+        loaders: list[StepLoader | None] = []
         for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
             first_step = 0 if cyclic else args.iteration
-            loaders.append(source and step_loader(runtime, args, source, consumed, size, cyclic, first_step))
+            loader = source and step_loader(runtime, args, source, consumed, size, cyclic, first_step)
+            loaders.append(loader or None)
         return tuple(loaders)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges

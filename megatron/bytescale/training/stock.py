@@ -1,4 +1,4 @@
-"""Training as Megatron ships it, for runs without ``--hybrid-data-parallel``: fixed-length samples of its GPTDataset."""
+"""Training as Megatron ships it, without ``--hybrid-data-parallel``: fixed-length samples of its GPTDataset."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
     """Build Megatron's optimizer, and prepare each ``DistributedOptimizer`` over torch's Adam for loading.
 
     Such an optimizer cannot load a checkpoint otherwise: Megatron asks it for its step before torch has made any
-    state, then looks for the step among the tensors that are sharded, and lets all parameters share one step
-    tensor, which each of them would count up.
+    state, looks for the step among the tensors that are sharded, copies into parameters that require gradients
+    (``--ckpt-format torch``), and lets all parameters share one step tensor, which each of them would count up.
     """
 
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -33,6 +33,7 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
     return get_megatron_optimizer
 
 
+@torch.no_grad()  # in fp32 the sharded parameters are views of the model's
 def set_all_but_step(original: Callable[..., None], model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
     """``DistributedOptimizer._set_main_param_and_optimizer_states``, which skips what is not a tensor."""
     original(model_param, {"step": None, **tensors})

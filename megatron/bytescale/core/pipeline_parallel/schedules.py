@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core import parallel_state
+
 from bytescale_ext.data.packed import dummy_micro_batch
 from bytescale_ext.metrics import append_jsonl
 from megatron.bytescale.runtime import HdpRuntime
@@ -66,7 +68,8 @@ def end_step(runtime: HdpRuntime, training: bool) -> None:
     runtime.count_step()
     step, config = runtime.step, runtime.config
     assert step is not None
-    if runtime.clock.traced and config.log_dir is not None:
+    first_of_tensor_group = parallel_state.get_tensor_model_parallel_rank() == 0  # one file for each HDP rank
+    if runtime.clock.traced and config.log_dir is not None and first_of_tensor_group:
         mine = step.plan.ranks[runtime.rank]
         spans = runtime.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
         append_jsonl(config.log_dir / "timeline" / f"rank{runtime.rank}.jsonl", spans)

@@ -19,7 +19,9 @@ class DocumentAttention(torch.nn.Module):
     tensor-parallel rank's own; tensor-parallel ranks run their rings side by side.
     """
 
-    def __init__(self, config: TransformerConfig, *, runtime: Any, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, runtime: Any, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         self.runtime = runtime
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)

@@ -16,7 +16,9 @@ class LocalNorm:
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> torch.nn.Module:  # type: ignore[misc]
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds:
-            raise ValueError(f"--normalization {config.normalization} needs TransformerEngine; use {' or '.join(kinds)}")
+            raise ValueError(
+                f"--normalization {config.normalization} needs TransformerEngine; use {' or '.join(kinds)}"
+            )
         if config.layernorm_zero_centered_gamma:
             raise ValueError("--apply-layernorm-1p needs TransformerEngine; remove it")
         norm = kinds[config.normalization](hidden_size, eps=eps)

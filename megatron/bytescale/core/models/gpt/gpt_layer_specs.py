@@ -31,9 +31,7 @@ def document_layer_spec(runtime: Any) -> Any:
         for name in ("q_layernorm", "k_layernorm"):
             if getattr(attention, name, None) not in (None, IdentityOp):
                 setattr(attention, name, LocalNorm)
-        return TransformerBlockSubmodules(
-            layer_specs=[spec] * config.transformer.num_layers, layer_norm=LocalNorm
-        )
+        return TransformerBlockSubmodules(layer_specs=[spec] * config.transformer.num_layers, layer_norm=LocalNorm)
 
     return layer_spec
 
