@@ -1,0 +1,112 @@
+"""The demo and the benchmark around training: their flags, figures and files (training itself is in tests/e2e)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from scripts import demo
+from scripts.bench import hdp_e2e
+from tests.harness import preload, run_ranks
+
+
+def step(iteration: int, **changed: Any) -> dict[str, Any]:
+    figures = {
+        "iteration": iteration,
+        "lm loss": 6.0 - iteration,
+        "tokens_per_second": 100.0 * iteration,
+        "planned_imbalance": 1.1,
+        "measured_imbalance": 1.2,
+        "padding_share": 0.0,
+        "micro_batches_per_rank": [iteration, 2 * iteration],
+        "megabytes_sent_per_step": 1.0,
+        "attention_calls_per_step": 4.0,
+    }
+    return {**figures, **changed}
+
+
+def write_timeline(folder: Path) -> None:
+    (folder / "timeline").mkdir()
+    for rank in range(2):
+        shards = [[{"seq": 0, "length": 90, "tokens": 45, "ring": [0, 1]}],
+                  [{"seq": 1 + rank, "length": 7, "tokens": 7, "ring": [rank]}]]  # fmt: skip
+        spans = [{"step": demo.TIMELINE_STEP, "rank": rank, "kind": "forward", "micro_batch": i, "start": i,
+                  "stop": i + 1, "shards": shards[i]} for i in range(2)]  # fmt: skip
+        (folder / "timeline" / f"rank{rank}.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+
+
+def parse_flags(rank: int, world: int, argv: list[str]) -> tuple[int, int]:
+    import sys
+
+    from megatron.bytescale.training import arguments
+
+    sys.argv = ["pretrain_gpt_hdp.py", *argv]
+    args, config = arguments.parse(sys.argv, on_cpu=True)
+    assert config is not None
+    return config.tokens_per_rank, args.train_iters
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_flags_are_taken_by_megatron(num_ranks: int, tmp_path: Path) -> None:
+    preload("tests.e2e.preload")
+    flags = demo.Demo(num_ranks, on_cpu=True, folder=tmp_path).flags
+    capacity, num_steps = run_ranks(parse_flags, num_ranks, flags)[0]
+    assert capacity * num_ranks >= int(demo.CONTEXT[1])
+    assert num_steps >= demo.TIMELINE_STEP
+
+
+def test_a_finished_run_is_known_by_its_command(tmp_path: Path) -> None:
+    one = demo.Demo(4, on_cpu=True, folder=tmp_path)
+    assert one.key == demo.Demo(4, on_cpu=True, folder=tmp_path).key
+    assert one.key != demo.Demo(2, on_cpu=True, folder=tmp_path).key
+    assert one.key != demo.Demo(4, on_cpu=False, folder=tmp_path).key
+
+
+def test_summary_and_pictures(tmp_path: Path) -> None:
+    write_timeline(tmp_path)
+    run = demo.Demo(2, on_cpu=True, folder=tmp_path)
+    steps = [step(1), step(2), step(3)]
+    summary = demo.summarize(run, steps)
+    assert (summary["first_loss"], summary["last_loss"]) == (5.0, 3.0)
+    assert summary["tokens_per_second"] == 250  # the first step is left out
+    assert summary["micro_batches_per_rank"] == [2.5, 5]
+    assert summary["ring_widths_of_timeline"] == [1, 2]
+    assert summary["shortest_and_longest_of_timeline"] == [7, 90]
+    demo.draw(run, steps)
+    for name in ("loss.png", "timeline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    console = Console(record=True, width=160)
+    demo.show(run, summary, console)
+    text = console.export_text()
+    assert "5.000 -> 3.000 in 3 steps" in text and "rings of 1, 2 ranks" in text
+
+
+def test_half_a_line_of_metrics_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert demo.read_metrics(path) == []
+    path.write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:20])
+    assert [found["iteration"] for found in demo.read_metrics(path)] == [1]
+
+
+def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; print('the cause'); sys.exit(3)"
+    monkeypatch.setattr(demo.Demo, "command", property(lambda self: [demo.sys.executable, "-c", script]))
+    with pytest.raises(RuntimeError, match="(?s)exit code 3.*train.log.*the cause"):
+        demo.train(demo.Demo(1, on_cpu=True, folder=tmp_path), Console())
+
+
+def test_benchmark_compares_equal_steps() -> None:
+    arms = {
+        "hdp": [step(1), step(2, tokens_per_second=300.0), step(3, tokens_per_second=300.0)],
+        "static": [step(1), step(2, tokens_per_second=100.0), step(3, tokens_per_second=200.0)],
+    }
+    figures = hdp_e2e.compare([arms, arms])
+    assert figures["num_steps"] == 4
+    assert figures["speedup"] == 2.25 and (figures["speedup_lowest"], figures["speedup_highest"]) == (1.5, 3.0)
+    assert figures["largest_loss_difference"] == 0
+    assert figures["arms"]["static"]["tokens_per_second"] == 150
