@@ -29,6 +29,7 @@ def main() -> None:
         if config is None:
             with arguments.refusals_of_megatron():
                 model = gpt_config_from_args(args)
+            install(None)
             provider, forward_step = stock.dataset_provider, stock.forward_step
         else:
             hdp.check_data(args)

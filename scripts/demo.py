@@ -33,7 +33,7 @@ MODEL = (
 ).split()
 CONTEXT = "--seq-length 8192 --max-position-embeddings 8192".split()
 TRAIN = (
-    "--global-batch-size 12 --train-iters 18 --lr 6e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
+    "--global-batch-size 12 --train-iters 14 --lr 6e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
     "--clip-grad 1.0 --weight-decay 0.1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--log-interval 1 --log-throughput --eval-iters 0 --eval-interval 1000 --split 100,0,0"
 ).split()

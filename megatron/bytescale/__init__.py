@@ -26,13 +26,16 @@ def check_megatron_version() -> None:
         raise ValueError(f"megatron-core is {found}; install megatron-core=={MEGATRON_VERSION}")
 
 
-def install(runtime: HdpRuntime) -> Installation:
-    """Check and apply every patch row for this process. Raises ValueError if Megatron is not the one expected."""
-    from megatron.bytescale.patches import PATCHES
+def install(runtime: HdpRuntime | None) -> Installation:
+    """Check and apply every patch row for this process; without a runtime only what any run needs (``ALWAYS``).
+
+    Raises ValueError, before anything is replaced, if Megatron is not the one expected.
+    """
+    from megatron.bytescale.patches import ALWAYS, PATCHES
     from megatron.bytescale.registry import Installation
 
     installation = Installation()
-    installation.install(PATCHES, runtime)
+    installation.install([patch for patch in PATCHES if runtime or patch.feature == ALWAYS], runtime)
     return installation
 
 

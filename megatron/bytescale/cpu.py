@@ -220,10 +220,8 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
 
 def _megatron_rows() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, replacement) inside Megatron; its modules are imported by now."""
-    import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as parallel_random
     import megatron.training.initialize as initialize
-    import megatron.training.training as training
 
     def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -234,9 +232,7 @@ def _megatron_rows() -> list[tuple[Any, str, Any]]:
     return [
         (parallel_random, "_get_cuda_rng_state", get_rng_state),
         (parallel_random, "_set_cuda_rng_state", set_rng_state),
-        (dataset_utils, "compile_helpers", _returns(None)),  # the wheel carries the built helper and no Makefile
-        (initialize, "set_jit_fusion_options", _returns(None)),  # warms up CUDA kernels
-        (training, "set_jit_fusion_options", _returns(None)),
+        (initialize, "_warmup_jit_function", _returns(None)),  # of CUDA kernels
     ]
 
 

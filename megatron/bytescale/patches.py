@@ -5,9 +5,27 @@ from __future__ import annotations
 from megatron.bytescale.core.optimizer.distrib_optimizer import wrap_get_megatron_optimizer
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.registry import Patch
+from megatron.bytescale.training.initialize import wrap_compile_helpers, wrap_set_jit_fusion_options
 from megatron.bytescale.training.training import wrap_training_log
 
+ALWAYS = "always"
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="megatron.core.datasets.utils:compile_helpers",
+        wrap=wrap_compile_helpers,
+        feature=ALWAYS,
+        why="every run from the PyPI wheel would end here: it has the built helper and no Makefile",
+        source_hash="84029a50ae8c",
+    ),
+    Patch(
+        target="megatron.training.initialize:set_jit_fusion_options",
+        wrap=wrap_set_jit_fusion_options,
+        feature="--hybrid-data-parallel",
+        why="its warm-up makes tensors of --seq-length rows, the longest context; no flag turns it off",
+        source_hash="fe3ec3dcf2af",
+        aliases=("megatron.training.training",),
+    ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         wrap=wrap_get_forward_backward_func,

@@ -16,8 +16,17 @@ from tests.e2e.training import HDP, MODEL, TRAIN, write_documents
 from tests.harness import preload, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-FUNCTIONS = ["get_forward_backward_func", "training_log", "get_megatron_optimizer"]
-REPLACED = {
+FUNCTIONS = [
+    "compile_helpers",
+    "set_jit_fusion_options",
+    "get_forward_backward_func",
+    "training_log",
+    "get_megatron_optimizer",
+]
+ALWAYS_REPLACED = {"megatron.core.datasets.utils.compile_helpers"}
+REPLACED = ALWAYS_REPLACED | {
+    "megatron.training.initialize.set_jit_fusion_options",
+    "megatron.training.training.set_jit_fusion_options",
     "megatron.core.pipeline_parallel.schedules.get_forward_backward_func",
     "megatron.core.pipeline_parallel.get_forward_backward_func",
     "megatron.training.training.get_forward_backward_func",
@@ -38,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_table(rank: int, world: int) -> list[str]:
-    from megatron.bytescale.patches import PATCHES
+    from megatron.bytescale.patches import ALWAYS, PATCHES
     from megatron.bytescale.registry import check, resolve
 
     for patch in PATCHES:
@@ -48,7 +57,7 @@ def check_table(rank: int, world: int) -> list[str]:
         holders = {name for name, module in list(sys.modules.items())
                    if name.startswith("megatron.") and vars(module).get(attribute) is function}  # fmt: skip
         assert holders == {patch.target.partition(":")[0], *patch.aliases}
-        assert patch.feature.startswith("--") and len(patch.why) > 20
+        assert (patch.feature.startswith("--") or patch.feature == ALWAYS) and len(patch.why) > 20
     return [patch.target.partition(":")[2] for patch in PATCHES]
 
 
@@ -95,10 +104,10 @@ def run_main(corpus: Path, *flags: str) -> tuple[set[str], list[str]]:
     return run_ranks(replaced_by_main, 1, argv)[0]
 
 
-def test_nothing_is_replaced_without_the_flag(corpus: Path) -> None:
+def test_without_the_flag_only_what_the_wheel_lacks_is_replaced(corpus: Path) -> None:
     changed, table = run_main(corpus, "--micro-batch-size", "1")
-    assert changed == set()
-    assert all(" untouched " in row for row in table)
+    assert changed == ALWAYS_REPLACED
+    assert all((" replaced " if "compile_helpers" in row else " untouched ") in row for row in table)
 
 
 def test_the_flag_replaces_what_the_table_says_and_nothing_else(corpus: Path) -> None:
@@ -111,10 +120,11 @@ def install_and_uninstall(rank: int, world: int) -> None:
     from megatron.bytescale import install, status
 
     before = callables_of_megatron()
-    installation = install(None)  # type: ignore[arg-type]
-    assert set(installation.names()) == REPLACED
-    assert all(" replaced " in row for row in status())
-    installation.uninstall()
+    for runtime, replaced in ((None, ALWAYS_REPLACED), (object(), REPLACED)):
+        installation = install(runtime)  # type: ignore[arg-type]
+        assert set(installation.names()) == replaced
+        assert sum(" replaced " in row for row in status()) == (1 if runtime is None else len(FUNCTIONS))
+        installation.uninstall()
     after = callables_of_megatron()
     assert all(after[name] is value for name, value in before.items())
     assert all(" untouched " in row for row in status())
@@ -133,4 +143,5 @@ def test_the_module_prints_the_table() -> None:
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert [line.split()[0] for line in lines] == FUNCTIONS
-    assert all("untouched" in line and "--hybrid-data-parallel: " in line for line in lines)
+    assert all("untouched" in line for line in lines)
+    assert all(("always: " if i == 0 else "--hybrid-data-parallel: ") in line for i, line in enumerate(lines))

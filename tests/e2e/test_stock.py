@@ -49,7 +49,7 @@ def test_without_the_flag_megatron_is_untouched(data: str, full_documents: Path)
     assert " hdp:" not in outcome.text
     lines = patch_lines(outcome.text)
     assert lines
-    assert all(" untouched " in line for line in lines), lines
+    assert all(" untouched " in line for line in lines if "compile_helpers" not in line), lines
 
 
 def test_with_the_flag_every_row_is_replaced(full_documents: Path) -> None:

@@ -246,9 +246,11 @@ def train_documents_one_by_one() -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
+    from megatron.bytescale import install
     from megatron.bytescale.training import arguments, stock
 
     args, _ = arguments.parse(sys.argv, on_cpu=True)
+    install(None)
     model = gpt_config_from_args(args)
     pretrain(
         pretrain_cfg_container_from_args(args, model),

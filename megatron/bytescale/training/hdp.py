@@ -12,7 +12,6 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.global_vars import get_tokenizer
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.training import get_train_valid_test_num_samples, update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
@@ -33,6 +32,7 @@ from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.runtime import HdpRuntime, cost_args
 from megatron.bytescale.training.arguments import refusals_of_megatron
+from megatron.bytescale.training.stock import data_settings
 
 
 def model_config(args: Any, runtime: HdpRuntime) -> GPTModelConfig:
@@ -55,28 +55,14 @@ def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> 
     return use_document_positions(model_chunks)
 
 
-def data_config(args: Any) -> BlendedMegatronDatasetConfig:
-    """Which data sets there are, and how they are split, as Megatron's flags say it."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return BlendedMegatronDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
-    )
-
-
 def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
     """``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
 
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepLoader | None, ...]:
         args = get_args()
-        sources = build_document_datasets(data_config(args), num_samples, lambda: True)
+        sources = build_document_datasets(
+            BlendedMegatronDatasetConfig(**data_settings(args)), num_samples, lambda: True
+        )
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
@@ -189,7 +175,7 @@ def check_data(args: Any) -> None:
     by_iterations = args.train_iters is not None  # else Megatron counts them later
     sizes = get_train_valid_test_num_samples() if by_iterations else (args.train_samples, *[args.eval_iters] * 2)
     with refusals_of_megatron():
-        config = data_config(args)
+        config = BlendedMegatronDatasetConfig(**data_settings(args))
     parts = config.blend_per_split if config.blend is None else config.split_matrix
     for name, wanted, part in (("train", not args.skip_train, parts[0]), ("valid", args.eval_iters > 0, parts[1])):
         if wanted and part is None:  # Megatron would train on nothing, or evaluate without a data iterator

@@ -17,20 +17,27 @@ from megatron.training.global_vars import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
+def data_settings(args: Any) -> dict[str, Any]:
+    """Which data sets there are, and how they are split, as Megatron's flags say it: fields of a dataset's config."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "tokenizer": get_tokenizer(),
+    }
+
+
 def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     """``train_valid_test_datasets_provider`` over Megatron's GPTDataset."""
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=args.split,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
+        **data_settings(args),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,

@@ -1,0 +1,33 @@
+"""Wraps two things that Megatron does at start: both would end or spoil a run before its first step."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap_compile_helpers(original: Callable[[], None], runtime: Any) -> Callable[[], None]:
+    """Compile Megatron's dataset helper only where it is missing.
+
+    The wheel on PyPI carries it built, and no Makefile: ``make`` fails there, and Megatron exits.
+    """
+
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+    """Leave out the warm-up of the fused kernels on tensors of ``--seq-length`` rows.
+
+    That is the longest context here, which no rank ever holds whole: at 2M tokens the warm-up alone would take
+    more memory than a GPU has.
+    """
+
+    def set_jit_fusion_options(tp_size: int | None = None) -> None:
+        pass
+
+    return set_jit_fusion_options
