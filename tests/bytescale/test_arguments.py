@@ -31,6 +31,7 @@ EXAMPLES = {
     "--heterogeneous-layers-config-encoded-json": "--heterogeneous-layers-config-encoded-json {}",
     "--spec": "--spec local",
     "--transformer-impl inference_optimized": "--transformer-impl inference_optimized",
+    "--num-query-groups": "--num-query-groups 3 --group-query-attention",
     "--attention-backend": "--attention-backend flash",
     "--max-seqlen-per-dp-cp-rank": "--max-seqlen-per-dp-cp-rank 64",
     "--window-size": "--window-size 64,0",

@@ -114,6 +114,8 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda a: a.transformer_impl == "inference_optimized"),
     _refuse("--apply-layernorm-1p", "it needs TransformerEngine",
             lambda a: a.layernorm_zero_centered_gamma and a.transformer_impl == "local"),
+    _refuse("--num-query-groups", "make it a divisor of --num-attention-heads",
+            lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
     _refuse("--attention-backend", "choose with --hdp-attention-kernel", lambda a: a.attention_backend.name != "auto"),
     _refuse("--use-kitchen-attention", "choose with --hdp-attention-kernel"),
     _refuse("--max-seqlen-per-dp-cp-rank", "give --hdp-tokens-per-rank"),
