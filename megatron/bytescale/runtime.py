@@ -14,7 +14,7 @@ from bytescale_ext.config import HdpConfig
 from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import RingComm
-from bytescale_ext.plan.cost import CostModel
+from bytescale_ext.plan.cost import CostModel, ModelShape
 from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
 from bytescale_ext.plan.shapes import StepPlan
 
@@ -61,15 +61,9 @@ class HdpRuntime:
     def planner(self) -> Callable[[Sequence[int]], StepPlan]:
         """The function from the lengths of a step to its plan; pure, equal on every rank."""
         config = self.config
-        if config.static_width is not None:
-            return partial(
-                plan_static_cp,
-                num_ranks=config.num_ranks,
-                tokens_per_rank=config.tokens_per_rank,
-                width=config.static_width,
-            )
+        width = config.static_width
         return partial(
-            plan_naive,
+            plan_naive if width is None else partial(plan_static_cp, width=width),
             num_ranks=config.num_ranks,
             tokens_per_rank=config.tokens_per_rank,
             tokens_multiple=config.rows_multiple,
@@ -106,15 +100,15 @@ class HdpRuntime:
         return ", ".join(names[:limit]) + more if names else "padding only"
 
 
-def cost_args(args: Any) -> dict[str, Any]:
-    """The fields of ``plan.cost.ModelShape`` from Megatron's arguments."""
-    return {
-        "num_layers": args.num_layers,
-        "hidden": args.hidden_size,
-        "num_heads": args.num_attention_heads,
-        "num_kv_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "head_dim": args.kv_channels,
-        "ffn_hidden": args.ffn_hidden_size,
-        "gated": bool(args.swiglu),
-        "vocab": args.padded_vocab_size,
-    }
+def model_shape(args: Any) -> ModelShape:
+    """The sizes that a model's FLOPs depend on, from Megatron's arguments."""
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden=args.hidden_size,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_dim=args.kv_channels,
+        ffn_hidden=args.ffn_hidden_size,
+        gated=bool(args.swiglu),
+        vocab=args.padded_vocab_size,
+    )

@@ -11,10 +11,10 @@ from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.data.packed import PackedMicroBatch
 from bytescale_ext.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import ExchangeStats
-from bytescale_ext.plan.cost import ModelShape, flops_cost
+from bytescale_ext.plan.cost import flops_cost
 from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
 from bytescale_ext.plan.shapes import MicroBatch
-from megatron.bytescale.runtime import HdpRuntime, cost_args
+from megatron.bytescale.runtime import HdpRuntime, model_shape
 
 LENGTHS = (250, 3, 60, 130, 64)
 ARGS = SimpleNamespace(
@@ -32,7 +32,7 @@ ARGS = SimpleNamespace(
 
 def runtime(rank: int = 0, **changes: Any) -> HdpRuntime:
     values = {"tokens_per_rank": 64, "rows_multiple": 2, "longest_sequence": 256, "num_ranks": 4, **changes}
-    made = HdpRuntime(HdpConfig(**values), flops_cost(ModelShape(**cost_args(ARGS))), StepClock(on_cuda=False))
+    made = HdpRuntime(HdpConfig(**values), flops_cost(model_shape(ARGS)), StepClock(on_cuda=False))
     made.comm = SimpleNamespace(rank=rank, stats=ExchangeStats())  # type: ignore[assignment]
     return made
 
@@ -120,10 +120,10 @@ def test_device_is_the_clocks() -> None:
     assert runtime().device == torch.device("cpu")
 
 
-def test_cost_args_with_and_without_query_groups() -> None:
-    shape = ModelShape(**cost_args(ARGS))
+def test_model_shape_with_and_without_query_groups() -> None:
+    shape = model_shape(ARGS)
     assert (shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.gated) == (2, 4, 8, True)
     # Megatron's num_query_groups is 1 where it is not used.
     plain = SimpleNamespace(**{**vars(ARGS), "group_query_attention": False, "num_query_groups": 1, "swiglu": False})
-    shape = ModelShape(**cost_args(plain))
+    shape = model_shape(plain)
     assert shape.num_kv_heads == 4 and shape.gated is False

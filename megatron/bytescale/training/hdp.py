@@ -24,13 +24,13 @@ from bytescale_ext.data.loader import StepLoader
 from bytescale_ext.data.packed import PackedMicroBatch
 from bytescale_ext.metrics import StepClock
 from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.cost import ModelShape, flops_cost
+from bytescale_ext.plan.cost import flops_cost
 from megatron.bytescale.core.datasets.document_dataset import build_document_datasets, check_splits
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
-from megatron.bytescale.runtime import HdpRuntime, cost_args
+from megatron.bytescale.runtime import HdpRuntime, model_shape
 from megatron.bytescale.training.arguments import refusals_of_megatron
 from megatron.bytescale.training.stock import data_settings
 
@@ -69,8 +69,8 @@ def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
         loaders: list[StepLoader | None] = []
         for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
             first_step = 0 if cyclic else args.iteration
-            loader = source and step_loader(runtime, args, source, consumed, size, cyclic, first_step)
-            loaders.append(loader or None)
+            wanted = source is not None
+            loaders.append(step_loader(runtime, args, source, consumed, size, cyclic, first_step) if wanted else None)
         return tuple(loaders)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
@@ -138,11 +138,12 @@ def sum_of_losses(
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
     num_labels = packed.loss_mask.sum().to(torch.int)
     if get_args().check_for_nan_in_loss_and_grad:
+        documents = runtime.documents()
         for test in (torch.isnan, torch.isinf):
             get_rerun_state_machine().validate_result(
                 result=total,
                 rejection_func=test,
-                message=f"{test.__name__[2:]} loss in the documents {runtime.documents()}",
+                message=f"{test.__name__[2:]} loss in the documents {documents}",
                 tolerance=0.0,
                 fatal=True,
             )
@@ -154,7 +155,7 @@ def create_runtime(args: Any, config: HdpConfig) -> HdpRuntime:
     on_cuda = args.distributed_backend == "nccl"
     if config.kernel is not None:
         named_kernel("cuda" if on_cuda else "cpu", args.params_dtype, args.kv_channels, config.kernel)
-    return HdpRuntime(config, flops_cost(ModelShape(**cost_args(args))), StepClock(on_cuda))
+    return HdpRuntime(config, flops_cost(model_shape(args)), StepClock(on_cuda))
 
 
 def check_data(args: Any) -> None:
