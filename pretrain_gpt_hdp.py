@@ -23,10 +23,16 @@ def main() -> None:
         from megatron.training import pretrain
         from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
-        from megatron.bytescale.training import arguments, hdp, stock
+        from megatron.bytescale.training import activation_plans, activations, arguments, hdp, seq1f1b, slices, stock
 
         args, config = arguments.parse(sys.argv, on_cpu=stand_ins is not None)
-        if config is None:
+        policy = activations.activation_config(args, config)
+        if seq1f1b.is_on(args):
+            slice_runtime = slices.create_runtime(args)
+            install(slice_runtime, seq1f1b.FEATURE)
+            model = slices.model_config(args, slice_runtime)
+            provider, forward_step = stock.dataset_provider, slices.forward_step(slice_runtime)
+        elif config is None:
             with arguments.refusals_of_megatron():
                 model = gpt_config_from_args(args)
             install(None)
@@ -37,6 +43,7 @@ def main() -> None:
             install(runtime)
             model = hdp.model_config(args, runtime)
             provider, forward_step = hdp.dataset_provider(runtime), hdp.forward_step(runtime)
+        forward_step = activation_plans.apply(args, policy, model, forward_step, is_hdp=config is not None)
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"pretrain_gpt_hdp.py: error: {error}", file=sys.stderr)

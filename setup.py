@@ -5,4 +5,7 @@ That is a PEP 420 portion: a ``megatron/__init__.py`` would hide the installed M
 
 from setuptools import find_namespace_packages, setup
 
-setup(packages=find_namespace_packages(include=["megatron.bytescale*", "bytescale_ext*"]))
+setup(
+    packages=find_namespace_packages(include=["megatron.bytescale*", "bytescale_ext*"]),
+    package_data={"bytescale_ext.costs": ["*.json"]},
+)

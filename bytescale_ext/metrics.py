@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,17 @@ class StepClock:
         self.marks.append(Mark(kind, micro_batch, time.time(), time.thread_time(), event))
 
     def work_seconds(self) -> float:
-        """Seconds of work from the first forward to the gradient reduction, waiting left out on CPU."""
-        work = [i for i, mark in enumerate(self.marks) if mark.kind in ("forward", "backward")]
-        if not work or work[-1] + 1 >= len(self.marks):
-            return 0.0
-        first, last = self.marks[work[0]], self.marks[work[-1] + 1]
-        if self.on_cuda:
-            last.event.synchronize()
-            return float(first.event.elapsed_time(last.event)) / 1000
-        return last.busy_seconds - first.busy_seconds
+        """Seconds of forward and backward passes; what a rank waits in them for its rings is left out on CPU."""
+        work = [
+            (mark, following)
+            for mark, following in zip(self.marks, self.marks[1:], strict=False)
+            if mark.kind in ("forward", "backward")
+        ]
+        if not self.on_cuda:
+            return sum(following.busy_seconds - mark.busy_seconds for mark, following in work)
+        if work:
+            work[-1][1].event.synchronize()
+        return sum(float(mark.event.elapsed_time(following.event)) for mark, following in work) / 1000
 
     def spans(
         self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
@@ -92,7 +94,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's figures for one step; summed over the steps between two log lines."""
+    """One HDP rank's figures for one step; summed over the steps between two log lines."""
 
     work_seconds: float = 0.0
     planned_work: float = 0.0
@@ -109,6 +111,17 @@ class RankStep:
     def values(self) -> tuple[float, ...]:
         """The fields in order."""
         return tuple(asdict(self).values())
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[RankStep]) -> RankStep:
+        """One pipeline's figures: its stages have the same micro-batches, and each its own work and ring traffic."""
+        return replace(
+            stages[0],
+            work_seconds=sum(stage.work_seconds for stage in stages),
+            plan_wait_seconds=max(stage.plan_wait_seconds for stage in stages),
+            bytes_sent=sum(stage.bytes_sent for stage in stages),
+            attention_calls=sum(stage.attention_calls for stage in stages),
+        )
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,31 @@ def draw_loss(steps: Sequence[int], losses: Sequence[float], path: str | Path, t
     _save(figure, axes, path, title)
 
 
+def draw_bars(names: Sequence[str], means: Sequence[float], worsts: Sequence[float], path: str | Path, title: str,
+              xlabel: str) -> None:  # fmt: skip
+    """Draw a bar for each name: its mean, and a mark at its worst.
+
+    Raises:
+        ValueError: there is nothing to draw, or not one mean and one worst for each name.
+    """
+    if not names or not len(names) == len(means) == len(worsts):
+        raise ValueError(f"bars need a mean and a worst each; got {len(names)}, {len(means)} and {len(worsts)}")
+    figure, axes = _new_figure(8.0, 1.4 + 0.5 * len(names))
+    rows = range(len(names))
+    axes.barh(rows, means, height=0.62, color="#4c78a8", label="mean")
+    axes.plot(worsts, rows, linestyle="none", marker="|", markersize=18, markeredgewidth=2, color=_INK, label="worst")
+    for row, (mean, worst) in enumerate(zip(means, worsts, strict=True)):
+        axes.annotate(f"{mean:.3g}", (max(mean, worst), row), xytext=(6, 0), textcoords="offset points", va="center",
+                      fontsize=9, color=_INK)  # fmt: skip
+    axes.set_yticks(rows, names)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.1)
+    axes.set_xlabel(xlabel)
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
+    _save(figure, axes, path, title)
+
+
 @dataclass
 class _Frame:
     """The area of one ring's boxes: ranks [first, last], time [start, stop)."""

@@ -94,7 +94,8 @@ def spans_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Span,
     spans: list[Span] = []
     for rank, micro_batches in enumerate(plan.ranks):
         for index, micro_batch in enumerate(micro_batches):
-            start, stop = result.starts[rank][index], result.stops[rank][index]
+            start = result.starts[rank][index]
+            stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # then it waits for its ring's slowest
             turn = start + (stop - start) / (1.0 + BACKWARD_PER_FORWARD)
             shards = _span_shards(micro_batch, plan)
             spans.append(Span(step, rank, "forward", index, start, turn, shards))

@@ -103,10 +103,12 @@ def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch:
 def test_benchmark_compares_equal_steps() -> None:
     arms = {
         "hdp": [step(1), step(2, tokens_per_second=300.0), step(3, tokens_per_second=300.0)],
+        "naive": [step(1), step(2, tokens_per_second=300.0), step(3, tokens_per_second=240.0)],
         "static": [step(1), step(2, tokens_per_second=100.0), step(3, tokens_per_second=200.0)],
     }
     figures = hdp_e2e.compare([arms, arms])
     assert figures["num_steps"] == 4
-    assert figures["speedup"] == 2.25 and (figures["speedup_lowest"], figures["speedup_highest"]) == (1.5, 3.0)
+    assert figures["speedup"]["static"] == {"median": 2.25, "lowest": 1.5, "highest": 3.0}
+    assert figures["speedup"]["naive"] == {"median": 1.125, "lowest": 1.0, "highest": 1.25}
     assert figures["largest_loss_difference"] == 0
     assert figures["arms"]["static"]["tokens_per_second"] == 150

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -35,8 +35,10 @@ STEP = (
 )
 
 
-def test_work_is_processor_time_from_the_first_forward_to_the_reduction() -> None:
+def test_work_is_processor_time_in_forward_and_backward_passes() -> None:
     assert clock_of(*STEP).work_seconds() == 4.0
+    waiting = ("wait", None, 104.0, 2.5)  # for another pipeline stage, until the forward pass that follows
+    assert clock_of(*STEP[:3], waiting, *STEP[3:]).work_seconds() == 2.5
 
 
 def test_a_step_without_work_took_none() -> None:
@@ -86,6 +88,16 @@ def test_figures_of_steps_add_up() -> None:
     assert (one + one).values() == tuple(2 * value for value in one.values())
     assert one.values()[:3] == (one.work_seconds, one.planned_work, one.num_micro_batches) == (1.0, 2.0, 3.0)
     assert RankStep(*one.values()) == one
+
+
+def test_stages_of_a_pipeline_share_their_micro_batches_and_add_their_work() -> None:
+    first = RankStep(work_seconds=3.0, planned_work=9.0, num_micro_batches=4, num_tokens=90, num_rows=100,
+                     plan_wait_seconds=0.2, bytes_sent=3e6, attention_calls=10)  # fmt: skip
+    second = replace(first, work_seconds=1.0, plan_wait_seconds=0.6, bytes_sent=1e6, attention_calls=20)
+    assert RankStep.of_stages([first]) == first
+    assert RankStep.of_stages([first, second]) == replace(
+        first, work_seconds=4.0, plan_wait_seconds=0.6, bytes_sent=4e6, attention_calls=30
+    )
 
 
 RANKS = (

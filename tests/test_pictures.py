@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.pictures import _count_text, _fitting_text, _frames, _sequence_colour, draw_loss, draw_timeline
+from bytescale_ext.pictures import (
+    _count_text,
+    _fitting_text,
+    _frames,
+    _sequence_colour,
+    draw_bars,
+    draw_loss,
+    draw_timeline,
+)
 from bytescale_ext.plan.cost import CostModel
 from bytescale_ext.plan.hdp import plan_naive
 from bytescale_ext.timeline import Span, spans_of_plan
@@ -81,3 +89,11 @@ def test_labels_fit_or_are_left_out() -> None:
     assert _fitting_text(texts, 0.3, 0.2) == texts[2]
     assert _fitting_text(texts, 0.1, 0.2) == ""
     assert [_count_text(count) for count in (800, 1024, 40_000, 1 << 21)] == ["800", "1K", "39.1K", "2M"]
+
+
+def test_bars(tmp_path: Path) -> None:
+    draw_bars(["static", "ours"], [2.5, 1.0], [2.7, 1.1], tmp_path / "bars.png", "title", "time / bound")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    for names, means in (([], []), (["ours"], [1.0, 2.0])):
+        with pytest.raises(ValueError, match="bars need a mean and a worst each"):
+            draw_bars(names, means, [1.0], tmp_path / "none.png", "title", "time / bound")

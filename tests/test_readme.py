@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.bytescale import cli
-from megatron.bytescale.training.arguments import REFUSALS, add_arguments
+from megatron.bytescale.training.arguments import add_arguments
+from megatron.bytescale.training.refusals import REFUSALS
 from tests.harness import preload, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

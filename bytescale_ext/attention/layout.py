@@ -9,9 +9,14 @@ The rows ``[0, num_rows)`` of a rank are, in this order::
 
 Attention knows token intervals only. Ring shards with the same ring travel together, in one ring pass: the keys of
 all its sequences are one message, and one kernel call takes the documents of one step. A pass over D ranks is D
-blocks on each of them: step t pairs my queries with the keys of ring member ``(index - t) mod D`` (ByteScale section
-7, Fig. 14). With zigzag shares a block is, of each of its sequences, the causal triangle of my own rows or one full
-rectangle::
+blocks on each of them: step t pairs my queries with the keys of the member t places before me on their way round the
+ring (ByteScale section 7, Fig. 14). Keys travel up over every second rank and back over the others::
+
+    ring of 7 contiguous ranks    0 -> 2 -> 4 -> 6 -> 5 -> 3 -> 1 -> 0
+
+so that a rank exchanges with those at most two places away in rings of any width: at most four peers in a whole
+training run, and NCCL keeps buffers for each peer. With zigzag shares a block is, of each of its sequences, the
+causal triangle of my own rows or one full rectangle::
 
                keys of an earlier member   my own keys    keys of a later member
                front  back                 front  back    front  back
@@ -119,6 +124,7 @@ class RingPass:
         seqs: the sequences (indices into the plan's lengths), ascending.
         ring: HDP ranks in ring order.
         index: my place in ``ring``.
+        route: places in ``ring`` in the order in which keys travel, the last one followed by the first.
         in_micro_batch: my rows in the micro-batch.
         rows: rows of each member, in ring order.
         shares: for each member, its rows of each sequence.
@@ -128,6 +134,7 @@ class RingPass:
     seqs: tuple[int, ...]
     ring: tuple[int, ...]
     index: int
+    route: tuple[int, ...]
     in_micro_batch: Rows
     rows: tuple[int, ...]
     shares: tuple[tuple[int, ...], ...]
@@ -144,12 +151,16 @@ class RingPass:
     @property
     def next_rank(self) -> int:
         """The HDP rank that gets my keys."""
-        return self.ring[(self.index + 1) % self.width]
+        return self.ring[self.source(-1)]
 
     @property
     def previous_rank(self) -> int:
         """The HDP rank whose keys I get."""
-        return self.ring[self.index - 1]
+        return self.ring[self.source(1)]
+
+    def source(self, step: int) -> int:
+        """Place in ``ring`` of the member whose keys are here at a step; after D steps my own are back."""
+        return self.route[(self.route.index(self.index) - step) % self.width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +259,11 @@ def ring_pass(
     wholes = [list(pairwise(CuSeqlens.of_lengths(share).offsets)) for share in shares]
     mine = wholes[index]
     my_backs = [(start + _front(start, stop), stop) for start, stop in mine]
+    route = folded_route(width)
+    place = route.index(index)
     blocks = [_block(index, mine, mine, causal=True)]
     for step in range(1, width):
-        source = (index - step) % width
+        source = route[(place - step) % width]
         if source < index:
             fronts = [(start, start + _front(start, stop)) for start, stop in wholes[source]]
             blocks.append(_block(source, mine, fronts, causal=False))
@@ -261,11 +274,17 @@ def ring_pass(
         seqs=tuple(range(len(lengths)) if seqs is None else seqs),
         ring=tuple(ring),
         index=index,
+        route=route,
         in_micro_batch=Rows.of([(0, rows[index])]) if in_micro_batch is None else in_micro_batch,
         rows=rows,
         shares=shares,
         blocks=_sharing_values(blocks),
     )
+
+
+def folded_route(width: int) -> tuple[int, ...]:
+    """The places of a ring in the order in which keys travel: 0, 2, 4, ... and back over the odd ones to 1."""
+    return (*range(0, width, 2), *reversed(range(1, width, 2)))
 
 
 def _front(start: int, stop: int) -> int:

@@ -4,8 +4,8 @@ Sequences that share a ring of D ranks make one pass. Their keys and values trav
 next, D-1 times, and every member computes one block per step while the next keys are on their way::
 
     step           0              1              2
-    compute        own triangles  keys of i-1    keys of i-2
-    on the way     keys of i-1    keys of i-2    -
+    compute        own triangles  keys of 1st    keys of 2nd      member before me on the way round
+    on the way     keys of 1st    keys of 2nd    -
 
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again and the sums of
 their gradients travel one step behind them; after the last step those are one rank away from home. The geometry
@@ -276,7 +276,7 @@ def _post_keys(kv: torch.Tensor, ring_pass: RingPass, step: int, comm: Comm) -> 
 
 def _key_sums(ring_pass: RingPass, step: int, kv: torch.Tensor, filled: bool = True) -> torch.Tensor:
     """A sum for the gradients of the keys of a step (step D: my own again), of zeros or not ``filled``."""
-    rows = ring_pass.rows[(ring_pass.index - step) % ring_pass.width]
+    rows = ring_pass.rows[ring_pass.source(step)]
     make = torch.zeros if filled else torch.empty
     return make((2, rows, *kv.shape[2:]), dtype=accumulation_dtype(kv.dtype), device=kv.device)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from bytescale_ext.plan.shapes import MicroBatch, Shard
+
+Floats = npt.NDArray[np.float64]
 
 BACKWARD_PER_FORWARD: Final = 2.0
 """Backward FLOPs per forward FLOP, without recompute: two matrix products for each one (Megatron-LM, Narayanan et
@@ -26,6 +31,9 @@ class ModelShape:
         ffn_hidden: inner width of the MLP.
         gated: the MLP has a gate (SwiGLU): three matrices, not two.
         vocab: rows of the output layer.
+        num_expert_layers: how many of the layers have experts in place of one MLP.
+        expert_ffn_hidden: there, the inner width that one token passes: of its routed experts and the shared ones.
+        num_experts: there, the experts that the router chooses from.
     """
 
     num_layers: int
@@ -36,6 +44,9 @@ class ModelShape:
     ffn_hidden: int
     gated: bool
     vocab: int
+    num_expert_layers: int = 0
+    expert_ffn_hidden: int = 0
+    num_experts: int = 0
 
 
 LLAMA_7B: Final = ModelShape(
@@ -47,14 +58,17 @@ LLAMA_7B: Final = ModelShape(
 def linear_flops_per_token(shape: ModelShape) -> float:
     """Forward FLOPs of one token in all matrix products but attention: 2 per weight (Narayanan et al. 2021, appendix).
 
-    Query, key, value and output projections, the MLP, and the output layer; embedding, norms and softmax are not
-    counted.
+    Query, key, value and output projections, the MLP or the router and the experts that the token is routed to, and
+    the output layer; embedding, norms and softmax are not counted.
     """
     query = shape.num_heads * shape.head_dim
     key_value = 2 * shape.num_kv_heads * shape.head_dim
     projections = shape.hidden * (query + key_value) + query * shape.hidden
-    mlp = (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
-    return 2.0 * (shape.num_layers * (projections + mlp) + shape.hidden * shape.vocab)
+    width_of_mlps = shape.num_layers * shape.ffn_hidden
+    width_of_mlps += shape.num_expert_layers * (shape.expert_ffn_hidden - shape.ffn_hidden)
+    mlps = (3 if shape.gated else 2) * shape.hidden * width_of_mlps
+    routers = shape.num_expert_layers * shape.hidden * shape.num_experts
+    return 2.0 * (shape.num_layers * projections + mlps + routers + shape.hidden * shape.vocab)
 
 
 def attention_flops_per_square(shape: ModelShape) -> float:
@@ -74,9 +88,13 @@ def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     return sum(flops_cost(shape).sequence_cost(length, 1) for length in lengths)
 
 
+ATTENTION_BACKWARD_PER_FORWARD: Final = 2.5
+"""Attention backward per forward: five matrix products for two (FlashAttention-2, Dao 2023, section 4.1)."""
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Cost of tokens on ranks, in seconds (or FLOPs, or any unit): forward and backward of all layers.
+    """Cost of tokens on ranks, in seconds (or FLOPs, or any unit), of some layers in one direction or in both.
 
     A sequence of s tokens on d ranks costs each of them (ByteScale Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma,
     divided over the ring, with the ring's exchange of keys and values hidden behind attention, section 7)::
@@ -107,6 +125,11 @@ class CostModel:
         """A sequence on each of ``width`` ranks, alone in its micro-batch but for ``g``."""
         return self.attention_cost(length, width) + self.b * length / width
 
+    def sequence_costs(self, lengths: Floats, widths: Floats) -> Floats:
+        """``sequence_cost`` of many sequences: [n], lengths and widths [n]."""
+        attention = np.maximum(self.a * lengths * lengths, self.c * lengths * (widths - 1)) / widths
+        return np.asarray(attention + self.b * lengths / widths)
+
     def shard_cost(self, shard: Shard, length: int) -> float:
         """A shard of a sequence of ``length`` tokens on its rank; linear work by the tokens that are really there."""
         return self.attention_cost(length, len(shard.ring)) + self.linear_cost(shard.num_tokens)
@@ -116,11 +139,174 @@ class CostModel:
         return self.g + sum(self.shard_cost(shard, lengths[shard.seq]) for shard in micro_batch.shards)
 
     def scaled(self, factor: float) -> CostModel:
-        """The same model in another unit."""
+        """The same model in another unit, or of ``factor`` layers."""
         return replace(self, a=self.a * factor, b=self.b * factor, c=self.c * factor, g=self.g * factor)
+
+    def __add__(self, other: CostModel) -> CostModel:
+        """Both one after the other, with one exchange of keys and values hidden behind the attention of both."""
+        return CostModel(self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one pipeline stage (or a whole model without pipelines) costs, forward and backward apart."""
+
+    forward: CostModel
+    backward: CostModel
+
+    @property
+    def both(self) -> CostModel:
+        """Forward and backward together: what a planner balances."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """One model on one device, in seconds and bytes: the content of a cost file.
+
+    Attributes:
+        shape: the model that was measured; another one is refused where the file is used.
+        device: the hardware, in words.
+        dtype: parameter type, for example "bfloat16".
+        tensor_parallel: ranks that share each layer.
+        source: where the constants are from: a measurement, or a paper with figure and equation.
+        forward, backward: of one layer on one rank. ``g`` is the fixed cost of a layer for each micro-batch.
+        head_forward, head_backward: seconds per token of embedding, output layer and loss together.
+        layer_bytes: activations that one token keeps in one layer until its backward pass.
+        recompute_bytes: the same with full recompute (the layer's input).
+    """
+
+    shape: ModelShape
+    device: str
+    dtype: str
+    tensor_parallel: int
+    source: str
+    forward: CostModel
+    backward: CostModel
+    head_forward: float
+    head_backward: float
+    layer_bytes: float
+    recompute_bytes: float
+
+    def stage(self, num_layers: int, has_head: bool = False) -> StageCost:
+        """A pipeline stage of ``num_layers`` layers, and the embedding and output layer with ``has_head``."""
+        forward, backward = self.forward.scaled(num_layers), self.backward.scaled(num_layers)
+        if has_head:
+            forward = replace(forward, b=forward.b + self.head_forward)
+            backward = replace(backward, b=backward.b + self.head_backward)
+        return StageCost(forward, backward)
+
+    def whole(self) -> StageCost:
+        """The whole model on one rank."""
+        return self.stage(self.shape.num_layers, has_head=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts: the format of a cost file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ModelCost:
+        """The inverse of ``to_json``. Raises ValueError, naming the entry, for what is missing, unknown or negative."""
+        try:
+            nested: dict[str, Any] = {"shape": ModelShape(**value["shape"])}
+            nested |= {name: CostModel(**value[name]) for name in ("forward", "backward")}
+            cost = cls(**{**value, **nested})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
+        cost._check()
+        return cost
+
+    def _check(self) -> None:
+        numbers = {f"{name}.{key}": number for name in ("forward", "backward")
+                   for key, number in asdict(getattr(self, name)).items()}  # fmt: skip
+        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes"):
+            numbers[name] = getattr(self, name)
+        for name, number in numbers.items():
+            if not isinstance(number, int | float) or not 0 <= number < float("inf"):
+                raise ValueError(f"the cost file's {name} is {number}; constants are numbers from 0 on")
+        for name in ("forward.a", "forward.b", "backward.a", "backward.b"):
+            if not numbers[name]:
+                raise ValueError(f"the cost file's {name} is 0: attention and linear work both cost time")
 
 
 def flops_cost(shape: ModelShape) -> CostModel:
     """Costs in FLOPs, forward and backward: predicts the imbalance of a plan with nothing measured (c = g = 0)."""
     passes = 1.0 + BACKWARD_PER_FORWARD
     return CostModel(a=passes * attention_flops_per_square(shape), b=passes * linear_flops_per_token(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadLimits:
+    """What bounds the share r of a micro-batch's activations that goes to host memory (ByteScale section 5.2, Eq. 3).
+
+    Two layers stay on the device, the one at work and the one on its way, of the others the share ``1 - r``; so of n
+    tokens as many activations stay as of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper prints
+    ``1 >= r >= min(1, ...)``; what is meant is 0 <= r <= 1, no more of a layer than is copied while one layer computes,
+    and, which the paper leaves out, no more than the host holds.
+
+    Attributes:
+        num_layers: l, the layers of a rank.
+        layer_bytes_per_token: activations that one token keeps in one layer.
+        bytes_per_second: between device and host, the slower direction.
+        host_bytes: host memory for one micro-batch of one rank.
+    """
+
+    num_layers: int
+    layer_bytes_per_token: float
+    bytes_per_second: float
+    host_bytes: float
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or min(self.layer_bytes_per_token, self.bytes_per_second) <= 0 or self.host_bytes < 0:
+            raise ValueError(f"offload limits need layers, bytes and bytes per second above 0: {self}")
+
+    def hidden_shares(self, lengths: Floats, forward: CostModel) -> Floats:
+        """The largest share of each sequence whose copy hides behind computing (Eq. 3, T(s) >= r Act(s) / B): [n].
+
+        Both sides shrink alike with the width of the ring, so it depends on the length only.
+
+        Args:
+            lengths: tokens: [n].
+            forward: of the rank's ``num_layers`` layers.
+        """
+        layer_seconds = (forward.a * lengths + forward.b) * lengths / self.num_layers
+        return np.minimum(1.0, layer_seconds * self.bytes_per_second / (self.layer_bytes_per_token * lengths))
+
+    def most_tokens(self, lengths: Floats, tokens_per_rank: int, forward: CostModel) -> Floats:
+        """The most tokens of each sequence that one rank can hold with offloading: [n], at least ``tokens_per_rank``.
+
+        Eq. 3's D(s) is the length over this. The activations of ``n - C`` tokens in all layers must be elsewhere, so
+        the host allows ``C + host_bytes / (l Act(1))``.
+        """
+        if self.num_layers <= 2:
+            return np.full(len(lengths), float(tokens_per_rank))
+        kept = 1.0 - self.hidden_shares(lengths, forward) * (self.num_layers - 2) / self.num_layers
+        on_host = self.host_bytes / (self.num_layers * self.layer_bytes_per_token)
+        return np.minimum(tokens_per_rank / kept, tokens_per_rank + on_host)
+
+    def least_shares(self, num_tokens: Floats, tokens_per_rank: int) -> Floats:
+        """The smallest share with which micro-batches of so many tokens fit: [n], 0 for at most ``tokens_per_rank``."""
+        if self.num_layers <= 2:
+            return np.zeros(len(num_tokens))
+        kept = tokens_per_rank / np.maximum(num_tokens, 1.0)
+        return np.clip((1.0 - kept) * self.num_layers / (self.num_layers - 2), 0.0, 1.0)
+
+    def least_capacity(self, length: int, num_tokens: int, forward: CostModel) -> float:
+        """The smallest C with which ``num_tokens`` tokens of a sequence fit on one rank."""
+        if self.num_layers <= 2:
+            return float(num_tokens)
+        share = float(self.hidden_shares(np.array([float(length)]), forward)[0])
+        on_host = self.host_bytes / (self.num_layers * self.layer_bytes_per_token)
+        return max(num_tokens * (1.0 - share * (self.num_layers - 2) / self.num_layers), num_tokens - on_host)
+
+
+def flops_stage_cost(shape: ModelShape, num_stages: int) -> StageCost:
+    """FLOPs of the largest pipeline stage: its share of the layers, and the output layer."""
+    share = replace(
+        shape,
+        num_layers=-(-shape.num_layers // num_stages),
+        num_expert_layers=-(-shape.num_expert_layers // num_stages),
+    )
+    both = flops_cost(share)
+    forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
+    return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.plan.cost import CostModel, OffloadLimits
 from bytescale_ext.plan.packing import pack_best_fit
+from bytescale_ext.plan.placed import PlacedRanks
 from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
 
+Ints = npt.NDArray[np.int64]
 
-def plan_naive(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, tokens_multiple: int = 1) -> StepPlan:
+
+def plan_naive(
+    lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, tokens_multiple: int = 1, aligned: bool = False
+) -> StepPlan:
     """Assign every sequence of a step to HDP ranks (ByteScale Algorithm 1, "naive HDP", without offloading).
 
     A sequence of s > C tokens gets ``D = ceil(s / C)`` contiguous ranks and is a micro-batch of its own on each
@@ -30,31 +37,41 @@ def plan_naive(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, tok
         tokens_per_rank: C, the most tokens of a micro-batch.
         tokens_multiple: every micro-batch is padded at its end to a multiple of this (the tensor-parallel size
             under sequence parallelism).
+        aligned: aligned slots. A ring takes the first slot that is free on all its ranks, then the packs fill the
+            holes of their rank before they follow at its end.
 
     Raises:
         ValueError: a count is not positive, C is no multiple of ``tokens_multiple``, a sequence is empty, or a
             sequence does not fit on ``num_ranks * C`` tokens (the message gives the smallest C that fits).
     """
-    sizes = _checked_lengths(lengths, num_ranks, tokens_per_rank, tokens_multiple)
-    order = sorted(range(len(sizes)), key=lambda seq: (-sizes[seq], seq))
-    num_long = sum(size > tokens_per_rank for size in sizes)
-    if num_long and sizes[order[0]] > num_ranks * tokens_per_rank:
-        raise ValueError(
-            f"sequence {order[0]} has {sizes[order[0]]} tokens, more than {num_ranks} ranks of {tokens_per_rank} "
-            f"tokens hold; raise the tokens per rank to at least "
-            f"{_fitting(sizes[order[0]], num_ranks, tokens_multiple)}, or cut sequences with a smaller sequence length"
-        )
-    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    sizes = checked_lengths(lengths, num_ranks, tokens_per_rank, tokens_multiple)
+    widths = least_widths(sizes, num_ranks, tokens_per_rank, tokens_multiple)
+    placed = place_naive(sizes, widths, num_ranks, tokens_per_rank, aligned)
+    return StepPlan(num_ranks, tokens_per_rank, tuple(sizes.tolist()), placed, aligned)
+
+
+def place_naive(sizes: Ints, widths: Ints, num_ranks: int, tokens_per_rank: int, aligned: bool) -> PlacedRanks:
+    """``plan_naive`` of known widths: [n] each. Sequences longer than C are never packed, whatever their width."""
+    in_order = np.argsort(-sizes, kind="stable")
+    num_long = int((sizes > tokens_per_rank).sum())
     loads = np.zeros(num_ranks, dtype=np.int64)
-    for seq in order[:num_long]:
-        width = -(-sizes[seq] // tokens_per_rank)
-        start = _least_loaded_window(loads, width)
-        for rank, shard in _ring_shards(seq, sizes[seq], start, width):
-            ranks[rank].append(MicroBatch((shard,)))
-            loads[rank] += shard.num_tokens
-    packs = pack_best_fit(sizes, order[num_long:], tokens_per_rank)
-    _place_packs(packs, sizes, ranks, loads)
-    return StepPlan(num_ranks, tokens_per_rank, sizes, tuple(tuple(rank) for rank in ranks))
+    items: list[Sequence[int]] = [(seq,) for seq in in_order[:num_long].tolist()]
+    places: list[int] = []
+    for (seq,) in items:
+        length, width = int(sizes[seq]), int(widths[seq])
+        first = least_loaded_window(loads, width)
+        loads[first : first + width] += length // width + (np.arange(width) < length % width)
+        places.append(first)
+    packs = pack_best_fit(sizes.tolist(), in_order[num_long:].tolist(), tokens_per_rank)
+    for pack, rank in _dealt(packs, sizes, loads):
+        items.append(pack)
+        places.append(rank)
+    item_widths = widths[[item[0] for item in items]] if items else widths
+    slots = aligned_slots(np.array(places, dtype=np.int64), item_widths, num_ranks) if aligned else range(len(items))
+    firsts, orders = np.zeros_like(widths), np.zeros_like(widths)
+    for item, first, slot in zip(items, places, slots, strict=True):
+        firsts[list(item)], orders[list(item)] = first, slot
+    return PlacedRanks(num_ranks, sizes, firsts, widths, orders, aligned)
 
 
 def plan_static_cp(
@@ -71,7 +88,7 @@ def plan_static_cp(
         ValueError: as ``plan_naive``; also when ``width`` does not divide ``num_ranks``, or a document is longer
             than ``width * C``.
     """
-    sizes = _checked_lengths(lengths, num_ranks, tokens_per_rank, tokens_multiple)
+    sizes = checked_lengths(lengths, num_ranks, tokens_per_rank, tokens_multiple).tolist()
     if width < 1 or num_ranks % width:
         raise ValueError(f"static width {width} does not divide {num_ranks} ranks; choose a divisor of {num_ranks}")
     for seq, size in enumerate(sizes):
@@ -92,13 +109,11 @@ def plan_static_cp(
         for offset, rank_shards in enumerate(shards):
             if rank_shards:
                 ranks[first + offset].append(MicroBatch(tuple(rank_shards)))
-    return StepPlan(num_ranks, tokens_per_rank, sizes, tuple(tuple(rank) for rank in ranks))
+    return StepPlan(num_ranks, tokens_per_rank, tuple(sizes), tuple(tuple(rank) for rank in ranks))
 
 
-def _checked_lengths(
-    lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, tokens_multiple: int
-) -> tuple[int, ...]:
-    """The lengths as plain integers, once all arguments are known to be sound; raises ValueError otherwise."""
+def checked_lengths(lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, tokens_multiple: int) -> Ints:
+    """The lengths as an array, once all arguments are known to be sound; raises ValueError otherwise."""
     for name, value in (
         ("number of ranks", num_ranks),
         ("tokens per rank", tokens_per_rank),
@@ -111,11 +126,47 @@ def _checked_lengths(
             f"tokens per rank {tokens_per_rank} is no multiple of {tokens_multiple}, to which micro-batches are "
             f"padded; use {tokens_per_rank + -tokens_per_rank % tokens_multiple}"
         )
-    sizes = tuple(int(length) for length in lengths)
-    if sizes and min(sizes) < 1:
-        seq = next(seq for seq, size in enumerate(sizes) if size < 1)
+    sizes = np.array(lengths, dtype=np.int64)
+    if (sizes < 1).any():
+        seq = int((sizes < 1).argmax())
         raise ValueError(f"sequence {seq} has {sizes[seq]} tokens; drop it, a sequence needs at least 1")
     return sizes
+
+
+def least_widths(
+    sizes: Ints,
+    num_ranks: int,
+    tokens_per_rank: int,
+    tokens_multiple: int = 1,
+    limits: OffloadLimits | None = None,
+    forward: CostModel | None = None,
+) -> Ints:
+    """The fewest ranks that hold each sequence, ``ceil(s / C)`` or, with offloading, ByteScale's Eq. 3: [n].
+
+    Raises:
+        ValueError: no width holds a sequence; names the smallest C that does.
+    """
+    most = np.full(len(sizes), tokens_per_rank, dtype=np.int64)
+    if limits is not None and forward is not None:
+        held = limits.most_tokens(sizes.astype(np.float64), tokens_per_rank, forward)
+        most = np.floor(np.minimum(held, np.maximum(sizes + tokens_multiple, tokens_per_rank))).astype(np.int64)
+        most -= most % tokens_multiple
+    widths = -(-sizes // most)
+    if (widths <= num_ranks).all():
+        return widths
+    seq = int((widths - num_ranks).argmax())
+    share = _fitting(int(sizes[seq]), num_ranks, tokens_multiple)
+    text = (
+        f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold; raise the tokens per rank to at least {share}"
+    )
+    if limits is not None and forward is not None:
+        with_offload = math.ceil(limits.least_capacity(int(sizes[seq]), share, forward))
+        with_offload += -with_offload % tokens_multiple
+        text = (
+            f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold, {most[seq]} with offloading; raise the "
+            f"tokens per rank to at least {with_offload} ({share} without offloading)"
+        )
+    raise ValueError(f"sequence {seq} has {sizes[seq]} tokens, {text}, or cut sequences with a smaller sequence length")
 
 
 def _fitting(length: int, num_ranks: int, tokens_multiple: int) -> int:
@@ -130,7 +181,26 @@ def _ring_shards(seq: int, length: int, first_rank: int, width: int) -> list[tup
     return [(rank, Shard(seq, zigzag_ranges(length, width, index), ring)) for index, rank in enumerate(ring)]
 
 
-def _least_loaded_window(loads: npt.NDArray[np.int64], width: int) -> int:
+def aligned_slots(firsts: Ints, widths: Ints, num_ranks: int) -> Ints:
+    """Slots of micro-batches that were placed one after another on ``width`` ranks from ``first`` on: [n].
+
+    A ring takes the slot after the latest of its ranks, a micro-batch of one rank the first that is free there.
+    """
+    ends = np.zeros(num_ranks, dtype=np.int64)
+    free: list[list[int]] = [[] for _ in range(num_ranks)]  # slots before the end, ascending
+    slots = np.zeros(len(firsts), dtype=np.int64)
+    for number, (first, width) in enumerate(zip(firsts.tolist(), widths.tolist(), strict=True)):
+        if width == 1 and free[first]:
+            slots[number] = heapq.heappop(free[first])
+            continue
+        slots[number] = slot = int(ends[first : first + width].max())
+        for rank in range(first, first + width):
+            free[rank].extend(range(int(ends[rank]), slot))
+        ends[first : first + width] = slot + 1
+    return slots
+
+
+def least_loaded_window(loads: Ints | npt.NDArray[np.float64], width: int) -> int:
     """First rank of the window of ``width`` ranks with the smallest (maximum load, total load, first rank)."""
     highest, covered = loads, 1
     while covered < width:  # maximum over windows of `covered` ranks, doubled until it reaches the width
@@ -138,23 +208,19 @@ def _least_loaded_window(loads: npt.NDArray[np.int64], width: int) -> int:
         highest = np.maximum(highest[:-step], highest[step:])
         covered += step
     candidates = np.flatnonzero(highest == highest.min())
-    sums = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(loads)))
+    sums = np.concatenate((np.zeros(1, dtype=loads.dtype), np.cumsum(loads)))
     totals = sums[candidates + width] - sums[candidates]
     return int(candidates[np.argmin(totals)])
 
 
-def _place_packs(
-    packs: Sequence[Sequence[int]],
-    sizes: Sequence[int],
-    ranks: list[list[MicroBatch]],
-    loads: npt.NDArray[np.int64],
-) -> None:
-    """Append each pack, most tokens first, to the rank with the fewest tokens so far (tie: lowest rank)."""
-    tokens = [sum(sizes[seq] for seq in pack) for pack in packs]
+def _dealt(packs: Sequence[Sequence[int]], sizes: Ints, loads: Ints) -> list[tuple[Sequence[int], int]]:
+    """(pack, rank) of each pack, most tokens first, on the rank with the fewest tokens so far (tie: lowest rank)."""
+    tokens = [int(sizes[list(pack)].sum()) for pack in packs]
     heap = [(int(load), rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
+    dealt = []
     for number in sorted(range(len(packs)), key=lambda number: (-tokens[number], number)):
         load, rank = heap[0]
-        ring = (rank,)
-        ranks[rank].append(MicroBatch(tuple(Shard(seq, ((0, sizes[seq]),), ring) for seq in packs[number])))
+        dealt.append((packs[number], rank))
         heapq.heapreplace(heap, (load + tokens[number], rank))
+    return dealt

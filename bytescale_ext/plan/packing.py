@@ -1,9 +1,15 @@
-"""Best-fit-decreasing packing of short sequences into packs (ByteScale section 5, Algorithm 1, line "pack")."""
+"""Packing of short sequences: best fit into packs (ByteScale section 5, Algorithm 1, line "pack"), or by work."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 _WORD_BITS = 1024
 
@@ -93,3 +99,91 @@ def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int)
             residuals.add(residual)
         heapq.heappush(heap, pack)
     return tuple(tuple(pack) for pack in packs)
+
+
+def deal_by_work(work: Floats, loads: Floats) -> Ints:
+    """The bin of each item: in the given order, each to the bin with the least load so far (tie: lowest index).
+
+    With the most work first this is the longest-processing-time rule (Graham 1969), which ends within one item of
+    level bins.
+
+    Args:
+        work: of each item: [n].
+        loads: what the bins hold already: [bins].
+    """
+    heap = [(load, index) for index, load in enumerate(loads.tolist())]
+    heapq.heapify(heap)
+    bins = []
+    for amount in work.tolist():
+        load, index = heap[0]
+        bins.append(index)
+        heapq.heapreplace(heap, (load + amount, index))
+    return np.array(bins, dtype=np.int64)
+
+
+def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
+    """The pack of each item among those of its owner, from 0 on: best fit in the given order, for all owners at once.
+
+    Args:
+        tokens: of each item, at most ``capacity``: [n].
+        owners: whose item it is, from 0 on: [n].
+        capacity: the most tokens of a pack.
+    """
+    packs = np.zeros(len(tokens), dtype=np.int64)
+    if not len(tokens):
+        return packs
+    in_order = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners)
+    begins = np.cumsum(counts) - counts
+    by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    room = np.full((len(counts), 1), capacity, dtype=np.int64)
+    for turn in range(int(counts.max())):
+        active = int(np.searchsorted(-counts[by_count], -turn))
+        items = in_order[begins[by_count[:active]] + turn]
+        size = tokens[items]
+        left = room[:active] - size[:, None]
+        tightest = np.where(left < 0, capacity, left).argmin(axis=1)
+        fits = left[np.arange(active), tightest] >= 0
+        if not fits.all():  # a new pack for those: an unused one, and a column more where all are used
+            room = np.concatenate((room[:active], np.full((active, 1), capacity, dtype=np.int64)), axis=1)
+            unused = (room == capacity).argmax(axis=1)
+            tightest = np.where(fits, tightest, unused)
+            if (room[:, -1] == capacity).all() and not (tightest == room.shape[1] - 1).any():
+                room = room[:, :-1]
+        packs[items] = tightest
+        room[np.arange(active), tightest] -= size
+    return packs
+
+
+def fill_slots(tokens: Ints, work: Floats, owners: Ints, room: Ints, wishes: Floats) -> Ints:
+    """The slot of each item among those of its owner: each to the slot that misses most work and has room for it.
+
+    Args:
+        tokens: of each item: [n].
+        work: of each item: [n], those with most work first.
+        owners: whose item it is: [n].
+        room: tokens that each slot still holds: [owners, slots].
+        wishes: work that each slot should get; filled in the order of what is left of it: [owners, slots].
+
+    Returns:
+        The slot of each item, -1 for one that has room nowhere: [n].
+    """
+    slots = np.full(len(tokens), -1, dtype=np.int64)
+    if not len(tokens):
+        return slots
+    in_order = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners, minlength=len(room))
+    begins = np.cumsum(counts) - counts
+    by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    room, wishes = room[by_count], wishes[by_count]
+    for turn in range(int(counts.max())):
+        active = np.arange(int(np.searchsorted(-counts[by_count], -turn)))
+        items = in_order[begins[by_count[active]] + turn]
+        open_wishes = np.where(room[active] >= tokens[items, None], wishes[active], -np.inf)
+        chosen = open_wishes.argmax(axis=1)
+        fits = open_wishes[active, chosen] > -np.inf
+        active, items, chosen = active[fits], items[fits], chosen[fits]
+        slots[items] = chosen
+        room[active, chosen] -= tokens[items]
+        wishes[active, chosen] -= work[items]
+    return slots

@@ -1,22 +1,41 @@
-"""An event-driven replay of a step plan under a cost model: when each micro-batch would run."""
+"""An event-driven replay of a step plan under a cost model: when each micro-batch would run on each stage.
+
+Micro-batches that share a ring, directly or through others, are a class. The ring's exchange couples them layer by
+layer, so a class starts when all its members are ready and takes the time of its slowest member on all of them. With
+pipelines this holds on every stage, forward and backward apart, and a stage runs its actions strictly in the order of
+``bytescale_ext.plan.schedule``: while it waits for a ring it does nothing else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
-from bytescale_ext.plan.check import ring_classes
-from bytescale_ext.plan.cost import CostModel
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost import CostModel, StageCost
+from bytescale_ext.plan.schedule import stage_actions
 from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.plan.shard_table import ShardTable
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+FORWARD: Final = 0
+BACKWARD: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """When each micro-batch runs, in the unit of the cost model (seconds below).
+    """When each micro-batch runs without pipelines, in the unit of the cost model (seconds below).
 
     Attributes:
         starts: starts[rank][micro_batch].
-        stops: stops[rank][micro_batch].
-        rank_seconds: busy time of each rank, without waiting.
+        stops: stops[rank][micro_batch]; equal for all members of a class.
+        rank_seconds: busy time of each rank by its own costs, without waiting.
         finish_seconds: when each rank ends its last micro-batch (0 when it has none).
     """
 
@@ -34,6 +53,46 @@ class Replay:
         """Makespan over mean busy time: 1 when no rank ever waits, 1 too when there is no work."""
         busy = sum(self.rank_seconds)
         return self.makespan * len(self.rank_seconds) / busy if busy else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class StageReplay:
+    """When each micro-batch runs on each stage, in seconds. V = stages x model chunks; virtual stage v = chunk x p + s.
+
+    Attributes:
+        num_stages: p.
+        counts: micro-batches of each rank (pipeline): [num_ranks]; micro-batches are numbered rank by rank.
+        starts, stops: [micro-batches, 2, V]; second axis FORWARD, BACKWARD.
+        own_seconds: what the micro-batch itself costs, at most stop - start: [micro-batches, 2, V].
+        exposed_seconds: the part of it that is ring exchange which attention does not hide: [micro-batches, 2, V].
+        peak_tokens: the most tokens whose activations one stage of a rank holds at a time: [num_ranks].
+    """
+
+    num_stages: int
+    counts: Ints
+    starts: Floats
+    stops: Floats
+    own_seconds: Floats
+    exposed_seconds: Floats
+    peak_tokens: Ints
+
+    @cached_property
+    def makespan(self) -> float:
+        return float(self.stops.max(initial=0.0))
+
+    @property
+    def _all_seconds(self) -> float:
+        return self.makespan * len(self.counts) * self.num_stages
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all device time in which nothing is computed or received: pipeline bubble and waiting for rings."""
+        return 1.0 - float(self.own_seconds.sum()) / self._all_seconds if self._all_seconds else 0.0
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of all device time in which a ring's exchange is waited for that attention does not hide."""
+        return float(self.exposed_seconds.sum()) / self._all_seconds if self._all_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,56 +117,188 @@ class PlanSummary:
 
 
 def replay(plan: StepPlan, cost: CostModel) -> Replay:
-    """Run the plan: each rank takes its micro-batches in order, one that shares a ring starts when all members can.
-
-    Members of a ring start together and each stops after its own cost. No communication is modelled but the
-    ring exchange that the cost model contains.
+    """Run the plan without pipelines: each rank takes its micro-batches in order.
 
     Raises:
         ValueError: the ranks wait for each other for ever (``check_step_plan`` names the cycle).
     """
-    classes = ring_classes(plan)
-    members: dict[int, list[tuple[int, int]]] = {}
-    for rank, row in enumerate(classes):
-        for index, number in enumerate(row):
-            members.setdefault(number, []).append((rank, index))
-    missing = {number: len(rows) for number, rows in members.items()}
-    costs = [[cost.micro_batch_cost(micro_batch, plan.lengths) for micro_batch in rank] for rank in plan.ranks]
-    starts: list[list[float]] = [[] for _ in plan.ranks]
-    stops: list[list[float]] = [[] for _ in plan.ranks]
-    arrived = [row[0] for row in classes if row]
-    while arrived:
-        number = arrived.pop()
-        missing[number] -= 1
-        if missing[number]:
-            continue
-        start = max(stops[rank][-1] if stops[rank] else 0.0 for rank, _ in members[number])
-        for rank, index in members[number]:
-            starts[rank].append(start)
-            stops[rank].append(start + costs[rank][index])
-            arrived.extend(classes[rank][index + 1 : index + 2])
-    if any(missing.values()):
+    table = ShardTable.of(plan)
+    costs = table.row_costs(cost)
+    classes = table.row_classes
+    seconds = np.zeros(int(classes.max(initial=-1)) + 1)
+    np.maximum.at(seconds, classes, costs)
+    same_rank = table.row_ranks[1:] == table.row_ranks[:-1]
+    nodes = _Nodes(seconds, classes[:-1][same_rank], classes[1:][same_rank], np.zeros(int(same_rank.sum())))
+    starts, left = nodes.run()
+    if left.any():
         raise ValueError("the plan deadlocks: its ranks have no common order of their rings; check_step_plan names it")
+    row_starts, row_stops = starts[classes], (starts + seconds)[classes]
+    finish = np.zeros(table.num_ranks)
+    np.maximum.at(finish, table.row_ranks, row_stops)
     return Replay(
-        starts=tuple(tuple(row) for row in starts),
-        stops=tuple(tuple(row) for row in stops),
-        rank_seconds=tuple(sum(row) for row in costs),
-        finish_seconds=tuple(row[-1] if row else 0.0 for row in stops),
+        starts=_by_rank(row_starts, table.counts),
+        stops=_by_rank(row_stops, table.counts),
+        rank_seconds=tuple(np.bincount(table.row_ranks, weights=costs, minlength=table.num_ranks).tolist()),
+        finish_seconds=tuple(finish.tolist()),
     )
+
+
+def replay_stages(
+    plan: StepPlan | ShardTable,
+    stages: Sequence[StageCost],
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    p2p_seconds: float = 0.0,
+) -> StageReplay:
+    """Run the plan with pipelines: 1F1B, or Megatron's interleaved order with model chunks.
+
+    A forward needs that of the virtual stage before, a backward that of the one after; without pipelines (one stage)
+    each forward is followed by its backward.
+
+    Args:
+        plan: ranks are pipelines.
+        stages: cost of each virtual stage: V = p x num_chunks of them, chunk by chunk.
+        num_chunks: model chunks of each stage.
+        group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
+        p2p_seconds: time of a message between virtual stages on different devices.
+
+    Raises:
+        ValueError: the stages wait for each other for ever; or the number of stages is no multiple of the chunks.
+    """
+    table = plan if isinstance(plan, ShardTable) else ShardTable.of(plan)
+    num_virtual = len(stages)
+    if num_virtual < 1 or num_virtual % num_chunks:
+        raise ValueError(f"{num_virtual} stage costs are no multiple of {num_chunks} model chunks")
+    num_stages = num_virtual // num_chunks
+    own, exposed = _stage_costs(table, stages)
+    classes = table.row_classes
+    seconds = np.zeros((int(classes.max(initial=-1)) + 1, 2, num_virtual))
+    np.maximum.at(seconds, classes, own)
+    lanes, peaks = _lanes(table, num_stages, num_chunks, group_size)
+    before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
+    fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
+    nodes = _Nodes(
+        seconds.ravel(),
+        np.concatenate((before, fed_before)),
+        np.concatenate((after, fed_after)),
+        np.concatenate((np.zeros(len(before)), messages)),
+    )
+    starts, left = nodes.run()
+    if left.any():
+        raise ValueError(_deadlock_text(table, left, num_stages, num_virtual))
+    shaped = starts.reshape(seconds.shape)
+    return StageReplay(num_stages, table.counts, shaped[classes], (shaped + seconds)[classes], own, exposed, peaks)
 
 
 def summarize(plan: StepPlan, cost: CostModel, tokens_multiple: int = 1) -> PlanSummary:
     """Figures of a plan; micro-batches are padded at their end to a multiple of ``tokens_multiple``."""
-    counts = [[micro_batch.num_tokens for micro_batch in rank] for rank in plan.ranks]
-    padded = sum(-(-count // tokens_multiple) * tokens_multiple for rank in counts for count in rank)
-    num_micro_batches = sum(len(rank) for rank in counts)
-    num_tokens = sum(sum(rank) for rank in counts)
+    table = ShardTable.of(plan)
+    num_tokens = int(table.row_tokens.sum())
+    padded = int((-(-table.row_tokens // tokens_multiple) * tokens_multiple).sum())
+    per_rank = np.bincount(table.row_ranks, weights=table.row_tokens, minlength=table.num_ranks)
     result = replay(plan, cost)
     return PlanSummary(
-        micro_batches_per_rank=tuple(len(rank) for rank in counts),
-        tokens_per_rank=tuple(sum(rank) for rank in counts),
+        micro_batches_per_rank=tuple(table.counts.tolist()),
+        tokens_per_rank=tuple(per_rank.astype(np.int64).tolist()),
         padding_share=(padded - num_tokens) / padded if padded else 0.0,
-        fill_share=num_tokens / (num_micro_batches * plan.tokens_per_rank) if num_micro_batches else 0.0,
+        fill_share=num_tokens / (table.num_rows * plan.tokens_per_rank) if table.num_rows else 0.0,
         makespan=result.makespan,
         imbalance=result.imbalance,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Nodes:
+    """Work that takes ``seconds[node]`` and begins ``delays[edge]`` after the stop of what is before it.
+
+    ``befores[edge]`` must stop before ``afters[edge]`` may start; edges may repeat.
+    """
+
+    seconds: Floats
+    befores: Ints
+    afters: Ints
+    delays: Floats
+
+    def run(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """Earliest starts, and which nodes can never start: [nodes] both. All that is ready is taken at once."""
+        num_nodes = len(self.seconds)
+        in_order = np.argsort(self.befores, kind="stable")
+        afters, delays = self.afters[in_order], self.delays[in_order]
+        sizes = np.bincount(self.befores, minlength=num_nodes)
+        firsts = np.cumsum(sizes) - sizes
+        missing = np.bincount(self.afters, minlength=num_nodes)
+        starts = np.zeros(num_nodes)
+        left = np.ones(num_nodes, dtype=np.bool_)
+        ready = np.flatnonzero(missing == 0)
+        while len(ready):
+            left[ready] = False
+            counts = sizes[ready]
+            edges = np.repeat(firsts[ready] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+            reached = afters[edges]
+            arrivals = np.repeat(starts[ready] + self.seconds[ready], counts) + delays[edges]
+            np.maximum.at(starts, reached, arrivals)
+            np.subtract.at(missing, reached, 1)
+            ready = np.unique(reached[missing[reached] == 0])
+        return starts, left
+
+
+def _stage_costs(table: ShardTable, stages: Sequence[StageCost]) -> tuple[Floats, Floats]:
+    """Own and exposed seconds of each micro-batch in each direction on each virtual stage: [rows, 2, V] both."""
+    own = np.zeros((table.num_rows, 2, len(stages)))
+    exposed = np.zeros_like(own)
+    for cost in set(stages):
+        same = [number for number, stage in enumerate(stages) if stage == cost]
+        for direction, one in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
+            own[:, direction, same] = table.row_costs(one)[:, None]
+            exposed[:, direction, same] = table.row_exposed(one)[:, None]
+    return own, exposed
+
+
+def _lanes(
+    table: ShardTable, num_stages: int, num_chunks: int, group_size: int | None
+) -> tuple[list[tuple[Ints, Ints]], Ints]:
+    """Edges between each action of a stage and the next one, and the peak tokens of each rank.
+
+    Nodes are numbered (class, direction, virtual stage). Ranks with equal counts have equal orders.
+    """
+    num_virtual = num_stages * num_chunks
+    edges: list[tuple[Ints, Ints]] = []
+    peaks = np.zeros(table.num_ranks, dtype=np.int64)
+    for count in np.unique(table.counts[table.counts > 0]).tolist():
+        ranks = np.flatnonzero(table.counts == count)
+        for stage in range(num_stages):
+            actions = stage_actions(count, stage, num_stages, num_chunks, group_size)
+            direction = np.array([FORWARD if action.kind == "F" else BACKWARD for action in actions])
+            virtual = np.array([action.chunk * num_stages + stage for action in actions])
+            rows = table.offsets[ranks][:, None] + np.array([action.micro_batch for action in actions])
+            nodes = (table.row_classes[rows] * 2 + direction) * num_virtual + virtual
+            edges.append((nodes[:, :-1].ravel(), nodes[:, 1:].ravel()))
+            held = np.cumsum(table.row_tokens[rows] * np.where(direction == FORWARD, 1, -1), axis=1)
+            peaks[ranks] = np.maximum(peaks[ranks], held.max(axis=1) // num_chunks)
+    return edges, peaks
+
+
+def _data_edges(num_classes: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:
+    """(befores, afters, delays): forwards down the virtual stages, the turn at the last one, backwards up."""
+    path = np.append(np.arange(num_virtual), num_virtual + np.arange(num_virtual)[::-1])
+    nodes = np.arange(num_classes)[:, None] * (2 * num_virtual) + path
+    delays = np.full((num_classes, 2 * num_virtual - 1), p2p_seconds)
+    delays[:, num_virtual - 1] = 0.0  # the turn is on one device
+    return nodes[:, :-1].ravel(), nodes[:, 1:].ravel(), delays.ravel()
+
+
+def _deadlock_text(table: ShardTable, left: npt.NDArray[np.bool_], num_stages: int, num_virtual: int) -> str:
+    stuck = left.reshape(-1, 2, num_virtual)[table.row_classes]
+    row, direction, virtual = (int(part[0]) for part in np.nonzero(stuck))
+    rank = int(table.row_ranks[row])
+    what = f"the {'backward' if direction else 'forward'} of micro-batch {row - int(table.offsets[rank])}"
+    return (
+        f"the plan deadlocks: {int(left.sum())} of {left.size} actions never start, the first is {what} of rank {rank} "
+        f"on stage {virtual % num_stages}; a ring needs the same micro-batch index on all its ranks (aligned slots)"
+    )
+
+
+def _by_rank(values: Floats, counts: Ints) -> tuple[tuple[float, ...], ...]:
+    stops = np.cumsum(counts).tolist()
+    listed = values.tolist()
+    return tuple(tuple(listed[stop - count : stop]) for stop, count in zip(stops, counts.tolist(), strict=True))

@@ -16,10 +16,11 @@ every rank holds the same share of the causal triangle (ByteScale section 7, Fig
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from bytescale_ext.plan.table import table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,15 @@ class MicroBatch:
     """What one forward pass of one rank consumes: shards laid end to end.
 
     Shards of rings come first, in the order of their ``seq``, then local sequences.
+
+    Attributes:
+        shards: what it holds; empty only in a plan of aligned slots, where it is a micro-batch of padding.
+        offload: share of its activations that is kept in host memory until the backward pass, 0 to 1 (ByteScale
+            section 5.2, the offload ratio of a micro-batch).
     """
 
     shards: tuple[Shard, ...]
+    offload: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -64,35 +71,24 @@ class StepPlan:
         tokens_per_rank: C, the most tokens a micro-batch may hold.
         lengths: tokens of each sequence of the step, in sample order.
         ranks: for each rank, its micro-batches in running order (may be empty, lengths may differ).
+        aligned: the micro-batches of a sequence have the same index on every rank of its ring, as pipelines and
+            expert parallelism need it; a rank that has nothing for an index has an empty micro-batch there.
     """
 
     num_ranks: int
     tokens_per_rank: int
     lengths: tuple[int, ...]
-    ranks: tuple[tuple[MicroBatch, ...], ...]
+    ranks: Sequence[tuple[MicroBatch, ...]]
+    aligned: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain lists and dicts (the format of ``bytescale plan --json``)."""
+        """The plan as plain lists and dicts (the format of ``bytescale plan --json``); defaults are left out."""
         return {
             "num_ranks": self.num_ranks,
             "tokens_per_rank": self.tokens_per_rank,
             "lengths": list(self.lengths),
-            "ranks": [
-                [
-                    {
-                        "shards": [
-                            {
-                                "seq": shard.seq,
-                                "ranges": [list(pair) for pair in shard.ranges],
-                                "ring": list(shard.ring),
-                            }
-                            for shard in micro_batch.shards
-                        ]
-                    }
-                    for micro_batch in rank
-                ]
-                for rank in self.ranks
-            ],
+            "ranks": [[_micro_batch_json(micro_batch) for micro_batch in rank] for rank in self.ranks],
+            **({"aligned": True} if self.aligned else {}),
         }
 
     @classmethod
@@ -112,18 +108,27 @@ class StepPlan:
                                 ring=tuple(int(rank) for rank in shard["ring"]),
                             )
                             for shard in micro_batch["shards"]
-                        )
+                        ),
+                        float(micro_batch.get("offload", 0.0)),
                     )
                     for micro_batch in rank
                 )
                 for rank in value["ranks"]
             ),
+            aligned=bool(value.get("aligned", False)),
         )
 
     def digest(self) -> str:
-        """sha256 (first 16 hex digits) of the canonical JSON: equal plans, equal digests, on every machine."""
-        text = json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """sha256 (first 16 hex digits) of the plan's table: equal plans, equal digests, on every machine."""
+        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, self.aligned)
+
+
+def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    shards = [
+        {"seq": shard.seq, "ranges": [list(pair) for pair in shard.ranges], "ring": list(shard.ring)}
+        for shard in micro_batch.shards
+    ]
+    return {"shards": shards, **({"offload": micro_batch.offload} if micro_batch.offload else {})}
 
 
 def zigzag_ranges(length: int, width: int, index: int) -> tuple[tuple[int, int], ...]:

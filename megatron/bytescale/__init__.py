@@ -10,6 +10,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceRuntime
     from megatron.bytescale.registry import Installation
     from megatron.bytescale.runtime import HdpRuntime
 
@@ -26,8 +27,8 @@ def check_megatron_version() -> None:
         raise ValueError(f"megatron-core is {found}; install megatron-core=={MEGATRON_VERSION}")
 
 
-def install(runtime: HdpRuntime | None) -> Installation:
-    """Check and apply every patch row for this process; without a runtime only what any run needs (``ALWAYS``).
+def install(runtime: HdpRuntime | SliceRuntime | None, feature: str = "--hybrid-data-parallel") -> Installation:
+    """Check and apply the patch rows of a feature and those that any run needs; without a runtime the second alone.
 
     Raises ValueError, before anything is replaced, if Megatron is not the one expected.
     """
@@ -35,7 +36,8 @@ def install(runtime: HdpRuntime | None) -> Installation:
     from megatron.bytescale.registry import Installation
 
     installation = Installation()
-    installation.install([patch for patch in PATCHES if runtime or patch.feature == ALWAYS], runtime)
+    features = {ALWAYS, feature} if runtime else {ALWAYS}
+    installation.install([patch for patch in PATCHES if patch.feature in features], runtime)
     return installation
 
 

@@ -173,6 +173,38 @@ def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _gathers_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo's ``all_gather`` takes equal shapes only; ranks that share experts have different numbers of tokens."""
+
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({part.shape for part in tensor_list}) == 1:
+            return original(tensor_list, tensor, group, async_op)
+        assert not async_op, f"{async_op=}"
+        tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
+        for rank, part in enumerate(tensor_list):
+            torch.distributed.broadcast(part, group=group, group_src=rank)
+
+    return all_gather
+
+
+def _scatters_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for ``reduce_scatter``."""
+
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = torch.distributed.ReduceOp.SUM,
+                       group: Any = None, async_op: bool = False) -> Any:  # fmt: skip
+        if len({part.shape for part in input_list}) == 1:
+            return original(output, input_list, op, group, async_op)
+        assert not async_op, f"{async_op=}"
+        parts = [part.clone() for part in input_list]
+        for rank, part in enumerate(parts):
+            torch.distributed.reduce(part, group=group, group_dst=rank, op=op)
+        output.copy_(parts[torch.distributed.get_rank(group)])
+
+    return reduce_scatter
+
+
 def _torch_rows() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, replacement) of every torch call that is stood in for."""
     cuda = torch.cuda
@@ -214,6 +246,8 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "type", _cuda_type_name(torch.Tensor.type)),
         (torch.nn.Module, "cuda", _module_to_cuda),
         (torch.distributed, "all_to_all_single", _split_sizes_as_lists(torch.distributed.all_to_all_single)),
+        (torch.distributed, "all_gather", _gathers_uneven(torch.distributed.all_gather)),
+        (torch.distributed, "reduce_scatter", _scatters_uneven(torch.distributed.reduce_scatter)),
     ]
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.bytescale.core.optimizer.distrib_optimizer import wrap_get_megatron_optimizer
+from megatron.bytescale.core.pipeline_parallel import seq1f1b
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.registry import Patch
 from megatron.bytescale.training.initialize import wrap_compile_helpers, wrap_set_jit_fusion_options
@@ -31,6 +32,14 @@ PATCHES: tuple[Patch, ...] = (
         wrap=wrap_get_forward_backward_func,
         feature="--hybrid-data-parallel",
         why="train_step and evaluate pass one num_microbatches for all ranks; ours differ from rank to rank",
+        source_hash="9d8e0a75be40",
+        aliases=("megatron.core.pipeline_parallel", "megatron.training.training"),
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        wrap=seq1f1b.wrap_get_forward_backward_func,
+        feature="--seq1f1b-splits",
+        why="no argument of the schedules gives a longer warm-up or another order of backward passes",
         source_hash="9d8e0a75be40",
         aliases=("megatron.core.pipeline_parallel", "megatron.training.training"),
     ),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ from bytescale_ext.config import HdpConfig
 from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import RingComm
-from bytescale_ext.plan.cost import CostModel, ModelShape
-from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
-from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.plan.cost import ModelShape, StageCost
+from bytescale_ext.plan.planner import HdpPlanner
+from megatron.bytescale.core.datasets.remote import RemoteData
 
 
 @dataclass
@@ -25,27 +23,33 @@ class HdpRuntime:
 
     Attributes:
         config: what the user asked for.
-        cost: FLOPs of a micro-batch, for the planned imbalance.
+        cost: what micro-batches cost on the largest pipeline stage, in FLOPs or, from a cost file, in seconds.
         clock: marks the phases of the running step.
         kernel: the attention kernel; set when the model is built.
         kernel_calls: how often it was called since the last step.
         comm: the ring communicator; set when the model is built.
+        remote: what loads text, with ``--hdp-loader ray``.
         step: the step that runs, or None between steps.
         totals: this rank's figures since the last log line, over ``num_steps`` steps of ``seconds``.
         step_started: when the running step began, or None when its time has been taken.
+        plans_compared: the ranks have compared their plans once.
+        warned_of_time: it was said that a planner ran out of its time.
     """
 
     config: HdpConfig
-    cost: CostModel
+    cost: StageCost
     clock: StepClock
     kernel: Kernel | None = None
     kernel_calls: KernelCalls = field(default_factory=KernelCalls)
     comm: RingComm | None = None
+    remote: RemoteData | None = None
     step: StepBatch | None = None
     totals: RankStep = field(default_factory=RankStep)
     num_steps: int = 0
     seconds: float = 0.0
     step_started: float | None = None
+    plans_compared: bool = False
+    warned_of_time: bool = False
 
     @property
     def rank(self) -> int:
@@ -58,15 +62,19 @@ class HdpRuntime:
         """Where micro-batches are computed."""
         return torch.device("cuda", torch.cuda.current_device()) if self.clock.on_cuda else torch.device("cpu")
 
-    def planner(self) -> Callable[[Sequence[int]], StepPlan]:
+    def planner(self) -> HdpPlanner:
         """The function from the lengths of a step to its plan; pure, equal on every rank."""
         config = self.config
-        width = config.static_width
-        return partial(
-            plan_naive if width is None else partial(plan_static_cp, width=width),
+        return HdpPlanner(
             num_ranks=config.num_ranks,
             tokens_per_rank=config.tokens_per_rank,
+            cost=self.cost,
             tokens_multiple=config.rows_multiple,
+            balance=config.balance,
+            num_stages=config.num_stages,
+            aligned=config.aligned,
+            ranks_per_node=config.ranks_per_node,
+            static_width=config.static_width,
         )
 
     def reset_counts(self) -> None:
@@ -82,8 +90,8 @@ class HdpRuntime:
         mine = step.plan.ranks[self.rank]
         self.totals += RankStep(
             work_seconds=self.clock.work_seconds(),
-            planned_work=sum(self.cost.micro_batch_cost(micro_batch, step.lengths) for micro_batch in mine),
-            num_micro_batches=len(mine),
+            planned_work=sum(self.cost.both.micro_batch_cost(micro_batch, step.lengths) for micro_batch in mine),
+            num_micro_batches=sum(bool(micro_batch.shards) for micro_batch in mine),
             num_tokens=sum(micro_batch.num_tokens for micro_batch in mine),
             num_rows=sum(packed.num_rows for packed in step.micro_batches),
             plan_wait_seconds=step.wait_seconds,
@@ -102,6 +110,15 @@ class HdpRuntime:
 
 def model_shape(args: Any) -> ModelShape:
     """The sizes that a model's FLOPs depend on, from Megatron's arguments."""
+    experts = {}
+    if args.num_experts:
+        every = args.moe_layer_freq  # a number, or 0 or 1 for each layer
+        experts = {
+            "num_expert_layers": sum(every) if isinstance(every, list) else -(-args.num_layers // every),
+            "expert_ffn_hidden": args.moe_router_topk * args.moe_ffn_hidden_size
+            + (args.moe_shared_expert_intermediate_size or 0),
+            "num_experts": args.num_experts,
+        }
     return ModelShape(
         num_layers=args.num_layers,
         hidden=args.hidden_size,
@@ -111,4 +128,5 @@ def model_shape(args: Any) -> ModelShape:
         ffn_hidden=args.ffn_hidden_size,
         gated=bool(args.swiglu),
         vocab=args.padded_vocab_size,
+        **experts,
     )

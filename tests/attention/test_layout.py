@@ -81,8 +81,8 @@ def test_members_agree_on_what_travels(width: int, lengths: list[int]) -> None:
     ring = tuple(range(10, 10 + width))
     members = [ring_pass(lengths, ring, index) for index in range(width)]
     for index, member in enumerate(members):
-        following = members[(index + 1) % width]
-        assert member.next_rank == ring[following.index] and following.previous_rank == ring[index]
+        following = members[ring.index(member.next_rank)]
+        assert following.previous_rank == ring[index]
         sent = [block.source for block in member.blocks[:-1]]
         assert sent == [block.source for block in following.blocks[1:]]
         assert member.rows == following.rows and member.shares == following.shares
@@ -130,11 +130,25 @@ def test_example_of_three_ranks() -> None:
     described = [(b.source, b.queries.intervals, b.keys.intervals, b.causal) for b in member.blocks]
     assert described == [
         (1, ((0, 4),), ((0, 4),), True),
-        (0, ((0, 4),), ((0, 2),), False),
         (2, ((2, 4),), ((0, 3),), False),
+        (0, ((0, 4),), ((0, 2),), False),
     ]
-    assert (member.next_rank, member.previous_rank) == (7, 5)
-    assert [b.cu_q.offsets for b in member.blocks] == [(0, 4), (0, 4), (0, 2)]
+    assert (member.next_rank, member.previous_rank) == (5, 7)
+    assert [b.cu_q.offsets for b in member.blocks] == [(0, 4), (0, 2), (0, 4)]
+
+
+def test_keys_visit_every_member_once_and_never_go_further_than_two_ranks() -> None:
+    peers: dict[int, set[int]] = {}
+    for width in range(2, 17):
+        for first in range(0, 40 - width):
+            ring = range(first, first + width)
+            members = [ring_pass([width], ring, index) for index in range(width)]
+            for rank, member in zip(ring, members, strict=True):
+                assert sorted(block.source for block in member.blocks) == list(range(width))
+                assert member.blocks[0].source == member.index == member.source(0) == member.source(width)
+                peers.setdefault(rank, set()).update((member.next_rank, member.previous_rank))
+    assert all(found <= {rank - 2, rank - 1, rank + 1, rank + 2} for rank, found in peers.items())
+    assert max(len(found) for found in peers.values()) == 4
 
 
 def test_example_of_two_sequences() -> None:
@@ -143,13 +157,13 @@ def test_example_of_two_sequences() -> None:
     described = [(b.source, b.queries.intervals, b.keys.intervals) for b in member.blocks]
     assert described == [
         (1, ((0, 5),), ((0, 5),)),
-        (0, ((0, 5),), ((0, 2), (4, 5))),  # the fronts of both
         (2, ((2, 4),), ((0, 3),)),  # the second sequence has no back here
+        (0, ((0, 5),), ((0, 2), (4, 5))),  # the fronts of both
     ]
     assert [(b.cu_q.offsets, b.cu_k.offsets) for b in member.blocks] == [
         ((0, 4, 5), (0, 4, 5)),
-        ((0, 4, 5), (0, 2, 3)),
         ((0, 2), (0, 3)),
+        ((0, 4, 5), (0, 2, 3)),
     ]
 
 

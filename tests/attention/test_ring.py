@@ -99,8 +99,9 @@ def test_bytes_are_those_of_the_plan() -> None:
     rows = layout.passes[0].rows
     assert rows == (8, 8, 7)
     for rank, comm in enumerate(comms):
-        keys = rows[rank] + rows[rank - 1]
-        sums = rows[rank - 1] + rows[rank - 2]
+        before = {0: 1, 2: 0, 1: 2}[rank]  # keys travel 0, 2, 1
+        keys = rows[rank] + rows[before]
+        sums = 23 - rows[rank]
         assert comm.stats.bytes_sent == (2 * keys + sums) * row_bytes
         assert comm.stats.num_exchanges == 6
 

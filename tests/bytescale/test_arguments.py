@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from bytescale_ext.config import HdpConfig
-from megatron.bytescale.training.arguments import REFUSALS, check_checkpoint_folder
+from megatron.bytescale.training.arguments import check_checkpoint_folder, ranks_of_a_node
+from megatron.bytescale.training.refusals import REFUSALS
 from tests.e2e.training import HDP, MODEL, TRAIN
 from tests.harness import preload, run_ranks
 
@@ -17,9 +18,17 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 # A flag of ours or Megatron's, as a user would give it, for each row of REFUSALS.
 EXAMPLES = {
     "--context-parallel-size > 1": "--context-parallel-size 2",
-    "--pipeline-model-parallel-size > 1": "--pipeline-model-parallel-size 2",
-    "--expert-model-parallel-size > 1": "--expert-model-parallel-size 2",
-    "--num-experts": "--num-experts 4",
+    "--microbatch-group-size-per-virtual-pipeline-stage": (
+        "--microbatch-group-size-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 4"
+    ),
+    "--num-experts under tensor parallelism": "--num-experts 4 --tensor-model-parallel-size 2",
+    "--moe-token-dispatcher-type allgather": (
+        "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2"
+    ),
+    "--moe-token-dispatcher-type flex": "--moe-token-dispatcher-type flex --num-experts 4",
+    "--moe-router-load-balancing-type": "--moe-router-load-balancing-type aux_loss seq_aux_loss --num-experts 4",
+    "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1.5 --num-experts 4",
+    "--moe-latent-size": "--moe-latent-size 16",
     "--cuda-graph-impl": "--cuda-graph-impl local",
     "--num-distributed-optimizer-instances > 1": "--num-distributed-optimizer-instances 2",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
@@ -60,7 +69,9 @@ SWITCHES = (
     "full-validation multiple-validation-sets sft fim-data mock-data dataloader-fast-cache-load "
     "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "
     "eod-mask-loss apply-layernorm-1p "
-    "no-align-param-gather use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining"
+    "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "
+    "no-align-param-gather defer-embedding-wgrad-compute overlap-param-gather-with-optimizer-step "
+    "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining"
 ).split()
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 
@@ -116,13 +127,33 @@ def test_conflicting_flag_is_refused_by_name(row: Any, refused: dict[str, str]) 
 
 def test_without_those_flags_the_line_is_accepted() -> None:
     config, values = settled(4, *COMMON, "--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3)
-    assert config == HdpConfig(64, 1, 256, 4, 2, None, 4, Path("logs"), 3)
+    assert config == HdpConfig(64, 1, 256, 4, static_width=4, log_dir=Path("logs"), timeline_step=3)
     assert values["calculate_per_token_loss"] is True
     assert values["dataloader_type"] == "external"
     assert values["micro_batch_size"] == values["eval_micro_batch_size"] == 1
     assert values["align_param_gather"] is True
     assert values["create_attention_mask_in_dataloader"] is False
     assert values["dist_ckpt_optim_fully_reshardable"] is True
+
+
+def test_each_planner_flag_reaches_the_configuration() -> None:
+    line = "--hdp-balance bytescale --hdp-cost cost.json --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5"
+    config, _ = settled(4, *COMMON, *line.split(), "--hdp-check-plans-every", 7, "--hdp-plan-ahead", 3)
+    assert config == HdpConfig(64, 1, 256, 4, "bytescale", 1, 1, 2, Path("cost.json"), 3, 1.5, 7)
+
+
+def test_balance_by_itself_is_that_of_free_ranks_or_of_pipelines() -> None:
+    assert settled(4, *COMMON)[0].balance == "dp"
+    config, _ = settled(8, *COMMON, "--pipeline-model-parallel-size", 2)
+    assert (config.balance, config.num_ranks, config.num_stages, config.aligned) == ("pp", 4, 2, True)
+
+
+def test_nodes_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for local, expected in (("2", 2), ("4", None), ("3", None), ("", None)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "0")
+        assert ranks_of_a_node(1, 4) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (ranks_of_a_node(2, 4), ranks_of_a_node(3, 4)) == (2, None)
 
 
 def test_cpu_defaults_need_no_flag() -> None:
@@ -158,6 +189,11 @@ def test_transformer_engine_by_name_is_refused_on_cpu() -> None:
         "--hdp-log-dir logs",
         "--hdp-timeline-step 2",
         "--hdp-attention-kernel reference",
+        "--hdp-balance none",
+        "--hdp-cost cost.json",
+        "--hdp-ranks-per-node 2",
+        "--hdp-plan-seconds 1",
+        "--hdp-check-plans-every 5",
     ],
 )
 def test_our_flags_need_the_main_one(words: str) -> None:
@@ -182,6 +218,11 @@ def test_our_flags_need_the_main_one(words: str) -> None:
             "--hdp-tokens-per-rank 65|--tensor-model-parallel-size 2|--sequence-parallel|66",
         ),
         (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
+        (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
+        (4, "--hdp-check-plans-every 0", "--hdp-check-plans-every must be at least 1, got 0"),
+        (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
+        (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp lets ranks drift apart|use auto"),
+        (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
         (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
         (4, "--hdp-timeline-step 3", "--hdp-timeline-step needs --hdp-log-dir"),
         (4, "--hdp-tokens-per-rank many", "argparse refuses it"),

@@ -21,7 +21,9 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_subcommands() -> None:
-    assert [command.NAME for command in cli.COMMANDS] == ["corpus", "plan", "timeline", "doctor"]
+    assert [command.NAME for command in cli.COMMANDS] == [
+        "corpus", "profile", "plan", "simulate", "schedule", "activations", "memory-plan", "timeline", "doctor",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.NAME)

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bytescale_ext.cost_file import shipped, write_cost
+from bytescale_ext.data.samplers import sample_lengths
 from bytescale_ext.plan.check import check_step_plan
 from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
 from bytescale_ext.plan.shapes import StepPlan
@@ -40,7 +44,7 @@ def write_idx(path: Path, document_tokens: list[list[int]]) -> None:
 
 
 def test_json_is_the_plan(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--lengths", lengths_file, "--ranks", 6, "--tokens-per-rank", 10, "--json") == 0
+    assert run("--lengths", lengths_file, "--ranks", 6, "--tokens-per-rank", 10, "--balance", "none", "--json") == 0
     value = json.loads(capsys.readouterr().out)
     assert list(value) == ["num_ranks", "tokens_per_rank", "lengths", "ranks"]
     assert set(value["ranks"][0][0]["shards"][0]) == {"seq", "ranges", "ring"}
@@ -50,12 +54,58 @@ def test_json_is_the_plan(lengths_file: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_table_and_summary(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--lengths", lengths_file, "--ranks", 6, "--tokens-per-rank", 12, "--tokens-multiple", 4) == 0
+    options = ("--lengths", lengths_file, "--ranks", 6, "--tokens-per-rank", 12, "--tokens-multiple", 4)
+    assert run(*options, "--balance", "none") == 0
     out = capsys.readouterr().out
     assert "seq 2 [0:6][50:55] ring 0-4" in out or "seq 2 [0:6][50:55] ring 1-5" in out
-    for words in ("micro-batches per rank  min", "tokens per rank ", "padding ", "planned imbalance ", "digest "):
+    for words in (
+        "micro-batches per rank  min",
+        "tokens per rank ",
+        "padding ",
+        "planned imbalance ",
+        "digest ",
+        "makespan / bound ",
+    ):
         assert words in out
     assert plan_naive([30, 7, 55, 8, 8, 2, 19], 6, 12, 4).digest() in out
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], *words: object) -> StepPlan:
+    assert run(*words, "--json") == 0
+    return StepPlan.from_json(json.loads(capsys.readouterr().out))
+
+
+def score_of(capsys: pytest.CaptureFixture[str], *words: object) -> float:
+    assert run(*words) == 0
+    return float(re.search(r"makespan / bound +([\d.]+) \(", capsys.readouterr().out)[1])
+
+
+def test_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = sample_lengths("byted", 1 << 16, 1 << 20, seed=0).tolist()
+    np.save(tmp_path / "lengths.npy", np.array(lengths))
+    options = ("--lengths", tmp_path / "lengths.npy", "--ranks", 16, "--tokens-per-rank", 8192)
+    assert plan_of(capsys, *options) == plan_of(capsys, *options, "--balance", "auto")
+    assert plan_of(capsys, *options) == plan_of(capsys, *options, "--balance", "dp")
+    assert plan_of(capsys, *options, "--balance", "none") == plan_naive(lengths, 16, 8192)
+    assert 1 <= score_of(capsys, *options) < score_of(capsys, *options, "--balance", "none")
+    for balance in ("auto", "pp", "none", "bytescale"):
+        plan = plan_of(capsys, *options, "--stages", 2, "--balance", balance, "--ranks-per-node", 4)
+        check_step_plan(plan, lengths)
+        assert plan.aligned
+
+
+def test_costs_of_a_file(lengths_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the costs are twice the time, over the same bound."""
+    cost = shipped("bytescale_7b")
+    doubled = replace(cost, forward=cost.forward.scaled(2), backward=cost.backward.scaled(2), head_forward=0.0,
+                      head_backward=0.0, device="another GPU")  # fmt: skip
+    write_cost(tmp_path / "cost.json", doubled)
+    options = ("--lengths", lengths_file, "--ranks", 6, "--tokens-per-rank", 12, "--balance", "none")
+    assert score_of(capsys, *options) == pytest.approx(
+        score_of(capsys, *options, "--cost", tmp_path / "cost.json"), 0.01
+    )
+    assert run(*options, "--cost", tmp_path / "cost.json") == 0
+    assert "another GPU)" in capsys.readouterr().out
 
 
 def test_window_and_pieces(lengths_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +168,13 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
         (("--ranks", 9, "--tokens-per-rank", 10, "--start", -1), "--start -1"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--num-sequences", 0), "--num-sequences 0"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 2), "width 2 does not divide 9"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 3, "--balance", "dp"), "a plan of its own"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "best"), "choose one of auto, none, dp, pp, bytescale"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp is for 1 stage, not 2"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 5), "5 stages do not divide the 32 layers"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 0), "--stages 0 must be at least 1"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--ranks-per-node", 0), "--ranks-per-node 0 must be at least 1"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--cost", "none.json"), "none.json"),
     ],
 )
 def test_bad_options_are_named(lengths_file: Path, options: tuple[object, ...], words: str) -> None:

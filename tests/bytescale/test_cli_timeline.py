@@ -60,7 +60,8 @@ def test_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = replay(plan, flops_cost(LLAMA_7B))
     assert value["unit"] == "PFLOP" and len(value["ranks"]) == 5
     assert value["imbalance"] == pytest.approx(expected.imbalance)
-    assert [rank["finish"] for rank in value["ranks"]] == pytest.approx([x * 1e-15 for x in expected.finish_seconds])
+    assert [rank["busy"] for rank in value["ranks"]] == pytest.approx([x * 1e-15 for x in expected.rank_seconds])
+    assert value["makespan"] == pytest.approx(expected.makespan * 1e-15)
 
 
 def test_bad_plans_are_named(tmp_path: Path) -> None:

@@ -170,6 +170,21 @@ def test_all_to_all_takes_split_sizes_as_tensors(as_tensors: bool) -> None:
     assert run_ranks(exchange, 2, as_tensors) == [[0.0, 1.0, 1.0], [0.0, 1.0]]
 
 
+def gather_and_scatter(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """Rank r has r + 1 numbers for all, and three of its own for each: one for rank 0 and two for rank 1."""
+    gathered = torch.empty(3)
+    dist.all_gather(list(gathered.split([1, 2])), torch.full((rank + 1,), float(rank)))
+    reduced = torch.empty(rank + 1)
+    mine = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
+    dist.reduce_scatter(reduced, list(mine.split([1, 2])))
+    assert mine.tolist() == [rank + 1.0, 2 * (rank + 1.0), 3 * (rank + 1.0)], "the input is left as it was"
+    return gathered.tolist(), reduced.tolist()
+
+
+def test_gather_and_scatter_of_unequal_sizes() -> None:
+    assert run_ranks(gather_and_scatter, 2) == [([0.0, 1.0, 1.0], [3.0]), ([0.0, 1.0, 1.0], [6.0, 9.0])]
+
+
 def test_wanted_without_a_gpu_or_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.wanted([]) and cpu.wanted(["--cpu"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -104,7 +104,7 @@ def test_at_most_two_orders_are_kept(prefix: str) -> None:
     dataset = _dataset(prefix, 100)
     for i in (0, 30, 60, 99, 0):
         dataset.length(i)
-        assert len(dataset._orders) <= 2
+        assert len(dataset.order._orders) <= 2
 
 
 def test_lengths_are_those_of_the_samples_and_no_token_is_read(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

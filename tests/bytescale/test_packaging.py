@@ -60,6 +60,11 @@ def test_every_source_file_is_shipped(names: set[str]) -> None:
     assert {name for name in names if name.endswith(".py")} == sources
 
 
+def test_cost_files_are_shipped(names: set[str]) -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "bytescale_ext" / "costs").glob("*.json")}
+    assert files and {name for name in names if name.endswith(".json")} == files
+
+
 def test_nothing_else_is_shipped(names: set[str]) -> None:
     assert "megatron/__init__.py" not in names
     tops = {name.split("/")[0] for name in names}

@@ -20,6 +20,7 @@ FUNCTIONS = [
     "compile_helpers",
     "set_jit_fusion_options",
     "get_forward_backward_func",
+    "get_forward_backward_func",
     "training_log",
     "get_megatron_optimizer",
 ]
@@ -144,4 +145,5 @@ def test_the_module_prints_the_table() -> None:
     lines = ended.stdout.splitlines()
     assert [line.split()[0] for line in lines] == FUNCTIONS
     assert all("untouched" in line for line in lines)
-    assert all(("always: " if i == 0 else "--hybrid-data-parallel: ") in line for i, line in enumerate(lines))
+    features = ["always: ", *["--hybrid-data-parallel: "] * 2, "--seq1f1b-splits: ", *["--hybrid-data-parallel: "] * 2]
+    assert all(feature in line for feature, line in zip(features, lines, strict=True))

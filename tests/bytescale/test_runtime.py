@@ -11,7 +11,7 @@ from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.data.packed import PackedMicroBatch
 from bytescale_ext.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import ExchangeStats
-from bytescale_ext.plan.cost import flops_cost
+from bytescale_ext.plan.cost import flops_stage_cost
 from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
 from bytescale_ext.plan.shapes import MicroBatch
 from megatron.bytescale.runtime import HdpRuntime, model_shape
@@ -27,12 +27,13 @@ ARGS = SimpleNamespace(
     ffn_hidden_size=48,
     swiglu=True,
     padded_vocab_size=128,
+    num_experts=None,
 )
 
 
 def runtime(rank: int = 0, **changes: Any) -> HdpRuntime:
     values = {"tokens_per_rank": 64, "rows_multiple": 2, "longest_sequence": 256, "num_ranks": 4, **changes}
-    made = HdpRuntime(HdpConfig(**values), flops_cost(model_shape(ARGS)), StepClock(on_cuda=False))
+    made = HdpRuntime(HdpConfig(**values), flops_stage_cost(model_shape(ARGS), 1), StepClock(on_cuda=False))
     made.comm = SimpleNamespace(rank=rank, stats=ExchangeStats())  # type: ignore[assignment]
     return made
 
@@ -50,7 +51,8 @@ def step_of(made: HdpRuntime, padding: int = 1) -> StepBatch:
 
 
 def test_planner_follows_the_configuration() -> None:
-    assert runtime().planner()(LENGTHS) == plan_naive(LENGTHS, 4, 64, 2)
+    assert runtime(balance="none").planner()(LENGTHS) == plan_naive(LENGTHS, 4, 64, 2)
+    assert runtime(balance="pp", num_stages=2).planner()(LENGTHS).aligned
     assert runtime(static_width=4).planner()(LENGTHS) == plan_static_cp(LENGTHS, 4, 64, 4)
     assert runtime().planner()(LENGTHS) != runtime(static_width=4).planner()(LENGTHS)
 
@@ -74,7 +76,7 @@ def test_figures_of_a_step_are_counted_once() -> None:
     num_tokens = sum(micro_batch.num_tokens for micro_batch in mine)
     assert made.totals == RankStep(
         work_seconds=0.0,
-        planned_work=2 * sum(made.cost.micro_batch_cost(micro_batch, LENGTHS) for micro_batch in mine),
+        planned_work=2 * sum(made.cost.both.micro_batch_cost(micro_batch, LENGTHS) for micro_batch in mine),
         num_micro_batches=2 * len(mine),
         num_tokens=2 * num_tokens,
         num_rows=2 * (num_tokens + len(mine)),
@@ -127,3 +129,13 @@ def test_model_shape_with_and_without_query_groups() -> None:
     plain = SimpleNamespace(**{**vars(ARGS), "group_query_attention": False, "num_query_groups": 1, "swiglu": False})
     shape = model_shape(plain)
     assert shape.num_kv_heads == 4 and shape.gated is False
+
+
+@pytest.mark.parametrize("pattern, num_layers", [(1, 2), (2, 1), ([0, 1], 1), ([1, 1], 2)])
+def test_model_shape_with_experts(pattern: Any, num_layers: int) -> None:
+    given = {"num_experts": 8, "moe_layer_freq": pattern, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    args = SimpleNamespace(**{**vars(ARGS), **given, "moe_shared_expert_intermediate_size": None})
+    shape = model_shape(args)
+    assert (shape.num_expert_layers, shape.expert_ffn_hidden, shape.num_experts) == (num_layers, 48, 8)
+    args.moe_shared_expert_intermediate_size = 10
+    assert model_shape(args).expert_ffn_hidden == 58

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bytescale_ext.data.loader import StepBatch, StepLoader
-from bytescale_ext.errors import PlanError
+from bytescale_ext.errors import OutOfTime, PlanError
 from bytescale_ext.plan.hdp import plan_naive
 from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan
 from tests.data.sources import MemorySource
@@ -257,3 +257,33 @@ def test_the_interpreter_ends_with_a_loader_open() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
     assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr
+
+
+class SlowPlanner:
+    """Takes as long as it is let: asks whether to stop until the answer is yes, or has no end of time at all."""
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        if should_stop is None:
+            return plan_naive(lengths, 4, 24)
+        while not should_stop():
+            pass
+        raise OutOfTime
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        return plan_naive(lengths, 4, 12)
+
+
+def test_a_planner_out_of_time_is_replaced_by_the_simple_plan() -> None:
+    simple = [_key(step) for step in _loader(MemorySource(LENGTHS), rank=1)]
+    late = list(_loader(MemorySource(LENGTHS), rank=1, planner=SlowPlanner(), plan_seconds=0.001))
+    assert [_key(step) for step in late] == simple
+    assert all(step.fell_back and step.simple is None for step in late)
+
+
+def test_a_step_planned_in_time_can_be_made_again_by_the_simple_plan() -> None:
+    simple = [_key(step) for step in _loader(MemorySource(LENGTHS), rank=1)]
+    in_time = list(_loader(MemorySource(LENGTHS), rank=1, planner=SlowPlanner()))
+    assert not any(step.fell_back for step in in_time)
+    assert [_key(step) for step in in_time] != simple
+    remade = [step.simple() for step in in_time if step.simple is not None]
+    assert [_key(step) for step in remade] == simple and all(step.fell_back for step in remade)

@@ -67,6 +67,19 @@ def test_equals_one_process(name: str, corpus: Path) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+def test_parameters_gather_while_ranks_wait_in_rings(tmp_path: Path) -> None:
+    """Two rings that overlap, each the first micro-batch of some rank, and a gather for each parameter.
+
+    The rank that is in the second ring alone waits there for the others, which are still in the first one and need
+    its part of the parameters of their later layers.
+    """
+    corpus = write_documents(tmp_path / "docs", lengths=(150, 140, 20, 10))
+    flags = ["--hdp-balance", "none", "--global-batch-size", 4]
+    expected = with_hdp(corpus, 4, *flags, "--use-distributed-optimizer")
+    found = with_hdp(corpus, 4, *flags, *SHARDED, "--ddp-bucket-size", 100)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
 def test_bf16_follows_one_process(corpus: Path) -> None:
     common = [*MODEL, *SHORT, "--data-path", corpus, "--bf16", "--init-method-std", 0.02, "--weight-decay", 0]
     expected = train_ranks(1, *common, *ORACLE, entry=train_documents_one_by_one)

@@ -82,7 +82,8 @@ def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     log = ["--log-interval", 2, "--log-throughput", "--log-timers-to-tensorboard", "--timing-log-level", 2,
            "--tensorboard-dir", folder / "events", "--tensorboard-log-interval", 1,
            "--hdp-log-dir", folder, "--hdp-timeline-step", TIMELINE_STEP]  # fmt: skip
-    outcomes = train_ranks(4, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", tokens_per_rank,
+    outcomes = train_ranks(4, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-balance", "none",
+                           "--hdp-tokens-per-rank", tokens_per_rank,
                            "--train-iters", 6, *log, *flags, entry=record_figures)  # fmt: skip
     plans = [plan_naive(record["lengths"], num_ranks, tokens_per_rank, tokens_multiple=multiple)
              for record in outcomes[0].records()]  # fmt: skip

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.check import check_step_plan, ring_classes
 from bytescale_ext.plan.hdp import plan_naive
+from bytescale_ext.plan.placed import PlacedRanks
 from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
 
 Rows = list[list[list[Shard]]]
@@ -391,3 +393,55 @@ def test_the_message_of_a_large_plan_stays_short() -> None:
 
 def test_ring_classes_of_the_good_plan() -> None:
     assert ring_classes(plan_of(good_rows())) == [[0, 1], [0, 1], [1, 2], [3, 2]]
+
+
+def aligned_plan(rows: Rows) -> StepPlan:
+    return replace(plan_of(rows), aligned=True)
+
+
+def test_aligned_slots_may_be_empty_and_must_agree() -> None:
+    rows = good_rows()  # ranks 0 and 1 have seq 2 at index 1, rank 2 at index 0
+    with pytest.raises(PlanError, match="seq 2 is in micro-batch 1 on rank 1 and 0 on rank 2; aligned slots"):
+        check_step_plan(aligned_plan(rows))
+    rows[2].insert(0, [])
+    with pytest.raises(PlanError, match="seq 5 is in micro-batch 2 on rank 2 and 1 on rank 3; aligned slots"):
+        check_step_plan(aligned_plan(rows))
+    rows[3].insert(1, [])
+    check_step_plan(aligned_plan(rows))
+    with pytest.raises(PlanError, match="rank 2 micro-batch 0 is empty"):
+        check_step_plan(plan_of(rows))
+
+
+def test_offloading_counts_the_tokens_that_stay() -> None:
+    """Rank 0's first micro-batch with 16 tokens of C = 8: of 10 layers 2 + 8 (1 - r) may keep half: r = 5 / 8."""
+    shards = (Shard(0, ((0, 16),), (0,)),)
+
+    def check(offload: float, num_layers: int | None) -> None:
+        plan = StepPlan(1, 8, (16,), ((MicroBatch(shards, offload),),))
+        check_step_plan(plan, [16], 4, num_layers)
+
+    check(0.625, 10)
+    for offload, layers, words in [
+        (0.62, 10, "16 tokens .* of which 8 stay on the device, more than C = 8"),
+        (0.0, 10, "16 tokens .16 padded., more than C = 8"),
+        (0.625, None, "rank 0 micro-batch 0 offloads 0.625 .*the number of layers is not given"),
+        (1.0, 2, "more than C = 8"),
+        (1.1, 10, "offloads 1.1 .*outside 0 to 1"),
+        (-0.1, 10, "offloads -0.1 .*outside 0 to 1"),
+        (float("nan"), 10, "offloads nan"),
+    ]:
+        with pytest.raises(PlanError, match=words):
+            check(offload, layers)
+
+
+def test_plans_kept_as_arrays_are_checked_as_arrays() -> None:
+    plan = plan_naive(list(range(1, 400)), 16, 64)
+    check_step_plan(plan)
+    assert isinstance(plan.ranks, PlacedRanks)
+    outside = plan.ranks.first_ranks.copy()
+    outside[398] = 10  # 399 tokens need seven ranks
+    with pytest.raises((PlanError, IndexError)):
+        check_step_plan(replace(plan, ranks=replace(plan.ranks, first_ranks=outside)))
+    together = np.zeros_like(plan.ranks.orders)
+    with pytest.raises(PlanError, match="more than C = 64"):
+        check_step_plan(replace(plan, ranks=replace(plan.ranks, orders=together)))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bytescale_ext.plan.cost import (
@@ -25,6 +27,12 @@ def test_linear_flops_by_hand() -> None:
 def test_an_mlp_without_gate_has_two_matrices() -> None:
     plain = ModelShape(2, 8, 4, 2, 3, 10, False, 20)
     assert linear_flops_per_token(TINY) - linear_flops_per_token(plain) == 2 * 2 * 8 * 10
+
+
+def test_a_layer_of_experts_counts_those_of_one_token() -> None:
+    # in one of the two layers: 2 experts of width 4 for each token and a shared one of 6, chosen from 16
+    sparse = replace(TINY, num_expert_layers=1, expert_ffn_hidden=2 * 4 + 6, num_experts=16)
+    assert linear_flops_per_token(sparse) - linear_flops_per_token(TINY) == 2 * (3 * 8 * (14 - 10) + 8 * 16)
 
 
 def test_attention_flops_by_hand() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.plan.packing import pack_best_fit
+from bytescale_ext.plan.packing import deal_by_work, fill_slots, pack_best_fit, split_into_packs
 
 
 def packed_slowly(lengths: list[int], indices: list[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -78,3 +78,41 @@ def test_nothing_to_pack() -> None:
 def test_impossible_items_are_named(lengths: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pack_best_fit(lengths, range(2), 8)
+
+
+def test_work_is_dealt_to_the_least_loaded() -> None:
+    bins = deal_by_work(np.array([5.0, 4.0, 3.0, 3.0]), np.array([0.0, 2.0, 9.0]))
+    assert bins.tolist() == [0, 1, 0, 1]  # 5 | 6 | 9, then 3 to bin 0 (5), then 3 to bin 1 (6)
+    assert deal_by_work(np.array([1.0, 1.0]), np.zeros(3)).tolist() == [0, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 4)), max_size=60), st.integers(40, 90))
+def test_packs_of_all_owners_are_best_fit_of_each(items: list[tuple[int, int]], capacity: int) -> None:
+    tokens, owners = (np.array([item[part] for item in items], dtype=np.int64) for part in (0, 1))
+    packs = split_into_packs(tokens, owners, capacity)
+    for owner in range(5):
+        rooms: list[int] = []
+        for item in np.flatnonzero(owners == owner).tolist():
+            fitting = [number for number, room in enumerate(rooms) if room >= tokens[item]]
+            if not fitting:
+                rooms.append(capacity)
+                fitting = [len(rooms) - 1]
+            wanted = min(fitting, key=lambda number: (rooms[number], number))
+            assert packs[item] == wanted
+            rooms[wanted] -= int(tokens[item])
+
+
+def test_slots_are_filled_by_what_they_miss_and_hold() -> None:
+    tokens, work = np.array([6, 5, 4, 3]), np.array([6.0, 5.0, 4.0, 3.0])
+    room, wishes = np.array([[8, 8], [9, 2]]), np.array([[3.0, 9.0], [-np.inf, 5.0]])
+    # the first owner: 6 to slot 1, which then misses 3 and has room for 2, so 5 goes to slot 0; 3 fits there too
+    assert fill_slots(tokens[[0, 1, 3]], work[[0, 1, 3]], np.zeros(3, dtype=np.int64), room, wishes).tolist() == [
+        1,
+        0,
+        0,
+    ]
+    # the second one: slot 0 is closed, slot 1 is too small
+    assert fill_slots(tokens, work, np.ones(4, dtype=np.int64), room, wishes).tolist() == [-1] * 4
+    assert room.tolist() == [[8, 8], [9, 2]]
+    assert fill_slots(tokens[:0], work[:0], tokens[:0], room, wishes).tolist() == []

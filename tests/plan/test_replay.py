@@ -40,9 +40,11 @@ def test_a_ring_waits_for_its_last_member() -> None:
     assert result.imbalance == pytest.approx(9.0 / (13.0 / 3))
 
 
-def test_members_stop_after_their_own_cost() -> None:
+def test_members_stop_together_with_the_slowest() -> None:
     plan = StepPlan(2, 8, (5,), ((ring(0, 5, (0, 1), 0),), (ring(0, 5, (0, 1), 1),)))
-    assert replay(plan, PER_TOKEN).stops == ((3.0,), (2.0,))
+    result = replay(plan, PER_TOKEN)
+    assert result.stops == ((3.0,), (3.0,))
+    assert result.rank_seconds == (3.0, 2.0)
 
 
 def test_two_rings_through_one_micro_batch_start_together() -> None:
@@ -75,7 +77,7 @@ def test_replay_of_a_plan_is_a_schedule(lengths: list[int], num_ranks: int) -> N
         for index, micro_batch in enumerate(micro_batches):
             start, stop = result.starts[rank][index], result.stops[rank][index]
             assert start >= ready
-            assert stop - start == pytest.approx(cost.micro_batch_cost(micro_batch, plan.lengths))
+            assert stop - start >= cost.micro_batch_cost(micro_batch, plan.lengths) - 1e-9
             ready = stop
             for shard in micro_batch.shards:
                 ring_starts.setdefault(shard.seq, set()).add(start)

@@ -7,9 +7,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from megatron.bytescale.cli import corpus, doctor, plan, timeline
+from megatron.bytescale.cli import activations, corpus, doctor, memory_plan, plan, profile, schedule, simulate, timeline
 
-COMMANDS = (corpus, plan, timeline, doctor)
+COMMANDS = (corpus, profile, plan, simulate, schedule, activations, memory_plan, timeline, doctor)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.cost_file import read_cost, shipped
+from bytescale_ext.plan.bounds import lower_bounds
 from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.cost import LLAMA_7B, flops_cost
-from bytescale_ext.plan.hdp import plan_naive, plan_static_cp
-from bytescale_ext.plan.replay import PlanSummary, summarize
+from bytescale_ext.plan.cost import ModelCost
+from bytescale_ext.plan.planner import BALANCES, HdpPlanner
+from bytescale_ext.plan.replay import PlanSummary, replay_stages, summarize
 from bytescale_ext.plan.shapes import StepPlan
 from bytescale_ext.plan.show import plan_text
+from bytescale_ext.plan.simulate import stage_costs
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -46,6 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-sequences", type=int, metavar="K", help="plan K documents of the file (default: all)")
     parser.add_argument("--start", type=int, default=0, metavar="I", help="first document of the file (default: 0)")
     parser.add_argument(
+        "--balance",
+        metavar="KIND",
+        help="none, dp, pp, bytescale (Algorithm 2 as published) or auto: pp with pipeline stages, else dp (default)",
+    )
+    parser.add_argument(
+        "--stages", type=int, default=1, metavar="P", help="pipeline stages; --ranks is the number of pipelines (1)"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="keep rings of up to N ranks inside nodes of N ranks"
+    )
+    add_cost_argument(parser)
+    parser.add_argument(
         "--static-width",
         type=int,
         metavar="W",
@@ -54,24 +69,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (read by bytescale timeline)")
 
 
+def add_cost_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cost``, which ``model_cost`` reads."""
+    parser.add_argument(
+        "--cost",
+        type=Path,
+        metavar="F.json",
+        help="costs of the model, as bytescale profile writes them (default: the shipped ones of a 7B model)",
+    )
+
+
+def model_cost(path: Path | None) -> ModelCost:
+    """The cost file that the user named, or the shipped one. Raises ValueError for a bad file."""
+    return shipped("bytescale_7b") if path is None else read_cost(path)
+
+
 def run(args: argparse.Namespace) -> int:
     """Plan, check and print.
 
     Raises:
-        ValueError: bad lengths or sizes; PlanError (a ValueError) if the plan breaks a law, which is a bug.
+        ValueError: bad lengths, sizes, balance or cost file; PlanError (a ValueError) if the plan breaks a law, which
+            is a bug.
     """
     lengths = cut_lengths(read_lengths(args.lengths, args.start, args.num_sequences), args.seq_length)
-    if args.static_width is None:
-        plan = plan_naive(lengths, args.ranks, args.tokens_per_rank, args.tokens_multiple)
-    else:
-        plan = plan_static_cp(lengths, args.ranks, args.tokens_per_rank, args.static_width, args.tokens_multiple)
+    cost = model_cost(args.cost)
+    plan = planner_of(args, cost)(lengths)
     check_step_plan(plan, lengths, args.tokens_multiple)
     if args.json:
         print(json.dumps(plan.to_json()))
         return 0
     print(plan_text(plan))
-    print(summary_text(plan, summarize(plan, flops_cost(LLAMA_7B), args.tokens_multiple)))
+    print(summary_text(plan, summarize(plan, cost.whole().both, args.tokens_multiple)))
+    print(score_text(plan, cost, args.stages))
     return 0
+
+
+def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
+    """The planner of the options. Raises ValueError for options that do not go together."""
+    for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value} must be at least 1")
+    kinds = ("auto", *BALANCES)
+    balance = args.balance or "auto"
+    if balance not in kinds:
+        raise ValueError(f"--balance {balance} is unknown; choose one of {', '.join(kinds)}")
+    if args.static_width is not None and (args.balance or args.stages > 1):
+        raise ValueError("--static-width is a plan of its own, without --balance and --stages")
+    if args.stages > 1 and balance == "dp":
+        raise ValueError(f"--balance dp is for 1 stage, not {args.stages}; use auto or pp")
+    return HdpPlanner(
+        num_ranks=args.ranks,
+        tokens_per_rank=args.tokens_per_rank,
+        cost=stage_costs(cost, args.stages)[-1],
+        tokens_multiple=args.tokens_multiple,
+        balance=("pp" if args.stages > 1 else "dp") if balance == "auto" else balance,
+        num_stages=args.stages,
+        aligned=args.stages > 1,
+        ranks_per_node=args.ranks_per_node,
+        static_width=args.static_width,
+    )
 
 
 def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -> list[int]:
@@ -131,10 +187,18 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
             f"tokens per rank         {_spread(summary.tokens_per_rank)}",
             f"filled                  {summary.fill_share:.1%} of C in the mean micro-batch",
             f"padding                 {summary.padding_share:.2%} of the padded tokens",
-            f"planned imbalance       {summary.imbalance:.3f} (makespan / mean busy time, FLOPs of a 7B model)",
+            f"planned imbalance       {summary.imbalance:.3f} (makespan / mean busy time, without pipelines)",
             f"digest                  {plan.digest()}",
         )
     )
+
+
+def score_text(plan: StepPlan, cost: ModelCost, num_stages: int) -> str:
+    """The planned time of the step against the least time that any plan can take."""
+    stages = stage_costs(cost, num_stages)
+    makespan = replay_stages(plan, stages).makespan
+    bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages).largest
+    return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {cost.device})"
 
 
 def _spread(values: Sequence[int]) -> str:

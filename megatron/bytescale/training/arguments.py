@@ -1,4 +1,4 @@
-"""Our flags in Megatron's parser, what we switch on by ourselves, and everything that is refused by name."""
+"""Our flags in Megatron's parser, what we switch on by ourselves, and the configuration made of both."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bytescale_ext.config import HdpConfig
+from bytescale_ext.config import HdpConfig, RemoteConfig
+from bytescale_ext.plan.planner import BALANCES
+from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
+from megatron.bytescale.training import activations, seq1f1b
+from megatron.bytescale.training.refusals import refuse_conflicts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -30,11 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--hdp-tokens-per-rank",
         type=int,
         metavar="C",
-        help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks.",
+        help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks or more.",
     )
-    group.add_argument(
-        "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
-    )
+    add_planner_arguments(group)
     group.add_argument(
         "--hdp-attention-kernel", metavar="NAME", help="Attention kernel; `bytescale doctor` lists them. Default: best."
     )
@@ -50,125 +50,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--hdp-timeline-step", type=int, metavar="N", help="Record when each rank computes what in iteration N."
     )
+    add_remote_arguments(parser)
+    seq1f1b.add_arguments(parser)
+    activations.add_arguments(parser)
     return parser
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """One combination that hybrid data parallelism does not run."""
-
-    flag: str
-    applies: Callable[[Any], bool]
-    instead: str
-
-
-def _is_set(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, None))
-
-
-def _above(name: str, limit: float) -> Callable[[Any], bool]:
-    return lambda args: (getattr(args, name, None) or 0) > limit
-
-
-def _refuse(flag: str, instead: str, applies: Callable[[Any], bool] | None = None) -> Refusal:
-    return Refusal(flag, applies or _is_set(flag.lstrip("-").replace("-", "_")), instead)
-
-
-_REMOVE = "remove it, or train without --hybrid-data-parallel"
-REFUSALS: tuple[Refusal, ...] = (
-    _refuse(
-        "--context-parallel-size > 1",
-        "leave it at 1: --hybrid-data-parallel gives each document its own width",
-        _above("context_parallel_size", 1),
-    ),
-    _refuse("--hybrid-context-parallel", "choose one: --hybrid-data-parallel takes its place"),
-    _refuse(
-        "--pipeline-model-parallel-size > 1",
-        "pipelines are not supported yet: use tensor parallelism",
-        _above("pipeline_model_parallel_size", 1),
-    ),
-    _refuse(
-        "--expert-model-parallel-size > 1",
-        "expert parallelism is not supported yet",
-        _above("expert_model_parallel_size", 1),
-    ),
-    _refuse("--num-experts", "mixtures of experts are not supported yet", _is_set("num_experts")),
-    _refuse("--cuda-graph-impl", "micro-batches change their shape", lambda a: a.cuda_graph_impl != "none"),
-    _refuse("--enable-cuda-graph", "micro-batches change their shape"),
-    _refuse("--external-cuda-graph", "micro-batches change their shape"),
-    _refuse("--optimizer-cuda-graph", _REMOVE),
-    _refuse("--use-megatron-fsdp", "use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
-    _refuse("--use-torch-fsdp2", "use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
-    _refuse("--num-distributed-optimizer-instances > 1", _REMOVE, _above("num_distributed_optimizer_instances", 1)),
-    _refuse("--tensor-parallel-num-weight-shards", _REMOVE),
-    _refuse("--tp-comm-overlap", "its buffers have one fixed shape"),
-    _refuse("--multi-latent-attention", _REMOVE),
-    _refuse("--mtp-num-layers", _REMOVE),
-    _refuse("--experimental-attention-variant", _REMOVE),
-    _refuse("--hybrid-layer-pattern", _REMOVE),
-    _refuse("--hybrid-override-pattern", _REMOVE),
-    _refuse("--heterogeneous-layers-config-path", _REMOVE),
-    _refuse("--heterogeneous-layers-config-encoded-json", _REMOVE),
-    _refuse("--spec", "--hybrid-data-parallel brings its own layer spec"),
-    _refuse("--transformer-impl inference_optimized", "use local or transformer_engine",
-            lambda a: a.transformer_impl == "inference_optimized"),
-    _refuse("--apply-layernorm-1p", "it needs TransformerEngine",
-            lambda a: a.layernorm_zero_centered_gamma and a.transformer_impl == "local"),
-    _refuse("--num-query-groups", "make it a divisor of --num-attention-heads",
-            lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
-    _refuse("--attention-backend", "choose with --hdp-attention-kernel", lambda a: a.attention_backend.name != "auto"),
-    _refuse("--use-kitchen-attention", "choose with --hdp-attention-kernel"),
-    _refuse("--max-seqlen-per-dp-cp-rank", "give --hdp-tokens-per-rank"),
-    _refuse("--window-size", "sliding-window attention is not supported"),
-    _refuse("--softmax-type", "use vanilla", lambda a: getattr(a, "softmax_type", "vanilla") != "vanilla"),
-    _refuse("--attention-dropout > 0", "add --attention-dropout 0 (Megatron's default is 0.1)",
-            _above("attention_dropout", 0)),
-    _refuse("--apply-query-key-layer-scaling", _REMOVE),
-    _refuse("--qk-clip", _REMOVE),
-    _refuse("--log-max-attention-logit", _REMOVE),
-    _refuse("--position-embedding-type", "use rope, learned_absolute or none",
-            lambda a: a.position_embedding_type not in ("rope", "learned_absolute", "none")),
-    _refuse("--fp8-format", "use bf16: FP8 needs aligned token counts", _is_set("fp8")),
-    _refuse("--fp4-format", "use bf16: FP4 needs aligned token counts", _is_set("fp4")),
-    _refuse("--te-precision-config-file", "it may choose FP8, which needs aligned token counts"),
-    _refuse("--fine-grained-activation-offloading", _REMOVE),
-    _refuse("--cpu-offloading-num-layers", _REMOVE),
-    _refuse("--rampup-batch-size", "steps are planned ahead with one batch size"),
-    _refuse("--step-batch-size-schedule", "steps are planned ahead with one batch size"),
-    _refuse("--decrease-batch-size-if-needed", _REMOVE),
-    _refuse("--iterations-to-skip", _REMOVE),
-    _refuse("--phase-transition-iterations", _REMOVE),
-    _refuse("--full-validation", "use --eval-iters"),
-    _refuse("--multiple-validation-sets", _REMOVE),
-    _refuse("--sft", _REMOVE),
-    _refuse("--fim-data", _REMOVE),
-    _refuse("--mock-data", "build a corpus with `bytescale corpus`"),
-    _refuse("--per-dataset-sequences-path", "lengths come from the .idx files"),
-    _refuse("--dataloader-fast-cache-load", "document samples keep no index cache"),
-    _refuse("--dataloader-defer-npy-index-mmap", "document samples keep no index cache"),
-    _refuse("--dataloader-inter-document-masking", "documents never attend to each other here"),
-    _refuse("--reset-position-ids", "positions always start anew with each document here"),
-    _refuse("--reset-attention-mask", "documents never attend to each other here"),
-    _refuse("--eod-mask-loss", "the last token of a document never has a label here"),
-    _refuse("--dataloader-type cyclic", _REMOVE, lambda a: a.dataloader_type == "cyclic"),
-    _refuse("--micro-batch-size > 1", "leave it at 1: documents are packed by tokens", _above("micro_batch_size", 1)),
-    _refuse("--eval-micro-batch-size > 1", "leave it at 1", _above("eval_micro_batch_size", 1)),
-    _refuse("--no-align-param-gather", "a rank that waits in a ring must not hold back another's parameters",
-            lambda a: not a.align_param_gather),
-    _refuse("--logits-save-dir", _REMOVE),
-    _refuse("--logits-load-dir", _REMOVE),
-    _refuse("--use-checkpoint-args", "give the model's flags on the command line"),
-    _refuse("--inprocess-restart", _REMOVE),
-    _refuse("--perform-rl-step", _REMOVE),
-    _refuse("--vision-pretraining", _REMOVE),
-)  # fmt: skip
+def add_planner_arguments(group: argparse._ArgumentGroup) -> None:
+    """The flags of the planner and of what watches over it."""
+    group.add_argument(
+        "--hdp-balance",
+        choices=["auto", *BALANCES],
+        help="What the planner balances. dp: the work of ranks that run freely; pp: that of pipelines, slot by slot, "
+        "and of ranks that share experts; auto (default): the one of these that fits; bytescale: Algorithm 2 of the "
+        "paper, and none: tokens alone, both to compare with.",
+    )
+    group.add_argument(
+        "--hdp-cost",
+        type=Path,
+        metavar="FILE",
+        help="Measured costs of this model on this hardware, by `bytescale profile`. Default: balance FLOPs.",
+    )
+    group.add_argument(
+        "--hdp-ranks-per-node",
+        type=int,
+        metavar="N",
+        help="Keep rings of up to N ranks inside nodes of N ranks. Default: from LOCAL_WORLD_SIZE.",
+    )
+    group.add_argument(
+        "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
+    )
+    group.add_argument(
+        "--hdp-plan-seconds",
+        type=float,
+        metavar="S",
+        help="Time for the plan of one step; then all ranks take the simple plan of none. Default: no limit.",
+    )
+    group.add_argument(
+        "--hdp-check-plans-every",
+        type=int,
+        metavar="N",
+        help="Compare the plans of all ranks in the first step and every N steps (100).",
+    )
 
 
-def refuse_conflicts(args: argparse.Namespace) -> None:
-    """Raise ValueError, naming the flag, for the first setting that cannot run with hybrid data parallelism."""
-    for refusal in REFUSALS:
-        if refusal.applies(args):
-            raise ValueError(f"--hybrid-data-parallel does not work with {refusal.flag}: {refusal.instead}")
+def add_remote_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the remote loader."""
+    group = parser.add_argument_group("bytescale: remote loading")
+    group.add_argument(
+        "--hdp-loader",
+        choices=["local", "ray"],
+        help="local (default): Megatron's .bin and .idx files. ray: --data-path names .jsonl files, whose text is "
+        "tokenized while training runs, by Ray actors.",
+    )
+    group.add_argument(
+        "--hdp-ray-address",
+        metavar="HOST:PORT",
+        help="A Ray cluster that all machines of the run are part of. Default: Ray is started on this machine.",
+    )
+    group.add_argument("--hdp-ray-servers", type=int, metavar="N", help="Actors that read and tokenize (2).")
+    group.add_argument(
+        "--hdp-ray-server-tokens", type=int, metavar="N", help="Tokens that each of them keeps at most (16777216)."
+    )
+    group.add_argument("--hdp-json-key", metavar="KEY", help="Key of the text in each line (text).")
 
 
 def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: bool) -> None:
@@ -209,24 +153,25 @@ def set_hdp_defaults(args: argparse.Namespace) -> None:
 
 def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
     """The frozen configuration, or None without ``--hybrid-data-parallel``. Raises ValueError."""
-    ours = ("tokens_per_rank", "plan_ahead", "static_width", "log_dir", "timeline_step", "attention_kernel")
-    given = [name for name in ours if getattr(args, f"hdp_{name}") is not None]
     if not args.hybrid_data_parallel:
+        given = sorted(name for name, value in vars(args).items() if name.startswith("hdp_") and value is not None)
         if given:
-            raise ValueError(f"--hdp-{given[0].replace('_', '-')} needs --hybrid-data-parallel")
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --hybrid-data-parallel")
         return None
     refuse_conflicts(args)
     for name, flag in (("seq_length", "--seq-length"), ("hdp_tokens_per_rank", "--hdp-tokens-per-rank"),
                        ("global_batch_size", "--global-batch-size")):  # fmt: skip
         if getattr(args, name) is None:
             raise ValueError(f"--hybrid-data-parallel needs {flag}")
-    tensor_ranks = args.tensor_model_parallel_size
-    if args.world_size % tensor_ranks:
+    tensor_ranks, num_stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    model_ranks = tensor_ranks * num_stages
+    if args.world_size % model_ranks:
+        pipelines = f" x --pipeline-model-parallel-size {num_stages}" if num_stages > 1 else ""
         raise ValueError(
-            f"{args.world_size} processes cannot be shared out over --tensor-model-parallel-size {tensor_ranks}; "
-            f"start {(args.world_size // tensor_ranks + 1) * tensor_ranks} processes, or lower it"
+            f"{args.world_size} processes cannot be shared out over --tensor-model-parallel-size {tensor_ranks}"
+            f"{pipelines}; start {(args.world_size // model_ranks + 1) * model_ranks} processes, or lower it"
         )
-    num_ranks = args.world_size // tensor_ranks
+    num_ranks = args.world_size // model_ranks
     for flag, size in (("--global-batch-size", args.global_batch_size), ("--eval-global-batch-size",
                        args.eval_global_batch_size or args.global_batch_size)):  # fmt: skip
         if size < 1 or size % num_ranks:
@@ -234,17 +179,46 @@ def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
                 f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, which Megatron counts "
                 f"documents by; the next that is: {(max(size, 0) // num_ranks + 1) * num_ranks}"
             )
+    chosen = {name: getattr(args, f"hdp_{name}") for name in ("plan_ahead", "plan_seconds", "check_plans_every",
+             "ranks_per_node", "static_width", "log_dir", "timeline_step")}  # fmt: skip
+    expert_ranks = ranks_that_share_experts(args)
+    aligned = num_stages > 1 or expert_ranks > 1
+    balance = args.hdp_balance or "auto"
     return HdpConfig(
         tokens_per_rank=args.hdp_tokens_per_rank,
         rows_multiple=tensor_ranks if args.sequence_parallel else 1,
         longest_sequence=args.seq_length,
         num_ranks=num_ranks,
-        plan_ahead=2 if args.hdp_plan_ahead is None else args.hdp_plan_ahead,
+        balance=("pp" if aligned else "dp") if balance == "auto" else balance,
+        num_stages=num_stages,
+        expert_ranks=expert_ranks,
+        cost_file=args.hdp_cost,
         kernel=args.hdp_attention_kernel,
-        static_width=args.hdp_static_width,
-        log_dir=args.hdp_log_dir,
-        timeline_step=args.hdp_timeline_step,
+        remote=remote_config(args),
+        **{"ranks_per_node": ranks_of_a_node(model_ranks if args.use_tp_pp_dp_mapping else tensor_ranks, num_ranks)}
+        | {name: value for name, value in chosen.items() if value is not None},
     )
+
+
+def remote_config(args: argparse.Namespace) -> RemoteConfig | None:
+    """How text is loaded, or None with ``--hdp-loader local``. Raises ValueError."""
+    flags = {"address": "hdp_ray_address", "num_servers": "hdp_ray_servers",
+             "server_tokens": "hdp_ray_server_tokens", "json_key": "hdp_json_key"}  # fmt: skip
+    given = {field: getattr(args, name) for field, name in flags.items() if getattr(args, name) is not None}
+    if args.hdp_loader == "ray":
+        return RemoteConfig(**given)
+    if given:
+        raise ValueError(f"--{flags[next(iter(given))].replace('_', '-')} needs --hdp-loader ray")
+    return None
+
+
+def ranks_of_a_node(distance: int, num_ranks: int) -> int | None:
+    """HDP ranks on this node, from torchrun's LOCAL_WORLD_SIZE; None where they do not fill it, or it holds all.
+
+    ``distance``: processes from one HDP rank to the next, as Megatron lays ranks out.
+    """
+    ranks, rest = divmod(int(os.environ.get("LOCAL_WORLD_SIZE", "0")), distance)
+    return ranks if ranks and not rest and ranks < num_ranks and not num_ranks % ranks else None
 
 
 def check_checkpoint_folder(folder: str | None) -> None:
@@ -271,8 +245,12 @@ def refusals_of_megatron() -> Iterator[None]:
         raise ValueError(f"Megatron refuses these arguments: {said}") from error
 
 
-def parse(argv: Sequence[str], on_cpu: bool) -> tuple[argparse.Namespace, HdpConfig | None]:
+def parse(
+    argv: Sequence[str], on_cpu: bool, settle: Callable[[argparse.Namespace], None] | None = None
+) -> tuple[argparse.Namespace, HdpConfig | None]:
     """Parse with Megatron's parser, settle and check everything, and set Megatron's globals.
+
+    ``settle`` changes what was parsed before it is looked at; the profile takes a training command that way.
 
     Raises ValueError, before anything is built, for what cannot run. After it: tokenizer, timers and writers exist.
     """
@@ -283,12 +261,17 @@ def parse(argv: Sequence[str], on_cpu: bool) -> tuple[argparse.Namespace, HdpCon
         raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
     with refusals_of_megatron():
         args = parse_args(add_arguments)
+    if settle is not None:
+        settle(args)
     set_device_defaults(args, argv, on_cpu)
+    seq1f1b.set_defaults(args)
     config = hdp_config(args)
     if config is not None:
         set_hdp_defaults(args)
     check_checkpoint_folder(args.save)
     with refusals_of_megatron():
         validate_args(args)
+        if config is not None and args.overlap_param_gather:  # Megatron turns it off where no virtual stages are
+            args.align_param_gather = True
         set_global_variables(args)
     return args, config

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig
@@ -19,17 +21,22 @@ from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 from bytescale_ext.attention.kernels import choose_kernel, counting, named_kernel
 from bytescale_ext.attention.layout import attention_layout
 from bytescale_ext.config import HdpConfig
+from bytescale_ext.cost_file import check_same_model, read_cost
 from bytescale_ext.data.lengths import check_indexed_dataset, check_token_ids
-from bytescale_ext.data.loader import StepLoader
+from bytescale_ext.data.loader import StepLoader, StepsAhead
 from bytescale_ext.data.packed import PackedMicroBatch
+from bytescale_ext.data.remote import checked_plan
+from bytescale_ext.data.remote_loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.metrics import StepClock
 from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.cost import flops_cost
-from megatron.bytescale.core.datasets.document_dataset import build_document_datasets, check_splits
+from bytescale_ext.plan.cost import StageCost, flops_stage_cost
+from megatron.bytescale.core.datasets.document_dataset import SampleSource, build_document_datasets, check_splits
+from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
+from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import HdpRuntime, model_shape
 from megatron.bytescale.training.arguments import refusals_of_megatron
 from megatron.bytescale.training.stock import data_settings
@@ -58,15 +65,22 @@ def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> 
 def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
     """``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
 
-    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepLoader | None, ...]:
+    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
+        if vp_stage:  # the step that the first chunk's loader gives is that of all chunks
+            return None, None, None
         args = get_args()
-        sources = build_document_datasets(
-            BlendedMegatronDatasetConfig(**data_settings(args)), num_samples, lambda: True
-        )
+        sources: Sequence[SampleSource | RemoteSplit | None]
+        if runtime.remote is None:
+            config = BlendedMegatronDatasetConfig(**data_settings(args))
+            sources = build_document_datasets(config, num_samples, lambda: True)
+        else:
+            multiple, seconds = runtime.config.rows_multiple, runtime.config.plan_seconds
+            make_plan = partial(checked_plan, runtime.planner(), multiple, seconds)
+            sources = start_remote(runtime.remote, data_settings(args), num_samples, make_plan)
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
-        loaders: list[StepLoader | None] = []
+        loaders: list[StepsAhead | None] = []
         for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
             first_step = 0 if cyclic else args.iteration
             wanted = source is not None
@@ -79,9 +93,28 @@ def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
 
 def step_loader(
     runtime: HdpRuntime, args: Any, source: Any, consumed: int, batch: int, cyclic: bool, first_step: int
-) -> StepLoader:
+) -> StepsAhead:
     """The loader of one split, started after ``consumed`` samples and ``first_step`` steps."""
     multiple = runtime.config.rows_multiple
+    if isinstance(source, RemoteSplit):
+        is_end = parallel_state.is_pipeline_first_stage(ignore_virtual=True) or parallel_state.is_pipeline_last_stage(
+            ignore_virtual=True
+        )
+        return RemoteStepLoader(
+            source,
+            runtime.planner(),
+            args.rank,
+            hdp_rank(),
+            consumed_samples=consumed,
+            samples_per_step=batch,
+            rows_multiple=multiple,
+            plan_ahead=runtime.config.plan_ahead,
+            vocab_size=args.padded_vocab_size,
+            cyclic=cyclic,
+            pin_memory=runtime.clock.on_cuda,
+            first_step=first_step,
+            reads_tokens=is_end,
+        )
     return StepLoader(
         source,
         runtime.planner(),
@@ -95,29 +128,35 @@ def step_loader(
         cyclic=cyclic,
         pin_memory=runtime.clock.on_cuda,
         first_step=first_step,
+        plan_seconds=runtime.config.plan_seconds,
     )
 
 
 def forward_step(runtime: HdpRuntime) -> Callable[..., Any]:
-    """``forward_step_func``: one micro-batch of documents through the model."""
+    """``forward_step_func``: one micro-batch of documents through the model, or through one stage's chunk of it."""
 
     def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         index, packed = next(data_iterator)
         step = runtime.step
         assert step is not None, f"{step=}"
+        chunk = unwrap_model(model)
         if model.training:
             runtime.clock.mark("forward", index)
-            count_sequences(packed, step.lengths, runtime.rank)
+            if not chunk.vp_stage:  # once on each stage, which is what Megatron's counter divides by
+                count_sequences(packed, step.lengths, runtime.rank)
         layout = attention_layout(packed.micro_batch, runtime.rank, step.lengths, packed.num_rows)
         packed = packed.to(runtime.device)
-        losses = model(
-            packed.tokens[None],
+        output = model(
+            packed.tokens[None] if chunk.pre_process else None,
             packed.positions[None],
             None,
-            labels=packed.labels[None],
+            labels=packed.labels[None] if chunk.post_process else None,
             packed_seq_params=DocumentSeqParams(positions=packed.positions, layout=layout),
+            padding_mask=padding_mask(packed, model),
         )
-        return losses, partial(sum_of_losses, runtime, index, packed, model.training)
+        if model.training and output.requires_grad:
+            output.register_hook(lambda _: runtime.clock.mark("backward", index))
+        return output, partial(sum_of_losses, runtime, packed)
 
     return forward
 
@@ -130,11 +169,9 @@ def count_sequences(packed: PackedMicroBatch, lengths: tuple[int, ...], rank: in
 
 
 def sum_of_losses(
-    runtime: HdpRuntime, index: int, packed: PackedMicroBatch, training: bool, losses: torch.Tensor
+    runtime: HdpRuntime, packed: PackedMicroBatch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum of the losses, number of labels, report) of one micro-batch; Megatron divides by all ranks' labels."""
-    if training:
-        runtime.clock.mark("backward", index)
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
     num_labels = packed.loss_mask.sum().to(torch.int)
     if get_args().check_for_nan_in_loss_and_grad:
@@ -151,11 +188,40 @@ def sum_of_losses(
 
 
 def create_runtime(args: Any, config: HdpConfig) -> HdpRuntime:
-    """The state that hooks and patches will share in this process. Raises ValueError for an unfit kernel name."""
+    """The state that hooks and patches will share in this process.
+
+    Raises ValueError for an unfit kernel name or cost file.
+    """
     on_cuda = args.distributed_backend == "nccl"
     if config.kernel is not None:
         named_kernel("cuda" if on_cuda else "cpu", args.params_dtype, args.kv_channels, config.kernel)
-    return HdpRuntime(config, flops_cost(model_shape(args)), StepClock(on_cuda))
+    remote = None
+    if config.remote is not None:
+        remote = open_remote(args, config.remote, data_settings(args), wanted_samples(args))
+    return HdpRuntime(config, stage_cost(args, config), StepClock(on_cuda), remote=remote)
+
+
+def stage_cost(args: Any, config: HdpConfig) -> StageCost:
+    """What the planner balances: seconds by ``--hdp-cost``, else FLOPs, of the largest pipeline stage.
+
+    Raises ValueError for a cost file that is damaged or of another model.
+    """
+    shape = model_shape(args)
+    if config.cost_file is None:
+        return flops_stage_cost(shape, config.num_stages)
+    dtype = str(args.params_dtype).removeprefix("torch.")
+    measured = check_same_model(
+        read_cost(config.cost_file), shape, args.tensor_model_parallel_size, dtype, config.cost_file
+    )
+    return measured.stage(-(-shape.num_layers // config.num_stages), has_head=True)
+
+
+def wanted_samples(args: Any) -> tuple[int | None, ...]:
+    """Samples of the three splits, as far as they are known before Megatron has counted iterations."""
+    if args.train_iters is None:
+        return args.train_samples, args.eval_iters, args.eval_iters
+    sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
+    return sizes
 
 
 def check_data(args: Any) -> None:
@@ -169,12 +235,14 @@ def check_data(args: Any) -> None:
     prefixes = [prefix for part in blends if part is not None for prefix in part[0]]
     if not prefixes:
         raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
+    is_remote = args.hdp_loader == "ray"
     for prefix in prefixes:
+        if is_remote:
+            check_line_file(prefix)
+            continue
         check_indexed_dataset(prefix)
         if args.rank == 0:
             check_token_ids(prefix, args.padded_vocab_size)
-    by_iterations = args.train_iters is not None  # else Megatron counts them later
-    sizes = get_train_valid_test_num_samples() if by_iterations else (args.train_samples, *[args.eval_iters] * 2)
     with refusals_of_megatron():
         config = BlendedMegatronDatasetConfig(**data_settings(args))
     parts = config.blend_per_split if config.blend is None else config.split_matrix
@@ -184,4 +252,5 @@ def check_data(args: Any) -> None:
                 f"no documents for the {name} split: give another --split (it is {args.split}) or "
                 f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
             )
-    check_splits(config, sizes)
+    if not is_remote:  # its documents are counted in ``open_remote``
+        check_splits(config, wanted_samples(args))

@@ -48,6 +48,9 @@ def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(kind, num_samples, on_rank, config).build()
 
 
+dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # the builder has barriers for all ranks
+
+
 def _is_first_of_tensor_group(num_stages: int) -> bool:
     first_or_last = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
     return parallel_state.get_tensor_model_parallel_rank() == 0 and (num_stages == 1 or first_or_last)
@@ -55,17 +58,20 @@ def _is_first_of_tensor_group(num_stages: int) -> bool:
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """``forward_step_func``: one micro-batch of fixed-length samples through the model."""
-    batch = _batch(data_iterator)
+    batch = read_batch(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-    return output, partial(_mean_loss, batch["loss_mask"])
+    return output, partial(mean_loss, batch["loss_mask"])
 
 
-def _batch(data_iterator: Any) -> dict[str, Any]:
+def read_batch(data_iterator: Any) -> dict[str, Any]:
+    """Tensors [b, s] of the next micro-batch, by name; None for what this pipeline stage does not need."""
     args = get_args()
+    names = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+    if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
+        return dict.fromkeys(names)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tp_rank == 0:
-        names = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
         loaded = next(data_iterator)
         batch = {name: loaded[name].cuda(non_blocking=True) if name in loaded else None for name in names}
     batch = get_batch_on_this_tp_rank(
@@ -88,7 +94,8 @@ def _batch(data_iterator: Any) -> dict[str, Any]:
     return dict(get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group))
 
 
-def _mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """(sum of the losses, number of labels, report) of one micro-batch; masks and losses [b, s]."""
     loss_mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * loss_mask)
     num_labels = loss_mask.sum().to(torch.int)

@@ -35,16 +35,25 @@ def wrap_training_log(original: Callable[..., Any], runtime: HdpRuntime) -> Call
 
 
 def collect(runtime: HdpRuntime, iteration: int) -> IntervalMetrics:
-    """Gather every HDP rank's figures since the last log line and start counting anew. Collective on dp x cp."""
-    mine = torch.tensor(runtime.totals.values(), dtype=torch.float64, device=runtime.device)
-    everyones = [torch.empty_like(mine) for _ in range(runtime.config.num_ranks)]
-    torch.distributed.all_gather(
-        everyones, mine, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    """Gather every HDP rank's figures since the last log line and start counting anew.
+
+    Collective, first on the pipeline group, then on dp x cp.
+    """
+    stages = _gather(runtime, runtime.totals, parallel_state.get_pipeline_model_parallel_group())
+    ranks = _gather(
+        runtime, RankStep.of_stages(stages), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
-    ranks = [RankStep(*values.tolist()) for values in everyones]
     metrics = IntervalMetrics.of(iteration, runtime.num_steps, runtime.seconds, ranks)
     runtime.totals, runtime.num_steps, runtime.seconds = RankStep(), 0, 0.0
     return metrics
+
+
+def _gather(runtime: HdpRuntime, mine: RankStep, group: torch.distributed.ProcessGroup) -> list[RankStep]:
+    """``mine`` of every process of the group."""
+    values = torch.tensor(mine.values(), dtype=torch.float64, device=runtime.device)
+    everyones = [torch.empty_like(values) for _ in range(group.size())]
+    torch.distributed.all_gather(everyones, values, group=group)
+    return [RankStep(*row.tolist()) for row in everyones]
 
 
 def report(runtime: HdpRuntime, metrics: IntervalMetrics, losses: dict[str, float]) -> None:

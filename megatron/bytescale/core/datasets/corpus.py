@@ -9,30 +9,20 @@ and the end-of-document id (the last one).
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-BYTE_LEVEL_EOD = 256
-BYTE_LEVEL_VOCAB_SIZE = 257
+from bytescale_ext.data.texts import BYTE_LEVEL_EOD, BYTE_LEVEL_VOCAB_SIZE, Encode, Tokenizer, encoder, json_text
+
 BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
-
-
-class Tokenizer(Protocol):
-    """What of a Megatron tokenizer is used here."""
-
-    vocab_size: int
-    eod: int
-
-    def tokenize(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +165,7 @@ def write_corpus(
         entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
     vocab_size = BYTE_LEVEL_VOCAB_SIZE if tokenizer is None else int(tokenizer.vocab_size)
     dtype = DType.optimal_dtype(vocab_size)
-    encode = _encoder(tokenizer)
+    encode = encoder(tokenizer)
     tally = _Tally()
     partial = _checked_prefix(prefix)
     try:
@@ -230,7 +220,7 @@ class _Tally:
 def _add_documents(
     builder: IndexedDatasetBuilder,
     entries: Sequence[Entry],
-    encode: Callable[[bytes], tuple[np.ndarray, bool]],
+    encode: Encode,
     json_key: str,
     num_tokens: int | None,
     tally: _Tally,
@@ -263,7 +253,7 @@ def _contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, 
                     stream.close()
                 opened = {entry.path: entry.path.open("rb")}
             opened[entry.path].seek(entry.offset)
-            yield entry, _json_text(entry, opened[entry.path].readline(), json_key)
+            yield entry, json_text(opened[entry.path].readline(), json_key, f"{entry.path}:{entry.line}")
     finally:
         for stream in opened.values():
             stream.close()
@@ -274,38 +264,6 @@ def _file_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
-
-
-def _json_text(entry: Entry, line: bytes, key: str) -> bytes:
-    if not line.strip():
-        return b""
-    where = f"{entry.path}:{entry.line}"
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
-    if not isinstance(value, dict) or not isinstance(value.get(key), str):
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{where}: no text under the key {key!r} (found: {found}): change --json-key")
-    # An unpaired surrogate is legal in JSON and not in UTF-8.
-    return str(value[key]).encode("utf-8", errors="surrogatepass")
-
-
-def _encoder(tokenizer: Tokenizer | None) -> Callable[[bytes], tuple[np.ndarray, bool]]:
-    """Text bytes -> (token ids with the end-of-document id, whether the bytes were UTF-8)."""
-
-    def as_bytes(raw: bytes) -> tuple[np.ndarray, bool]:
-        tokens = np.full(len(raw) + 1, BYTE_LEVEL_EOD, dtype=np.uint16)
-        tokens[:-1] = np.frombuffer(raw, dtype=np.uint8)
-        return tokens, True
-
-    def by_tokenizer(raw: bytes) -> tuple[np.ndarray, bool]:
-        assert tokenizer is not None
-        text = raw.decode("utf-8", errors="replace")
-        is_utf8 = "\ufffd" not in text or text.encode("utf-8") == raw
-        return np.array([*tokenizer.tokenize(text), tokenizer.eod], dtype=np.int64), is_utf8
-
-    return as_bytes if tokenizer is None else by_tokenizer
 
 
 def _checked_prefix(prefix: str) -> str:

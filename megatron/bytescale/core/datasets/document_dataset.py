@@ -22,7 +22,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
-from bytescale_ext.data.lengths import IndexedInfo, check_indexed_dataset, sample_table
+from bytescale_ext.data.epochs import EpochOrder
+from bytescale_ext.data.lengths import check_indexed_dataset, sample_table
 from bytescale_ext.data.packed import shift_labels
 
 
@@ -46,11 +47,12 @@ class Sample:
 class DocumentDataset(MegatronDataset):
     """The documents of one split of one data set, in a new order each epoch.
 
-    Sample i is row ``i % n`` of the permutation of epoch ``i // n``, where n is the number of samples of an epoch.
-    The permutation depends on the seed, the epoch and the split alone: not on ranks, and not on how many samples
-    are asked for. The order is Megatron's kind of randomness (``numpy.random.RandomState``, whose stream is
-    frozen), so a resumed run meets the same samples. The length is a whole number of epochs, as many as
+    The order is an ``EpochOrder`` over the rows of ``table``. The length is a whole number of epochs, as many as
     ``num_samples`` needs; one when it is None or 0.
+
+    Attributes:
+        table: the samples of one epoch; its documents count from the first one of the split.
+        order: which row of the table each sample is.
 
     Arguments are those of ``MegatronDataset``; ``indices`` are the documents of the split.
 
@@ -71,11 +73,11 @@ class DocumentDataset(MegatronDataset):
         bounds = dataset.document_indices
         offsets = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(dataset.sequence_lengths, dtype=np.int64, out=offsets[1:])
-        self._table = sample_table(offsets[bounds[1:]][indices] - offsets[bounds[:-1]][indices], config.sequence_length)
-        self._orders: tuple[tuple[int, np.ndarray], ...] = ()
+        self.table = sample_table(offsets[bounds[1:]][indices] - offsets[bounds[:-1]][indices], config.sequence_length)
+        self.order = EpochOrder(len(self.table), config.random_seed, index_split.value)
         self._num_epochs = 0
-        if len(self._table):
-            self._num_epochs = max(1, -(-(num_samples or 0) // len(self._table)))
+        if len(self.table):
+            self._num_epochs = max(1, -(-(num_samples or 0) // len(self.table)))
         elif num_samples is None or num_samples > 0:
             raise ValueError(_empty_split(str(dataset_path), index_split, len(bounds) - 1))
 
@@ -91,41 +93,36 @@ class DocumentDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     @property
     def num_empty(self) -> int:
         """Documents of the split without a token; they give no sample."""
-        return self._table.num_empty
+        return self.table.num_empty
 
     def __len__(self) -> int:
-        return self._num_epochs * len(self._table)
+        return self._num_epochs * len(self.table)
 
     def sample(self, i: int) -> Sample:
         """Where sample ``i`` lies."""
         row = self._row(i)
         return Sample(
-            document=int(self.indices[self._table.document[row]]),
-            start=int(self._table.start[row]),
-            length=int(self._table.length[row]),
+            document=int(self.indices[self.table.document[row]]),
+            start=int(self.table.start[row]),
+            length=int(self.table.length[row]),
             prefix=str(self.dataset_path),
         )
 
     def length(self, i: int) -> int:
         """Tokens of sample ``i``; reads none."""
-        return int(self._table.length[self._row(i)])
+        return int(self.table.length[self._row(i)])
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens of many samples: int64 [len(indices)]."""
         wanted = np.asarray(indices, dtype=np.int64)
         if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"samples {int(wanted.min())}..{int(wanted.max())} of {len(self)}")
-        epochs, places = np.divmod(wanted, max(1, len(self._table)))
-        rows = np.zeros(len(wanted), dtype=np.int64)
-        for epoch in np.unique(epochs):
-            of_epoch = epochs == epoch
-            rows[of_epoch] = self._order(int(epoch))[places[of_epoch]]
-        return self._table.length[rows]
+        return self.table.length[self.order.rows(wanted)]
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of sample ``i``: int64; touches no other token of the file.
@@ -160,20 +157,7 @@ class DocumentDataset(MegatronDataset):
         """Row of the sample table."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.dataset_path}")
-        epoch, place = divmod(int(i), len(self._table))
-        return int(self._order(epoch)[place])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        """The permutation of one epoch. The last two are kept: a step may lie across the end of an epoch."""
-        for known, order in self._orders:
-            if known == epoch:
-                return order
-        seed = [self.config.random_seed % 2**32, epoch, self.index_split.value]
-        order = np.arange(len(self._table), dtype=np.int32 if len(self._table) < 2**31 else np.int64)
-        np.random.RandomState(seed).shuffle(order)
-        # One assignment: another thread sees the old or the new pair, both good.
-        self._orders = ((epoch, order), *self._orders[:1])
-        return order
+        return self.order.row(i)
 
 
 class SampleSource:
@@ -220,6 +204,8 @@ def build_document_datasets(
     config: BlendedMegatronDatasetConfig,
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
+    kind: type[DocumentDataset] = DocumentDataset,
+    count_documents: Callable[[str], int] | None = None,
 ) -> tuple[SampleSource | None, SampleSource | None, SampleSource | None]:
     """Train, validation and test samples through Megatron's builder; None for a split that is not wanted.
 
@@ -230,19 +216,29 @@ def build_document_datasets(
     Args:
         config: as for Megatron's datasets; ``sequence_length`` is the longest sample.
         sizes: for each split, the samples wanted: 0 for none, None for one epoch.
-        is_built_on_rank: as Megatron's.
+        is_built_on_rank: as Megatron's; elsewhere all splits are None.
+        kind: class of the data sets.
+        count_documents: as for ``check_splits``.
 
     Raises:
         ValueError: no data set or a damaged one, a split without documents, or a setting that has no meaning here.
     """
-    wanted = check_splits(config, sizes)
-    datasets = BlendedMegatronDatasetBuilder(DocumentDataset, list(sizes), is_built_on_rank, wanted).build()
+    wanted = check_splits(config, sizes, count_documents)
+    datasets = BlendedMegatronDatasetBuilder(kind, list(sizes), is_built_on_rank, wanted).build()
     train, valid, test = (None if dataset is None else SampleSource(dataset) for dataset in datasets)
     return train, valid, test
 
 
-def check_splits(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | None]) -> BlendedMegatronDatasetConfig:
+def check_splits(
+    config: BlendedMegatronDatasetConfig,
+    sizes: Sequence[int | None],
+    count_documents: Callable[[str], int] | None = None,
+) -> BlendedMegatronDatasetConfig:
     """The configuration with the wanted splits alone, after its settings and files were checked. Reads no token.
+
+    Args:
+        config, sizes: as for ``build_document_datasets``.
+        count_documents: path -> documents of that file; None: of Megatron's files, which are checked.
 
     Raises:
         ValueError: as ``build_document_datasets``.
@@ -253,7 +249,7 @@ def check_splits(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | Non
         wanted.blend_per_split = _where_wanted(wanted.blend_per_split, sizes)
     else:
         wanted.split_matrix = _where_wanted(wanted.split_matrix, sizes)
-    _check_files(wanted)
+    _check_files(wanted, count_documents or (lambda prefix: check_indexed_dataset(prefix).num_documents))
     return wanted
 
 
@@ -282,9 +278,9 @@ def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | No
             )
 
 
-def _check_files(config: BlendedMegatronDatasetConfig) -> None:
+def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable[[str], int]) -> None:
     """Refuse damaged files, and splits of them that are wanted and hold no document."""
-    infos: dict[str, IndexedInfo] = {}
+    counts: dict[str, int] = {}
     for split in Split:
         if config.blend is None:
             blend, share = config.blend_per_split[split.value], (0.0, 1.0)
@@ -293,10 +289,10 @@ def _check_files(config: BlendedMegatronDatasetConfig) -> None:
         if blend is None or share is None:
             continue
         for prefix in blend[0]:
-            info = infos.get(prefix) or check_indexed_dataset(prefix)
-            infos[prefix] = info
-            if round(share[0] * float(info.num_documents)) >= round(share[1] * float(info.num_documents)):
-                raise ValueError(_empty_split(prefix, split, info.num_documents))
+            if prefix not in counts:
+                counts[prefix] = count_documents(prefix)
+            if round(share[0] * float(counts[prefix])) >= round(share[1] * float(counts[prefix])):
+                raise ValueError(_empty_split(prefix, split, counts[prefix]))
 
 
 def _empty_split(prefix: str, split: Split, num_documents: int) -> str:

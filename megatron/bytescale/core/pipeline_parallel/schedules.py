@@ -1,38 +1,62 @@
-"""Runs a planned step through Megatron's own schedule."""
+"""Runs a planned step through Megatron's own schedule, with and without pipelines.
+
+HDP rank r is pipeline r: all its stages have the micro-batches of rank r, and the rings of a micro-batch run in each
+stage among that stage's own dp-cp group. Pipelines differ in their number of micro-batches. Nothing waits in a
+circle, because a plan for pipelines is aligned (a sequence has the same micro-batch index on every rank of its ring)
+and because Megatron's schedules treat equal indices alike whatever the number: see ``bytescale_ext.plan.schedule``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 
-from bytescale_ext.data.packed import dummy_micro_batch
+from bytescale_ext.data.packed import PackedMicroBatch, dummy_micro_batch
 from bytescale_ext.metrics import append_jsonl
+from bytescale_ext.plan.schedule import micro_batch_counts
+from megatron.bytescale.core.pipeline_parallel.p2p_communication import PlannedP2PCommunicator
 from megatron.bytescale.runtime import HdpRuntime
+from megatron.bytescale.training.agreement import agree_on_plan
 
 
 def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: HdpRuntime) -> Callable[..., Any]:
     """Hand Megatron's schedule this rank's micro-batches of the step, however many there are.
 
-    One item of the data iterator is a whole step. A rank without micro-batches runs one of padding alone, with
-    no weight in the loss: so it joins every collective of the step, whatever overlaps with what.
+    One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk;
+    the first one gives the step, and all chunks run its micro-batches.
     """
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         schedule = original(*args, **kwargs)
 
         def forward_backward(*, data_iterator: Any, num_microbatches: int, model: Any, **kwargs: Any) -> Any:
-            iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            chunk = model[0] if isinstance(model, list) else model
+            chunks = model if isinstance(model, list) else [model]
+            iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
             training = not kwargs.get("forward_only", False)
-            begin_step(runtime, next(iterator), chunk, training)
-            assert runtime.step is not None
-            micro_batches = runtime.step.micro_batches or (dummy_micro_batch(runtime.config.rows_multiple),)
-            result = schedule(
-                data_iterator=enumerate(micro_batches), num_microbatches=len(micro_batches), model=model, **kwargs
-            )
+            begin_step(runtime, next(iterators[0]), training)
+            micro_batches = micro_batches_of_step(runtime, chunks)
+            communicator = None
+            if runtime.config.num_stages > 1:
+                communicator = stage_communicator(runtime, chunks, micro_batches, training)
+                kwargs |= {
+                    "p2p_communicator": communicator,
+                    "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+                }
+            with all_parameters_gathering(chunks, training):
+                result = schedule(
+                    data_iterator=[enumerate(micro_batches) for _ in chunks],
+                    num_microbatches=len(micro_batches),
+                    model=model,
+                    **kwargs,
+                )
+            if communicator is not None:
+                communicator.check_all_received(training)
             end_step(runtime, training)
             return result
 
@@ -41,23 +65,61 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: HdpRun
     return get_forward_backward_func
 
 
-def begin_step(runtime: HdpRuntime, step: Any, model_chunk: Any, training: bool) -> None:
-    """Make ``step`` the running one and start its clock.
+def micro_batches_of_step(runtime: HdpRuntime, chunks: list[Any]) -> tuple[PackedMicroBatch, ...]:
+    """What this rank runs: its micro-batches, and where the plan leaves a hole or has too few, padding alone.
 
-    With ``--overlap-param-gather`` all parameter gathers are started here. Megatron would start each from the
-    layer before it; but a rank that waits in a ring does not reach its next layer, and a rank that waits for
-    that layer's parameters does not reach the ring.
+    A rank runs at least one, so it joins every collective of the step, whatever overlaps with what; as many as the
+    ranks that it shares experts with; and with virtual stages whole groups, see ``stage_actions``.
     """
-    runtime.step = step
+    step, config = runtime.step, runtime.config
+    assert step is not None, f"{step=}"
+    multiple = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    count = micro_batch_counts(step.plan, config.expert_ranks, multiple)[runtime.rank]
+    padding = dummy_micro_batch(config.rows_multiple)
+    mine = [packed if packed.num_rows else padding for packed in step.micro_batches]
+    return (*mine, *[padding] * (count - len(mine)))
+
+
+def stage_communicator(
+    runtime: HdpRuntime, chunks: list[Any], micro_batches: tuple[PackedMicroBatch, ...], training: bool
+) -> PlannedP2PCommunicator:
+    """The communicator between this stage and its neighbours for one step."""
+    config = get_model_config(chunks[0])
+    shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+    return PlannedP2PCommunicator(
+        parallel_state.get_pipeline_model_parallel_group(),
+        config,
+        [packed.num_rows // shares for packed in micro_batches],
+        runtime.clock if training else None,
+    )
+
+
+@contextlib.contextmanager
+def all_parameters_gathering(chunks: list[Any], training: bool) -> Iterator[None]:
+    """With ``--overlap-param-gather``: start the parameter gathers of all chunks, and keep Megatron from doing so.
+
+    Megatron would start each from the layer or the chunk before it. But a rank that waits in a ring does not reach
+    its next layer, and a rank that waits for that layer's parameters does not reach the ring.
+    """
+    config = get_model_config(chunks[0])
+    start, config.param_sync_func = config.param_sync_func, None
+    try:
+        if training and start is not None:
+            for start_one, chunk in zip(start if isinstance(start, list) else [start], chunks, strict=True):
+                start_one(chunk.parameters())
+        yield
+    finally:
+        config.param_sync_func = start
+
+
+def begin_step(runtime: HdpRuntime, step: Any, training: bool) -> None:
+    """Make ``step`` the running one, once all ranks agree on its plan, and start its clock."""
+    step = runtime.step = agree_on_plan(runtime, step)
     if not training:
         return
     runtime.reset_counts()
     runtime.step_started = time.perf_counter()
     runtime.clock.begin(traced=step.step_index + 1 == runtime.config.timeline_step)
-    gather = model_chunk.config.param_sync_func
-    if gather is not None:
-        for start in gather if isinstance(gather, list) else [gather]:
-            start(model_chunk.parameters())
 
 
 def end_step(runtime: HdpRuntime, training: bool) -> None:
@@ -72,7 +134,10 @@ def end_step(runtime: HdpRuntime, training: bool) -> None:
     if runtime.clock.traced and config.log_dir is not None and first_of_tensor_group:
         mine = step.plan.ranks[runtime.rank]
         spans = runtime.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
-        append_jsonl(config.log_dir / "timeline" / f"rank{runtime.rank}.jsonl", spans)
+        folder = config.log_dir / "timeline"
+        if config.num_stages > 1:  # each stage is a timeline of its own
+            folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
+        append_jsonl(folder / f"rank{runtime.rank}.jsonl", spans)
 
 
 def wrap_finalize_model_grads(original: Callable[..., Any], runtime: HdpRuntime) -> Callable[..., Any]:

@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import DocumentRotaryEmbedding
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.norm import LocalNorm
 
 
-def document_layer_spec(runtime: Any) -> Any:
+def document_layer_spec(runtime: Any, core_attention: type[torch.nn.Module] = DocumentAttention) -> Any:
     """``GPTModelConfig.transformer_layer_spec``: the default spec with its core attention replaced."""
 
     def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
         spec = copy.deepcopy(default_layer_spec(config, vp_stage))  # type: ignore[arg-type]
-        attention = spec.submodules.self_attention.submodules
-        attention.core_attention = partial(DocumentAttention, runtime=runtime)
-        if config.transformer.transformer_impl == "transformer_engine":
+        has_engine = config.transformer.transformer_impl == "transformer_engine"
+        if isinstance(spec, TransformerBlockSubmodules):  # experts: each layer has a spec, dense and sparse ones
+            for layer in spec.layer_specs:
+                _set_document_modules(layer.submodules, runtime, has_engine, core_attention)
+            return spec if has_engine else replace(spec, layer_norm=LocalNorm)
+        _set_document_modules(spec.submodules, runtime, has_engine, core_attention)
+        if has_engine:
             return spec
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
-        for name in ("q_layernorm", "k_layernorm"):
-            if getattr(attention, name, None) not in (None, IdentityOp):
-                setattr(attention, name, LocalNorm)
-        return TransformerBlockSubmodules(layer_specs=[spec] * config.transformer.num_layers, layer_norm=LocalNorm)
+        num_layers = get_num_layers_to_build(config.transformer, vp_stage)  # of this pipeline stage
+        return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=LocalNorm)
 
     return layer_spec
+
+
+def _set_document_modules(
+    layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool, core_attention: type[torch.nn.Module]
+) -> None:
+    """Replace what must know documents in the spec of one layer: attention, the router, norms where they are ours."""
+    attention = layer.self_attention.submodules
+    attention.core_attention = partial(core_attention, runtime=runtime)
+    mlp: Any = layer.mlp
+    if getattr(mlp, "func", None) is MoELayer:
+        experts = replace(mlp.keywords["submodules"], router=partial(DocumentRouter, runtime=runtime))
+        layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": experts})
+    if has_engine:
+        return
+    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    for name in ("q_layernorm", "k_layernorm"):
+        if getattr(attention, name, None) not in (None, IdentityOp):
+            setattr(attention, name, LocalNorm)
 
 
 def use_document_positions(model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -1,0 +1,51 @@
+"""All layers' records of one process: the plan of the micro-batch that runs, the host arena, the figures."""
+
+from __future__ import annotations
+
+import weakref
+
+from bytescale_ext.activation.link import Link
+from bytescale_ext.activation.record import Counts, LayerRecord
+from bytescale_ext.plan.activation import ActivationPlan
+
+
+class ActivationStore:
+    """What the layers of a model share.
+
+    Attributes:
+        plan: of the micro-batch that runs forward next; set it before each.
+        link: to the host arena.
+        num_layers: of the whole model; layers count from 1.
+        counts: what was moved and rebuilt.
+    """
+
+    def __init__(self, plan: ActivationPlan, link: Link, num_layers: int) -> None:
+        self.plan = plan
+        self.link = link
+        self.num_layers = num_layers
+        self.counts = Counts()
+        self._records: weakref.WeakSet[LayerRecord] = weakref.WeakSet()
+        self._latest: tuple[int, weakref.ref[LayerRecord]] | None = None
+
+    def is_planned(self, layer_number: int) -> bool:
+        """Whether a layer is run under the plan: it does something, and the layer is not one of the resident ones."""
+        return not self.plan.is_off and layer_number <= self.num_layers - self.plan.resident_layers
+
+    def new_record(self, layer_number: int, num_rows: int, parameters: frozenset[int]) -> LayerRecord:
+        """The record of a layer that is about to run forward."""
+        previous = None
+        if self._latest is not None and self._latest[0] == layer_number - 1:
+            previous = self._latest[1]()
+        record = LayerRecord(self.plan, num_rows, self.link, parameters, self.counts, previous)
+        self._records.add(record)
+        self._latest = layer_number, weakref.ref(record)
+        return record
+
+    def begin_step(self) -> None:
+        """Count anew."""
+        self.counts.__init__()  # type: ignore[misc]
+
+    def check_empty(self) -> None:
+        """After the last backward pass of a step: nothing is remembered any more, no part of the arena is in use."""
+        waiting = sum(record.is_waiting for record in self._records)
+        assert not waiting and not self.link.used_bytes, f"{waiting=} {self.link.used_bytes=}"

@@ -1,0 +1,63 @@
+"""Records when tensors are allocated and freed, on any device: the input of a memory plan (MEMO section 4.3.2)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bytescale_ext.plan.memory import Request
+
+GRANULE_BYTES = 512
+"""CUDA's caching allocator rounds every block up to a multiple of it."""
+
+
+class AllocationTrace(TorchDispatchMode):
+    """While it is entered, every new storage that an operator returns is a request until it is freed.
+
+    Workspace inside of an operator is not seen. ``ignored``: tensors that exist before, which are not requests.
+    """
+
+    def __init__(self, ignored: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.marks: dict[str, int] = {}
+        self._time = 0
+        self._rows: list[list[Any]] = []  # name, bytes, start, stop or None
+        self._alive: dict[int, int] = {}  # storage: row
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(str(func), leaf.untyped_storage())
+        return result
+
+    def _note(self, name: str, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive or key in self._ignored or not storage.nbytes():
+            return
+        self._alive[key] = len(self._rows)
+        size = -(-storage.nbytes() // GRANULE_BYTES) * GRANULE_BYTES
+        self._rows.append([f"{len(self._rows)} {name}", size, self._time, None])
+        self._time += 1
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        row = self._alive.pop(key, None)
+        if row is not None:
+            self._rows[row][3] = self._time
+            self._time += 1
+
+    def mark(self, name: str) -> None:
+        """Note the time now."""
+        self.marks[name] = self._time
+        self._time += 1
+
+    def requests(self) -> list[Request]:
+        """All requests, in order; those that were not freed end now."""
+        end = self._time + 1
+        return [Request(name, size, start, end if stop is None else stop) for name, size, start, stop in self._rows]

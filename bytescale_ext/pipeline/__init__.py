@@ -1,0 +1,1 @@
+"""Pipelines whose micro-batches are cut into slices (Seq1F1B)."""

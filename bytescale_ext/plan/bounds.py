@@ -1,0 +1,109 @@
+"""Lower bounds on the time of a step: what no plan beats. They know the cost model and nothing of how plans are made.
+
+A sequence of s tokens on a ring of d ranks costs each member ``t(s, d)`` of attention and linear work, forward and
+backward; a micro-batch costs ``g`` once. Rings have at least ``dmin = ceil(s / C)`` members. With stages 0 to p-1,
+stage q begins after the stages before it have run the forward of the pipeline's first micro-batch and ends before
+they run the backward of its last one. Any micro-batch, an empty one too, costs at least ``g``, so each bound on the
+work of stage q alone grows by the sum of ``g`` of the stages before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost import StageCost
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBounds:
+    """Bounds in the unit of the costs; each holds for every plan, so the largest one counts.
+
+    Attributes:
+        work: all work is somewhere: the busiest rank has at least the mean of all work, ``a s^2 + b s`` of each
+            sequence, and of the ``g`` of the micro-batches, of which all tokens need at least ``ceil(sum s / C)``.
+        longest: the longest sequence runs on some ring, and on every stage one after the other. (Longer sequences
+            cost more on any ring and may choose among fewer, so no other one gives more.)
+        capacity: the rank with most tokens has at least ``sum s / D`` of them, in at least
+            ``ceil(sum s / (D C))`` micro-batches.
+        area: as ``work``, with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never
+            falls with d, as compute is ``a s^2`` and exchange ``c s (d - 1)``, so wider rings cost all ranks more.
+        giants: sequences with ``2 floor(s / D) > C`` have rings of more than half of the ranks, so any two of them
+            share a rank; each holds more than C / 2 tokens there, so never in one micro-batch, and they run one
+            after the other.
+    """
+
+    work: float
+    longest: float
+    capacity: float
+    area: float
+    giants: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.work, self.longest, self.capacity, self.area, self.giants)
+
+
+def lower_bounds(
+    lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, stages: Sequence[StageCost]
+) -> LowerBounds:
+    """Bounds on the makespan of any plan of these sequences.
+
+    Args:
+        lengths: tokens of each sequence, at least one sequence.
+        num_ranks: D (with pipelines: the number of pipelines).
+        tokens_per_rank: C.
+        stages: cost of each pipeline stage; one without pipelines.
+
+    Raises:
+        ValueError: there is no sequence, or one does not fit on all ranks.
+    """
+    tokens = np.asarray(lengths, dtype=np.float64)
+    if not len(tokens) or tokens.max() > num_ranks * tokens_per_rank:
+        most = int(tokens.max(initial=0))
+        raise ValueError(f"no plan exists for {len(tokens)} sequences of up to {most} tokens on {num_ranks} ranks")
+    total = float(tokens.sum())
+    num_micro_batches = np.ceil(total / tokens_per_rank)
+    most_micro_batches = float(np.ceil(total / (num_ranks * tokens_per_rank)))
+    alone, least = np.ones(len(tokens)), np.ceil(tokens / tokens_per_rank)
+    giants = np.sort(tokens[2 * (tokens // num_ranks) > tokens_per_rank])
+    longest = [_allowed(stage, float(tokens.max()), tokens_per_rank, num_ranks) for stage in stages]
+
+    def on_one_stage(bound: Callable[[StageCost], float]) -> float:
+        """The largest bound of a stage's own work with the fill and drain of the stages before it."""
+        fills = np.cumsum([0.0] + [_launch(stage) for stage in stages])
+        return max(float(fill) + bound(stage) for fill, stage in zip(fills, stages, strict=False))
+
+    def mean_work(stage: StageCost, widths: Floats) -> float:
+        work = float((widths * _shard_seconds(stage, tokens, widths)).sum())
+        return (work + _launch(stage) * float(num_micro_batches)) / num_ranks
+
+    return LowerBounds(
+        work=on_one_stage(lambda stage: mean_work(stage, alone)),
+        longest=float(np.sum(longest, axis=0).min()),
+        capacity=on_one_stage(lambda stage: stage.both.b * total / num_ranks + _launch(stage) * most_micro_batches),
+        area=on_one_stage(lambda stage: mean_work(stage, least)),
+        giants=on_one_stage(
+            lambda stage: sum(float(_allowed(stage, giant, tokens_per_rank, num_ranks).min()) for giant in giants)
+        ),
+    )
+
+
+def _launch(stage: StageCost) -> float:
+    return stage.forward.g + stage.backward.g
+
+
+def _shard_seconds(stage: StageCost, tokens: Floats, widths: Floats) -> Floats:
+    """t(s, d) of both directions without g."""
+    return stage.forward.sequence_costs(tokens, widths) + stage.backward.sequence_costs(tokens, widths)
+
+
+def _allowed(stage: StageCost, length: float, tokens_per_rank: int, num_ranks: int) -> Floats:
+    """t(s, d) + g of one sequence for each width from dmin to D."""
+    widths = np.arange(np.ceil(length / tokens_per_rank), num_ranks + 1, dtype=np.float64)
+    return _shard_seconds(stage, np.full(len(widths), length), widths) + _launch(stage)

@@ -1,0 +1,347 @@
+"""The balance scheduler for aligned slots: pipelines, virtual stages, expert parallelism.
+
+What counts is not the sum of a pipeline's slots alone: its fill and drain cost as well, and a tall slot costs
+``num_stages - 1`` times its height again wherever its neighbours are lower. So rings are as wide as their exchange
+allows, shelves of one height go over many ranks (``pipelines_shelves``), shelves rise to the tallest and fall after it,
+the first and last slots hold few short sequences, and ranks with tall slots get less work in all. How much of each is
+best depends on the lengths: a few dozen shapes are built and timed (``pipelines_clock``), and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.balance import longest_seconds, mean_seconds
+from bytescale_ext.plan.cost import CostModel, StageCost
+from bytescale_ext.plan.moldable import ShouldStop, stop_if
+from bytescale_ext.plan.packing import deal_by_work, fill_slots
+from bytescale_ext.plan.pipelines_clock import run_pipelines, slot_seconds
+from bytescale_ext.plan.pipelines_shelves import Region, RingWork, Shelf, cut_regions, fill_shelves
+from bytescale_ext.plan.placed import PlacedRanks
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_MOST_WORK = 15_000_000  # array entries that the search may touch: what bounds its time
+_MOST_SHAPES = 20
+_ROUNDS = 2  # times that the short sequences of a shape are dealt
+_GOOD = 1.01  # a plan this near to the lower bound ends the search
+_RAMP = 0.75  # slots at either end that are smaller than the others, as a share of the stages
+_BUDGET = 1.2  # seconds of a region's ranks, in mean works of a rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """One way to lay out a step.
+
+    Attributes:
+        num_regions: the most regions.
+        height: of a shelf, as a share of the mean work of a rank.
+        before: share of the shelves that come before the tallest.
+        front: slots of short sequences before the first shelf, as a share of the stages.
+        pack: tokens of a short micro-batch, as a share of C.
+        peak: how often the tallest slot counts again, as a share of the stages that fill and drain.
+    """
+
+    num_regions: int = 1
+    height: float = 0.1
+    before: float = 0.5
+    front: float = 0.75
+    pack: float = 0.25
+    peak: float = 0.5
+
+
+_STARTS = tuple(_Shape(num_regions=regions, height=height) for regions in (1, 3) for height in (0.1, 0.03, 0.2))
+"""What is tried first."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "before": (0.3, 0.7),
+    "front": (1.0, 0.5),
+    "num_regions": (2, 4),
+    "pack": (0.5, 0.125, 1.0),
+    "peak": (0.9, 0.25),
+    "height": (0.03, 0.05, 0.1, 0.2, 0.4),
+}
+"""What is tried then for each attribute of the best shape, until nothing improves."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """The step to plan, sequences by length, longest first (tie: lower index)."""
+
+    lengths: Ints
+    least: Ints
+    num_ranks: int
+    tokens_per_rank: int
+    stage: StageCost
+    num_stages: int
+    node: int
+
+    @property
+    def cost(self) -> CostModel:
+        return self.stage.both
+
+    @property
+    def seconds(self) -> Floats:
+        """Work of each sequence on one rank: [n]."""
+        sizes = self.lengths.astype(np.float64)
+        return np.asarray(self.cost.a * sizes * sizes + self.cost.b * sizes)
+
+    def size(self, placed: PlacedRanks) -> int:
+        """About how many array entries one shape of this step touches."""
+        return (len(self.lengths) + self.num_ranks * 2 * self.num_stages) * (int(placed.orders.max()) + 2)
+
+
+def place_pipelined(
+    lengths: Ints,
+    least: Ints,
+    num_ranks: int,
+    tokens_per_rank: int,
+    stage: StageCost,
+    num_stages: int,
+    node: int,
+    should_stop: ShouldStop = None,
+) -> PlacedRanks:
+    """Place a step in aligned slots for the shortest time of all pipelines.
+
+    Args:
+        lengths: tokens of each sequence: [n].
+        least: the fewest ranks of each sequence that its memory allows: [n].
+        num_ranks: pipelines.
+        tokens_per_rank: C.
+        stage: cost of one stage.
+        num_stages: p, 1 without pipelines.
+        node: HDP ranks of a node.
+        should_stop: see ``HdpPlanner``.
+    """
+    if not len(lengths):
+        return PlacedRanks(num_ranks, lengths, lengths, lengths, lengths, aligned=True)
+    in_order = np.argsort(-lengths, kind="stable")
+    step = _Step(lengths[in_order], least[in_order], num_ranks, tokens_per_rank, stage, num_stages, node)
+    placed = _best_shape(step, should_stop)
+    back = np.argsort(in_order, kind="stable")
+    return replace(
+        placed,
+        lengths=lengths,
+        first_ranks=placed.first_ranks[back],
+        widths=placed.widths[back],
+        orders=placed.orders[back],
+    )
+
+
+def _best_shape(step: _Step, should_stop: ShouldStop) -> PlacedRanks:
+    """Take the best of some shapes, then change one attribute at a time and keep what is faster."""
+    sized = (step.lengths, step.least, step.num_ranks, step.tokens_per_rank, step.cost)
+    bound = max(
+        mean_seconds(*sized), step.num_stages * longest_seconds(step.lengths, step.least, step.num_ranks, step.cost)
+    )
+    best = _timed(step, _STARTS[0])
+    left = min(_MOST_SHAPES, _MOST_WORK // step.size(best.placed)) - 1
+    seen = {best.shape}
+    tries = list(_STARTS)
+    while tries:
+        for shape in tries:
+            if shape in seen:
+                continue
+            if left <= 0 or best.seconds <= _GOOD * bound:
+                return best.placed
+            stop_if(should_stop)
+            seen.add(shape)
+            left -= 1
+            best = min(best, _timed(step, shape), key=lambda timed: timed.seconds)
+        tries = [replace(best.shape, **{name: value}) for name, values in _CHOICES.items() for value in values]
+        tries = [shape for shape in tries if shape not in seen]
+    return best.placed
+
+
+@dataclass(frozen=True, eq=False)
+class _Timed:
+    shape: _Shape
+    placed: PlacedRanks
+    seconds: float
+
+
+def _timed(step: _Step, shape: _Shape) -> _Timed:
+    """The plan of a shape: built, timed, and built again with short sequences moved to the ranks that end early."""
+    shelved = _shelve(step, shape)
+    estimate = shelved.loads + shape.peak * (step.num_stages - 1) * np.maximum(shelved.tallest, shelved.pack_seconds)
+    best: _Timed | None = None
+    for _ in range(_ROUNDS):
+        placed, short_seconds = _with_shorts(step, shape, shelved, estimate)
+        if step.size(placed) > _MOST_WORK:  # too large for any search
+            return _Timed(shape, placed, np.inf)
+        finish = run_pipelines(slot_seconds(placed, step.stage), step.num_stages)
+        timed = _Timed(shape, placed, float(finish.max()))
+        best = timed if best is None or timed.seconds < best.seconds else best
+        estimate = finish - short_seconds
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class _Shelved:
+    """Rings in their slots, before short sequences are added.
+
+    Attributes:
+        regions: see ``Region``.
+        num_rings: the first so many sequences are rings.
+        front: slots before the first shelf.
+        ends: slots of front and shelves of each rank: [num_ranks].
+        first_ranks, widths, slots: of each sequence: [n].
+        wishes: seconds that each rank's slot lacks to the height of its shelf, -inf where is none: [ranks, slots].
+        room: tokens that it still holds: [ranks, slots].
+        loads: seconds of each rank's rings: [num_ranks].
+        tallest: its tallest ring: [num_ranks].
+        pack_seconds: a short micro-batch of the shape's size.
+    """
+
+    regions: tuple[Region, ...]
+    num_rings: int
+    front: int
+    ends: Ints
+    first_ranks: Ints
+    widths: Ints
+    slots: Ints
+    wishes: Floats
+    room: Ints
+    loads: Floats
+    tallest: Floats
+    pack_seconds: float
+
+
+def _shelve(step: _Step, shape: _Shape) -> _Shelved:
+    """Cut regions, put their rings on shelves, and give the shelves their slots."""
+    cost, num_ranks, capacity = step.cost, step.num_ranks, step.tokens_per_rank
+    regions, num_rings = _regions(step, shape)
+    front = round(shape.front * step.num_stages) if step.num_stages > 1 else 0
+    num_slots = front + max(len(region.shelves) for region in regions)
+    firsts, slots = (np.zeros(len(step.lengths), dtype=np.int64) for _ in range(2))
+    widths = np.ones(len(step.lengths), dtype=np.int64)
+    ends = np.full(num_ranks, front, dtype=np.int64)
+    wishes = np.full((num_ranks, num_slots), -np.inf)
+    room = np.zeros((num_ranks, num_slots), dtype=np.int64)
+    room[:, :front] = capacity
+    loads, tallest = np.zeros(num_ranks), np.zeros(num_ranks)
+    for region in regions:
+        ranks = slice(region.first, region.stop)
+        ends[ranks] += len(region.shelves)
+        for place, number in enumerate(_rising_and_falling(region.shelves, shape.before)):
+            shelf, slot = region.shelves[number], front + place
+            firsts[shelf.rings], widths[shelf.rings], slots[shelf.rings] = shelf.first_ranks, shelf.widths, slot
+            own, tokens = _on_ranks(step, shelf)
+            wishes[ranks, slot] = shelf.height - cost.g - own[ranks]
+            room[ranks, slot] = np.maximum(capacity - tokens[ranks], 0)
+            loads[ranks] += own[ranks] + cost.g
+            tallest[ranks] = np.maximum(tallest[ranks], own[ranks])
+    pack_seconds = cost.b * shape.pack * capacity + cost.g
+    return _Shelved(regions, num_rings, front, ends, firsts, widths, slots, wishes, room, loads, tallest, pack_seconds)
+
+
+def _regions(step: _Step, shape: _Shape) -> tuple[tuple[Region, ...], int]:
+    """The regions with their shelves, and how many sequences are rings."""
+    cost, num_ranks = step.cost, step.num_ranks
+    mean = float(step.seconds.sum()) / num_ranks
+    height = max(shape.height * mean, 1e-300)
+    hidden = step.lengths * (cost.a / cost.c) + 1 if cost.c else np.full(len(step.lengths), np.inf)
+    most = np.minimum(np.minimum(hidden, num_ranks).astype(np.int64), step.lengths)
+    most = np.maximum(most, step.least)
+    is_long = step.lengths > step.tokens_per_rank
+    num_rings = int((is_long | ((step.seconds > height) & (most > 1))).sum())
+    rings = slice(0, num_rings)
+    work = RingWork(step.lengths[rings].astype(np.float64), step.seconds[rings], step.least[rings], most[rings])
+    peak = shape.peak * (step.num_stages - 1)
+    cuts = cut_regions(work, num_ranks, step.node, height, _BUDGET * mean, peak, shape.num_regions)
+    regions = tuple(
+        fill_shelves(work, first, stop, begin, end, step.node, height, cost) for first, stop, begin, end in cuts
+    )
+    return regions, num_rings
+
+
+def _on_ranks(step: _Step, shelf: Shelf) -> tuple[Floats, Ints]:
+    """Seconds and tokens of a shelf's rings on each rank: [num_ranks] each."""
+    own, tokens = np.zeros(step.num_ranks), np.zeros(step.num_ranks, dtype=np.int64)
+    ranks = np.repeat(shelf.first_ranks - (np.cumsum(shelf.widths) - shelf.widths), shelf.widths)
+    ranks += np.arange(len(ranks))
+    each = step.cost.sequence_costs(step.lengths[shelf.rings].astype(np.float64), shelf.widths.astype(np.float64))
+    own[ranks] = np.repeat(each, shelf.widths)
+    tokens[ranks] = np.repeat(-(-step.lengths[shelf.rings] // shelf.widths), shelf.widths)
+    return own, tokens
+
+
+def _rising_and_falling(shelves: tuple[Shelf, ...], before: float) -> list[int]:
+    """Order of a region's shelves: about the share ``before`` rises to the tallest, the others fall after it."""
+    heights = np.array([shelf.height for shelf in shelves])
+    rising: list[int] = []
+    falling: list[int] = []
+    for number in np.argsort(-heights, kind="stable").tolist():
+        is_rising = len(rising) < before * len(rising + falling)
+        (rising if is_rising and falling else falling).append(number)
+    return rising[::-1] + falling
+
+
+def _with_shorts(step: _Step, shape: _Shape, shelved: _Shelved, loads: Floats) -> tuple[PlacedRanks, Floats]:
+    """Deal the short sequences to the ranks by ``loads`` and fill shelves, front and end with them.
+
+    Returns:
+        The plan, and the seconds of short sequences on each rank: [num_ranks].
+    """
+    shorts = np.arange(shelved.num_rings, len(step.lengths))
+    pack = max(1.0, shape.pack * step.tokens_per_rank)
+    work = step.seconds[shorts] + step.cost.g / pack * step.lengths[shorts]
+    firsts, slots = shelved.first_ranks.copy(), shelved.slots.copy()
+    firsts[shorts] = deal_by_work(work, loads)
+    slots[shorts] = _short_slots(step, shape, shelved, shorts, work, firsts[shorts])
+    slots = _dense(firsts, slots, shelved.widths, shelved.regions)
+    placed = PlacedRanks(step.num_ranks, step.lengths, firsts, shelved.widths, slots, aligned=True)
+    seconds = np.bincount(firsts[shorts], weights=work, minlength=step.num_ranks).astype(np.float64)
+    return placed, seconds
+
+
+def _short_slots(step: _Step, shape: _Shape, shelved: _Shelved, shorts: Ints, work: Floats, ranks: Ints) -> Ints:
+    """The slot of each short sequence: shelves are filled to their height, the rest rises in front and falls behind."""
+    front, ends = shelved.front, shelved.ends
+    capacity = step.tokens_per_rank
+    tokens = step.lengths[shorts]
+    of_rank = np.bincount(ranks, weights=tokens, minlength=step.num_ranks)
+    ramp = round(_RAMP * step.num_stages) if step.num_stages > 1 else 0
+    fewest = np.ceil(2 * of_rank / capacity)  # so many always have room for all
+    packs = np.ceil(of_rank / (shape.pack * capacity))
+    num_ends = np.maximum(fewest, packs + ramp // 2 - front).astype(np.int64) + 1
+    slot = np.arange(int((ends + num_ends).max()))
+    wishes = np.full((step.num_ranks, len(slot)), -np.inf)
+    wishes[:, : shelved.wishes.shape[1]] = shelved.wishes
+    rooms = np.zeros(wishes.shape, dtype=np.int64)
+    rooms[:, : shelved.room.shape[1]] = shelved.room
+    last = (ends + num_ends)[:, None]
+    is_end = (slot >= ends[:, None]) & (slot < last)
+    rooms[is_end] = capacity
+    weights = np.where(is_end, np.minimum(1.0, (last - slot - 0.5) / max(ramp, 0.5)), 0.0)
+    weights[:, :front] = np.minimum(1.0, np.arange(1, front + 1) / (ramp + 1))
+    spare = np.bincount(ranks, weights=work, minlength=step.num_ranks).astype(np.float64)
+    spare -= np.where(np.isfinite(wishes), np.clip(wishes, 0.0, None), 0.0).sum(axis=1)
+    share = weights * (np.maximum(spare, 0.0) / np.maximum(weights.sum(axis=1), 1e-300))[:, None]
+    return fill_slots(tokens, work, ranks, rooms, np.where(weights > 0, share, wishes))
+
+
+def _dense(firsts: Ints, slots: Ints, widths: Ints, regions: tuple[Region, ...]) -> Ints:
+    """Leave out slots that no rank of a region uses, and those of a rank after its last ring that it does not use."""
+    dense = slots.copy()
+    for region in regions:
+        inside = (firsts >= region.first) & (firsts < region.stop)
+        dense[inside] = np.unique(dense[inside], return_inverse=True)[1]
+    num_ranks = max((region.stop for region in regions), default=0)
+    last = np.full(num_ranks + 1, -1, dtype=np.int64)
+    in_ring = np.flatnonzero(widths > 1)
+    for seq in in_ring.tolist():
+        window = slice(firsts[seq], firsts[seq] + widths[seq])
+        last[window] = np.maximum(last[window], dense[seq])
+    free = np.flatnonzero((widths == 1) & (dense > last[firsts]))
+    keys, inverse = np.unique(firsts[free] * (int(dense.max(initial=0)) + 1) + dense[free], return_inverse=True)
+    owners = keys // (int(dense.max(initial=0)) + 1)
+    begins = np.searchsorted(owners, owners)
+    dense[free] = last[firsts[free]] + 1 + (np.arange(len(keys)) - begins)[inverse]
+    return dense

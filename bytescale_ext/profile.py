@@ -1,0 +1,234 @@
+"""From measured times of micro-batches to the constants of a cost file: a fit, and how well it predicts.
+
+Micro-batches of one rank are timed in models of one and of a few layers, so that layers and head come apart::
+
+    seconds = layers x (a sum(s^2) + b sum(s) + g) + head x sum(s) + rest
+
+fitted by least squares of the relative error, with no constant below zero. The formula is ``CostModel``'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost import CostModel, ModelCost, ModelShape
+
+Floats = npt.NDArray[np.float64]
+
+LAYERS: Final = (1, 3)
+"""Layers of the measured models. Their difference is the layers' time, the rest is the head's."""
+LEAST_TOKENS: Final = 64
+"""The smallest choice of longest micro-batch: below it the measured lengths are no longer apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One micro-batch of whole sequences of these lengths, on one rank, in a model of ``num_layers`` layers."""
+
+    num_layers: int
+    lengths: tuple[int, ...]
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One direction's constants, in seconds: ``layer`` of one layer (c is 0), head per token, rest per micro-batch."""
+
+    layer: CostModel
+    head: float
+    rest: float
+
+    def whole_layer(self, num_layers: int) -> CostModel:
+        """The layer of a model of ``num_layers``, with its share of what a micro-batch costs outside of layers."""
+        return CostModel(self.layer.a, self.layer.b, self.layer.c, self.layer.g + self.rest / num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A measured micro-batch and what the fit says of it, forward and backward together."""
+
+    num_layers: int
+    lengths: tuple[int, ...]
+    measured_seconds: float
+    predicted_seconds: float
+
+    @property
+    def error(self) -> float:
+        """Relative: 0.1 when the prediction is ten percent too long."""
+        return self.predicted_seconds / self.measured_seconds - 1.0
+
+
+def fitted_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches that the fit sees, none above ``max_tokens``: single sequences, and packs of shorter ones.
+
+    Raises:
+        ValueError: ``max_tokens`` is below ``LEAST_TOKENS``.
+    """
+    if max_tokens < LEAST_TOKENS:
+        raise ValueError(f"--max-tokens {max_tokens}: give at least {LEAST_TOKENS}")
+    parts = [max_tokens // 2**halvings for halvings in range(5)]
+    whole, half, quarter, eighth, sixteenth = parts
+    packs = (
+        (half,) * 2,
+        (eighth,) * 8,
+        (sixteenth,) * 4,
+        (max_tokens // 32,) * 32,
+        (half, *(eighth,) * 4),
+        (quarter, *(sixteenth,) * 4),
+    )
+    return (*((part,) for part in parts), *packs)
+
+
+def unseen_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of other lengths, which the fit does not see and is judged by."""
+    whole, part = max_tokens, max_tokens // 24
+    return (
+        (whole * 3 // 4,),
+        (whole * 3 // 8,),
+        (whole * 3 // 16,),
+        (part,) * 20,
+        (whole * 3 // 5, whole // 5, part, part),
+        (whole // 3, part, part),
+    )
+
+
+def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
+    """Forward and backward constants.
+
+    Raises:
+        ValueError: the times do not grow with tokens and with their square, so they are noise.
+    """
+    fits = []
+    for direction in ("forward", "backward"):
+        seconds = np.array([getattr(timing, f"{direction}_seconds") for timing in timings])
+        a, b, g, head, rest = fit_constants(_features(timings), seconds).tolist()
+        if not a or not b:
+            raise ValueError(
+                f"the measured {direction} times are too short or too noisy to tell attention from linear work; "
+                "raise --max-tokens or --repeats, or stop what else runs here"
+            )
+        fits.append(Fit(CostModel(a=a, b=b, g=g), head, rest))
+    return fits[0], fits[1]
+
+
+def _features(timings: Sequence[Timing]) -> Floats:
+    """[n, 5]: what a, b, g, head and rest are multiplied by, taken from the cost model with one constant at 1."""
+    units = (CostModel(a=1.0, b=0.0), CostModel(a=0.0, b=1.0))
+    rows = []
+    for timing in timings:
+        squares, tokens = (sum(unit.sequence_cost(length, 1) for length in timing.lengths) for unit in units)
+        layers = timing.num_layers
+        rows.append((layers * squares, layers * tokens, float(layers), tokens, 1.0))
+    return np.array(rows)
+
+
+def fit_constants(features: Floats, seconds: Floats) -> Floats:
+    """Least squares of the relative error with constants from 0 on: [n, k] and [n] -> [k].
+
+    Exact: the optimum is the unconstrained one over some subset of the constants, and k is small.
+    """
+    weighted = features / seconds[:, None]
+    scale = np.abs(weighted).max(axis=0)
+    weighted = weighted / scale
+    best, best_loss = np.zeros(features.shape[1]), np.inf
+    columns = range(features.shape[1])
+    for subset in (chosen for size in columns for chosen in combinations(columns, size + 1)):
+        found = np.linalg.lstsq(weighted[:, subset], np.ones(len(seconds)), rcond=None)[0]
+        loss = float(np.square(weighted[:, subset] @ found - 1.0).sum())
+        if (found >= 0).all() and loss < best_loss * (1 - 1e-12):
+            best, best_loss = np.zeros(len(columns)), loss
+            best[list(subset)] = found
+    return np.asarray(best / scale)
+
+
+def predictions(fits: tuple[Fit, Fit], timings: Sequence[Timing]) -> list[Prediction]:
+    """What the constants say of each measured micro-batch."""
+    found = []
+    for timing in timings:
+        predicted = 0.0
+        for fit in fits:
+            layers = fit.whole_layer(timing.num_layers).scaled(timing.num_layers)
+            predicted += layers.g + sum(layers.sequence_cost(length, 1) for length in timing.lengths)
+            predicted += fit.head * sum(timing.lengths)
+        measured = timing.forward_seconds + timing.backward_seconds
+        found.append(Prediction(timing.num_layers, timing.lengths, measured, predicted))
+    return found
+
+
+def model_cost(
+    fits: tuple[Fit, Fit],
+    shape: ModelShape,
+    ring_seconds: tuple[float, float],
+    kept_bytes: tuple[float, float],
+    device: str,
+    dtype: str,
+    tensor_parallel: int,
+    source: str,
+) -> ModelCost:
+    """The content of a cost file.
+
+    Args:
+        fits: forward, backward.
+        ring_seconds: for each token whose keys and values a rank receives in one layer: forward, backward.
+        kept_bytes: of one token in one layer until its backward pass: without and with full recompute.
+    """
+    forward, backward = (fit.whole_layer(shape.num_layers) for fit in fits)
+    return ModelCost(
+        shape=shape,
+        device=device,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        source=source,
+        forward=CostModel(forward.a, forward.b, ring_seconds[0], forward.g),
+        backward=CostModel(backward.a, backward.b, ring_seconds[1], backward.g),
+        head_forward=fits[0].head,
+        head_backward=fits[1].head,
+        layer_bytes=kept_bytes[0],
+        recompute_bytes=kept_bytes[1],
+    )
+
+
+def ring_bytes_per_token(
+    shape: ModelShape, tensor_parallel: int, element_bytes: int, sum_bytes: int
+) -> tuple[int, int]:
+    """Bytes that a rank receives in one layer for each token of another rank: forward, backward.
+
+    Keys and values go round in both passes, the sums of their gradients, in wider numbers, in the second
+    (``bytescale_ext.attention.ring``).
+    """
+    numbers = 2 * max(1, shape.num_kv_heads // tensor_parallel) * shape.head_dim
+    return numbers * element_bytes, numbers * (element_bytes + sum_bytes)
+
+
+def errors_text(found: Sequence[Prediction]) -> str:
+    """Median and worst error, for a person."""
+    errors = [abs(one.error) for one in found]
+    return f"median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
+
+
+def prediction_table(found: Sequence[Prediction]) -> str:
+    """One line for each micro-batch: lengths, measured and predicted milliseconds, error."""
+    lines = [f"{'layers':>6}  {'measured ms':>11}  {'predicted ms':>12}  {'error':>7}  tokens of its sequences"]
+    for one in found:
+        times = f"{1e3 * one.measured_seconds:11.2f}  {1e3 * one.predicted_seconds:12.2f}  {one.error:+7.1%}"
+        lines.append(f"{one.num_layers:6d}  {times}  {lengths_text(one.lengths)}")
+    return "\n".join(lines)
+
+
+def lengths_text(lengths: Sequence[int]) -> str:
+    """``2048 + 4 x 512`` for runs of equal lengths."""
+    parts: list[list[int]] = []
+    for length in lengths:
+        if parts and parts[-1][1] == length:
+            parts[-1][0] += 1
+        else:
+            parts.append([1, length])
+    return " + ".join(f"{count} x {length}" if count > 1 else str(length) for count, length in parts)

@@ -1,0 +1,42 @@
+"""Megatron's own scheduler of hybrid context parallelism, called as it is installed, for ``bytescale simulate``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bytescale_ext.plan.simulate import NotApplicable, Outcome, Setting, run_groups
+
+
+@dataclass(frozen=True)
+class _RankCount:
+    """All that the scheduler asks of a process group."""
+
+    num_ranks: int
+
+    def size(self) -> int:
+        return self.num_ranks
+
+
+def megatron_hybrid(lengths: Sequence[int], setting: Setting) -> Outcome:
+    """``BalancedCPScheduler`` of ``--hybrid-context-parallel``: powers of two, one sub-sample in each forward.
+
+    Raises:
+        NotApplicable: with pipelines, which Megatron's arguments refuse; a number of ranks that is no power of two,
+            for which Megatron has no groups; or the scheduler itself stops on these lengths.
+    """
+    if len(setting.stages) > 1:
+        raise NotApplicable("--hybrid-context-parallel refuses pipelines")
+    if setting.num_ranks & (setting.num_ranks - 1):
+        raise NotApplicable(f"{setting.num_ranks} ranks are no power of two, for which it has no groups")
+    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+
+    scheduler = BalancedCPScheduler(setting.tokens_per_rank, _RankCount(setting.num_ranks))
+    samples = [(seq, int(length)) for seq, length in enumerate(lengths)]
+    began = time.perf_counter()
+    try:
+        _, groups = scheduler.get_groups_and_subsamples(samples, None)
+    except (AssertionError, IndexError, KeyError) as error:
+        raise NotApplicable(f"it stops on these lengths: {type(error).__name__} {error}") from error
+    return run_groups(groups, lengths, setting, time.perf_counter() - began)

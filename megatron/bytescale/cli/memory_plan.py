@@ -1,0 +1,163 @@
+"""``bytescale memory-plan``: record the allocations of one training step and plan where each tensor lies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bytescale_ext.plan.cost import ModelShape
+from bytescale_ext.plan.memory import MemoryPlan, Request, TwoLevelPlan, plan_memory, requests_within
+from bytescale_ext.plan.memory_exact import improve
+from megatron.bytescale.cli.activations import shape_of_flags
+
+NAME = "memory-plan"
+HELP = "record the allocations of one training step and plan their addresses"
+EXAMPLE = "bytescale memory-plan --seq-length 2048 --output plan.json"
+
+DEFAULT_FLAGS = (
+    "--num-layers 3 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 704 --swiglu --vocab-size 1024"
+)
+PASSES = ("forward", "backward")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bytescale memory-plan``."""
+    parser.add_argument(
+        "--model-flags",
+        default=DEFAULT_FLAGS,
+        metavar="'FLAGS'",
+        help="Megatron's flags of the model in one quoted string; the step is run, so it must fit (default: a small "
+        "model)",
+    )
+    parser.add_argument("--seq-length", type=int, default=512, metavar="S", help="tokens of the step (512)")
+    parser.add_argument("--chunked-cross-entropy", type=int, metavar="TOKENS", help="as in training")
+    parser.add_argument("--solver-seconds", type=float, default=10.0, metavar="T", help="for each proof (10)")
+    parser.add_argument("--cpu", action="store_true", help="record on CPU although there is a GPU")
+    parser.add_argument("--output", type=Path, metavar="F.json", help="write the plan")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record, plan and print. Raises ValueError for sizes that are none, or a file that cannot be written."""
+    shape = shape_of_flags(args.model_flags)
+    if shape.num_layers < 2:
+        raise ValueError("--model-flags needs 2 layers or more: their passes are planned once for all")
+    for name in ("seq_length", "chunked_cross_entropy", "solver_seconds"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    requests, marks = record_step(shape, args.seq_length, args.chunked_cross_entropy, args.cpu)
+    plans: dict[str, tuple[MemoryPlan, float]] = {}
+    levels = {}
+    for name in PASSES:
+        windows = [(marks[f"{name} {i} begin"], marks[f"{name} {i} end"]) for i in range(shape.num_layers)]
+        plans[f"layer, {name}"] = timed(requests_within(requests, *windows[shape.num_layers // 2]), args.solver_seconds)
+        levels[name] = plans[f"layer, {name}"][0]
+    plans["model, two levels"] = timed(with_passes_as_blocks(requests, marks, shape, levels), args.solver_seconds)
+    plans["model, one level"] = timed(requests, args.solver_seconds)
+    print(json.dumps(figures(plans)) if args.json else table(plans))
+    if args.output is not None:
+        two = TwoLevelPlan(levels, plans["model, two levels"][0])
+        write(args.output, {"shape": asdict(shape), "seq_length": args.seq_length, **two.to_json()})
+    return 0
+
+
+def record_step(
+    shape: ModelShape, length: int, loss_tokens: int | None, on_cpu: bool
+) -> tuple[list[Request], dict[str, int]]:
+    """(requests, times at which each layer's passes begin and end) of a forward and a backward pass."""
+    import torch
+
+    from bytescale_ext.activation.trace import AllocationTrace
+    from megatron.bytescale.one_device import build_model
+
+    dtype = torch.bfloat16 if torch.cuda.is_available() and not on_cpu else torch.float32
+    built = build_model(shape, dtype, 0, loss_tokens, on_cpu=on_cpu or None)
+    built.weights.clear()
+    for parameter in built.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # gradients are model states, not activations
+    tokens = built.batch(length, seed=0)
+    states = [tensor for p in built.model.parameters() for tensor in (p.detach(), p.grad) if tensor is not None]
+    trace = AllocationTrace([*states, tokens])
+    for number, layer in enumerate(built.model.decoder.layers):
+        mark_passes(trace, layer, number)
+    with trace:
+        built.loss(tokens).backward()
+    return trace.requests(), trace.marks
+
+
+def mark_passes(trace: Any, layer: Any, number: int) -> None:
+    """Note when a layer's passes begin and end, by hooks on the module and on gradients of its input and output."""
+
+    def begin(_: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden.register_hook(lambda _: trace.mark(f"backward {number} end"))
+        trace.mark(f"forward {number} begin")
+
+    def end(_: Any, args: Any, output: Any) -> None:
+        trace.mark(f"forward {number} end")
+        output[0].register_hook(lambda _: trace.mark(f"backward {number} begin"))
+
+    layer.register_forward_pre_hook(begin, with_kwargs=True)
+    layer.register_forward_hook(end)
+
+
+def with_passes_as_blocks(
+    requests: list[Request], marks: dict[str, int], shape: ModelShape, levels: dict[str, MemoryPlan]
+) -> list[Request]:
+    """The trace of the model with one block for each pass of a layer in place of its transient tensors (MEMO Fig. 7).
+
+    A pass whose requests are not those of the planned one keeps them.
+    """
+    rest, blocks = set(requests), []
+    for name in PASSES:
+        planned = [(r.num_bytes, r.start, r.stop) for r in levels[name].requests]
+        for number in range(shape.num_layers):
+            start, stop = marks[f"{name} {number} begin"], marks[f"{name} {number} end"]
+            inside = requests_within(requests, start, stop)
+            if not inside or [(r.num_bytes, r.start, r.stop) for r in inside] != planned:
+                continue
+            rest.difference_update(r for r in requests if r.start >= start and r.stop <= stop)
+            blocks.append(Request(f"layer {number} {name}", levels[name].peak, start, stop))
+    return sorted([*rest, *blocks], key=lambda r: (r.start, r.name))
+
+
+def timed(requests: list[Request], solver_seconds: float) -> tuple[MemoryPlan, float]:
+    """(plan, seconds it took): best fit, and the solver where a gap to the bound is left."""
+    begun = time.perf_counter()
+    plan = improve(plan_memory(requests), solver_seconds)
+    return plan, time.perf_counter() - begun
+
+
+def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, Any]:
+    """The table as plain lists and dicts."""
+    return {
+        name: {"num_requests": len(plan.requests), "bound_bytes": plan.bound, "peak_bytes": plan.peak,
+               "is_optimal": plan.is_optimal, "seconds": seconds}
+        for name, (plan, seconds) in plans.items()
+    }  # fmt: skip
+
+
+def table(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
+    """A row for each plan."""
+    lines = [f"{'trace':18} {'requests':>8} {'bound MB':>10} {'peak MB':>10} {'peak/bound':>10}  {'proof':10} {'s':>6}"]
+    for name, (plan, seconds) in plans.items():
+        ratio = plan.peak / plan.bound if plan.bound else 1.0
+        proof = "optimal" if plan.is_optimal else "none"
+        lines.append(
+            f"{name:18} {len(plan.requests):8} {plan.bound / 1e6:10.3f} {plan.peak / 1e6:10.3f} {ratio:10.4f}  "
+            f"{proof:10} {seconds:6.2f}"
+        )
+    return "\n".join(lines)
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Write a plan file. Raises ValueError if it cannot be written."""
+    try:
+        path.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written ({error.strerror})") from error

@@ -1,0 +1,130 @@
+"""``bytescale schedule``: the schedule of a pipeline, cut into slices or not, with its idle time and memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from bytescale_ext.plan.seq1f1b import SliceSchedule, bubble_of_equal_costs, seq1f1b_schedule
+from bytescale_ext.plan.seq1f1b_check import check_slice_schedule
+from bytescale_ext.plan.seq1f1b_compare import (
+    ScheduleFigures,
+    SliceModel,
+    compared,
+    figures_of,
+    lengths_of,
+    schedule_name,
+    simulated,
+)
+from bytescale_ext.plan.seq1f1b_models import SHAPES
+from bytescale_ext.plan.slices import Partition, parse_partition
+
+NAME = "schedule"
+HELP = "print the schedule of a pipeline whose micro-batches are cut into slices (Seq1F1B)"
+EXAMPLE = "bytescale schedule --pp 4 --microbatches 8 --splits 4 --compare"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bytescale schedule``."""
+    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    parser.add_argument("--splits", type=int, default=1, metavar="K", help="slices of each micro-batch (default: 1)")
+    parser.add_argument("--vpp", type=int, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
+    parser.add_argument(
+        "--seq1f1b-partition",
+        default="time",
+        metavar="NAME",
+        help="how a micro-batch is cut: even, flops, time (default), or the tokens of each slice as L1,...,LK",
+    )
+    parser.add_argument("--seq-length", type=int, default=131072, metavar="S", help="tokens of a micro-batch (131072)")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="gpt-7b", help="the model (default: gpt-7b)")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="T", help="tensor-parallel ranks, and sequence parallelism"
+    )
+    parser.add_argument("--cost", type=Path, metavar="FILE", help="measured costs of bytescale profile; sets the model")
+    parser.add_argument("--compare", action="store_true", help="1F1B and Seq1F1B, interleaved (--vpp) or not")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule over time (.png, .svg, .pdf)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make, check, simulate and print.
+
+    Raises:
+        ValueError: sizes that do not fit, with the nearest that do.
+    """
+    partition = parse_partition(args.seq1f1b_partition)
+    if args.vpp > 1 and args.pp <= 2:
+        raise ValueError(f"--vpp {args.vpp} needs --pp of 3 or more, not {args.pp}: Megatron interleaves no two stages")
+    model = _model(args)
+    schedule = seq1f1b_schedule(args.pp, args.microbatches, args.splits, args.vpp)
+    check_slice_schedule(schedule)
+    sizes = (args.pp, args.microbatches, args.splits, args.vpp)
+    rows = compared(model, *sizes, partition) if args.compare else (figures_of(model, *sizes, partition),)
+    if args.plot is not None:
+        _draw(args.plot, model, schedule, partition)
+    if args.json:
+        print(json.dumps([row.to_json() for row in rows]))
+        return 0
+    if args.compare:
+        print(table_text(rows))
+    else:
+        print(f"{schedule}\n\n{figures_text(rows[0], schedule)}")
+    if args.plot is not None:
+        print(f"wrote {args.plot}")
+    return 0
+
+
+def _model(args: argparse.Namespace) -> SliceModel:
+    if args.tp < 1 or args.seq_length < 1:
+        raise ValueError(f"--tp {args.tp} and --seq-length {args.seq_length} must be at least 1")
+    if args.cost is None:
+        return SliceModel(SHAPES[args.model], args.seq_length, args.tp)
+    from bytescale_ext.cost_file import read_cost
+
+    measured = read_cost(args.cost)
+    return SliceModel(measured.shape, args.seq_length, measured.tensor_parallel, measured)
+
+
+def figures_text(figures: ScheduleFigures, schedule: SliceSchedule) -> str:
+    """The figures of one schedule, one a line."""
+    formula = bubble_of_equal_costs(
+        schedule.num_stages, schedule.num_micro_batches, schedule.num_slices, schedule.num_chunks
+    )
+    return "\n".join(
+        (
+            f"schedule              {figures.name}",
+            f"slices (tokens)       {' '.join(map(str, figures.slices))}",
+            f"bubble                {figures.bubble:.4f} ({formula:.4f} if all slices cost the same)",
+            f"slices on stage 0     {figures.peak_slices} at most",
+            f"activations           {figures.peak_micro_batches:.2f} micro-batches of a stage's layers, "
+            f"{figures.activation_bytes / 2**30:.2f} GiB on each rank of stage 0",
+        )
+    )
+
+
+def table_text(rows: Sequence[ScheduleFigures]) -> str:
+    """Schedules one below another."""
+    head = f"{'schedule':<18} {'bubble':>7} {'formula':>8} {'time/ideal':>10} {'slices':>7}"
+    head += f" {'micro-batches':>14} {'GiB':>8}"
+    lines = [
+        f"{row.name:<18} {row.bubble:>7.4f} {row.bubble_of_equal_costs:>8.4f} {row.relative_time:>10.3f} "
+        f"{row.peak_slices:>7} {row.peak_micro_batches:>14.2f} {row.activation_bytes / 2**30:>8.2f}"
+        for row in rows
+    ]
+    note = "slices, micro-batches, GiB: the most activations that stage 0 holds at once; formula: equal slices"
+    return "\n".join((head, *lines, note))
+
+
+def _draw(path: Path, model: SliceModel, schedule: SliceSchedule, partition: Partition) -> None:
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no directory {path.parent}")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {path}: give a name that ends with .png, .svg or .pdf")
+    from bytescale_ext.pipeline.pictures import draw_schedule
+
+    result = simulated(model, schedule, lengths_of(model, schedule.num_slices, partition))
+    name = schedule_name(schedule.num_slices, schedule.num_chunks, partition)
+    draw_schedule(result, path, f"{name}: {schedule.num_stages} stages, idle {result.bubble:.1%}")

@@ -1,0 +1,205 @@
+"""``bytescale simulate``: schedulers against each other and against the lower bound, by replay. No GPU, no training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from bytescale_ext.data.samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.bounds import lower_bounds
+from bytescale_ext.plan.simulate import SCHEDULERS, NotApplicable, Outcome, Scheduler, Setting, stage_costs, static
+from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
+from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
+
+NAME = "simulate"
+HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
+EXAMPLE = (
+    "bytescale simulate --sampler github --context 2M --ranks 512 --tokens-per-rank 8K --global-tokens 32M --seeds 5"
+)
+
+ALL: Final[Mapping[str, Scheduler]] = {
+    name: megatron_hybrid if name == "megatron-hybrid" else SCHEDULERS[name]
+    for name in ("static", "megatron-hybrid", "naive", "bytescale", "ours")
+}
+_SIZES: Final = {"K": 1 << 10, "M": 1 << 20}
+_COLUMNS: Final = {
+    "makespan_over_bound": ("time / bound", ".3f"),
+    "speedup_over_static": ("over static", ".2f"),
+    "idle_share": ("idle", ".1%"),
+    "exposed_communication": ("exposed", ".1%"),
+    "forwards_per_rank": ("forwards", ".0f"),
+    "peak_tokens": ("peak tokens", ".0f"),
+    "distinct_peers": ("peers", ".0f"),
+    "planning_seconds": ("planning s", ".4f"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bytescale simulate``. Sizes may end in K or M (1024, 1024 x 1024)."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--sampler", metavar="NAME", help=f"draw lengths: {', '.join(SAMPLERS)}")
+    source.add_argument("--lengths", type=Path, metavar="FILE", help="draw from the documents of an .idx or .npy file")
+    sizes = (
+        ("--context", "N", "the most tokens of a document; longer ones are left out"),
+        ("--tokens-per-rank", "C", "the most tokens of a micro-batch on one rank"),
+        ("--global-tokens", "T", "tokens of a step"),
+    )
+    for option, letter, text in sizes:
+        parser.add_argument(option, type=_size, required=True, metavar=letter, help=text)
+    parser.add_argument("--ranks", type=int, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
+    parser.add_argument("--stages", type=int, default=1, metavar="p", help="pipeline stages (1)")
+    parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
+    parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
+    add_cost_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time over the lower bound")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the steps, run every scheduler on each, print.
+
+    Raises:
+        ValueError: an unknown name, sizes that do not go together, a bad file.
+    """
+    names = [name.strip() for name in args.schedulers.split(",")]
+    unknown = [name for name in names if name not in ALL]
+    if unknown:
+        raise ValueError(f"scheduler {unknown[0]!r} is unknown; choose from {', '.join(ALL)}")
+    for option, value in (("--ranks", args.ranks), ("--stages", args.stages), ("--seeds", args.seeds)):
+        if value < 1:
+            raise ValueError(f"{option} {value} must be at least 1")
+    if args.context > args.ranks * args.tokens_per_rank:
+        raise ValueError(
+            f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
+            f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
+        )
+    cost = model_cost(args.cost)
+    setting = Setting(args.ranks, args.tokens_per_rank, args.context, stage_costs(cost, args.stages))
+    figures = compare(setting, draw_steps(args), names)
+    described = {
+        **({"sampler": args.sampler} if args.sampler else {"lengths": str(args.lengths)}),
+        **{name: getattr(args, name) for name in ("context", "ranks", "tokens_per_rank", "global_tokens", "stages")},
+        "seeds": args.seeds,
+        "cost": {"file": str(args.cost) if args.cost else "bytescale_7b", "device": cost.device},
+    }
+    if args.plot:
+        _plot(figures, described, args.plot)
+    print(json.dumps({"setting": described, "schedulers": figures}) if args.json else as_text(described, figures))
+    return 0
+
+
+def draw_steps(args: argparse.Namespace) -> list[list[int]]:
+    """The lengths of each step. From a file, the step of a seed is the beginning of a random order of its documents."""
+    if args.sampler:
+        seeds = range(args.seeds)
+        return [sample_lengths(args.sampler, args.context, args.global_tokens, seed).tolist() for seed in seeds]
+    lengths = np.array(read_lengths(args.lengths), dtype=np.int64)
+    lengths = lengths[lengths <= args.context]
+    if lengths.sum() < args.global_tokens:
+        raise ValueError(
+            f"--lengths {args.lengths} holds {lengths.sum()} tokens in documents of at most {args.context}, fewer than "
+            f"--global-tokens {args.global_tokens}; lower it"
+        )
+    steps = []
+    for seed in range(args.seeds):
+        shuffled = np.random.default_rng(seed).permutation(lengths)
+        count = int(np.searchsorted(np.cumsum(shuffled), args.global_tokens, side="right"))
+        steps.append(shuffled[: max(1, count)].tolist())
+    return steps
+
+
+def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Figures of each scheduler over the steps: name -> figure -> mean and worst.
+
+    A scheduler that does not support the setting, or one of the steps, has the one entry ``not_applicable``.
+    ``speedup_over_static`` is null where there is no static mesh to compare with.
+    """
+    bounds = [lower_bounds(step, setting.num_ranks, setting.tokens_per_rank, setting.stages).largest for step in steps]
+    references = outcomes_of(static, setting, steps)
+    result: dict[str, dict[str, Any]] = {}
+    for name in names:
+        outcomes = outcomes_of(ALL[name], setting, steps)
+        if isinstance(outcomes, str):
+            result[name] = {"not_applicable": outcomes}
+            continue
+        times = [outcome.makespan for outcome in outcomes]
+        result[name] = {
+            "makespan_over_bound": _figure([time / bound for time, bound in zip(times, bounds, strict=True)]),
+            "speedup_over_static": None
+            if isinstance(references, str)
+            else _figure([one.makespan / time for one, time in zip(references, times, strict=True)], worst=min),
+            **{figure: _figure([asdict(outcome)[figure] for outcome in outcomes]) for figure in asdict(outcomes[0])},
+        }
+    return result
+
+
+def as_text(setting: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The comparison as a table, mean and worst of each figure."""
+    heads = ["", *(title for title, _ in _COLUMNS.values())]
+    rows = [heads]
+    notes = []
+    for name, row in figures.items():
+        if "not_applicable" in row:
+            notes.append(f"{name}: not applicable, {row['not_applicable']}")
+            continue
+        rows.append([name, *(_cell(row[figure], spec) for figure, (_, spec) in _COLUMNS.items())])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = [
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width)
+                  for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]  # fmt: skip
+    return "\n".join([_title(setting), "mean and worst of each figure", "", *lines, *notes])
+
+
+def _cell(figure: Mapping[str, float] | None, spec: str) -> str:
+    return "-" if figure is None else f"{figure['mean']:{spec}} {figure['worst']:{spec}}"
+
+
+def _title(setting: Mapping[str, Any]) -> str:
+    source = setting.get("sampler") or Path(setting["lengths"]).name
+    stages = f" x {setting['stages']} stages" if setting["stages"] > 1 else ""
+    return (
+        f"{source}, context {setting['context']}, {setting['ranks']} ranks{stages}, C {setting['tokens_per_rank']}, "
+        f"{setting['global_tokens']} tokens a step, {setting['seeds']} seeds"
+    )
+
+
+def outcomes_of(scheduler: Scheduler, setting: Setting, steps: Sequence[Sequence[int]]) -> list[Outcome] | str:
+    """What the scheduler makes of each step, or why it is not applicable."""
+    try:
+        return [scheduler(step, setting) for step in steps]
+    except NotApplicable as error:
+        return str(error)
+
+
+def _figure(values: Sequence[float], worst: Any = max) -> dict[str, float]:
+    return {"mean": sum(values) / len(values), "worst": worst(values)}
+
+
+def _plot(figures: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any], path: Path) -> None:
+    from bytescale_ext.pictures import draw_bars
+
+    ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if "makespan_over_bound" in row}
+    means, worsts = ([ratio[kind] for ratio in ratios.values()] for kind in ("mean", "worst"))
+    try:
+        draw_bars(list(ratios), means, worsts, path, _title(setting), "time of a step / lower bound")
+    except OSError as error:
+        raise ValueError(f"--plot {path}: {error.strerror}") from error
+
+
+def _size(text: str) -> int:
+    """A positive count of tokens; 8K is 8192."""
+    try:
+        number = int(text.removesuffix("K").removesuffix("M")) * _SIZES.get(text[-1:], 1)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive size; write for example 8192, 8K or 1M")
+    return number

@@ -1,0 +1,231 @@
+"""Runs a schedule of slices through Megatron's own schedule functions (Seq1F1B).
+
+Megatron is told that there are ``num_micro_batches * num_slices`` micro-batches. Its functions then run the order of
+``bytescale_ext.plan.seq1f1b`` once three things are changed, all from outside:
+
+- the warm-up is longer by the slices that a micro-batch has beyond one;
+- a backward pass takes the slice that the schedule says, not the oldest;
+- both ends of a connection know the size of each slice from the schedule.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from bytescale_ext.attention.kernels import Kernel
+from bytescale_ext.attention.prefix_kv import MicroBatchPrefix, SlicePlace
+from bytescale_ext.pipeline.config import SliceConfig
+from bytescale_ext.plan.seq1f1b import Action, SliceSchedule
+from bytescale_ext.plan.seq1f1b_messages import received_slices
+from bytescale_ext.plan.slices import slice_ranges
+from megatron.bytescale.core.pipeline_parallel.p2p_communication import ShapedP2PCommunicator
+from megatron.bytescale.core.transformer.slice_attention import SliceSeqParams
+from megatron.bytescale.registry import source_hash
+
+SCHEDULES: Final = {
+    schedules.forward_backward_pipelining_without_interleaving: "772d6b7d8182",
+    schedules.forward_backward_pipelining_with_interleaving: "091263d1c27e",
+    schedules.forward_step: "24c526af4445",
+    schedules.backward_step: "435628e2479e",
+    schedules.get_pp_rank_microbatches: "78a8e057bdbb",
+}
+"""What this was written for, by hash of its source."""
+
+
+@dataclass
+class SliceRuntime:
+    """What one process knows while it trains in slices.
+
+    Attributes:
+        config: what the user asked for.
+        read_batch: data iterator -> tensors [b, s] of one micro-batch by name; None where a stage has none.
+        kernel: the attention kernel; set when the model is built.
+    """
+
+    config: SliceConfig
+    read_batch: Callable[[Any], dict[str, torch.Tensor | None]]
+    kernel: Kernel | None = None
+
+
+class SliceP2PCommunicator(ShapedP2PCommunicator):
+    """The communicator of a step of slices, with the longer warm-up."""
+
+    def __init__(self, config: Any, slices: SliceConfig, schedule: SliceSchedule, batch: int) -> None:
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        self._num_slices = slices.num_slices
+        from_previous, from_next = (
+            [slices.lengths[index] // slices.row_shares for index in received]
+            for received in received_slices(schedule, self.pp_group.rank())
+        )
+        self.expect(from_previous, from_next, batch)
+
+    @property
+    def total_stages(self) -> int:
+        """Stages, and as many more as the warm-up is longer: Megatron takes its number of forwards from here."""
+        return int(super().total_stages) + self._num_slices - 1
+
+
+@dataclass
+class SliceStep:
+    """One step of a stage: walks through the stage's actions as Megatron's schedule calls for them.
+
+    Attributes:
+        actions: what is left to run.
+        places: of each slice.
+        runs: (input, output) of each slice that has run forward and not backward, by its forward action.
+        prefixes: keys and values of each unfinished micro-batch, by (micro-batch, model chunk).
+        action: the one that runs.
+    """
+
+    runtime: SliceRuntime
+    training: bool
+    actions: Iterator[Action]
+    places: tuple[SlicePlace, ...]
+    runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
+    prefixes: dict[tuple[int, int], MicroBatchPrefix] = field(default_factory=dict)
+    action: Action | None = None
+
+    def forward_step(
+        self, function: Any, data: Any, model: Any, count: int, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In the place of Megatron's ``forward_step``: keeps input and output for the slice's backward pass."""
+        action = self._next("F")
+        result = schedules.forward_step(function, data, model, count, inputs, *args, **kwargs)
+        is_last = action.slice_index == self.runtime.config.num_slices - 1
+        if self.training:
+            self.runs[action] = (inputs, result[0])
+        elif is_last:
+            self._release(action)
+        return result
+
+    def backward_step(self, _input: Any, _output: Any, output_grad: Any, config: Any) -> Any:
+        """In the place of Megatron's ``backward_step``: of the slice that is due, whatever Megatron thinks is."""
+        action = self._next("B")
+        inputs, outputs = self.runs.pop(action._replace(kind="F"))
+        grads = schedules.backward_step(inputs, outputs, output_grad, config)
+        for tensor in inputs if isinstance(inputs, list) else [inputs]:
+            if tensor is not None:  # Megatron's own list holds it until its turn comes
+                tensor.grad = None
+                tensor.data = tensor.new_empty(0)
+        if not action.slice_index:
+            self._release(action)
+        return grads
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> tuple[int, bool, int, int]:
+        """In the place of ``get_pp_rank_microbatches``: as many forwards more as there are slices beyond one."""
+        total, all_in_warm_up, num_first, rest = schedules.get_pp_rank_microbatches(*args, **kwargs)
+        if not self.training:
+            return total, all_in_warm_up, num_first, rest
+        num_first = min(num_first + self.runtime.config.num_slices - 1, total)
+        return total, num_first == total, num_first, total - num_first
+
+    def slices(self, data_iterator: Any) -> Iterator[tuple[dict[str, torch.Tensor | None], SliceSeqParams]]:
+        """The data iterator of one model chunk: the batch of each micro-batch, once for each of its slices."""
+        while True:
+            batch = self.runtime.read_batch(data_iterator)
+            for place in self.places:
+                action = self.action
+                assert action is not None and action.slice_index == place.part.index, f"{action=} {place=}"
+                key = action.micro_batch, action.chunk
+                if not place.part.index:
+                    self.prefixes[key] = MicroBatchPrefix(self.runtime.config.seq_length)
+                positions = torch.arange(place.part.start, place.part.stop, device=torch.cuda.current_device())
+                yield batch, SliceSeqParams(positions=positions, place=place, prefix=self.prefixes[key])
+
+    def check_finished(self) -> None:
+        """At the end of a step: everything has run and nothing is held."""
+        left = list(self.actions)
+        assert not left and not self.runs and not self.prefixes, f"{left=} {self.runs.keys()=} {self.prefixes.keys()=}"
+
+    def _next(self, kind: str) -> Action:
+        self.action = next(self.actions)
+        assert self.action.kind == kind, f"{self.action=} {kind=}"
+        return self.action
+
+    def _release(self, action: Action) -> None:
+        del self.prefixes[action.micro_batch, action.chunk]
+
+
+def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: SliceRuntime) -> Callable[..., Any]:
+    """Run every micro-batch in slices.
+
+    Raises:
+        ValueError: Megatron's schedule functions are not those that this was written for.
+    """
+    for function, expected in SCHEDULES.items():
+        if source_hash(function) != expected:
+            raise ValueError(
+                f"{function.__module__}.{function.__name__} has source hash {source_hash(function)}, slices were "
+                f"written for {expected}; install megatron-core==0.19.2, or train without --seq1f1b-splits"
+            )
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        megatron = original(*args, **kwargs)
+        if megatron is schedules.forward_backward_no_pipelining:  # one stage: the same order, nothing to send
+            megatron = schedules.forward_backward_pipelining_without_interleaving
+
+        def forward_backward(
+            *, data_iterator: Any, model: Any, num_microbatches: int, micro_batch_size: int, **kwargs: Any
+        ) -> Any:
+            chunks = model if isinstance(model, list) else [model]
+            iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
+            training = not kwargs.get("forward_only", False)
+            config = runtime.config
+            schedule = config.schedule(num_microbatches)
+            step = begin_step(runtime, schedule, micro_batch_size, training)
+            communicator = SliceP2PCommunicator(get_model_config(chunks[0]), config, schedule, micro_batch_size)
+            kwargs |= {
+                "p2p_communicator": communicator,
+                "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+            }
+            run = with_names(
+                megatron,
+                forward_step=step.forward_step,
+                backward_step=step.backward_step,
+                get_pp_rank_microbatches=step.warm_up,
+            )
+            result = run(
+                data_iterator=[step.slices(iterator) for iterator in iterators],
+                model=chunks,
+                num_microbatches=num_microbatches * config.num_slices,
+                micro_batch_size=micro_batch_size,
+                **kwargs,
+            )
+            step.check_finished()
+            communicator.check_all_received(training)
+            return result
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def begin_step(runtime: SliceRuntime, schedule: SliceSchedule, batch: int, training: bool) -> SliceStep:
+    """The step of this stage; an evaluation has the forward passes alone."""
+    actions = schedule.stages[parallel_state.get_pipeline_model_parallel_rank()]
+    places = tuple(SlicePlace(part, batch) for part in slice_ranges(runtime.config.lengths))
+    wanted = (action for action in actions if training or action.kind == "F")
+    return SliceStep(runtime, training, wanted, places)
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """The same function, looking up some names of its module in ``names`` first. The module stays as it is."""
+    assert isinstance(function, types.FunctionType) and names.keys() <= function.__globals__.keys(), f"{function=}"
+    renamed = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed

@@ -1,0 +1,308 @@
+"""Times real micro-batches in Megatron's real model, for ``bytescale profile``: what training runs, without a step.
+
+A training command is taken as it is. What does not change a layer's time (data, checkpoints, pipeline stages, the
+number of layers) is put aside; the rest of Megatron's arguments holds, recomputation included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+from bytescale_ext.attention.reference import accumulation_dtype
+from bytescale_ext.data.loader import StepBatch
+from bytescale_ext.data.packed import PackedMicroBatch, pack_micro_batch
+from bytescale_ext.metrics import Mark
+from bytescale_ext.plan.cost import ModelShape
+from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan
+from bytescale_ext.profile import LAYERS, Timing, ring_bytes_per_token
+from megatron.bytescale.runtime import HdpRuntime, model_shape
+from megatron.bytescale.training import arguments, hdp
+
+ASIDE = {
+    "hybrid_data_parallel": True, "global_batch_size": 1, "train_iters": 1, "train_samples": None, "eval_iters": 0,
+    "eval_global_batch_size": None, "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None,
+    "save": None, "load": None, "tensorboard_dir": None, "wandb_project": "",
+    "pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None, "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": False,
+    "check_for_nan_in_loss_and_grad": False,
+}  # fmt: skip
+"""Arguments of a training command that the profile sets its own way: they cost a layer nothing, or a step once."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled: Megatron's arguments, our state, and the sizes of the model as the user gave them."""
+
+    args: argparse.Namespace
+    runtime: HdpRuntime
+    shape: ModelShape
+    capacity: int
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share each layer."""
+        return int(self.args.tensor_model_parallel_size)
+
+    @property
+    def dtype(self) -> str:
+        """Parameter type, as cost files name it."""
+        return str(self.args.params_dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """The hardware, in words."""
+        return torch.cuda.get_device_name() if self.runtime.clock.on_cuda else f"CPU ({platform.machine()})"
+
+    def ring_seconds(self, bytes_per_second: float) -> tuple[float, float]:
+        """Of one layer for each token whose keys and values a rank receives: forward, backward."""
+        dtype = self.args.params_dtype
+        sizes = (dtype.itemsize, accumulation_dtype(dtype).itemsize)
+        forward, backward = ring_bytes_per_token(self.shape, self.tensor_parallel, *sizes)
+        return forward / bytes_per_second, backward / bytes_per_second
+
+
+class RandomTokens:
+    """A ``TokenSource`` of made-up documents: what a micro-batch costs does not depend on its words."""
+
+    def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
+        self._lengths = tuple(lengths)
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def length(self, sample_id: int) -> int:
+        """Tokens of a document."""
+        return self._lengths[sample_id]
+
+    def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
+        """Tokens of a document; the same ones each time."""
+        tokens = np.random.default_rng(sample_id).integers(0, self._vocab_size, self._lengths[sample_id])
+        return tokens[start:stop]
+
+    def describe(self, sample_id: int) -> str:
+        """For messages."""
+        return f"made-up document {sample_id}"
+
+
+def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool, num_ranks: int = 1) -> Subject:
+    """Parse a training command, join the process group and set Megatron up; once in a process.
+
+    With tensor parallelism ``torchrun`` starts a process for each of its ranks, and ``num_ranks`` times as many for
+    a profile of several HDP ranks.
+
+    Raises:
+        ValueError: a flag that cannot be profiled, or another number of processes than it needs.
+    """
+    with _command_line(["bytescale profile", *flags]):
+        args, config = arguments.parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens, num_ranks=num_ranks))
+    assert config is not None
+    _join(args, on_cpu)
+    subject = Subject(args, hdp.create_runtime(args, config), model_shape(args), config.tokens_per_rank)
+    parallel_state.initialize_model_parallel(subject.tensor_parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    return subject
+
+
+def _settle(args: argparse.Namespace, max_tokens: int, num_ranks: int) -> None:
+    """Put aside what a profile has no use for. Raises ValueError for what it cannot measure."""
+    if args.num_experts:
+        raise ValueError("--num-experts: a cost file has no entry for experts; train without --hdp-cost")
+    if args.recompute_method == "block":
+        raise ValueError("--recompute-method block: layers differ in their cost; profile with uniform, or without")
+    needed = args.tensor_model_parallel_size * num_ranks
+    if args.world_size != needed:
+        raise ValueError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} needs {needed} processes and there are "
+            f"{args.world_size}: torchrun --nproc-per-node {needed} --no-python bytescale profile ..."
+        )
+    ours = [name for name in vars(args) if name.startswith("hdp_") and name != "hdp_attention_kernel"]
+    vars(args).update(ASIDE | dict.fromkeys(ours))
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    args.hdp_tokens_per_rank = max_tokens + -max_tokens % multiple
+    args.global_batch_size = num_ranks
+    args.seq_length = args.hdp_tokens_per_rank
+    args.max_position_embeddings = max(args.max_position_embeddings or 0, args.seq_length)
+    args.lr = args.lr or 1e-4
+
+
+@contextlib.contextmanager
+def _command_line(argv: list[str]) -> Iterator[None]:
+    """Megatron's parser reads ``sys.argv``."""
+    own, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = own
+
+
+def _join(args: argparse.Namespace, on_cpu: bool) -> None:
+    """Join torchrun's processes, or be a group of one."""
+    if on_cpu:  # as torchrun does; processor time of one thread is then the time of the work
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    else:
+        torch.cuda.set_device(args.local_rank)
+    if dist.is_initialized():
+        return
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(args.distributed_backend)
+    else:
+        dist.init_process_group(args.distributed_backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def build_model(subject: Subject, num_layers: int) -> Any:
+    """Megatron's model of ``num_layers`` layers, wrapped as for training: a micro-batch adds to its gradients."""
+    args = subject.args
+    args.num_layers = num_layers
+    config = hdp.model_config(args, subject.runtime)
+    (model,) = config.get_builder_cls()(config).build_distributed_models(
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        ddp_config=pretrain_cfg_container_from_args(args, config).ddp,
+    )
+    model.train()
+    return model
+
+
+def local_plan(packs: Sequence[Sequence[int]], num_ranks: int, capacity: int) -> StepPlan:
+    """Every rank runs a micro-batch of each pack, all its own."""
+    lengths: list[int] = []
+    ranks = []
+    for rank in range(num_ranks):
+        micro_batches = []
+        for pack in packs:
+            shards = [Shard(len(lengths) + i, ((0, length),), (rank,)) for i, length in enumerate(pack)]
+            micro_batches.append(MicroBatch(tuple(shards)))
+            lengths.extend(pack)
+        ranks.append(tuple(micro_batches))
+    return StepPlan(num_ranks, capacity, tuple(lengths), tuple(ranks))
+
+
+def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]:
+    """Make the plan the running step, with made-up tokens; this rank's micro-batches."""
+    runtime = subject.runtime
+    source = RandomTokens(plan.lengths, subject.shape.vocab)
+    ids = tuple(range(len(plan.lengths)))
+    multiple = runtime.config.rows_multiple
+    mine = tuple(pack_micro_batch(one, source, ids, multiple, plan.lengths) for one in plan.ranks[runtime.rank])
+    if runtime.clock.on_cuda:  # as the loader does, in the background
+        mine = tuple(packed.pinned() for packed in mine)
+    runtime.step = StepBatch(0, ids, plan.lengths, plan, mine, sum(plan.lengths), 0.0, 0.0, 0.0)
+    return mine
+
+
+def run_micro_batch(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
+    """Forward, loss and backward of one micro-batch of the running step; marks at their bounds, no waiting."""
+    runtime.clock.begin(traced=False)
+    output, loss_of = hdp.forward_step(runtime)(iter([(0, packed)]), model)
+    loss_of(output)[0].backward()
+    runtime.clock.mark("end")
+    return list(runtime.clock.marks)
+
+
+def seconds_between(marks: Sequence[Mark], subject: Subject) -> tuple[float, float]:
+    """Forward and backward seconds of ``run_micro_batch``; on CUDA once the device is synchronised.
+
+    On CPU it is the thread's processor time, which other programs disturb least; wall time where torch computes in
+    several threads, or tensor-parallel ranks wait for each other.
+    """
+    forward, backward, end = marks[-3:]
+    if subject.runtime.clock.on_cuda:
+        first, second = forward.event.elapsed_time(backward.event), backward.event.elapsed_time(end.event)
+        return first / 1e3, second / 1e3
+    is_alone = torch.get_num_threads() == 1 and subject.tensor_parallel == 1
+    name = "busy_seconds" if is_alone else "wall_seconds"
+    times = [getattr(mark, name) for mark in (forward, backward, end)]
+    return times[1] - times[0], times[2] - times[1]
+
+
+def time_packs(subject: Subject, packs: Sequence[Sequence[int]], repeats: int) -> list[Timing]:
+    """Times of each pack in models of ``LAYERS`` layers: the least of ``repeats`` rounds after one to warm up.
+
+    A round runs all packs once, so that a slow moment of the machine does not fall on one of them. Other work on
+    the machine only ever adds time, so the least is the truest. Collective over tensor-parallel ranks.
+    """
+    runtime = subject.runtime
+    timings = []
+    for num_layers in LAYERS:
+        model = build_model(subject, num_layers)
+        plan = local_plan(packs, runtime.config.num_ranks, subject.capacity)
+        micro_batches = begin_plan(subject, plan)
+        rounds = []
+        for _ in range(repeats + 1):
+            marks = [run_micro_batch(runtime, model, packed) for packed in micro_batches]
+            if runtime.clock.on_cuda:
+                torch.cuda.synchronize()
+            rounds.append([seconds_between(one, subject) for one in marks])
+        least = np.array(rounds[1:]).min(axis=0)
+        for pack, (forward, backward) in zip(packs, least.tolist(), strict=True):
+            timings.append(Timing(num_layers, tuple(pack), forward, backward))
+    runtime.step = None
+    return timings
+
+
+def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:
+    """Bytes that one token keeps in one layer until its backward pass: without and with full recompute."""
+    found: dict[tuple[bool, int], int] = {}
+    for num_layers in LAYERS:
+        model = build_model(subject, num_layers)
+        config = unwrap_model(model).config
+        for full in (False, True):
+            config.recompute_granularity = "full" if full else _partial_recompute(subject.args)
+            config.recompute_method, config.recompute_num_layers = ("uniform", 1) if full else (None, None)
+            plan = local_plan([(num_tokens,)], subject.runtime.config.num_ranks, subject.capacity)
+            (packed,) = begin_plan(subject, plan)
+            found[full, num_layers] = _kept_bytes(subject.runtime, model, packed)
+    subject.runtime.step = None
+    few, many = LAYERS
+    tokens = num_tokens * (many - few)
+    without, with_recompute = ((found[full, many] - found[full, few]) / tokens for full in (False, True))
+    return without, with_recompute
+
+
+def _partial_recompute(args: argparse.Namespace) -> str | None:
+    return "selective" if args.recompute_granularity == "selective" else None
+
+
+def _kept_bytes(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -> int:
+    """Memory that a forward pass leaves for its backward pass."""
+    runtime.clock.begin(traced=False)
+
+    def forward() -> Any:
+        return hdp.forward_step(runtime)(iter([(0, packed)]), model)
+
+    if runtime.clock.on_cuda:
+        forward()  # libraries take their workspaces
+        before = torch.cuda.memory_allocated()
+        held = forward()
+        return torch.cuda.memory_allocated() - before if held else 0
+    storages: dict[int, Any] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward()
+    module = unwrap_model(model)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in weights)

@@ -1,0 +1,114 @@
+"""The order of copies, events and waits on a GPU, with streams that only note what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.activation.arena import ALIGNMENT, HostArena
+from bytescale_ext.activation.link import CudaLink
+
+NOTES: list[str] = []
+
+
+class Event:
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.done = f"{name}{number}", False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name, self.events = name, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        NOTES.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        NOTES.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Event:
+        self.events += 1
+        return Event(self.name, self.events)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> CudaLink:
+    compute = Stream("compute")
+
+    @contextlib.contextmanager
+    def on_stream(stream: Stream) -> Iterator[None]:
+        NOTES.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: compute)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    NOTES.clear()
+    arena = HostArena(torch.empty(4 * ALIGNMENT, dtype=torch.uint8))
+    return CudaLink(arena, to_host=Stream("out"), to_device=Stream("in"))
+
+
+def pair(value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(3), torch.full((3,), value)
+
+
+def test_writes_follow_what_was_computed_and_hold_their_sources(link: CudaLink) -> None:
+    target, source = pair(2.0)
+    ticket = link.write([(target, source)], [source])
+    assert NOTES == ["out waits for compute", "on out"]
+    assert torch.equal(target, source)
+    assert ticket.name == "out1"
+
+
+def test_computing_waits_for_the_layer_before_the_last(link: CudaLink) -> None:
+    for _ in range(3):
+        link.write([pair(1.0)], [torch.empty(5)])
+    assert [note for note in NOTES if note.startswith("compute")] == [
+        "compute waits for out1",
+        "compute waits for out2",
+    ]
+    assert len(link._held) == 1
+    link.settle()
+    assert NOTES[-1] == "compute waits for out3" and not link._held
+
+
+def test_reads_come_after_their_writes_and_before_use(link: CudaLink) -> None:
+    written = link.write([pair(1.0)], [])
+    NOTES.clear()
+    ticket: Any = link.read([pair(3.0)], written)
+    link.wait(ticket)
+    assert NOTES == ["in waits for compute", "in waits for out1", "on in", "compute waits for in1"]
+
+
+def test_memory_that_is_still_read_is_handed_out_last(link: CudaLink) -> None:
+    first = link.take(2 * ALIGNMENT)
+    assert first is not None
+    reading = link.read([], None)
+    link.give_back(first, reading)
+    assert link.used_bytes == 0  # though the copy runs on
+    NOTES.clear()
+    second = link.take(2 * ALIGNMENT)
+    assert second is not None and second.start != first.start and not NOTES
+    third = link.take(2 * ALIGNMENT)  # only the part that is being read is left
+    assert third == first
+    assert NOTES == ["out waits for in1"]
+    link.give_back(second, None)
+    assert link.used_bytes == 2 * ALIGNMENT
+
+
+def test_finished_reads_give_their_memory_back(link: CudaLink) -> None:
+    block = link.take(4 * ALIGNMENT)
+    assert block is not None
+    reading = link.read([], None)
+    reading.done = True
+    link.give_back(block, reading)
+    NOTES.clear()
+    assert link.take(4 * ALIGNMENT) == block
+    assert not NOTES
+    assert link.take(1) is None

@@ -1,0 +1,210 @@
+"""Layers under every kind of plan give the loss and the gradients of plain ones, and do the work that was planned."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bytescale_ext.activation.arena import HostArena
+from bytescale_ext.activation.link import PlainLink
+from bytescale_ext.activation.record import split_rows
+from bytescale_ext.activation.store import ActivationStore
+from bytescale_ext.plan.activation import ActivationPlan
+from tests.activation.toy_layer import ToyLayer
+
+PLANS = {
+    "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
+    "offload-half": ActivationPlan("offload", 0.5, 0.0, 0.5),
+    "keep-attention-only": ActivationPlan("shares", 0.0, 1.0, 0.0),
+    "memo-0": ActivationPlan("memo", 0.0, 1.0, 1.0),
+    "memo-0.4": ActivationPlan("memo", 0.4, 0.6, 1.0, False, 1),
+    "memo-1": ActivationPlan("memo", 1.0, 0.0, 1.0),
+    "three-shares": ActivationPlan("shares", 0.3, 0.4, 0.3),
+    "priced-0": ActivationPlan("priced", 0.0, 1.0, 1.0, True),
+    "priced-0.6": ActivationPlan("priced", 0.6, 0.4, 0.5, True),
+    "priced-1": ActivationPlan("priced", 1.0, 0.0, 0.0, True),
+    "priced-three-shares": ActivationPlan("priced", 0.3, 0.5, 1.0, True),
+}
+PRODUCTS = 16 * 32 + 16 * 16 + 16 * 48  # weights of qkv, proj and fc1
+
+
+def make_layers(store: ActivationStore | None, count: int = 3) -> list[ToyLayer]:
+    torch.manual_seed(0)
+    return [ToyLayer(number + 1, store) for number in range(count)]
+
+
+def make_store(plan: ActivationPlan, num_bytes: int = 1 << 22, num_layers: int = 3) -> ActivationStore:
+    return ActivationStore(plan, PlainLink(HostArena(torch.empty(num_bytes, dtype=torch.uint8))), num_layers)
+
+
+def inputs_of(length: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
+    return torch.randn(length, batch, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def results(layers: list[ToyLayer], *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs and all gradients of a step of one micro-batch for each input."""
+    outputs = []
+    for x in inputs:
+        out = x
+        for layer in layers:
+            out = layer(out)
+        out.square().sum().backward()
+        outputs.append(out.detach())
+    gradients = [p.grad for layer in layers for p in layer.parameters()]
+    return [*outputs, *[x.grad for x in inputs], *gradients]
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 33, 64])
+@pytest.mark.parametrize("name", PLANS)
+def test_bitwise_equal_to_no_policy(name: str, length: int) -> None:
+    store = make_store(PLANS[name])
+    got = results(make_layers(store), inputs_of(length, 2), inputs_of(length + 3, 2))
+    expected = results(make_layers(None), inputs_of(length, 2), inputs_of(length + 3, 2))
+    for one, other in zip(got, expected, strict=True):
+        if length > 32 or not PLANS[name].recompute:
+            assert torch.equal(one, other)
+        else:  # a product of a few rows may be computed by another kernel than that of many rows
+            torch.testing.assert_close(one, other)
+    store.check_empty()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_flops_are_those_planned(name: str) -> None:
+    plan, length, batch = PLANS[name], 50, 2
+    with FlopCounterMode(display=False) as plain:
+        results(make_layers(None), inputs_of(length, batch))
+    store = make_store(plan)
+    with FlopCounterMode(display=False) as counted:
+        results(make_layers(store), inputs_of(length, batch))
+    rows = length - split_rows(plan, length).kept
+    planned = (3 - plan.resident_layers) * 2 * PRODUCTS * rows * batch
+    assert counted.get_total_flops() - plain.get_total_flops() == planned
+    assert store.counts.recomputed_flops == planned
+
+
+def test_swapped_bytes_are_those_planned() -> None:
+    length, float_bytes = 40, 4
+    always = length * float_bytes * (16 + 16 + 4)  # layer input, attention output, log-sum-exp of four heads
+    store = make_store(ActivationPlan("memo", 0.0, 1.0, 1.0))
+    results(make_layers(store), inputs_of(length))
+    assert store.counts.swapped_bytes == 3 * always
+    assert store.counts.kept_bytes == 0
+    store = make_store(ActivationPlan("priced", 0.25, 0.5, 1.0, True))
+    results(make_layers(store), inputs_of(length))
+    products = length // 4 * float_bytes * (32 + 16 + 48)
+    assert store.counts.swapped_bytes == 3 * (always + products)
+    assert store.counts.kept_bytes == 3 * products
+
+
+def test_views_of_one_tensor_are_swapped_once() -> None:
+    store = make_store(ActivationPlan("shares", 1.0, 0.0, 1.0))
+    layers = make_layers(store, 1)
+    out = layers[0](inputs_of(40))
+    tensors = 16 + 2 + 16 + 32 + 16 + 4 + 16 + 16 + 2 + 16 + 48 + 24  # as the layer makes them, in elements a token
+    silu = 24  # of the gate, beside the gate itself
+    assert store.counts.swapped_bytes <= 40 * 4 * (tensors + silu + 16 + 8)
+    out.sum().backward()
+    store.check_empty()
+
+
+def test_arena_is_never_exceeded_and_what_does_not_fit_stays() -> None:
+    for num_bytes in (0, 1000, 30_000):
+        store = make_store(ActivationPlan("shares", 1.0, 0.0, 1.0), num_bytes)
+        got = results(make_layers(store), inputs_of(64))
+        assert store.link.arena.peak_bytes <= num_bytes
+        assert store.counts.overflowed_bytes > 0
+        assert all(torch.equal(a, b) for a, b in zip(got, results(make_layers(None), inputs_of(64)), strict=True))
+        store.check_empty()
+
+
+def test_backward_passes_may_come_in_any_order() -> None:
+    """As in pipelines (first in, first out), in slices of a sequence (last in, first out) and in between."""
+    for order in itertools.permutations(range(3)):
+        store, results_of = make_store(PLANS["three-shares"]), []
+        for layers in (make_layers(store), make_layers(None)):
+            inputs = [inputs_of(20 + 3 * i, seed=i) for i in range(3)]
+            outputs = []
+            for x in inputs:
+                for layer in layers:
+                    x = layer(x)
+                outputs.append(x.sum())
+            for index in order:
+                outputs[index].backward()
+            results_of.append([p.grad for layer in layers for p in layer.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results_of, strict=True))
+        store.check_empty()
+
+
+def test_the_plan_may_change_between_micro_batches() -> None:
+    store, plain = make_store(PLANS["memo-0.4"]), make_layers(None)
+    layers = make_layers(store)
+    for seed, name in enumerate(PLANS):
+        store.plan = PLANS[name]
+        got, expected = results(layers, inputs_of(30, seed=seed)), results(plain, inputs_of(30, seed=seed))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), name
+    store.check_empty()
+
+
+def test_memory_is_flat_over_changing_lengths() -> None:
+    store = make_store(PLANS["three-shares"])
+    layers = make_layers(store)
+    peaks = []
+    for step in range(50):
+        results(layers, inputs_of(10 + step * 7 % 40), inputs_of(10 + step * 3 % 40))
+        store.check_empty()
+        peaks.append(store.link.arena.peak_bytes)
+    assert peaks[-1] == peaks[10]
+    assert store.link.arena.take(store.link.arena.num_bytes) is not None  # one free part again
+
+
+def test_an_exception_leaves_nothing_in_use() -> None:
+    store = make_store(PLANS["memo-0.4"])
+    layers = make_layers(store)
+    layers[0].fails = True
+    with pytest.raises(RuntimeError, match="no"):
+        results(layers, inputs_of(40))
+    layers[1].qkv = torch.nn.Linear(15, 32)  # fails in the middle of a forward pass
+    with pytest.raises(RuntimeError, match="shapes"):
+        results(layers, inputs_of(40))
+    gc.collect()
+    store.check_empty()
+
+
+def test_unfinished_steps_are_noticed() -> None:
+    store = make_store(PLANS["memo-0.4"])
+    out = make_layers(store)[0](inputs_of(8))
+    with pytest.raises(AssertionError, match="waiting"):
+        store.check_empty()
+    del out
+    store.check_empty()
+
+
+def test_a_second_backward_pass_is_an_error() -> None:
+    store = make_store(PLANS["memo-0"])
+    out = make_layers(store)[0](inputs_of(8)).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="one backward pass"):
+        out.backward()
+
+
+def test_random_shares_and_lengths() -> None:
+    generator = torch.Generator().manual_seed(5)
+    plain = make_layers(None)
+    for seed in range(25):
+        shares = torch.rand(3, generator=generator)
+        swap = float(shares[0])
+        plan = ActivationPlan("shares", swap, (1 - swap) * float(shares[1]), float(shares[2]), seed % 2 == 0)
+        length = int(torch.randint(20, 90, (), generator=generator))
+        store = make_store(plan)
+        torch.manual_seed(0)
+        got = results(make_layers(store), inputs_of(length, seed=seed))
+        for layer in plain:
+            layer.zero_grad()
+        expected = results(plain, inputs_of(length, seed=seed))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        store.check_empty()

@@ -1,0 +1,152 @@
+"""What activation flags refuse, before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.cost_file import write_cost
+from bytescale_ext.plan.activation import cost_of_rates, forecast
+from bytescale_ext.plan.cost import ModelShape
+from megatron.bytescale.training import activations
+
+SHAPE = ModelShape(8, 1024, 8, 8, 128, 4096, True, 32000)
+
+
+def parsed(*words: str, **settings: Any) -> argparse.Namespace:
+    """What Megatron's parser would give for a small model, with our flags and other settings."""
+    parser = argparse.ArgumentParser()
+    activations.add_arguments(parser)
+    args = parser.parse_args(words)
+    megatron = {
+        "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "group_query_attention": False,
+        "num_query_groups": None, "kv_channels": 128, "ffn_hidden_size": 4096, "swiglu": True,
+        "padded_vocab_size": 32000, "num_experts": None, "params_dtype": torch.bfloat16, "micro_batch_size": 1,
+        "seq_length": 8192, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "recompute_modules": None,
+        "cuda_graph_impl": "none", "seq1f1b_splits": None, "seq1f1b_partition": None,
+    }  # fmt: skip
+    for name, value in {**megatron, **settings}.items():
+        vars(args)[name] = value
+    return args
+
+
+def config_of(*words: str, **settings: Any) -> activations.ActivationConfig:
+    config = activations.activation_config(parsed(*words, **settings), None)
+    assert config is not None
+    return config
+
+
+MEMO = ("--activation-policy", "memo", "--host-memory-gb", "2")
+
+
+def test_no_flag_no_policy() -> None:
+    assert activations.activation_config(parsed(), None) is None
+
+
+def test_policies_plan_with_what_was_given() -> None:
+    config = config_of(*MEMO)
+    plan = config.plan(config.largest)
+    assert plan.policy == "memo" and plan.input_swap == 1.0 and plan.resident_layers == 2
+    assert forecast(plan, config.largest, config.machine).host_bytes <= 2e9
+    fixed = config_of(*MEMO, "--swap-fraction", "0.25")
+    assert fixed.plan(fixed.largest).swap == 0.25 and fixed.plan(fixed.largest).recompute == 0.75
+    shares = config_of("--swap-fraction", "0.25", "--recompute-fraction", "0.5", "--host-memory-gb", "1")
+    assert shares.plan(shares.largest).keep == pytest.approx(0.25)
+    assert not shares.plan(shares.largest).rebuild_cheap
+
+
+def test_the_share_of_the_plan_goes_before_the_flag() -> None:
+    config = config_of("--activation-policy", "offload", "--swap-fraction", "0.25", "--host-memory-gb", "1")
+    assert config.plan(config.largest).swap == 0.25
+    assert config.plan(config.largest, 0.75).swap == config.plan(config.largest, 0.75).input_swap == 0.75
+
+
+def test_a_pipeline_counts_its_micro_batches_in_flight() -> None:
+    load = config_of(*MEMO, pipeline_model_parallel_size=4).largest
+    assert (load.num_layers, load.in_flight, load.resident_layers) == (2, 4, 0)
+
+
+def test_measured_costs(tmp_path: Path) -> None:
+    write_cost(tmp_path / "cost.json", cost_of_rates(SHAPE, 1e12, 1e12, 1e12))
+    slow = config_of(*MEMO, "--activation-cost", str(tmp_path / "cost.json"))
+    assert slow.largest.forward_seconds > 100 * config_of(*MEMO).largest.forward_seconds
+    with pytest.raises(ValueError, match="hidden"):
+        config_of(*MEMO, "--activation-cost", str(tmp_path / "cost.json"), hidden_size=512)
+
+
+def test_micro_batches_have_plans_of_their_own() -> None:
+    from megatron.bytescale.training.activation_plans import load_of_micro_batch
+
+    config = config_of(*MEMO)
+    loads = []
+    for length, width in ((8192, 1), (65536, 8)):
+        shard = SimpleNamespace(num_tokens=8192, ring=tuple(range(width)))
+        packed = SimpleNamespace(micro_batch=SimpleNamespace(shards=(shard,), offload=0.0), num_rows=8192)
+        loads.append(load_of_micro_batch(config, packed)[0])
+        assert loads[-1].forward_seconds == pytest.approx(
+            config.cost.forward.sequence_cost(length, width) + config.cost.forward.g
+        )
+    assert config.plan(loads[1]).swap > config.plan(loads[0]).swap  # the same tokens with more attention
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (("--swap-fraction", "1.5", "--host-memory-gb", "1"), {}, "--swap-fraction 1.5 is not a share"),
+        (("--recompute-fraction", "-0.1"), {}, "--recompute-fraction -0.1 is not a share"),
+        (("--swap-fraction", "0.7", "--recompute-fraction", "0.6", "--host-memory-gb", "1"), {}, "more than 1"),
+        (("--activation-policy", "memo"), {}, "give --host-memory-gb"),
+        (("--swap-fraction", "0.5"), {}, "give --host-memory-gb"),
+        (("--activation-policy", "memo", "--host-memory-gb", "1e6"), {}, "of its free memory; give at most"),
+        (("--activation-policy", "memo", "--host-memory-gb", "-1"), {}, "is no amount of memory"),
+        (("--activation-policy", "memo", "--host-memory-gb", "0.001"), {}, r"need 0\.\d+ GB of host memory"),
+        (("--activation-policy", "priced", "--host-memory-gb", "1"), {}, "needs --device-memory-gb"),
+        (
+            ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "0.1"),
+            {},
+            r"need .* GB of device memory, and there are 0\.1",
+        ),
+        (
+            ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "9", "--swap-fraction", "0"),
+            {},
+            "auto chooses the shares",
+        ),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "1", "--device-memory-gb", "9",
+             "--recompute-fraction", "0.5"),
+            {},
+            "offload recomputes nothing",
+        ),
+        (("--host-memory-gb", "1"), {}, "--host-memory-gb needs --activation-policy"),
+        ((*MEMO, "--host-link-gb-per-second", "0"), {}, "must be positive"),
+        (("--chunked-cross-entropy", "0"), {}, "at least 1 token"),
+        (("--chunked-cross-entropy", "8"), {"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        (MEMO, {"recompute_granularity": "full"}, "--recompute-granularity"),
+        (MEMO, {"recompute_granularity": "selective"}, "--recompute-granularity"),
+        (MEMO, {"recompute_granularity": "selective", "recompute_modules": ["moe", "mlp"]}, "--recompute-granularity"),
+        (MEMO, {"hidden_dropout": 0.1}, "--hidden-dropout > 0"),
+        (MEMO, {"attention_dropout": 0.1}, "--attention-dropout > 0"),
+        (MEMO, {"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers"),
+        (MEMO, {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+        (MEMO, {"enable_cuda_graph": True}, "--enable-cuda-graph"),
+        (MEMO, {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        (MEMO, {"fp8": "hybrid"}, "--fp8-format"),
+        (MEMO, {"multi_latent_attention": True}, "--multi-latent-attention"),
+        (MEMO, {"seq1f1b_splits": 4}, "--seq1f1b-splits"),
+        (MEMO, {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training"),
+    ],
+)  # fmt: skip
+def test_refusals(words: tuple[str, ...], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(*words, **settings)
+
+
+def test_experts_may_recompute_themselves() -> None:
+    config_of(*MEMO, recompute_granularity="selective", recompute_modules=["moe_act"])

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.cost_file import write_cost
+from bytescale_ext.plan.activation import cost_of_rates
+from megatron.bytescale.cli import activations as command
+
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --vocab-size 32000 "
+    "--bf16 --lr 1e-4"
+)
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args([str(word) for word in words]))
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model-flags", LLAMA, "--seq-length", 65536, "--policy", "memo", "--chunked-cross-entropy", 4096,
+               "--host-memory-gb", 1000) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line for line in out.splitlines() if line}
+    assert "swap 100%" in rows["attention output"] and "never" in rows["attention output"]
+    assert "swap 58%, recompute 42%" in rows["query, key, value"]
+    assert "alpha 0.58" in out
+    lengths = [line.split()[0] for line in out.splitlines() if line and line.split()[0].isdigit()]
+    assert lengths == [str(8192 << power) for power in range(8)]
+
+
+def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model-flags", LLAMA, "--json", "--policy", "priced", "--chunked-cross-entropy", 1024) == 0
+    value = json.loads(capsys.readouterr().out)
+    tensors = {row["name"]: row for row in value["tensors"]}
+    assert tensors["layer input"]["bytes_per_token"] == 8192 and tensors["layer input"]["seconds_per_byte"] is None
+    assert tensors["activation output"]["recompute"] == 1.0
+    for row in value["tensors"]:
+        assert row["swap"] + row["keep"] + row["recompute"] == pytest.approx(1)
+    fitting = [row["forecast"] for row in value["lengths"] if row["plan"]]
+    assert fitting and all(row["device_bytes"] <= 100e9 and row["host_bytes"] <= 100e9 * (1 + 1e-9) for row in fitting)
+    assert value["lengths"][-1]["plan"] is None  # a million tokens do not fit
+
+
+def test_a_cost_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = command.shape_of_flags(LLAMA)
+    write_cost(tmp_path / "cost.json", cost_of_rates(shape, 1e12, 1e12, 1e12))
+    assert run("--cost", tmp_path / "cost.json", "--model-flags", LLAMA, "--seq-length", 8192, "--json") == 0
+    slow = json.loads(capsys.readouterr().out)["lengths"][0]["forecast"]["step_seconds"]
+    assert run("--model-flags", LLAMA, "--seq-length", 8192, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["lengths"][0]["forecast"]["step_seconds"] < slow / 100
+    with pytest.raises(ValueError, match="hidden"):
+        run("--cost", tmp_path / "cost.json", "--model-flags", LLAMA.replace("4096", "2048"))
+
+
+def test_plot(tmp_path: Path) -> None:
+    assert run("--model-flags", LLAMA, "--plot", tmp_path / "policies.png", "--chunked-cross-entropy", 4096) == 0
+    assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="cannot be written"):
+        run("--model-flags", LLAMA, "--plot", tmp_path / "no" / "policies.png", "--chunked-cross-entropy", 4096)
+
+
+def test_megatrons_defaults() -> None:
+    shape = command.shape_of_flags("--num-layers 2 --hidden-size 48 --num-attention-heads 4")
+    assert (shape.ffn_hidden, shape.num_kv_heads, shape.head_dim, shape.gated) == (192, 4, 12, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seq-length", 0], "--seq-length must be positive"),
+        (["--host-memory-gb", -1], "--host-memory-gb must be a number from 0 on"),
+        (["--policy", "best"], "choose one of none, memo"),
+        (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+        (["--model-flags", "--num-layers two --hidden-size 8 --num-attention-heads 2"], "--num-layers"),
+        (["--policy", "memo", "--host-memory-gb", 1], "GB of host memory"),
+        (["--device-memory-gb", 1], "need .* GB of device memory"),
+        (["--tflops", 0, 1, 1], "--tflops must be positive"),
+        (["--cost", "missing.json"], "missing.json"),
+    ],
+)
+def test_bad_input(words: list[object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(*words)

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.plan.memory import Request, TwoLevelPlan, plan_memory
+from megatron.bytescale.cli import memory_plan as command
+
+MODEL = "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu --vocab-size 64"
+PROGRAM = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys.argv[1:]))"
+
+
+def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
+    words = ["memory-plan", "--cpu", "--model-flags", MODEL, "--seq-length", "64", "--solver-seconds", "2",
+             "--output", str(tmp_path / "plan.json")]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("layer, ", "model, "))]
+    assert [row.split("  ")[0] for row in rows] == [
+        "layer, forward", "layer, backward", "model, two levels", "model, one level",
+    ]  # fmt: skip
+    value = json.loads((tmp_path / "plan.json").read_text())
+    assert value["seq_length"] == 64 and value["shape"]["hidden"] == 32
+    plan = TwoLevelPlan.from_json(value)  # which checks it
+    assert set(plan.levels) == {"forward", "backward"}
+    names = [request.name for request in plan.model.requests]
+    for part in ("forward", "backward"):
+        blocks = [name for name in names if name.startswith("layer ") and name.endswith(part)]
+        assert len(blocks) >= 2  # the middle layer, and at least one like it
+        assert plan.levels[part].requests
+    assert plan.model.bound <= plan.model.peak <= 1.1 * plan.model.bound
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seq-length", "0"], "--seq-length must be positive"),
+        (["--solver-seconds", "-1"], "--solver-seconds must be positive"),
+        (["--model-flags", "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "2 layers or more"),
+        (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+    ],
+)
+def test_bad_input(words: list[str], message: str) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(ValueError, match=message):
+        command.run(parser.parse_args(words))
+
+
+def test_figures_and_table_agree() -> None:
+    plan = plan_memory([Request("a", 3_000_000, 0, 2), Request("b", 1_000_000, 1, 3)])
+    value = command.figures({"layer, forward": (plan, 0.5)})["layer, forward"]
+    assert value == {"num_requests": 2, "bound_bytes": 4_000_000, "peak_bytes": 4_000_000, "is_optimal": True,
+                     "seconds": 0.5}  # fmt: skip
+    assert "4.000      4.000     1.0000  optimal" in command.table({"layer, forward": (plan, 0.5)})
+
+
+def test_a_plan_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be written"):
+        command.write(tmp_path / "missing" / "plan.json", {})

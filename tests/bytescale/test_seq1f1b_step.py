@@ -1,0 +1,117 @@
+"""The walk through a stage's actions, and what is passed to Megatron's schedule functions, on one process."""
+
+from __future__ import annotations
+
+from tests.harness import preload, run_ranks
+
+
+def setup_module() -> None:
+    preload("tests.e2e.preload")
+
+
+def in_one_process(function) -> None:
+    run_ranks(function, 1, init_group=False)
+
+
+def walk(rank: int, world: int) -> None:
+    """A stage that misses an action, or ends early, is a bug that is found at once."""
+    import pytest
+
+    from bytescale_ext.pipeline.config import SliceConfig
+    from bytescale_ext.plan.slices import slice_ranges
+    from megatron.bytescale.core.pipeline_parallel import seq1f1b
+
+    config = SliceConfig((3, 2), num_stages=1)
+    runtime = seq1f1b.SliceRuntime(config, read_batch=lambda data: {"tokens": next(data)})
+    places = tuple(seq1f1b.SlicePlace(part) for part in slice_ranges(config.lengths))
+    step = seq1f1b.SliceStep(runtime, True, iter(config.schedule(1).stages[0]), places)
+    batches = step.slices(iter(["a", "b"]))
+    with pytest.raises(AssertionError):  # nothing runs yet
+        next(batches)
+    batches = step.slices(iter(["a", "b"]))
+    step._next("F")
+    batch, params = next(batches)
+    assert batch == {"tokens": "a"} and params.place is places[0] and params.positions.tolist() == [0, 1, 2]
+    step._next("F")
+    batch, later = next(batches)
+    assert batch == {"tokens": "a"} and later.prefix is params.prefix and later.positions.tolist() == [3, 4]
+    with pytest.raises(AssertionError, match="kind"):
+        step._next("F")
+    with pytest.raises(AssertionError, match="prefixes"):
+        step.check_finished()
+
+
+def test_a_step_walks_through_its_actions() -> None:
+    in_one_process(walk)
+
+
+def rename(rank: int, world: int) -> None:
+    """Other names for one call; the module keeps its own."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron.bytescale.core.pipeline_parallel.seq1f1b import with_names
+
+    called = []
+    changed = with_names(schedules.get_forward_backward_func, forward_backward_no_pipelining=called.append)
+    assert changed(pp_size=1, vp_size=None) == called.append
+    original = schedules.get_forward_backward_func(pp_size=1, vp_size=None)
+    assert original is schedules.forward_backward_no_pipelining
+    renamed = with_names(schedules.forward_backward_no_pipelining, forward_step=None)
+    assert renamed.__kwdefaults__ == schedules.forward_backward_no_pipelining.__kwdefaults__
+    try:
+        with_names(schedules.get_forward_backward_func, no_such_name=1)
+    except AssertionError:
+        return
+    raise RuntimeError("a name that the module does not have was accepted")
+
+
+def test_names_are_changed_for_one_call_only() -> None:
+    in_one_process(rename)
+
+
+def refuse(rank: int, world: int) -> None:
+    """Another source of a schedule function is refused before anything runs."""
+    import pytest
+
+    from megatron.bytescale.core.pipeline_parallel import seq1f1b
+
+    function = next(iter(seq1f1b.SCHEDULES))
+    seq1f1b.SCHEDULES[function] = "0123456789ab"
+    with pytest.raises(ValueError, match=f"{function.__name__} has source hash .* install megatron-core==0.19.2"):
+        seq1f1b.wrap_get_forward_backward_func(len, None)
+
+
+def test_an_unknown_schedule_function_is_refused() -> None:
+    in_one_process(refuse)
+
+
+def losses(rank: int, world: int) -> None:
+    """Megatron divides by the labels given and by micro-batches times slices; slices of any size give the mean."""
+    import torch
+
+    from megatron.bytescale.training import slices, stock
+
+    def of_labels(mask: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        return (
+            (mask * values).sum(),
+            mask.sum().to(torch.int),
+            {"lm loss": torch.stack([(mask * values).sum(), mask.sum()])},
+        )
+
+    stock.mean_loss = of_labels  # the original asks Megatron's arguments
+    values, mask = torch.rand(2, 10), (torch.rand(2, 10) > 0.4).float()
+    mask[:, 7:] = 0.0  # the last slice has no label at all
+    parts = (slice(0, 6), slice(6, 7), slice(7, 10))
+    per_micro_batch = [slices.slice_loss(mask, mask[:, part], 3, False, values[:, part]) for part in parts]
+    mean = sum(total / num_labels.clamp(min=1) / 3 for total, num_labels, _ in per_micro_batch)
+    torch.testing.assert_close(mean, (mask * values).sum() / mask.sum())
+    per_token = [slices.slice_loss(mask, mask[:, part], 3, True, values[:, part]) for part in parts]
+    assert sum(int(num_labels) for _, num_labels, _ in per_token) == int(mask.sum())
+    torch.testing.assert_close(sum(total for total, _, _ in per_token), (mask * values).sum())
+    for results in (per_micro_batch, per_token):
+        report = torch.stack([report["lm loss"] for _, _, report in results]).sum(0)
+        torch.testing.assert_close(report, torch.stack([(mask * values).sum(), mask.sum()]))
+
+
+def test_losses_of_slices_are_those_of_the_micro_batch() -> None:
+    in_one_process(losses)

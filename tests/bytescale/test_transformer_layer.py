@@ -1,0 +1,94 @@
+"""Megatron's layer under activation policies does exactly the work, and moves exactly the bytes, that are planned."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import preload, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def measure(rank: int, world: int) -> dict[str, Any]:
+    """FLOPs, attention calls and bytes of a step under each plan of the benchmark."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from bytescale_ext.attention import ring
+    from bytescale_ext.plan.activation import cost_of_rates, layer_load
+    from megatron.bytescale.one_device import build_model, saved_bytes
+    from scripts.bench.activations import PLANS, SHAPE
+
+    calls: list[int] = []
+    original = ring.forward_steps
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    ring.forward_steps = counted  # type: ignore[assignment]
+    length = 96
+    bench = build_model(SHAPE, torch.float32, 1 << 24, loss_tokens=40, on_cpu=True)
+    load = layer_load(cost_of_rates(SHAPE, 1.0, 1.0, 1.0), length, element_bytes=4)
+    found = {}
+    for name, plan in PLANS.items():
+        bench.store.plan = plan
+        bench.reset()
+        calls.clear()
+        with FlopCounterMode(display=False) as flops:
+            outside = saved_bytes(bench.model, lambda: bench.loss(bench.batch(length, 0)).backward())
+        layers = SHAPE.num_layers - plan.resident_layers
+        swapped = sum(plan.shares(tensor)[0] * tensor.bytes_per_token * length for tensor in load.tensors)
+        products = plan.recompute * sum(tensor.flops_per_token for tensor in load.tensors) * length
+        found[name] = {
+            "flops": flops.get_total_flops(), "attention": len(calls), "outside": outside,
+            "recomputed": bench.store.counts.recomputed_flops, "swapped": bench.store.counts.swapped_bytes,
+            "kept": bench.store.counts.kept_bytes, "planned_flops": layers * products,
+            "planned_swap": layers * swapped, "layers": layers, "length": length,
+        }  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    preload("tests.e2e.preload")
+    return dict(run_ranks(measure, 1, init_group=False, timeout=120)[0])
+
+
+def test_products_are_recomputed_as_planned_and_attention_never(measured: dict[str, Any]) -> None:
+    for name, one in measured.items():
+        assert one["flops"] - measured["none"]["flops"] == one["planned_flops"] == one["recomputed"], name
+        assert one["attention"] == 4, name
+    assert measured["keep-attention"]["planned_flops"] > 0
+
+
+def test_priced_swaps_the_bytes_of_the_plan(measured: dict[str, Any]) -> None:
+    for name in ("priced", "memo-alpha-0"):
+        assert measured[name]["swapped"] == measured[name]["planned_swap"] > 0
+
+
+def test_what_is_not_swapped_or_dropped_is_kept(measured: dict[str, Any]) -> None:
+    none = measured["none"]["outside"]
+    swap, half = measured["swap-only"], measured["offload"]
+    assert swap["outside"] + swap["kept"] + swap["swapped"] == none
+    assert half["outside"] + half["kept"] + half["swapped"] == none
+    assert half["swapped"] < swap["swapped"] / 2
+    for name in ("keep-attention", "memo", "priced"):
+        assert measured[name]["outside"] + measured[name]["kept"] + measured[name]["swapped"] < 0.85 * none
+
+
+def test_benchmark_ends_with_its_json() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "bench" / "activations.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    policies = json.loads(done.stdout.splitlines()[-1])["policies"]
+    keys = {"loss_difference", "kept_bytes", "swapped_bytes", "recomputed_flops", "step_seconds"}
+    assert all(set(figures) == keys for figures in policies.values())
+    assert {"none", "memo", "priced", "offload"} <= set(policies)
+    assert all(figures["loss_difference"] == 0 for figures in policies.values())

@@ -1,0 +1,194 @@
+"""Activation policies change what is remembered, not what is learned: gradients are bitwise those of no policy."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.training import HDP, MODEL, TRAIN, VOCAB, Outcome, train_ranks, write_documents
+
+STEPS = [*TRAIN, "--train-iters", "3", "--num-layers", "4"]
+DOCUMENTS = [*HDP, "--hdp-tokens-per-rank", "128"]
+CLASSIC = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --normalization LayerNorm "
+    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length 96 --max-position-embeddings 96"
+).split()
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split()
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+).split()
+# name: (ranks, flags)
+CASES: dict[str, tuple[int, list[str]]] = {
+    "hdp": (2, [*MODEL, *STEPS, *DOCUMENTS]),
+    "hdp-tensor-sequence-parallel": (2, [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TP_SP, "--bf16"]),
+    "hdp-pipeline": (2, [*MODEL, *STEPS, *HDP, *"--hdp-tokens-per-rank 256 --pipeline-model-parallel-size 2".split()]),
+    "hdp-experts": (2, [*MODEL, *STEPS, *DOCUMENTS, *EXPERTS]),
+    "plain-classic": (1, [*CLASSIC, *STEPS, "--micro-batch-size", "2"]),
+    "plain-grouped-pipeline": (2, [*MODEL, *STEPS, *"--micro-batch-size 2 --pipeline-model-parallel-size 2".split()]),
+}
+HOST = ["--host-memory-gb", "0.02"]
+POLICIES: dict[str, list[str]] = {
+    "swap-only": ["--swap-fraction", "1", *HOST],
+    "memo": ["--activation-policy", "memo", "--swap-fraction", "0.4", *HOST],
+    "priced": ["--activation-policy", "priced", "--swap-fraction", "0.3", "--recompute-fraction", "0.5", *HOST],
+    "offload": ["--activation-policy", "offload", "--swap-fraction", "0.5", *HOST],
+    "keep-attention": ["--recompute-fraction", "1"],
+    "auto": ["--activation-policy", "auto", *HOST, "--device-memory-gb", "0.0006"],
+}
+# What runs: every policy once with HDP, and the two that differ most everywhere.
+RUNS = [("hdp", policy) for policy in POLICIES] + [
+    (case, policy) for case in CASES if case != "hdp" for policy in ("memo", "priced")
+]
+
+
+def train_and_digest() -> None:
+    """An entry: print a digest of the gradients of each step, as this rank computed them, and what the policy did."""
+    import pretrain_gpt_hdp
+    from megatron.bytescale.training import activation_plans
+
+    stores: list[Any] = []
+    original_apply, original_store = activation_plans.apply, activation_plans.make_store
+
+    def make_store(*args: Any) -> Any:
+        stores.append(original_store(*args))
+        return stores[0]
+
+    def apply(args: Any, config: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        forward_step = original_apply(args, config, model, *rest, **kwargs)
+        finalize = model.transformer.finalize_model_grads_func or finalize_model_grads
+
+        def digest_and_finalize(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+            digest = 0
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    digest = zlib.crc32(parameter.main_grad.contiguous().numpy().tobytes(), digest)
+            counts = asdict(stores[0].counts) if stores else {}
+            peak = stores[0].link.arena.peak_bytes if stores else 0
+            print(f"DIGEST {digest:08x} {json.dumps({**counts, 'peak': peak})}")
+            return finalize(chunks, *args, **kwargs)
+
+        model.transformer.finalize_model_grads_func = digest_and_finalize
+        return forward_step
+
+    activation_plans.apply, activation_plans.make_store = apply, make_store
+    pretrain_gpt_hdp.main()
+
+
+def digests(outcome: Outcome) -> list[str]:
+    return re.findall(r"^DIGEST (\w+)", outcome.text, re.MULTILINE)
+
+
+def counts(outcome: Outcome) -> dict[str, int]:
+    """Of all steps of a rank together."""
+    return json.loads(re.findall(r"^DIGEST \w+ (.*)$", outcome.text, re.MULTILINE)[-1])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
+
+
+@functools.cache
+def outcomes_of(case: str, corpus: Path, *flags: str) -> list[Outcome]:
+    num_ranks, case_flags = CASES[case]
+    return train_ranks(num_ranks, *case_flags, "--data-path", corpus, *flags, entry=train_and_digest)
+
+
+@pytest.mark.parametrize(("case", "policy"), RUNS)
+def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) -> None:
+    plain, planned = outcomes_of(case, corpus), outcomes_of(case, corpus, *POLICIES[policy])
+    assert [outcome.code for outcome in planned] == [None] * len(planned), planned[0].text[-2000:]
+    for one, other in zip(plain, planned, strict=True):
+        assert len(digests(other)) == 3
+        assert digests(other) == digests(one)
+        done = counts(other)
+        assert done["peak"] <= 0.02e9
+        assert done["overflowed_bytes"] == 0
+        if policy == "auto":
+            assert done["swapped_bytes"] + done["recomputed_flops"] > 0
+            continue
+        assert (done["swapped_bytes"] > 0) == (policy != "keep-attention")
+        assert (done["recomputed_flops"] > 0) == (policy not in ("swap-only", "offload"))
+    assert sum("> bytescale: activations" in outcome.text for outcome in planned) == 1
+
+
+def test_an_arena_that_is_too_small_keeps_the_rest_on_the_device(corpus: Path) -> None:
+    flags = ["--swap-fraction", "1", "--host-memory-gb", "0.0003"]
+    plain, planned = outcomes_of("hdp", corpus), outcomes_of("hdp", corpus, *flags)
+    for one, other in zip(plain, planned, strict=True):
+        assert digests(other) == digests(one)
+        assert counts(other)["overflowed_bytes"] > 0
+        assert 0 < counts(other)["peak"] <= 0.0003e9
+
+
+def test_recompute_of_experts_alone_combines(corpus: Path) -> None:
+    flags = "--recompute-granularity selective --recompute-modules moe".split()
+    plain = outcomes_of("hdp-experts", corpus, *flags)
+    planned = outcomes_of("hdp-experts", corpus, *flags, *POLICIES["memo"])
+    for one, other in zip(plain, planned, strict=True):
+        assert digests(other) == digests(one)
+
+
+@pytest.mark.parametrize("case", ["hdp", "hdp-tensor-sequence-parallel", "plain-classic"])
+def test_chunked_loss_trains_as_the_whole(case: str, corpus: Path) -> None:
+    plain = outcomes_of(case, corpus)
+    chunked = outcomes_of(case, corpus, "--chunked-cross-entropy", "24")
+    for one, other in zip(plain, chunked, strict=True):
+        assert len(digests(other)) == 3
+        if other.losses:
+            assert other.losses == pytest.approx(one.losses, rel=1e-4 if "parallel" in case else 1e-6)
+
+
+def test_chunked_loss_and_policy_together(corpus: Path) -> None:
+    flags = ["--chunked-cross-entropy", "24"]
+    plain, planned = (outcomes_of("hdp", corpus, *flags, *more) for more in ([], POLICIES["memo"]))
+    assert [digests(one) for one in planned] == [digests(one) for one in plain]
+
+
+def fail_in_a_step() -> None:
+    """An entry: the second backward pass of the first layer raises; then the memory of the step must be free."""
+    import gc
+
+    import pretrain_gpt_hdp
+    from bytescale_ext.activation.run import Rebuilding
+    from megatron.bytescale.training import activation_plans
+
+    stores: list[Any] = []
+    original_store, original_attention = activation_plans.make_store, Rebuilding.attention
+
+    def make_store(*args: Any) -> Any:
+        stores.append(original_store(*args))
+        return stores[0]
+
+    def attention(run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if stores[0].counts.recomputed_flops > 5_000_000:
+            raise RuntimeError("stop here")
+        return original_attention(run, *args, **kwargs)
+
+    activation_plans.make_store, Rebuilding.attention = make_store, attention  # type: ignore[method-assign]
+    try:
+        pretrain_gpt_hdp.main()
+    except RuntimeError as error:
+        print(f"FAILED {error}")
+    gc.collect()
+    stores[0].check_empty()
+    print("EMPTY")
+
+
+def test_an_exception_in_mid_step_leaves_no_buffer_in_use(corpus: Path) -> None:
+    flags = [*CASES["plain-classic"][1], "--data-path", corpus, *POLICIES["memo"]]
+    outcome = train_ranks(1, *flags, entry=fail_in_a_step)[0]
+    assert "FAILED stop here" in outcome.text
+    assert "EMPTY" in outcome.text

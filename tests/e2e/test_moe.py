@@ -1,0 +1,210 @@
+"""Mixtures of experts train as one process does that sees the same documents one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.training import (
+    HDP,
+    MODEL,
+    TRAIN,
+    Outcome,
+    relative_error,
+    shard_of,
+    step_losses,
+    train,
+    train_documents_one_by_one,
+    write_documents,
+)
+
+TOLERANCE = 1e-5
+NUM_EXPERTS = 4
+# One dense layer and one of experts. What is on here does not depend on the plan: shared experts, the z loss (a sum
+# over tokens) and the expert bias (it follows the loads of whole steps).
+MOE = (
+    f"--num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1] "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid"
+).split()
+EXACT = (
+    "--moe-z-loss-coeff 1e-2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-shared-expert-intermediate-size 16"
+).split()
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
+EP2 = ["--expert-model-parallel-size", 2]
+CASES: dict[str, tuple[int, list[object]]] = {
+    "plain": (4, []),
+    "allgather": (4, ["--moe-token-dispatcher-type", "allgather"]),
+    "zero1-overlap-recompute": (4, [*SHARDED, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
+    "empty-ranks": (8, ["--hdp-tokens-per-rank", 256, *SHARDED]),
+    "tp2": (4, TP2),
+    "ep2": (4, [*EP2, *SHARDED, "--moe-shared-expert-overlap"]),
+    "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # the experts of one HDP rank
+    "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
+    "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks that share a layer, its experts, and one expert."""
+
+    tensor: int
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, flags: Sequence[object]) -> Sizes:
+        given = {name: value for name, value in pairwise(flags) if str(name).endswith("-parallel-size")}
+        tensor = int(str(given.get("--tensor-model-parallel-size", 1)))
+        expert = int(str(given.get("--expert-model-parallel-size", 1)))
+        return cls(tensor, expert, int(str(given.get("--expert-tensor-parallel-size", tensor))))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
+
+
+def run(corpus: Path, save: Path, num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> Outcome:
+    common = [*MODEL, *TRAIN, *MOE, "--data-path", corpus, "--save", save, "--save-wgrads-interval", 1,
+              "--make-vocab-size-divisible-by", 128 // Sizes.of(flags).tensor]  # fmt: skip
+    outcome = train(num_ranks, *common, *flags, entry=partial(with_equal_experts, entry))
+    assert outcome.code is None
+    return outcome
+
+
+def run_oracle(corpus: Path, save: Path, *flags: object) -> Outcome:
+    stock = ("--micro-batch-size", 1, "--calculate-per-token-loss")
+    return run(corpus, save, 1, *stock, *flags, entry=train_documents_one_by_one)
+
+
+def with_equal_experts(entry: Callable[[], None] | None) -> None:
+    """An entry: give each expert the weights that belong to its number, however experts are shared out."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    import pretrain_gpt_hdp
+
+    original = SequentialMLP.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng(devices=[]):  # the modules after it draw the same numbers everywhere
+            original(self, *args, **kwargs)
+            for index, expert in enumerate(self.local_experts):
+                number = self.ep_group.rank() * self.num_local_experts + index
+                for name, parameter in expert.named_parameters():
+                    parameter.data.copy_(weights_of(number, name, parameter, self.tp_group))
+
+    SequentialMLP.__init__ = init
+    (entry or pretrain_gpt_hdp.main)()
+
+
+def weights_of(number: int, name: str, parameter: Any, group: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + len(name))
+    shape = list(parameter.shape)
+    shape[parameter.partition_dim] *= group.size()
+    return shard_of(0.2 * torch.randn(shape, generator=generator), name, parameter, group.rank(), group.size())
+
+
+def gradients(save: Path) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    """Reduced gradients of step 1 by (tensor-parallel rank, expert-parallel rank)."""
+    found = {}
+    for file in (save / "wgrads" / "iter_0000001").glob("mp_rank_*"):
+        tp_rank, ep_rank = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", file.stem).groups(default="0")  # type: ignore[union-attr]
+        found[int(tp_rank), int(ep_rank)] = torch.load(file, weights_only=False)["model_chunk0"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    save = tmp_path_factory.mktemp("oracle")
+    outcome = run_oracle(corpus, save, *EXACT)
+    return outcome, gradients(save)[0, 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_one_process(
+    name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    num_ranks, flags = CASES[name]
+    outcome = run(corpus, tmp_path, num_ranks, *HDP, *EXACT, *flags)
+    assert len(outcome.losses) == 10
+    assert outcome.losses == pytest.approx(oracle[0].losses, rel=TOLERANCE)
+    sizes = Sizes.of(flags)
+    found = gradients(tmp_path)
+    assert {tp_rank for tp_rank, _ in found} == set(range(sizes.tensor))
+    assert {ep_rank for _, ep_rank in found} == set(range(sizes.expert))
+    for (tp_rank, ep_rank), of_rank in found.items():
+        check_gradients(of_rank, oracle[1], sizes, tp_rank, ep_rank)
+
+
+def check_gradients(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], sizes: Sizes, tp_rank: int, ep_rank: int
+) -> None:
+    assert sum("local_experts" in key for key in found) == 2 * NUM_EXPERTS // sizes.expert
+    for key, value in found.items():
+        if "_extra" in key:
+            continue
+        whole, rank, size = key, tp_rank, sizes.tensor
+        if local := re.search(r"local_experts\.(\d+)", key):
+            number = int(local[1]) + ep_rank * (NUM_EXPERTS // sizes.expert)
+            whole = key.replace(local[0], f"local_experts.{number}")
+            rank, size = tp_rank % sizes.expert_tensor, sizes.expert_tensor
+        error = relative_error(value, shard_of(expected[whole], key, value, rank, size))
+        assert error < TOLERANCE, f"{key}: {error=}"
+
+
+@pytest.fixture(scope="module")
+def lone_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No two of them fit into one micro-batch of 256 tokens: each is one, as in the oracle."""
+    return write_documents(
+        tmp_path_factory.mktemp("lone") / "docs", [256, 130, 197, 141, 255, 133, 180, 211], copies=10
+    )
+
+
+AUX = ["--moe-aux-loss-coeff", 0.1]
+WHOLE = ["--hdp-balance", "none", "--hdp-tokens-per-rank", 256]  # no document is cut that fits into one micro-batch
+
+
+@pytest.fixture(scope="module")
+def aux_oracle(lone_documents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Any]:
+    save = tmp_path_factory.mktemp("aux-oracle")
+    return run_oracle(lone_documents, save, *AUX), gradients(save)[0, 0]
+
+
+@pytest.mark.parametrize("flags", [SHARDED, [*TP2, *WHOLE], [*EP2, *WHOLE]], ids=["zero1", "tp2", "ep2"])
+def test_auxiliary_loss_is_megatrons_on_equal_micro_batches(
+    flags: list[object], lone_documents: Path, aux_oracle: tuple[Outcome, Any], tmp_path: Path
+) -> None:
+    outcome = run(lone_documents, tmp_path, 4, *HDP, *WHOLE, *AUX, *flags)
+    assert outcome.losses == pytest.approx(aux_oracle[0].losses, rel=TOLERANCE)
+    for (tp_rank, ep_rank), found in gradients(tmp_path).items():
+        check_gradients(found, aux_oracle[1], Sizes.of(flags), tp_rank, ep_rank)
+
+
+def test_auxiliary_loss_changes_the_routers_gradient(aux_oracle: tuple[Outcome, Any], lone_documents: Path,
+                                                     tmp_path: Path) -> None:  # fmt: skip
+    run_oracle(lone_documents, tmp_path, "--train-iters", 1)
+    key = next(key for key in aux_oracle[1] if key.endswith("router.weight"))
+    assert relative_error(gradients(tmp_path)[0, 0][key], aux_oracle[1][key]) > 100 * TOLERANCE
+
+
+def test_resumed_with_other_expert_ranks(corpus: Path, tmp_path: Path) -> None:
+    def part(expert_ranks: int, name: str, *flags: object) -> Outcome:
+        return train(4, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED, "--train-iters", 4,
+                     "--ckpt-format", "torch_dist", "--hdp-log-dir", tmp_path / name, *flags,
+                     "--expert-model-parallel-size", expert_ranks, entry=partial(with_equal_experts, None))  # fmt: skip
+
+    assert part(2, "parts", "--save", tmp_path / "save", "--exit-interval", 2).code == 0
+    part(4, "parts", "--load", tmp_path / "save")
+    part(2, "whole")
+    assert step_losses(tmp_path / "parts") == pytest.approx(step_losses(tmp_path / "whole"), rel=TOLERANCE)

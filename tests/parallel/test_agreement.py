@@ -1,0 +1,33 @@
+"""Ranks find out that their plans differ, or that one of them ran out of time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bytescale_ext.parallel.agreement import Agreement, agree, digests_by_rank
+from tests.harness import run_ranks
+
+SAME, OTHER = "00ff00ff00ff00ff", "00ff00ff00fe00ff"
+
+
+def compare(rank: int, world: int, digests: list[str], late: list[bool]) -> tuple[Agreement, dict[str, list[int]]]:
+    found = agree(digests[rank], late[rank], None, torch.device("cpu"))
+    return found, digests_by_rank(digests[rank], None)
+
+
+@pytest.mark.parametrize(
+    "digests, late, expected",
+    [
+        ([SAME, SAME, SAME], [False] * 3, Agreement(same_plan=True, fell_back=False)),
+        ([SAME, OTHER, SAME], [False] * 3, Agreement(same_plan=False, fell_back=False)),
+        ([SAME, SAME, OTHER], [False, False, True], Agreement(same_plan=False, fell_back=True)),
+    ],
+)
+def test_every_rank_hears_the_same(digests: list[str], late: list[bool], expected: Agreement) -> None:
+    answers = run_ranks(compare, 3, digests, late)
+    assert [answer for answer, _ in answers] == [expected] * 3
+    for _, by_rank in answers:
+        assert by_rank == {
+            digest: [rank for rank, one in enumerate(digests) if one == digest] for digest in set(digests)
+        }

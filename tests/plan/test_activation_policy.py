@@ -1,0 +1,137 @@
+"""What must be true of every policy on any machine: more of anything never hurts, and nothing is over its bounds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine, cost_of_rates, forecast, layer_load
+from bytescale_ext.plan.activation_policy import (
+    POLICIES,
+    hidden_offload,
+    make_plan,
+    memo_alpha,
+    offload_width,
+    plan_offload,
+)
+from bytescale_ext.plan.cost import LLAMA_7B
+
+COST = cost_of_rates(LLAMA_7B, 600e12, 500e12, 400e12)
+GROWING = ("device_bytes", "host_bytes", "link_bytes_per_second")
+
+
+def cases(count: int = 40) -> list[tuple[LayerLoad, Machine]]:
+    dice = random.Random(7)
+    made = []
+    for _ in range(count):
+        load = layer_load(
+            COST, dice.choice((2048, 8192, 65536)), dice.choice((1, 4)), num_layers=dice.choice((4, 8, 32))
+        )
+        load = replace(load, resident_layers=dice.choice((0, 2)), in_flight=dice.choice((1, 3)))
+        whole = load.num_layers * load.in_flight * load.bytes_of()
+        device = dice.uniform(0.2, 1.3) * whole + load.head_bytes
+        made.append((load, Machine(device, dice.uniform(0.0, 1.2) * whole, dice.choice((5e9, 25e9, 55e9, 400e9)))))
+    return made
+
+
+def seconds(policy: str, load: LayerLoad, machine: Machine) -> float:
+    """Predicted time of a policy; infinite where it does not fit."""
+    try:
+        found = forecast(make_plan(policy, load, machine), load, machine)
+    except ValueError:
+        return float("inf")
+    return found.step_seconds if found.fits(machine) else float("inf")
+
+
+@pytest.mark.parametrize("resource", GROWING)
+@pytest.mark.parametrize("policy", ["priced", "auto"])
+def test_more_of_a_machine_is_never_slower(policy: str, resource: str) -> None:
+    fitted = 0
+    for load, machine in cases():
+        times = [
+            seconds(policy, load, replace(machine, **{resource: factor * getattr(machine, resource)}))
+            for factor in (1.0, 1.5, 4.0)
+        ]
+        assert times == sorted(times, reverse=True) or max(times) - min(times) <= 1e-9 * min(times)
+        fitted += times[-1] < float("inf")
+    assert fitted > 20
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_faster_than_the_bare_passes(policy: str) -> None:
+    for load, machine in cases():
+        bare = load.num_layers * (load.forward_seconds + load.backward_seconds)
+        assert seconds(policy, load, machine) >= bare * (1 - 1e-12)
+
+
+def test_memo_swaps_as_much_as_its_bounds_allow_and_no_more() -> None:
+    bound_by = {"link": 0, "host": 0, "all": 0}
+    for load, machine in cases():
+        try:
+            alpha = memo_alpha(load, machine)
+        except ValueError:
+            continue
+        layers = load.in_flight * (load.num_layers - load.resident_layers)
+        moved = load.bytes_of("input") + alpha * load.bytes_of("matrix", "cheap")
+        hidden = load.forward_seconds * machine.link_bytes_per_second
+        assert 0 <= alpha <= 1
+        if 0 < alpha:
+            assert moved <= hidden * (1 + 1e-9) and layers * moved <= machine.host_bytes * (1 + 1e-9)
+        if alpha < 1:
+            near = {"link": moved >= hidden * (1 - 1e-9), "host": layers * moved >= machine.host_bytes * (1 - 1e-9)}
+            assert any(near.values())
+            for name, is_near in near.items():
+                bound_by[name] += is_near
+        else:
+            bound_by["all"] += 1
+    assert all(bound_by.values()), bound_by
+
+
+def test_memo_says_how_much_host_memory_it_lacks() -> None:
+    load = layer_load(COST, 65536)
+    needed = 30 * load.bytes_of("input")
+    with pytest.raises(ValueError, match=f"30 layers need {needed / 1e9:.4g} GB of host memory.*use priced"):
+        memo_alpha(load, Machine(1e12, needed * 0.99))
+    assert memo_alpha(load, Machine(1e12, needed * 1.01)) < 0.05
+    assert memo_alpha(replace(load, num_layers=2), Machine(1e12, 0.0)) > 0  # both layers stay: the host holds nothing
+
+
+def test_offloading_grows_as_the_device_shrinks_and_fills_it_exactly() -> None:
+    load = layer_load(COST, 65536)
+    whole = forecast(ActivationPlan("none"), load, Machine(0.0, 1e15)).device_bytes
+    shares = []
+    for part in (1.1, 1.0, 0.9, 0.6, 0.3, 0.05):
+        machine = Machine(part * whole, 1e15)
+        plan = plan_offload(load, machine)
+        shares.append(plan.swap)
+        used = forecast(plan, load, machine).device_bytes
+        assert used <= machine.device_bytes * (1 + 1e-9) or plan.swap == 1
+        assert used >= machine.device_bytes * (1 - 1e-9) or plan.swap in (0.0, 1.0)
+        assert plan.recompute == 0 and plan.input_swap == plan.swap
+    assert shares == sorted(shares) and shares[0] == shares[1] == pytest.approx(0.0, abs=1e-9) and 0 < shares[2] < 1
+
+
+def test_the_share_that_hides_grows_with_length_and_link() -> None:
+    shares = [hidden_offload(layer_load(COST, 2**power), Machine(1.0, 1.0, 10e9)) for power in range(10, 21)]
+    assert shares == sorted(shares) and shares[0] < 0.5 and shares[-1] == 1
+    load = layer_load(COST, 4096)
+    slow, fast = (hidden_offload(load, Machine(1.0, 1.0, speed)) for speed in (1e9, 2e9))
+    assert fast == pytest.approx(2 * slow)
+
+
+def test_widths_with_offloading_are_between_two_layers_and_all() -> None:
+    for length in (1, 100, 8192, 8193, 100_000, 1 << 20):
+        widths = [offload_width(length, 8192, 32, tenths / 10) for tenths in range(11)]
+        assert widths == sorted(widths, reverse=True)
+        assert widths[0] == max(1, -(-length // 8192))
+        assert widths[-1] == max(1, -(-2 * length // (32 * 8192)))
+    assert offload_width(100_000, 8192, 2, 1.0) == offload_width(100_000, 8192, 2, 0.0)
+
+
+def test_what_fits_nowhere_says_what_is_missing() -> None:
+    load = layer_load(COST, 65536)
+    for policy in ("priced", "auto"):
+        with pytest.raises(ValueError, match="65536 tokens need .* GB of device memory.*fewer tokens"):
+            make_plan(policy, load, Machine(1e9, 1e9))

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale_ext.plan.bounds import lower_bounds
+from bytescale_ext.plan.cost import CostModel, StageCost
+from bytescale_ext.plan.exact import brute_force
+from bytescale_ext.plan.hdp import plan_naive
+from bytescale_ext.plan.replay import replay_stages
+from tests.plan.pipelines import TOKENS_PER_RANK, random_plan
+
+NOTHING = CostModel(a=0.0, b=0.0)
+STAGE = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=3.0))
+HEAD = StageCost(CostModel(a=0.01, b=1.5, c=0.3, g=2.0), CostModel(a=0.025, b=3.0, c=0.6, g=3.0))
+
+
+def forward_only(a: float = 0.0, b: float = 0.0, c: float = 0.0, g: float = 0.0) -> list[StageCost]:
+    return [StageCost(CostModel(a=a, b=b, c=c, g=g), NOTHING)]
+
+
+def test_each_bound_by_hand() -> None:
+    work = lower_bounds([6, 2, 4], 2, 10, forward_only(a=1.0, b=2.0, g=3.0))
+    assert work.work == (36 + 4 + 16 + 24 + 3 * 2) / 2  # 12 tokens need 2 micro-batches
+    assert work.area == work.work
+    assert work.longest == 18 + 6 + 3  # 6 tokens on both ranks
+    assert work.capacity == 2 * 6 + 3
+    assert work.giants == 0
+    assert work.largest == 43
+
+
+def test_exchange_that_cannot_hide_counts_in_the_area() -> None:
+    bounds = lower_bounds([30, 2], 4, 10, forward_only(a=0.01, b=1.0, c=5.0))
+    assert bounds.work == pytest.approx((9.04 + 32) / 4)
+    assert bounds.area == pytest.approx((5 * 30 * 2 + 30 + 0.04 + 2) / 4)
+    assert bounds.longest == pytest.approx((5 * 30 * 2 + 30) / 3)  # wider rings exchange more: 3 ranks are best
+
+
+def test_giants_run_one_after_the_other() -> None:
+    bounds = lower_bounds([24, 26, 5], 4, 10, forward_only(b=1.0, g=1.0))
+    assert bounds.giants == 24 / 4 + 26 / 4 + 2
+    # 20 tokens on 4 ranks leave room for another 20 in the same micro-batch
+    assert lower_bounds([20, 20], 4, 10, forward_only(b=1.0, g=1.0)).giants == 0
+
+
+def test_stages_before_the_slowest_fill_and_drain() -> None:
+    bounds = lower_bounds([8], 1, 8, [STAGE, STAGE, HEAD])
+    plain = lower_bounds([8], 1, 8, [HEAD])
+    assert bounds.work == pytest.approx(plain.work + 2 * 5.0)
+    assert bounds.longest == pytest.approx(2 * lower_bounds([8], 1, 8, [STAGE]).longest + plain.longest)
+
+
+def test_what_no_plan_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 sequences of up to 81 tokens on 4 ranks"):
+        lower_bounds([81], 4, 20, [STAGE])
+    with pytest.raises(ValueError, match="0 sequences"):
+        lower_bounds([], 4, 20, [STAGE])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=5), st.integers(1, 3), st.sampled_from([0.0, 0.4, 3.0]))
+def test_no_schedule_is_faster(lengths: list[int], num_ranks: int, c: float) -> None:
+    lengths = [min(length, num_ranks * 8) for length in lengths]
+    costs = forward_only(a=0.05, b=1.0, c=c)
+    best = brute_force(lengths, num_ranks, 8, costs[0].forward)
+    bounds = lower_bounds(lengths, num_ranks, 8, costs)
+    assert bounds.largest <= best * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=40), st.integers(12, 16))
+def test_no_naive_plan_is_faster(lengths: list[int], num_ranks: int) -> None:
+    makespan = replay_stages(plan_naive(lengths, num_ranks, 10), [STAGE]).makespan
+    assert lower_bounds(lengths, num_ranks, 10, [STAGE]).largest <= makespan * (1 + 1e-9)
+
+
+def test_no_plan_with_pipelines_is_faster() -> None:
+    random = np.random.default_rng(5)
+    tightest = np.inf
+    for _ in range(300):
+        plan = random_plan(random, int(random.integers(1, 6)), int(random.integers(1, 9)))
+        if not plan.lengths:
+            continue
+        stages = [STAGE] * int(random.integers(0, 4)) + [HEAD]
+        makespan = replay_stages(plan, stages).makespan
+        bounds = lower_bounds(plan.lengths, plan.num_ranks, TOKENS_PER_RANK, stages)
+        assert bounds.largest <= makespan * (1 + 1e-9)
+        tightest = min(tightest, makespan / bounds.largest)
+    assert tightest == pytest.approx(1.0)  # one micro-batch alone is reached exactly
+
+
+def test_the_bound_of_one_sequence_is_exact() -> None:
+    for num_ranks, length in ((1, 8), (3, 17), (4, 32)):
+        costs = forward_only(a=0.1, b=1.0, c=0.2)
+        best = brute_force([length], num_ranks, 8, costs[0].forward)
+        assert lower_bounds([length], num_ranks, 8, costs).longest == pytest.approx(best, rel=0.05)

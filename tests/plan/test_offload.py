@@ -1,0 +1,66 @@
+"""ByteScale's Eq. 3 with its limits put right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale_ext.plan.cost import CostModel, OffloadLimits
+
+# section 5.2 and Fig. 21: about 139 KB per token and layer in bfloat16, 25 GB/s, 400 TFLOP/s on LLaMA-7B
+SECONDS = CostModel(a=32 * 2 * 4096 / 400e12, b=32 * 2 * 203e6 / 400e12)
+PAPER = OffloadLimits(num_layers=32, layer_bytes_per_token=139_000, bytes_per_second=25e9, host_bytes=1e15)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+def test_a_share_is_hidden_by_length_alone_and_never_above_one() -> None:
+    shares = PAPER.hidden_shares(floats(8192, 65_536, 262_144), SECONDS)
+    assert shares[0] < shares[1] < shares[2] == 1.0
+    assert shares[1] == pytest.approx(0.42, abs=0.02)
+    layer_seconds = SECONDS.sequence_cost(65_536, 1) / 32
+    assert shares[1] * 65_536 * 139_000 / 25e9 == pytest.approx(layer_seconds)
+
+
+def test_a_share_of_one_needs_two_layers_of_all() -> None:
+    """D(s) = 2 s / (l C) for r = 1: 16 times fewer ranks with 32 layers."""
+    assert PAPER.most_tokens(floats(1e6), 8192, SECONDS)[0] == pytest.approx(16 * 8192)
+    assert PAPER.least_shares(floats(16 * 8192, 8192, 100), 8192).tolist() == pytest.approx([1.0, 0.0, 0.0])
+
+
+def test_the_host_holds_what_the_device_does_not() -> None:
+    small = OffloadLimits(32, 139_000, 25e9, host_bytes=32 * 139_000 * 1000)
+    assert small.most_tokens(floats(1e6), 8192, SECONDS)[0] == pytest.approx(9192)
+    share = small.least_shares(floats(9192), 8192)[0]
+    assert share * 30 * 9192 * 139_000 == pytest.approx(small.host_bytes)
+
+
+def test_few_layers_keep_all() -> None:
+    for layers in (1, 2):
+        limits = OffloadLimits(layers, 139_000, 25e9, 1e15)
+        assert limits.most_tokens(floats(1e6), 8192, SECONDS).tolist() == [8192]
+        assert limits.least_shares(floats(9000), 8192).tolist() == [0.0]
+        assert limits.least_capacity(10**6, 9000, SECONDS) == 9000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(3, 80), st.floats(1e3, 1e12), st.floats(0, 1e12), st.integers(100, 10**6), st.integers(10, 9000))
+def test_what_fits_fits_by_every_limit(layers: int, speed: float, host: float, length: int, capacity: int) -> None:
+    limits = OffloadLimits(layers, 1000.0, speed, host)
+    most = limits.most_tokens(floats(length), capacity, SECONDS)
+    share = float(limits.least_shares(most, capacity)[0])
+    assert most[0] >= capacity and 0 <= share <= 1
+    assert share <= limits.hidden_shares(floats(length), SECONDS)[0] + 1e-9
+    assert share * (layers - 2) * most[0] * 1000.0 <= host * (1 + 1e-6) + 1e-3
+    assert most[0] * (2 + (1 - share) * (layers - 2)) / layers == pytest.approx(capacity)
+    assert limits.least_capacity(length, int(most[0]), SECONDS) <= capacity * (1 + 1e-9)
+
+
+def test_bad_limits_are_named() -> None:
+    for values in ((0, 1.0, 1.0, 1.0), (2, 0.0, 1.0, 1.0), (2, 1.0, 0.0, 1.0), (2, 1.0, 1.0, -1.0)):
+        with pytest.raises(ValueError, match="offload limits need"):
+            OffloadLimits(*values)

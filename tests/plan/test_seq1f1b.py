@@ -1,0 +1,145 @@
+"""Schedules of slices: their order, their text, and the formulas for idle time and memory, exact for equal costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.plan.schedule import stage_actions
+from bytescale_ext.plan.seq1f1b import (
+    Action,
+    SliceSchedule,
+    bubble_of_equal_costs,
+    num_warm_up,
+    parse_schedule,
+    peak_slices,
+    seq1f1b_schedule,
+    slice_group_size,
+)
+from bytescale_ext.plan.seq1f1b_compare import SliceModel, figures_of, lengths_of
+from bytescale_ext.plan.seq1f1b_models import PAPER_MODELS
+from bytescale_ext.plan.seq1f1b_simulate import Simulated, peak_held, simulate_slices
+from bytescale_ext.plan.seq1f1b_zero_bubble import SplitCosts, split_costs, zero_bubble_share
+
+SIZES = [
+    (p, m, k, v)
+    for p in (1, 2, 3, 4, 6)
+    for m in (1, 2, 5, 8)
+    for k in (1, 2, 3, 4, 8)
+    for v in (1, 2, 3)
+    if v == 1 or (p > 2 and m * k >= slice_group_size(p, k) and m * k % slice_group_size(p, k) == 0)
+]
+
+
+def equal(schedule: SliceSchedule) -> Simulated:
+    return simulate_slices(schedule, lambda stage, action: 1.0 if action.kind == "F" else 2.0)
+
+
+def test_the_order_of_two_stages() -> None:
+    assert str(seq1f1b_schedule(2, 2, 2)).splitlines() == [
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1",
+        "stage 0   F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0",
+        "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
+    ]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_formulas_are_exact_for_equal_costs(sizes: tuple[int, int, int, int]) -> None:
+    p, m, k, v = sizes
+    schedule = seq1f1b_schedule(*sizes)
+    assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k, v), abs=1e-12)
+    for stage in range(p):
+        assert peak_held(schedule, stage) == peak_slices(p, stage, m, k, v, schedule.group_size)
+
+
+def test_formulas_are_the_papers() -> None:
+    assert bubble_of_equal_costs(4, 8) == 3 / 11
+    assert bubble_of_equal_costs(4, 8, 4) == 3 / 35
+    assert bubble_of_equal_costs(4, 8, 4, 2) == 3 / 67
+    assert [peak_slices(4, stage, 8, 4) for stage in range(4)] == [7, 6, 5, 4]
+    assert peak_slices(4, 0, 1, 4) == 4
+    assert peak_slices(4, 0, 8, 4, 2, 4) == ((2 + 1) * 4 + 4 - 2)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("v", [1, 2])
+def test_one_slice_is_megatrons_own_order(p: int, v: int) -> None:
+    schedule = seq1f1b_schedule(p, 8, 1, v)
+    for stage, actions in enumerate(schedule.stages):
+        megatron = stage_actions(8, stage, p, v)
+        assert [(a.kind, a.micro_batch, a.chunk) for a in actions] == [tuple(action) for action in megatron]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 2, 4, 1), (4, 4, 3, 2), (3, 12, 11, 3)])
+def test_text_parses_back(sizes: tuple[int, int, int, int]) -> None:
+    schedule = seq1f1b_schedule(*sizes)
+    assert parse_schedule(str(schedule)) == schedule
+    assert parse_schedule("\n" + str(schedule).replace("  ", "   ") + "\n") == schedule
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("num_slices", "slices", "its first line must give num_stages"),
+        ("num_stages 2", "num_stages two", "its first line must give"),
+        ("num_stages 2", "num_stages 3", "3 stages are named and 2 are given"),
+        ("stage 1", "stage 2", "'stage 1' and actions"),
+        ("F0.1", "G0.1", "actions like F0.1"),
+        ("F0.1", "F0", "actions like F0.1"),
+    ],
+)
+def test_other_text_is_refused(before: str, after: str, message: str) -> None:
+    text = str(seq1f1b_schedule(2, 1, 2))
+    for line in text.replace(before, after), "":
+        with pytest.raises(ValueError, match=message if line else "its first line must give"):
+            parse_schedule(line)
+
+
+def test_groups_hold_whole_micro_batches() -> None:
+    assert [slice_group_size(4, k) for k in (1, 2, 3, 4, 5, 6, 8, 16)] == [4, 4, 6, 4, 5, 6, 8, 16]
+    with pytest.raises(ValueError, match="groups of 4 slices: .* the smallest is 6"):
+        seq1f1b_schedule(4, 4, 3, 2, group_size=4)
+    with pytest.raises(ValueError, match="the nearest numbers of micro-batches are 4 or 6"):
+        seq1f1b_schedule(4, 5, 3, 2)
+    with pytest.raises(ValueError, match="the nearest numbers of micro-batches are 2$"):
+        seq1f1b_schedule(4, 1, 2, 2)
+    assert seq1f1b_schedule(3, 5, 4, 2).group_size == 4
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
+def test_sizes_are_positive(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="it must be at least 1"):
+        seq1f1b_schedule(*sizes)
+
+
+def test_warm_up_is_k_minus_one_longer() -> None:
+    assert [num_warm_up(4, stage, 4) for stage in range(4)] == [6, 5, 4, 3]
+    assert num_warm_up(4, 1, 3, 2, 6) == 4 + 6 + 2
+
+
+def test_actions_print_short() -> None:
+    assert str(Action("B", 3, 1, 2)) == "B3.1/2" and str(Action("F", 3, 1)) == "F3.1"
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "partition", "least", "most"),
+    [(1, "even", 0.27, 0.28), (4, "even", 0.38, 0.40), (4, "flops", 0.09, 0.11), (4, "time", 0.08, 0.11)],
+)
+def test_balanced_slices_leave_little_idle_time(num_slices: int, partition: str, least: float, most: float) -> None:
+    model = SliceModel(PAPER_MODELS["gpt-7b"].shape, 131072, 8)
+    figures = figures_of(model, 4, 8, num_slices, 1, partition)
+    assert least <= figures.bubble <= most
+    held = peak_held(seq1f1b_schedule(4, 8, num_slices), 0, [float(length) for length in figures.slices])
+    assert figures.activation_bytes == pytest.approx(held * 8 * 34 * 4096 / 8)
+
+
+def test_weight_gradients_fill_gaps() -> None:
+    schedule = seq1f1b_schedule(4, 8)
+    nothing_to_move = zero_bubble_share(schedule, SplitCosts((1.0,), (2.0,), (0.0,)))
+    assert nothing_to_move == pytest.approx(bubble_of_equal_costs(4, 8))
+    # ZB-H1 (Qi et al. 2023, Table 2): idle (p - 1)(F + B - W) for equal F, B and W, a third of 1F1B's.
+    assert zero_bubble_share(schedule, SplitCosts((1.0,), (1.0,), (1.0,))) == pytest.approx(3 / 27, abs=1e-9)
+    model = SliceModel(PAPER_MODELS["gpt-7b"].shape, 131072, 8)
+    lengths = lengths_of(model, 4, "time")
+    costs = split_costs(model, lengths)
+    share = zero_bubble_share(seq1f1b_schedule(4, 8, 4), costs)
+    assert share < figures_of(model, 4, 8, 4, 1, "time").bubble < share + 0.02
