@@ -27,23 +27,25 @@ def main() -> None:
 
         args, config = arguments.parse(sys.argv, on_cpu=stand_ins is not None)
         policy = activations.activation_config(args, config)
-        if seq1f1b.is_on(args):
+        if config is not None:
+            hdp.check_data(args)
+            runtime = hdp.create_runtime(args, config, policy.offload if policy is not None else None)
+            install(runtime)
+            model = hdp.model_config(args, runtime)
+            provider, forward_step = hdp.dataset_provider(runtime), hdp.forward_step(runtime)
+        elif seq1f1b.is_on(args):
             slice_runtime = slices.create_runtime(args)
             install(slice_runtime, seq1f1b.FEATURE)
             model = slices.model_config(args, slice_runtime)
             provider, forward_step = stock.dataset_provider, slices.forward_step(slice_runtime)
-        elif config is None:
+        else:
             with arguments.refusals_of_megatron():
                 model = gpt_config_from_args(args)
             install(None)
             provider, forward_step = stock.dataset_provider, stock.forward_step
-        else:
-            hdp.check_data(args)
-            runtime = hdp.create_runtime(args, config)
-            install(runtime)
-            model = hdp.model_config(args, runtime)
-            provider, forward_step = hdp.dataset_provider(runtime), hdp.forward_step(runtime)
-        forward_step = activation_plans.apply(args, policy, model, forward_step, is_hdp=config is not None)
+        forward_step = activation_plans.apply(
+            args, policy, model, forward_step, runtime if config is not None else None
+        )
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"pretrain_gpt_hdp.py: error: {error}", file=sys.stderr)

@@ -43,6 +43,7 @@ class HdpConfig:
         num_ranks: HDP ranks (Megatron's dp x cp domain).
         balance: what the planner balances: "none", "dp", "pp" or "bytescale" (``plan.planner.BALANCES``).
         num_stages: pipeline stages.
+        num_slices: slices that each micro-batch is run in (Seq1F1B); 1: it is not cut.
         expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
         ranks_per_node: HDP ranks of a node, or None when they do not fill nodes evenly.
         cost_file: measured costs of the model (``bytescale profile``), or None to balance FLOPs.
@@ -54,6 +55,8 @@ class HdpConfig:
         log_dir: where metrics and timelines go, or None.
         timeline_step: the step whose timeline is recorded (needs ``log_dir``), or None.
         remote: how text is loaded (``--hdp-loader ray``), or None to read Megatron's data sets.
+        plans_offload: plans may move activations to host memory (``--activation-policy offload``), so that ranks hold
+            more than C tokens; whether the longest sequence fits is found out where the limits are known.
     """
 
     tokens_per_rank: int
@@ -62,6 +65,7 @@ class HdpConfig:
     num_ranks: int
     balance: str = "dp"
     num_stages: int = 1
+    num_slices: int = 1
     expert_ranks: int = 1
     ranks_per_node: int | None = None
     cost_file: Path | None = None
@@ -73,6 +77,7 @@ class HdpConfig:
     log_dir: Path | None = None
     timeline_step: int | None = None
     remote: RemoteConfig | None = None
+    plans_offload: bool = False
 
     def __post_init__(self) -> None:
         capacity = self.tokens_per_rank
@@ -84,7 +89,7 @@ class HdpConfig:
                 f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
                 f"{self.rows_multiple}, which --sequence-parallel needs; the next that is: {nearest}"
             )
-        if -(-self.longest_sequence // capacity) > self.num_ranks:
+        if not self.plans_offload and -(-self.longest_sequence // capacity) > self.num_ranks:
             raise ValueError(
                 f"a sequence of --seq-length {self.longest_sequence} tokens needs "
                 f"{-(-self.longest_sequence // capacity)} ranks of --hdp-tokens-per-rank {capacity}, and there are "

@@ -94,7 +94,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One HDP rank's figures for one step; summed over the steps between two log lines."""
+    """One HDP rank's figures for one step; summed over the steps between two log lines, but for the peak."""
 
     work_seconds: float = 0.0
     planned_work: float = 0.0
@@ -104,9 +104,14 @@ class RankStep:
     plan_wait_seconds: float = 0.0
     bytes_sent: float = 0.0
     attention_calls: float = 0.0
+    kept_bytes: float = 0.0
+    swapped_bytes: float = 0.0
+    recomputed_bytes: float = 0.0
+    host_peak_bytes: float = 0.0
 
     def __add__(self, other: RankStep) -> RankStep:
-        return RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+        sums = RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+        return replace(sums, host_peak_bytes=max(self.host_peak_bytes, other.host_peak_bytes))
 
     def values(self) -> tuple[float, ...]:
         """The fields in order."""
@@ -121,6 +126,10 @@ class RankStep:
             plan_wait_seconds=max(stage.plan_wait_seconds for stage in stages),
             bytes_sent=sum(stage.bytes_sent for stage in stages),
             attention_calls=sum(stage.attention_calls for stage in stages),
+            kept_bytes=sum(stage.kept_bytes for stage in stages),
+            swapped_bytes=sum(stage.swapped_bytes for stage in stages),
+            recomputed_bytes=sum(stage.recomputed_bytes for stage in stages),
+            host_peak_bytes=max(stage.host_peak_bytes for stage in stages),
         )
 
 
@@ -129,7 +138,9 @@ class IntervalMetrics:
     """The figures of all HDP ranks between two log lines.
 
     ``*_imbalance`` is the busiest rank's work over the mean of all ranks; ``padding_share`` the part of all
-    rows that are padding; ``plan_wait_ms`` the longest that a rank waited for its plans, per step.
+    rows that are padding; ``plan_wait_ms`` the longest that a rank waited for its plans, per step. Of an activation
+    policy: megabytes kept, swapped and recomputed in a step on all ranks, and the most that one process had in host
+    memory so far.
     """
 
     iteration: int
@@ -142,6 +153,10 @@ class IntervalMetrics:
     plan_wait_ms: float
     megabytes_sent_per_step: float
     attention_calls_per_step: float
+    kept_megabytes_per_step: float = 0.0
+    swapped_megabytes_per_step: float = 0.0
+    recomputed_megabytes_per_step: float = 0.0
+    host_peak_megabytes: float = 0.0
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
@@ -159,6 +174,10 @@ class IntervalMetrics:
             plan_wait_ms=1000 * max(rank.plan_wait_seconds for rank in ranks) / num_steps,
             megabytes_sent_per_step=sum(rank.bytes_sent for rank in ranks) / num_steps / 1e6,
             attention_calls_per_step=sum(rank.attention_calls for rank in ranks) / num_steps,
+            kept_megabytes_per_step=sum(rank.kept_bytes for rank in ranks) / num_steps / 1e6,
+            swapped_megabytes_per_step=sum(rank.swapped_bytes for rank in ranks) / num_steps / 1e6,
+            recomputed_megabytes_per_step=sum(rank.recomputed_bytes for rank in ranks) / num_steps / 1e6,
+            host_peak_megabytes=max(rank.host_peak_bytes for rank in ranks) / 1e6,
         )
 
     def line(self) -> str:
@@ -169,8 +188,20 @@ class IntervalMetrics:
             f" hdp: {self.tokens_per_second:,.0f} tokens/s | micro-batches per rank: {counts}{more} | "
             f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
             f"padding {100 * self.padding_share:.2f}% | waited for plan {self.plan_wait_ms:.1f} ms | "
-            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step"
+            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step{self._activations()}"
         )
+
+    def _activations(self) -> str:
+        parts = self.kept_megabytes_per_step, self.swapped_megabytes_per_step, self.recomputed_megabytes_per_step
+        return f" | {activations_text(*parts, self.host_peak_megabytes)}" if any(parts) else ""
+
+
+def activations_text(kept: float, swapped: float, recomputed: float, host_peak: float) -> str:
+    """What an activation policy did, in megabytes of a step, for the log."""
+    return (
+        f"activations kept {kept:.1f} swapped {swapped:.1f} recomputed {recomputed:.1f} MB/step, host peak "
+        f"{host_peak:.1f} MB"
+    )
 
 
 def _imbalance(work: Iterable[float]) -> float:

@@ -49,6 +49,7 @@ FLAGS = [
     "--device-memory-gb",
     "--host-link-gb-per-second",
     "--activation-cost",
+    "--memory-plan",
     "--chunked-cross-entropy",
 ]
 SETS_ATTRIBUTES = {

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from bytescale_ext.activation.buffers import RoundingBuffers
+from bytescale_ext.activation.counts import Counts, split_rows
 from bytescale_ext.activation.link import Link
 from bytescale_ext.activation.region import (
     Region,
@@ -29,16 +31,6 @@ from bytescale_ext.activation.region import (
     region_of,
 )
 from bytescale_ext.plan.activation import ActivationPlan
-
-
-@dataclass
-class Counts:
-    """What one process moved and rebuilt since the counts were set to zero."""
-
-    swapped_bytes: int = 0
-    kept_bytes: int = 0
-    recomputed_flops: int = 0
-    overflowed_bytes: int = 0
 
 
 @dataclass
@@ -93,24 +85,6 @@ class Slip:
         return record.redeem(self.item, self.shape)
 
 
-@dataclass(frozen=True)
-class RowSplit:
-    """Rows of one tensor-parallel rank: ``[0, swapped)`` swapped, ``[swapped, kept)`` kept, the rest rebuilt."""
-
-    swapped: int
-    kept: int
-    total: int
-
-
-def split_rows(plan: ActivationPlan, num_rows: int) -> RowSplit:
-    """The rows of ``num_rows`` that a plan swaps, keeps and rebuilds."""
-    recomputed = round(plan.recompute * num_rows)
-    swapped = min(round(plan.swap * num_rows), num_rows - recomputed)
-    if plan.keep < 1e-9:
-        swapped = num_rows - recomputed
-    return RowSplit(swapped, num_rows - recomputed, num_rows)
-
-
 class LayerRecord:
     """The memory of one layer and one micro-batch.
 
@@ -121,6 +95,7 @@ class LayerRecord:
         parameters: addresses of the storages of the layer's parameters, which are never copied.
         counts: where figures are added.
         previous: the record of the layer before, which is read back while this one runs backward; or None.
+        buffers: device memory that swapped rows come back to; None: new memory each time.
     """
 
     def __init__(
@@ -131,12 +106,14 @@ class LayerRecord:
         parameters: frozenset[int],
         counts: Counts,
         previous: LayerRecord | None = None,
+        buffers: RoundingBuffers | None = None,
     ) -> None:
         self.plan = plan
         self.split = split_rows(plan, num_rows)
         self.link = link
         self.parameters = parameters
         self.counts = counts
+        self.buffers = buffers
         self.previous = weakref.ref(previous) if previous is not None else None
         self.rebuild: Callable[[LayerRecord], None] | None = None
         self.items: list[Item] = []
@@ -259,9 +236,12 @@ class LayerRecord:
         if item.kind == "input":
             swapped, kept = round(self.plan.input_swap * rows), rows
         elif item.kind == "token" and self.plan.rebuild_cheap:
-            return
+            swapped = kept = 0
         else:
             swapped, kept = self.split.swapped, self.split.kept
+        self.counts.recomputed_bytes += num_bytes(source) * (rows - kept) // rows if item.uses else 0
+        if not kept:
+            return
         by_rows = source.unflatten(0, (repeats, rows)) if source.dim() else source.view(1, 1)
         block = None
         if swapped:
@@ -298,14 +278,23 @@ class LayerRecord:
         if self._reading is not None or self._restored:
             return
         pairs = []
-        for item in self.items:
-            if item.written is None:
-                continue
-            item.elements = torch.empty(item.num_elements, dtype=item.dtype, device=item.device)
-            rows = item.by_rows(item.elements)[:, : item.written.shape[1]]
+        for item, elements in self._memory_of_swapped():
+            item.elements = elements
+            assert item.written is not None
+            rows = item.by_rows(elements)[:, : item.written.shape[1]]
             pairs.append((rows, item.written.reshape(rows.shape)))
         self._reading = (self.link.read(pairs, self._written),)
         self._set_tickets(self._reading[0])
+
+    def _memory_of_swapped(self) -> list[tuple[Item, torch.Tensor]]:
+        """Memory [n] for each item of which rows are in the arena: in a rounding buffer if there is one, or new."""
+        swapped = [item for item in self.items if item.written is not None]
+        sizes = [item.num_elements * item.dtype.itemsize for item in swapped]
+        self.counts.restored_bytes = max(self.counts.restored_bytes, RoundingBuffers.bytes_of(sizes))
+        parts = self.buffers.take(self, sizes) if self.buffers is not None else None
+        if parts is not None:
+            return [(item, part.view(item.dtype)) for item, part in zip(swapped, parts, strict=True)]
+        return [(item, torch.empty(item.num_elements, dtype=item.dtype, device=item.device)) for item in swapped]
 
     def restore(self) -> None:
         """Bring everything back, and let the layer before begin to."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from bytescale_ext.activation.record import LayerRecord, Slip
+from bytescale_ext.activation.region import memory_order
 
 LAYER_INPUT = "layer input"
 ATTENTION_OUTPUT = "attention output"
@@ -79,6 +80,8 @@ class Recording:
             self.record.pass_station(name, tensor, "token")
         with self._saving(self._save_of_attention):
             output: torch.Tensor = forward(*args, **kwargs)
+        if memory_order(output)[0]:  # slices of several samples lie sample after sample
+            output = output.contiguous()
         self.record.pass_station(ATTENTION_OUTPUT, output, "input")
         for slip, tensor in self._of_attention:
             kind = "input" if tensor.numel() <= output.numel() else ""

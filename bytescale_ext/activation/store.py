@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
+from bytescale_ext.activation.buffers import RoundingBuffers
+from bytescale_ext.activation.counts import Counts
 from bytescale_ext.activation.link import Link
-from bytescale_ext.activation.record import Counts, LayerRecord
+from bytescale_ext.activation.record import LayerRecord
 from bytescale_ext.plan.activation import ActivationPlan
 
 
@@ -17,6 +20,7 @@ class ActivationStore:
         link: to the host arena.
         num_layers: of the whole model; layers count from 1.
         counts: what was moved and rebuilt.
+        buffers: device memory that swapped layers come back to; None: new memory each time.
     """
 
     def __init__(self, plan: ActivationPlan, link: Link, num_layers: int) -> None:
@@ -24,6 +28,7 @@ class ActivationStore:
         self.link = link
         self.num_layers = num_layers
         self.counts = Counts()
+        self.buffers: RoundingBuffers | None = None
         self._records: weakref.WeakSet[LayerRecord] = weakref.WeakSet()
         self._latest: tuple[int, weakref.ref[LayerRecord]] | None = None
 
@@ -36,14 +41,16 @@ class ActivationStore:
         previous = None
         if self._latest is not None and self._latest[0] == layer_number - 1:
             previous = self._latest[1]()
-        record = LayerRecord(self.plan, num_rows, self.link, parameters, self.counts, previous)
+        record = LayerRecord(self.plan, num_rows, self.link, parameters, self.counts, previous, self.buffers)
         self._records.add(record)
         self._latest = layer_number, weakref.ref(record)
         return record
 
-    def begin_step(self) -> None:
-        """Count anew."""
+    def take_counts(self) -> Counts:
+        """What was counted since the last call; counts anew."""
+        counts = replace(self.counts)
         self.counts.__init__()  # type: ignore[misc]
+        return counts
 
     def check_empty(self) -> None:
         """After the last backward pass of a step: nothing is remembered any more, no part of the arena is in use."""

@@ -22,6 +22,11 @@ causal triangle of my own rows or one full rectangle::
                front  back                 front  back    front  back
     my front   all    -                    tri    -       -      -
     my back    all    -                    all    tri     all    all
+
+Of a slice of a micro-batch (Seq1F1B) the queries are those of the slice, and the keys are its own and those of all
+slices before it, its *prefix*, which lie in one buffer of the whole micro-batch. Every query of a slice sees the whole
+prefix of its document. ``slice_layout.py`` makes these layouts; without slices there is no prefix, and keys have the
+rows of the queries.
 """
 
 from __future__ import annotations
@@ -118,17 +123,19 @@ class RingBlock:
 class RingPass:
     """My rows of the sequences that one ring of ranks shares; their keys travel together.
 
-    The rows of a member are those of its first sequence, front then back, then those of the next.
+    The keys of a member are those of its first sequence, prefix then front then back, then those of the next.
 
     Attributes:
         seqs: the sequences (indices into the plan's lengths), ascending.
         ring: HDP ranks in ring order.
         index: my place in ``ring``.
         route: places in ``ring`` in the order in which keys travel, the last one followed by the first.
-        in_micro_batch: my rows in the micro-batch.
-        rows: rows of each member, in ring order.
-        shares: for each member, its rows of each sequence.
+        in_micro_batch: the rows of my queries in the micro-batch, or in the slice.
+        keys: the rows of my keys among those of the micro-batch.
+        rows: rows of keys of each member, in ring order.
+        shares: for each member, its queries of each sequence.
         blocks: what I compute at steps 0 .. D-1; block 0 is my own triangles.
+        prefix_blocks: what else I compute at each step, because of prefixes: nothing, or one block.
     """
 
     seqs: tuple[int, ...]
@@ -136,9 +143,11 @@ class RingPass:
     index: int
     route: tuple[int, ...]
     in_micro_batch: Rows
+    keys: Rows
     rows: tuple[int, ...]
     shares: tuple[tuple[int, ...], ...]
     blocks: tuple[RingBlock, ...]
+    prefix_blocks: tuple[RingBlock, ...] = ()
 
     @property
     def width(self) -> int:
@@ -147,6 +156,10 @@ class RingPass:
     @property
     def num_rows(self) -> int:
         return self.rows[self.index]
+
+    def at(self, step: int) -> tuple[RingBlock, ...]:
+        """What I compute at a step; nothing when no document of mine meets these keys."""
+        return tuple(part[step] for part in (self.blocks, self.prefix_blocks) if part and not part[step].is_empty)
 
     @property
     def next_rank(self) -> int:
@@ -165,19 +178,23 @@ class RingPass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The attention of one micro-batch on one rank.
+    """The attention of one micro-batch, or of one slice of it, on one rank.
 
     Attributes:
-        num_rows: rows of the query, key and value tensors, padding included.
+        num_rows: rows of the query tensor, padding included.
         passes: one for each ring, in the order of their first sequences, which is one order for all ranks.
         local_start: first row of the local documents.
         local: their offsets, counted from ``local_start``.
+        local_keys: the rows of their keys among those of the micro-batch.
+        local_prefix: of documents that began in an earlier slice, or None; its ``source`` means nothing.
     """
 
     num_rows: int
     passes: tuple[RingPass, ...]
     local_start: int
     local: CuSeqlens
+    local_keys: Rows
+    local_prefix: RingBlock | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -232,7 +249,7 @@ def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int],
         if shard.ring != (rank,) or len(shard.ranges) != 1:
             raise PlanError(f"a local document is one token range on rank {rank}, got {shard}")
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
-    return AttentionLayout(num_rows=num_rows, passes=passes, local_start=start, local=documents)
+    return AttentionLayout(num_rows, passes, start, documents, Rows.of([(start, start + documents.num_tokens)]))
 
 
 def ring_pass(
@@ -241,44 +258,61 @@ def ring_pass(
     index: int,
     seqs: Sequence[int] | None = None,
     in_micro_batch: Rows | None = None,
+    prefixes: Sequence[int] | None = None,
+    keys: Rows | None = None,
 ) -> RingPass:
-    """The rows and blocks of member ``index`` of a ring that shares sequences of these lengths.
+    """The rows and blocks of member ``index`` of a ring that shares sequences, or slices of them, of these lengths.
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, or of its slice.
         ring: HDP ranks in ring order.
         index: the member.
         seqs: the sequences; by default they are numbered from 0.
         in_micro_batch: its rows in the micro-batch; by default the first ones.
+        prefixes: tokens of each sequence before the slice, a multiple of the ring's width; by default none.
+        keys: the rows of its keys, with ``prefixes``; by default those of its queries.
     """
     width = len(ring)
+    before = [0] * len(lengths) if prefixes is None else [prefix // width for prefix in prefixes]
+    assert prefixes is None or keys is not None, f"{prefixes=} {keys=}"
     shares = tuple(
         tuple(sum(stop - start for start, stop in zigzag_ranges(length, width, member)) for length in lengths)
         for member in range(width)
     )
-    wholes = [list(pairwise(CuSeqlens.of_lengths(share).offsets)) for share in shares]
-    mine = wholes[index]
-    my_backs = [(start + _front(start, stop), stop) for start, stop in mine]
+    mine = list(pairwise(CuSeqlens.of_lengths(shares[index]).offsets))
+    fronts = [(start, start + _front(stop - start)) for start, stop in mine]
+    backs = [(start + _front(stop - start), stop) for start, stop in mine]
     route = folded_route(width)
     place = route.index(index)
-    blocks = [_block(index, mine, mine, causal=True)]
-    for step in range(1, width):
+    blocks, prefix_blocks = [], []
+    for step in range(width):
         source = route[(place - step) % width]
-        if source < index:
-            fronts = [(start, start + _front(start, stop)) for start, stop in wholes[source]]
-            blocks.append(_block(source, mine, fronts, causal=False))
+        share = shares[source]
+        starts = CuSeqlens.of_lengths([p + n for p, n in zip(before, share, strict=True)]).offsets[:-1]
+        ends = [(start, start + p, n) for start, p, n in zip(starts, before, share, strict=True)]
+        prefix = [(start, slice_start) for start, slice_start, _ in ends]
+        if step == 0:
+            blocks.append(block_of(mine, [(begin, begin + n) for _, begin, n in ends], causal=True, source=source))
+            prefix_blocks.append(block_of(mine, prefix, source=source))
+        elif source < index:
+            seen = [(start, begin + _front(n)) for start, begin, n in ends]
+            blocks.append(block_of(mine, seen, source=source))
+            prefix_blocks.append(block_of([], [], source=source))
         else:
-            blocks.append(_block(source, my_backs, wholes[source], causal=False))
-    rows = tuple(sum(share) for share in shares)
+            blocks.append(block_of(backs, [(start, begin + n) for start, begin, n in ends], source=source))
+            prefix_blocks.append(block_of(fronts, prefix, source=source))
+    in_micro_batch = Rows.of([(0, sum(shares[index]))]) if in_micro_batch is None else in_micro_batch
     return RingPass(
         seqs=tuple(range(len(lengths)) if seqs is None else seqs),
         ring=tuple(ring),
         index=index,
         route=route,
-        in_micro_batch=Rows.of([(0, rows[index])]) if in_micro_batch is None else in_micro_batch,
-        rows=rows,
+        in_micro_batch=in_micro_batch,
+        keys=in_micro_batch if keys is None else keys,
+        rows=tuple(sum(before) + sum(share) for share in shares),
         shares=shares,
         blocks=_sharing_values(blocks),
+        prefix_blocks=_sharing_values(prefix_blocks) if any(before) else (),
     )
 
 
@@ -287,12 +321,14 @@ def folded_route(width: int) -> tuple[int, ...]:
     return (*range(0, width, 2), *reversed(range(1, width, 2)))
 
 
-def _front(start: int, stop: int) -> int:
-    """Front rows of a share that lies in these rows; the rest are its back."""
-    return (stop - start + 1) // 2
+def _front(num_rows: int) -> int:
+    """Front rows of a share of so many; the rest are its back."""
+    return (num_rows + 1) // 2
 
 
-def _block(source: int, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], causal: bool) -> RingBlock:
+def block_of(
+    queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], causal: bool = False, source: int = 0
+) -> RingBlock:
     """The block of these intervals of queries and keys, one pair for each document."""
     documents = [(q, k) for q, k in zip(queries, keys, strict=True) if q[0] < q[1] and k[0] < k[1]]
     return RingBlock(

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from bytescale_ext.attention.kernels import Kernel
-from bytescale_ext.attention.layout import AttentionLayout, RingPass
+from bytescale_ext.attention.kernels import Kernel, Tensors3
+from bytescale_ext.attention.layout import AttentionLayout, RingBlock, RingPass
 from bytescale_ext.attention.merge import merge_
 from bytescale_ext.attention.reference import accumulation_dtype
 from bytescale_ext.attention.rows import Rows
@@ -73,9 +73,16 @@ def ring_attention(
         ValueError: tensors that do not fit the layout or each other.
         RuntimeError: from the backend when a peer has died.
     """
-    if q.shape[0] != layout.num_rows or k.shape != v.shape or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
+    check_tensors(q, k, v, layout.num_rows)
+    out: torch.Tensor = RingAttention.apply(q, k, v, RingContext(layout, comm, kernel, scale))
+    return out
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> None:
+    """Raise ValueError unless queries, keys and values fit each other and have ``num_rows`` rows."""
+    if q.shape[0] != num_rows or k.shape != v.shape or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"ring attention over {layout.num_rows} rows needs q [rows, heads, dim] and k, v [rows, kv_heads, dim]; "
+            f"ring attention over {num_rows} rows needs q [rows, heads, dim] and k, v [rows, kv_heads, dim]; "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
@@ -83,8 +90,6 @@ def ring_attention(
             f"ring attention needs heads to be a multiple of kv_heads and one dtype; got {q.shape[1]} and {k.shape[1]} "
             f"heads, {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    out: torch.Tensor = RingAttention.apply(q, k, v, RingContext(layout, comm, kernel, scale))
-    return out
 
 
 class RingAttention(torch.autograd.Function):
@@ -122,6 +127,7 @@ def forward_steps(
     """The forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
     Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
+    Of a slice, ``k`` and ``v`` are those of the micro-batch, written up to the end of the slice.
     """
     layout = ring.layout
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -131,12 +137,15 @@ def forward_steps(
         rows = slice(layout.local_start, layout.num_tokens)
         if rows.stop > rows.start:
             documents = (layout.local, layout.local, True, ring.scale)
-            out[rows], lse[:, rows] = ring.kernel.forward(q[rows], k[rows], v[rows], *documents)
+            keys = layout.local_keys
+            out[rows], lse[:, rows] = ring.kernel.forward(q[rows], keys.take(k), keys.take(v), *documents)
+        if layout.local_prefix is not None:
+            _merge_block(out, lse, q, k, v, layout.local_prefix, ring)
 
     for number, ring_pass in enumerate(layout.passes):
-        mine = ring_pass.in_micro_batch
+        mine, keys = ring_pass.in_micro_batch, ring_pass.keys
         meanwhile = compute_local if number == 0 else _nothing
-        part, part_lse = yield from _forward_pass(mine.take(q), mine.take(k), mine.take(v), ring_pass, ring, meanwhile)
+        part, part_lse = yield from _forward_pass(mine.take(q), keys.take(k), keys.take(v), ring_pass, ring, meanwhile)
         mine.put_(out, part)
         mine.put_(lse, part_lse, dim=1)
     if not layout.passes:
@@ -157,34 +166,49 @@ def _forward_pass(
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
     kv = torch.stack((k, v))
-    for step, block in enumerate(ring_pass.blocks):
+    for step in range(ring_pass.width):
         # Posted before the block is computed, so that the transfer hides behind it.
         arriving, next_kv = _post_keys(kv, ring_pass, step, ring.comm)
         if step == 0:
             meanwhile()
-        if not block.is_empty:
-            keys, values = block.keys.take(kv, dim=1).unbind()
-            documents = (block.cu_q, block.cu_k, block.causal, ring.scale)
-            part, part_lse = ring.kernel.forward(block.queries.take(q), keys, values, *documents)
-            if step == 0:
+        for block in ring_pass.at(step):
+            if block.causal:  # the first, of all rows
+                part, part_lse = _forward_block(q, kv[0], kv[1], block, ring)
                 out.copy_(part)
                 lse.copy_(part_lse)
             else:
-                _merge_rows(out, lse, block.queries, part, part_lse)
+                _merge_block(out, lse, q, kv[0], kv[1], block, ring)
         if arriving is not None:
             yield arriving
             kv = next_kv
     return out, lse
 
 
-def _merge_rows(
-    out: torch.Tensor, lse: torch.Tensor, rows: Rows, block_out: torch.Tensor, block_lse: torch.Tensor
+def _forward_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: RingBlock, ring: RingContext
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of the block's queries over its keys."""
+    tensors = (block.queries.take(q), block.keys.take(k), block.keys.take(v))
+    return ring.kernel.forward(*tensors, block.cu_q, block.cu_k, block.causal, ring.scale)
+
+
+def _merge_block(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: RingBlock,
+    ring: RingContext,
 ) -> None:
-    """``merge_`` into some rows of the totals."""
+    """Compute a block and join it to the totals ``out`` and ``lse``."""
+    rows = block.queries
     total_out, total_lse = rows.take(out), rows.take(lse, dim=1)
-    merge_(total_out, total_lse, block_out, block_lse)
+    precise = total_out.to(lse.dtype)  # itself in a ring pass, whose totals are in the accumulation dtype
+    merge_(precise, total_lse, *_forward_block(q, k, v, block, ring))
+    if not rows.is_view or precise is not total_out:
+        rows.put_(out, precise)
     if not rows.is_view:
-        rows.put_(out, total_out)
         rows.put_(lse, total_lse, dim=1)
 
 
@@ -196,32 +220,51 @@ def backward_steps(
     out: torch.Tensor,
     lse: torch.Tensor,
     ring: RingContext,
-) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The backward pass: ``dq [t, heads, dim]`` and ``dk, dv [t, kv_heads, dim]``.
+    sums: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Steps[Tensors3]:
+    """The backward pass: ``dq [t, heads, dim]`` and ``dk, dv`` of the shape of ``k, v``.
 
-    Passes run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
+    With ``sums`` the gradients of keys and values are added to those two tensors, which are returned. Passes run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
     on their way home.
     """
     layout = ring.layout
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq = torch.zeros_like(q)
+    dk, dv = sums if sums is not None else (torch.zeros_like(k), torch.zeros_like(v))
     coming_home: list[tuple[Rows, torch.Tensor, torch.Tensor, Pending]] = []
     saved: Saved
     for ring_pass in layout.passes:
-        mine = ring_pass.in_micro_batch
-        saved = (mine.take(dout), mine.take(q), mine.take(k), mine.take(v), mine.take(out), mine.take(lse, dim=1))
+        mine, keys = ring_pass.in_micro_batch, ring_pass.keys
+        saved = (mine.take(dout), mine.take(q), keys.take(k), keys.take(v), mine.take(out), mine.take(lse, dim=1))
         part, own, others, pending = yield from _backward_pass(saved, ring_pass, ring)
         mine.put_(dq, part)
-        coming_home.append((mine, own, others, pending))
-    rows = slice(layout.local_start, layout.num_tokens)
+        coming_home.append((keys, own, others, pending))
+    rows, keys = slice(layout.local_start, layout.num_tokens), layout.local_keys
     if rows.stop > rows.start:
-        saved = (dout[rows], q[rows], k[rows], v[rows], out[rows], lse[:, rows])
-        dq[rows], dk[rows], dv[rows] = ring.kernel.backward(*saved, layout.local, layout.local, True, ring.scale)
-    for mine, own, others, pending in coming_home:
+        saved = (dout[rows], q[rows], keys.take(k), keys.take(v), out[rows], lse[:, rows])
+        dq[rows], *grads = ring.kernel.backward(*saved, layout.local, layout.local, True, ring.scale)
+        keys.add_(dk, grads[0])
+        keys.add_(dv, grads[1])
+    if layout.local_prefix is not None:
+        block = layout.local_prefix
+        for total, rows_of, grad in zip(
+            (dq, dk, dv), (block.queries, block.keys, block.keys),
+            _block_grads((dout, q, k, v, out, lse), block, ring), strict=True,
+        ):  # fmt: skip
+            rows_of.add_(total, grad)
+    for keys, own, others, pending in coming_home:
         yield pending
         own.add_(others)
-        mine.put_(dk, own[0])
-        mine.put_(dv, own[1])
+        keys.add_(dk, own[0])
+        keys.add_(dv, own[1])
     return dq, dk, dv
+
+
+def _block_grads(saved: Saved, block: RingBlock, ring: RingContext) -> Tensors3:
+    """Gradients of the block's queries, keys and values."""
+    dout, q, k, v, out, lse = saved
+    rows, keys = block.queries, block.keys
+    tensors = (rows.take(dout), rows.take(q), keys.take(k), keys.take(v), rows.take(out), rows.take(lse, dim=1))
+    return ring.kernel.backward(*tensors, block.cu_q, block.cu_k, block.causal, ring.scale)
 
 
 def _backward_pass(
@@ -238,18 +281,17 @@ def _backward_pass(
     own = _key_sums(ring_pass, 0, kv)
     arriving_sums: Pending | None = None
     sums = _key_sums(ring_pass, 1, kv)
-    for step, block in enumerate(ring_pass.blocks):
+    for step in range(ring_pass.width):
         arriving, next_kv = _post_keys(kv, ring_pass, step, ring.comm)
-        grads = None
-        if not block.is_empty:
-            rows = block.queries
-            keys, values = block.keys.take(kv, dim=1).unbind()
-            mine = (rows.take(dout), rows.take(q), keys, values, rows.take(out), rows.take(lse, dim=1))
-            grads = ring.kernel.backward(*mine, block.cu_q, block.cu_k, block.causal, ring.scale)
-            rows.add_(dq, grads[0])
+        keys, values = kv.unbind()
+        computed = [
+            (block, _block_grads((dout, q, keys, values, out, lse), block, ring)) for block in ring_pass.at(step)
+        ]
+        for block, grads in computed:
+            block.queries.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
-        if grads is not None:
+        for block, grads in computed:
             total = own if step == 0 else sums
             block.keys.add_(total[0], grads[1])
             block.keys.add_(total[1], grads[2])

@@ -19,9 +19,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from bytescale_ext.data.packed import PackedMicroBatch, TokenSource, pack_micro_batch
+from bytescale_ext.data.packed import PackedMicroBatch, TokenSource
 from bytescale_ext.data.planning import Planner, plan_in_time
+from bytescale_ext.data.units import units_of
 from bytescale_ext.plan.check import check_step_plan
+from bytescale_ext.plan.document_slices import SliceRule
 from bytescale_ext.plan.shapes import StepPlan
 
 _JOIN_SECONDS = 10.0
@@ -36,7 +38,7 @@ class StepBatch:
         sample_ids: samples of the step on all ranks, in order; entry ``seq`` is the plan's sequence ``seq``.
         lengths: tokens of each.
         plan: the plan of all ranks.
-        micro_batches: those of this rank, in running order; none when the plan gives it none.
+        micro_batches: those of this rank, or their slices, in running order; none when the plan gives it none.
         num_tokens: tokens of the step on all ranks.
         plan_seconds: time for lengths, plan and check, in the background.
         read_seconds: time for reading and packing this rank's tokens, in the background.
@@ -104,6 +106,7 @@ class _Recipe:
     cyclic: bool
     pin_memory: bool
     plan_seconds: float | None
+    slice_rule: SliceRule | None
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
         return next_samples(consumed_samples, self.samples_per_step, len(self.source), self.cyclic)
@@ -130,10 +133,8 @@ class _Recipe:
         assert tuple(plan.lengths) == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
         assert 0 <= self.rank < plan.num_ranks, f"{self.rank=} {plan.num_ranks=}"
         planned = time.perf_counter()
-        packed = (
-            pack_micro_batch(micro_batch, self.source, sample_ids, self.rows_multiple, lengths, self.vocab_size)
-            for micro_batch in plan.ranks[self.rank]
-        )
+        units = units_of(plan.ranks[self.rank], lengths, self.rank, self.rows_multiple, self.slice_rule)
+        packed = (unit.read(self.source, sample_ids, lengths, self.vocab_size) for unit in units)
         micro_batches = tuple(one.pinned() if self.pin_memory else one for one in packed)
         return StepBatch(
             step_index=step_index,
@@ -249,6 +250,7 @@ class StepLoader(StepsAhead):
         first_step: ``step_index`` of the first step.
         plan_seconds: time that the planner has for one step; then its simple plan is taken. Ranks may differ in
             this, so they must agree before they run a step (``StepBatch.fell_back``). None: it takes its time.
+        slice_rule: how micro-batches are cut into slices; None: they are not.
 
     ``next()`` raises what the source, the planner or the check raised, with its own type, after the good steps
     before it, and again each time. Where fewer samples are left than a step needs, it raises ``StopIteration``.
@@ -273,12 +275,14 @@ class StepLoader(StepsAhead):
         pin_memory: bool = False,
         first_step: int = 0,
         plan_seconds: float | None = None,
+        slice_rule: SliceRule | None = None,
     ) -> None:
         if cyclic and len(source) == 0:
             raise ValueError("a data set without samples cannot be repeated: give one with documents")
         recipe = _Recipe(
-            source, planner, rank, samples_per_step, rows_multiple, check, vocab_size, cyclic, pin_memory, plan_seconds
-        )
+            source, planner, rank, samples_per_step, rows_multiple, check, vocab_size, cyclic, pin_memory, plan_seconds,
+            slice_rule,
+        )  # fmt: skip
         super().__init__(recipe, plan_ahead, consumed_samples, first_step)
 
 

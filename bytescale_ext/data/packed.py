@@ -20,6 +20,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from bytescale_ext.attention.layout import AttentionLayout
+from bytescale_ext.attention.slice_layout import SliceLayout
 from bytescale_ext.plan.shapes import MicroBatch
 
 
@@ -55,8 +57,9 @@ class PackedMicroBatch:
         labels: int64 [num_rows], next token of the same document; 0 where there is none.
         positions: int64 [num_rows], position in the sample; 0 in padding.
         loss_mask: float32 [num_rows], 1 where the label counts, else 0.
-        micro_batch: the plan's micro-batch; its tokens are the first ``micro_batch.num_tokens`` rows.
+        micro_batch: the plan's, or a slice of it; its tokens are the first ``micro_batch.num_tokens`` rows.
         documents: for each shard, where it is from (for messages).
+        layout: which rows attend to which, where that is known (``units.py``).
     """
 
     tokens: torch.Tensor
@@ -65,6 +68,7 @@ class PackedMicroBatch:
     loss_mask: torch.Tensor
     micro_batch: MicroBatch
     documents: tuple[str, ...]
+    layout: AttentionLayout | SliceLayout | None = None
 
     @property
     def num_rows(self) -> int:

@@ -38,6 +38,10 @@ _CONNECT_SECONDS = 5.0
 _OBJECT_STORE_BYTES = 256 << 20
 _SERVER_THREADS = 4
 _POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 600.0  # no actor takes so long, not even one that is started again
+_PATIENCE_SECONDS = 120.0  # then a call that can be repeated is made again
+_SHARED_SECONDS = 10.0  # a value that lies there already
+_ATTEMPTS = 5
 _START_ATTEMPTS = 3  # Ray gives its processes 30 s to start, which a busy machine may exceed
 _NOT_INSTALLED = "--hdp-loader ray: Ray is not installed: pip install '.[ray]', or use --hdp-loader local"
 _FOREVER: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
@@ -213,22 +217,35 @@ def join_actors(address: RemoteAddress) -> RemoteActors:
 
 
 def checked_plan(
-    planner: Planner, tokens_multiple: int, plan_seconds: float | None, lengths: tuple[int, ...]
+    planner: Planner,
+    tokens_multiple: int,
+    plan_seconds: float | None,
+    lengths: tuple[int, ...],
+    num_layers: int | None = None,
 ) -> tuple[StepPlan, bool]:
     """The plan of a step after its check, and whether it is the simple one for want of time. Bind all but lengths."""
     plan, fell_back = plan_in_time(planner, lengths, plan_seconds)
-    check_step_plan(plan, tokens_multiple=tokens_multiple)
+    check_step_plan(plan, tokens_multiple=tokens_multiple, num_layers=num_layers)
     return plan, fell_back
 
 
-def fetch(reference: Any, should_stop: Callable[[], bool] = bool) -> Any:
-    """``ray.get``, raising what the actor raised with its own type; RuntimeError soon after ``should_stop``."""
+def fetch(reference: Any, should_stop: Callable[[], bool] = bool, seconds: float = _ANSWER_SECONDS) -> Any:
+    """``ray.get``, raising what the actor raised with its own type; RuntimeError soon after ``should_stop``.
+
+    Raises:
+        TimeoutError: no answer for ``seconds``.
+    """
     ray = _ray()
+    deadline = time.monotonic() + seconds
     while not should_stop():
         try:
             return ray.get(reference, timeout=_POLL_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            continue
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"--hdp-loader ray: no answer from an actor for {seconds:g} s; Ray's logs are in "
+                    "/tmp/ray/session_latest/logs"
+                ) from None
         except ray.exceptions.RayTaskError as error:
             cause: BaseException = error
             while isinstance(getattr(cause, "cause", None), BaseException):
@@ -237,13 +254,42 @@ def fetch(reference: Any, should_stop: Callable[[], bool] = bool) -> Any:
     raise RuntimeError("the loader is closed")
 
 
-def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool) -> Any:
-    """The value whose reference is the one item of the list that ``call()`` gives; called again if it was lost."""
-    ray = _ray()
-    while True:
+def fetch_answers(calls: Sequence[Callable[[], Any]], should_stop: Callable[[], bool] = bool) -> list[Any]:
+    """``fetch`` of what each call gives; all are made at once, and one whose answer does not come is made again."""
+    begun = [call() for call in calls]
+    return [_answer(call, reference, should_stop) for call, reference in zip(calls, begun, strict=True)]
+
+
+def _answer(call: Callable[[], Any], reference: Any, should_stop: Callable[[], bool]) -> Any:
+    for _ in range(_ATTEMPTS - 1):
         try:
-            return fetch(fetch(call(), should_stop)[0], should_stop)
-        except ray.exceptions.ObjectLostError:  # it went with the actor that made it
+            return fetch(reference, should_stop, _PATIENCE_SECONDS)
+        except TimeoutError:
+            reference = call()
+    return fetch(reference, should_stop, _PATIENCE_SECONDS)
+
+
+def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool) -> Any:
+    """The value whose reference is the one item of the list that ``call()`` gives.
+
+    Called again while the list is empty, and if the value was lost: it goes with the actor that made it, and a process
+    that drops one reference to it while it gets another may wait in vain.
+
+    Raises:
+        TimeoutError: no answer, or lost each time.
+    """
+    ray = _ray()
+    attempts_left = _ATTEMPTS
+    while True:
+        shared: list[Any] = []
+        while not shared:
+            (shared,) = fetch_answers([call], should_stop)
+        try:
+            return fetch(shared[0], should_stop, _SHARED_SECONDS)
+        except (ray.exceptions.ObjectLostError, TimeoutError):
+            attempts_left -= 1
+            if not attempts_left:
+                raise
             time.sleep(0.1)
 
 

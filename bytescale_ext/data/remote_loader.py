@@ -10,10 +10,11 @@ from functools import partial
 import numpy as np
 
 from bytescale_ext.data.loader import StepBatch, StepsAhead, next_samples
-from bytescale_ext.data.packed import pack_micro_batch
 from bytescale_ext.data.planning import Planner
-from bytescale_ext.data.remote import RemoteActors, fetch, fetch_shared
+from bytescale_ext.data.remote import RemoteActors, fetch_answers, fetch_shared
 from bytescale_ext.data.remote_scheduler import PlannedStep, server_of
+from bytescale_ext.data.units import units_of
+from bytescale_ext.plan.document_slices import SliceRule
 from bytescale_ext.plan.shapes import MicroBatch
 
 
@@ -77,6 +78,7 @@ class _RemoteRecipe:
     cyclic: bool
     pin_memory: bool
     reads_tokens: bool
+    slice_rule: SliceRule | None
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
         return next_samples(consumed_samples, self.samples_per_step, self.split.num_samples, self.cyclic)
@@ -102,13 +104,10 @@ class _RemoteRecipe:
     ) -> StepBatch:
         began = time.perf_counter()
         plan = planned.plan
-        mine = plan.ranks[self.rank]
-        source = self._fetch(planned, mine, should_stop)
+        units = units_of(plan.ranks[self.rank], plan.lengths, self.rank, self.rows_multiple, self.slice_rule)
+        source = self._fetch(planned, [unit.micro_batch for unit in units], should_stop)
         seqs = range(len(sample_ids))
-        packed = (
-            pack_micro_batch(micro_batch, source, seqs, self.rows_multiple, plan.lengths, self.vocab_size)
-            for micro_batch in mine
-        )
+        packed = (unit.read(source, seqs, plan.lengths, self.vocab_size) for unit in units)
         micro_batches = tuple(one.pinned() if self.pin_memory else one for one in packed)
         return StepBatch(
             step_index=step_index,
@@ -140,12 +139,12 @@ class _RemoteRecipe:
             return source
         places = planned.places[rows[:, 0]]
         servers = server_of(places, len(self.split.actors.servers))
-        asked = []
-        for number in np.unique(servers).tolist():
-            here = np.flatnonzero(servers == number)
-            asked.append((here, self.split.actors.servers[number].read.remote(places[here], rows[here, 1:])))
-        for here, call in asked:
-            tokens, counts = fetch(call, should_stop)
+        asked = [np.flatnonzero(servers == number) for number in np.unique(servers)]
+        calls = [
+            partial(self.split.actors.servers[servers[here[0]]].read.remote, places[here], rows[here, 1:])
+            for here in asked
+        ]
+        for here, (tokens, counts) in zip(asked, fetch_answers(calls, should_stop), strict=True):
             source.add([wanted[i] for i in here], tokens, counts)
         return source
 
@@ -180,8 +179,10 @@ class RemoteStepLoader(StepsAhead):
         cyclic: bool = False,
         pin_memory: bool = False,
         reads_tokens: bool = True,
+        slice_rule: SliceRule | None = None,
     ) -> None:
         recipe = _RemoteRecipe(
-            split, planner, client, rank, samples_per_step, rows_multiple, vocab_size, cyclic, pin_memory, reads_tokens
-        )
+            split, planner, client, rank, samples_per_step, rows_multiple, vocab_size, cyclic, pin_memory, reads_tokens,
+            slice_rule,
+        )  # fmt: skip
         super().__init__(recipe, plan_ahead, consumed_samples, first_step)

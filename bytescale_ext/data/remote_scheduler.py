@@ -7,7 +7,8 @@
 A step is planned once, however many clients ask for it, and the one after it is begun at once, so that servers
 tokenize ahead of what is asked for. Back-pressure: a step is begun when the tokens of all steps that some client has
 not finished, and its own, fit the servers' caches. The oldest step that is wanted is always begun, so no limit is too
-small to go on. All state is rebuilt from the clients' calls: a restarted scheduler goes on.
+small to go on. All state is rebuilt from the clients' calls: a restarted scheduler goes on. No call waits for long:
+a client that would is told to ask again, so one that gets no answer at all knows that something is wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from bytescale_ext.data.remote_lines import LineIndex
 from bytescale_ext.data.remote_server import PLACE
 from bytescale_ext.plan.placed import PlacedRanks
 from bytescale_ext.plan.shapes import StepPlan
+
+_WAIT_SECONDS = 30.0  # then a client is told to ask again
+_TOKENIZE_SECONDS = 600.0
 
 _Key = tuple[str, int, int, int]  # split, number of the step, its first sample, number of samples
 
@@ -141,6 +145,7 @@ class StepScheduler:
         num_clients: how many clients ask for each step.
         limit_tokens: tokens of all unfinished steps at most.
         share: puts a planned step where many can fetch it (``ray.put``).
+        wait_seconds: a call that has waited so long for room, or for its step, ends.
     """
 
     def __init__(
@@ -152,6 +157,7 @@ class StepScheduler:
         num_clients: int,
         limit_tokens: int,
         share: Callable[[PlannedStep], Any],
+        wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
         self._servers = servers
         self._splits = splits
@@ -164,26 +170,32 @@ class StepScheduler:
         self._progress = {split: _Progress() for split in splits}
         self._room = asyncio.Condition()
         self._peak_tokens = 0
+        self._wait_seconds = wait_seconds
 
     async def plan_step(self, client: int, split: str, step_index: int, first: int, count: int) -> list[Any]:
         """The step of ``count`` samples from ``first`` on, in a list of one as ``share`` gave it.
 
         By asking, the client says that it has fetched all steps of lower ``step_index``. Samples go on at the start
-        of the split after its end. Waits while there is no room. Raises what servers, planner or check raised.
+        of the split after its end. Waits while there is no room; an empty list means: ask again. Raises what servers,
+        planner or check raised.
         """
         key = split, step_index, first, count
         async with self._room:
             self._progress[split].move(client, step_index)
             self._forget_finished(split)
             step = self._step(key)
-            await self._room.wait_for(lambda: step.task is not None or self._has_room(key, step))
+            room = self._room.wait_for(lambda: step.task is not None or self._has_room(key, step))
+            try:
+                await asyncio.wait_for(room, self._wait_seconds)
+            except TimeoutError:
+                return []
             task = self._begin(step)
-        try:
-            shared = await asyncio.shield(task)
-        except BaseException:
-            if self._steps.get(key) is step:
-                del self._steps[key]  # asked for again, it is tried again
-            raise
+        await asyncio.wait([task], timeout=self._wait_seconds)
+        if not task.done():
+            return []
+        if task.exception() is not None and self._steps.get(key) is step:
+            del self._steps[key]  # asked for again, it is tried again
+        shared = task.result()
         self._begin_ahead((split, step_index + 1, first + count, count))
         return [shared]
 
@@ -238,7 +250,14 @@ class StepScheduler:
     async def _planned(self, places: np.ndarray) -> Any:
         servers = server_of(places, len(self._servers))
         used = [number for number in range(len(self._servers)) if (servers == number).any()]
-        answers = await asyncio.gather(*(self._servers[n].lengths.remote(places[servers == n]) for n in used))
+        calls = asyncio.gather(*(self._servers[n].lengths.remote(places[servers == n]) for n in used))
+        try:
+            answers = await asyncio.wait_for(calls, _TOKENIZE_SECONDS)
+        except TimeoutError:
+            raise RuntimeError(
+                f"--hdp-loader ray: {len(used)} servers have not tokenized the {len(places)} samples of a step in "
+                f"{_TOKENIZE_SECONDS:g} s: give more --hdp-ray-servers"
+            ) from None
         lengths = np.zeros(len(places), dtype=np.int64)
         for number, answer in zip(used, answers, strict=True):
             lengths[servers == number] = answer

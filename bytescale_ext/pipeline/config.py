@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytescale_ext.plan.seq1f1b import SliceSchedule, seq1f1b_schedule, slice_group_size
-from bytescale_ext.plan.seq1f1b_check import check_slice_schedule
+from bytescale_ext.plan.seq1f1b import SliceSchedule, slice_group_size
+from bytescale_ext.plan.seq1f1b_check import checked_schedule
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,4 @@ class SliceConfig:
 
     def schedule(self, num_micro_batches: int) -> SliceSchedule:
         """The checked schedule of a step. Raises ValueError where virtual stages do not run so many micro-batches."""
-        schedule = seq1f1b_schedule(self.num_stages, num_micro_batches, self.num_slices, self.num_chunks)
-        check_slice_schedule(schedule)
-        return schedule
+        return checked_schedule(self.num_stages, num_micro_batches, self.num_slices, self.num_chunks)

@@ -169,6 +169,21 @@ def plan_auto(load: LayerLoad, machine: Machine) -> ActivationPlan:
     return _fastest(plans, load, machine)
 
 
+def given_plan(policy: str, swap: float | None, recompute: float | None, resident_layers: int) -> ActivationPlan:
+    """The plan of a policy with given shares, one of them at least; the other one is what is left.
+
+    ``none`` is the shares alone: nothing is always swapped, and no layer is left out.
+    """
+    if policy == "none":
+        return ActivationPlan("shares", swap or 0.0, recompute or 0.0, swap or 0.0)
+    if policy == "offload":
+        share = swap or 0.0
+        return ActivationPlan("offload", share, 0.0, share, False, resident_layers if share else 0)
+    swapped = swap if swap is not None else 1.0 - (recompute or 0.0)
+    recomputed = recompute if recompute is not None else 1.0 - swapped
+    return ActivationPlan(policy, swapped, recomputed, 1.0, policy == "priced", resident_layers)
+
+
 def make_plan(policy: str, load: LayerLoad, machine: Machine) -> ActivationPlan:
     """The plan of a policy by name. Raises ValueError for an unknown name, or where the policy does not fit."""
     if policy == "none":

@@ -5,6 +5,10 @@ backward; a micro-batch costs ``g`` once. Rings have at least ``dmin = ceil(s / 
 stage q begins after the stages before it have run the forward of the pipeline's first micro-batch and ends before
 they run the backward of its last one. Any micro-batch, an empty one too, costs at least ``g``, so each bound on the
 work of stage q alone grows by the sum of ``g`` of the stages before it.
+
+Where micro-batches run in k slices, each slice costs ``g`` once and has an exchange of its own
+(``CostModel.slice_costs``). Forward, a slice passes a stage after the slices before it; backward, after those behind
+it. A stage may run one slice while the next stage runs another.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.cost import StageCost
+from bytescale_ext.plan.cost import SliceShares, StageCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,8 +31,9 @@ class LowerBounds:
     Attributes:
         work: all work is somewhere: the busiest rank has at least the mean of all work, ``a s^2 + b s`` of each
             sequence, and of the ``g`` of the micro-batches, of which all tokens need at least ``ceil(sum s / C)``.
-        longest: the longest sequence runs on some ring, and on every stage one after the other. (Longer sequences
-            cost more on any ring and may choose among fewer, so no other one gives more.)
+        longest: the longest sequence runs on some ring, and on every stage one after the other; with slices, the
+            longest way through its slices and the stages, down and up again. (Longer sequences cost more on any ring
+            and may choose among fewer, so no other one gives more.)
         capacity: the rank with most tokens has at least ``sum s / D`` of them, in at least
             ``ceil(sum s / (D C))`` micro-batches.
         area: as ``work``, with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never
@@ -50,7 +55,7 @@ class LowerBounds:
 
 
 def lower_bounds(
-    lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, stages: Sequence[StageCost]
+    lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, stages: Sequence[StageCost], num_slices: int = 1
 ) -> LowerBounds:
     """Bounds on the makespan of any plan of these sequences.
 
@@ -59,6 +64,7 @@ def lower_bounds(
         num_ranks: D (with pipelines: the number of pipelines).
         tokens_per_rank: C.
         stages: cost of each pipeline stage; one without pipelines.
+        num_slices: k slices of each micro-batch, cut as ``replay_stages`` cuts them; 1 bounds 1F1B.
 
     Raises:
         ValueError: there is no sequence, or one does not fit on all ranks.
@@ -72,7 +78,7 @@ def lower_bounds(
     most_micro_batches = float(np.ceil(total / (num_ranks * tokens_per_rank)))
     alone, least = np.ones(len(tokens)), np.ceil(tokens / tokens_per_rank)
     giants = np.sort(tokens[2 * (tokens // num_ranks) > tokens_per_rank])
-    longest = [_allowed(stage, float(tokens.max()), tokens_per_rank, num_ranks) for stage in stages]
+    sliced = _Sliced(stages[0], num_slices, tokens_per_rank, num_ranks)
 
     def on_one_stage(bound: Callable[[StageCost], float]) -> float:
         """The largest bound of a stage's own work with the fill and drain of the stages before it."""
@@ -80,17 +86,17 @@ def lower_bounds(
         return max(float(fill) + bound(stage) for fill, stage in zip(fills, stages, strict=False))
 
     def mean_work(stage: StageCost, widths: Floats) -> float:
-        work = float((widths * _shard_seconds(stage, tokens, widths)).sum())
-        return (work + _launch(stage) * float(num_micro_batches)) / num_ranks
+        work = float((widths[:, None] * np.add(*sliced.seconds(stage, tokens, widths))).sum())
+        return (work + num_slices * _launch(stage) * float(num_micro_batches)) / num_ranks
 
     return LowerBounds(
         work=on_one_stage(lambda stage: mean_work(stage, alone)),
-        longest=float(np.sum(longest, axis=0).min()),
-        capacity=on_one_stage(lambda stage: stage.both.b * total / num_ranks + _launch(stage) * most_micro_batches),
-        area=on_one_stage(lambda stage: mean_work(stage, least)),
-        giants=on_one_stage(
-            lambda stage: sum(float(_allowed(stage, giant, tokens_per_rank, num_ranks).min()) for giant in giants)
+        longest=sliced.through(stages, float(tokens.max())),
+        capacity=on_one_stage(
+            lambda stage: stage.both.b * total / num_ranks + num_slices * _launch(stage) * most_micro_batches
         ),
+        area=on_one_stage(lambda stage: mean_work(stage, least)),
+        giants=on_one_stage(lambda stage: sum(sliced.through([stage], float(giant)) for giant in giants)),
     )
 
 
@@ -98,12 +104,39 @@ def _launch(stage: StageCost) -> float:
     return stage.forward.g + stage.backward.g
 
 
-def _shard_seconds(stage: StageCost, tokens: Floats, widths: Floats) -> Floats:
-    """t(s, d) of both directions without g."""
-    return stage.forward.sequence_costs(tokens, widths) + stage.backward.sequence_costs(tokens, widths)
+@dataclass(frozen=True, slots=True)
+class _Sliced:
+    """What slices of one sequence cost. ``first``: the stage whose costs the cut makes equal."""
+
+    first: StageCost
+    num_slices: int
+    tokens_per_rank: int
+    num_ranks: int
+
+    def seconds(self, stage: StageCost, tokens: Floats, widths: Floats) -> tuple[Floats, Floats]:
+        """Forward and backward of each slice without g: [n, k] each."""
+        cut = SliceShares.of(self.first.both, tokens, widths, self.num_slices)
+        return stage.forward.slice_costs(tokens, widths, cut)[0], stage.backward.slice_costs(tokens, widths, cut)[0]
+
+    def through(self, stages: Sequence[StageCost], length: float) -> float:
+        """One sequence through the stages and back, with the best width from dmin to D."""
+        widths = np.arange(np.ceil(length / self.tokens_per_rank), self.num_ranks + 1, dtype=np.float64)
+        tokens = np.full(len(widths), length)
+        forwards, backwards = zip(*(self.seconds(stage, tokens, widths) for stage in stages), strict=True)
+        down = [seconds + stage.forward.g for seconds, stage in zip(forwards, stages, strict=True)]
+        up = [seconds[:, ::-1] + stage.backward.g for seconds, stage in zip(backwards, stages, strict=True)]
+        return float((_longest_way(down) + _longest_way(up[::-1])).min())
 
 
-def _allowed(stage: StageCost, length: float, tokens_per_rank: int, num_ranks: int) -> Floats:
-    """t(s, d) + g of one sequence for each width from dmin to D."""
-    widths = np.arange(np.ceil(length / tokens_per_rank), num_ranks + 1, dtype=np.float64)
-    return _shard_seconds(stage, np.full(len(widths), length), widths) + _launch(stage)
+def _longest_way(stages: Sequence[Floats]) -> Floats:
+    """From the first slice on the first stage to the last one on the last, by steps to a next slice or stage: [n].
+
+    ``stages``: seconds of each slice of n sequences on each stage in the order in which they run: [n, k] each.
+    """
+    ends = np.zeros_like(stages[0])
+    for seconds in stages:
+        previous = np.zeros(len(seconds))
+        for index in range(seconds.shape[1]):
+            previous = np.maximum(previous, ends[:, index]) + seconds[:, index]
+            ends[:, index] = previous
+    return np.asarray(ends[:, -1])

@@ -92,6 +92,37 @@ ATTENTION_BACKWARD_PER_FORWARD: Final = 2.5
 """Attention backward per forward: five matrix products for two (FlashAttention-2, Dao 2023, section 4.1)."""
 
 
+@dataclass(frozen=True, eq=False)
+class SliceShares:
+    """How sequences are cut into k slices, as shares of each whole sequence: [n, k] each.
+
+    Attributes:
+        tokens: tokens of the slice.
+        ends: tokens up to its end.
+        squares: its attention, of that of the sequence.
+    """
+
+    tokens: Floats
+    ends: Floats
+    squares: Floats
+
+    @classmethod
+    def of(cls, cost: CostModel, lengths: Floats, widths: Floats, num_slices: int) -> SliceShares:
+        """Slices of equal cost: slice j ends at the P with ``a P^2 + b P = (a s^2 + b s) (j + 1) / k``.
+
+        That is the cut of ``slices.slice_lengths`` (Seq1F1B section 3.3) before it is rounded to whole tokens. A
+        sequence on one rank is cut together with the others of its micro-batch: it counts as k equal parts.
+        """
+        inner = np.arange(1, num_slices) / num_slices
+        targets = (cost.a * lengths**2 + cost.b * lengths)[:, None] * inner
+        stops = 2 * targets / (cost.b + np.sqrt(cost.b**2 + 4 * cost.a * targets)) / lengths[:, None]
+        ends = np.zeros((len(lengths), num_slices + 1))
+        ends[:, -1] = 1.0
+        ends[:, 1:-1] = np.where((widths == 1)[:, None], inner, stops)
+        squares = np.where((widths == 1)[:, None], ends, ends**2)
+        return cls(np.diff(ends, axis=1), ends[:, 1:], np.diff(squares, axis=1))
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Cost of tokens on ranks, in seconds (or FLOPs, or any unit), of some layers in one direction or in both.
@@ -129,6 +160,26 @@ class CostModel:
         """``sequence_cost`` of many sequences: [n], lengths and widths [n]."""
         attention = np.maximum(self.a * lengths * lengths, self.c * lengths * (widths - 1)) / widths
         return np.asarray(attention + self.b * lengths / widths)
+
+    def slice_costs(self, lengths: Floats, widths: Floats, cut: SliceShares) -> tuple[Floats, Floats]:
+        """Each slice of many sequences on each of their ranks, without the ``g`` of each slice of a micro-batch.
+
+        A slice attends to all tokens before it (Seq1F1B, Sun et al. 2024, section 3.3), so with d ranks the keys of the
+        tokens up to its end P' travel round once for it (ByteScale section 7); linear work is that of its own tokens::
+
+            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + b (P' - P) / d
+
+        Args:
+            lengths, widths: tokens and ranks of each sequence: [n].
+            cut: of these sequences.
+
+        Returns:
+            Costs, and the part of them that is exchange which attention does not hide: [n, k] both.
+        """
+        attention = (self.a * lengths * lengths / widths)[:, None] * cut.squares
+        exchange = (self.c * lengths * (widths - 1) / widths)[:, None] * cut.ends
+        exposed = np.maximum(exchange - attention, 0.0)
+        return attention + exposed + (self.b * lengths / widths)[:, None] * cut.tokens, exposed
 
     def shard_cost(self, shard: Shard, length: int) -> float:
         """A shard of a sequence of ``length`` tokens on its rank; linear work by the tokens that are really there."""

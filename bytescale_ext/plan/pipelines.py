@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.balance import longest_seconds, mean_seconds
-from bytescale_ext.plan.cost import CostModel, StageCost
+from bytescale_ext.plan.cost import CostModel, SliceShares, StageCost
 from bytescale_ext.plan.moldable import ShouldStop, stop_if
 from bytescale_ext.plan.packing import deal_by_work, fill_slots
 from bytescale_ext.plan.pipelines_clock import run_pipelines, slot_seconds
@@ -53,6 +53,8 @@ class _Shape:
     front: float = 0.75
     pack: float = 0.25
     peak: float = 0.5
+    budget: float = 1.2
+    spread: float = 1.0
 
 
 _STARTS = tuple(_Shape(num_regions=regions, height=height) for regions in (1, 3) for height in (0.1, 0.03, 0.2))
@@ -65,6 +67,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "pack": (0.5, 0.125, 1.0),
     "peak": (0.9, 0.25),
     "height": (0.03, 0.05, 0.1, 0.2, 0.4),
+    "budget": (1.0, 1.5, 2.0, 0.7),
+    "spread": (2.0, 1.4),
 }
 """What is tried then for each attribute of the best shape, until nothing improves."""
 
@@ -79,6 +83,7 @@ class _Step:
     tokens_per_rank: int
     stage: StageCost
     num_stages: int
+    num_slices: int
     node: int
 
     @property
@@ -86,10 +91,36 @@ class _Step:
         return self.stage.both
 
     @property
+    def fill(self) -> float:
+        """How often a slot counts again until all stages are full and empty again."""
+        return (self.num_stages - 1) / self.num_slices
+
+    @property
+    def launch(self) -> float:
+        """What a slot costs without any tokens."""
+        return self.cost.g * self.num_slices
+
+    @property
     def seconds(self) -> Floats:
         """Work of each sequence on one rank: [n]."""
         sizes = self.lengths.astype(np.float64)
         return np.asarray(self.cost.a * sizes * sizes + self.cost.b * sizes)
+
+    def ring_seconds(self, lengths: Floats, widths: Floats) -> Floats:
+        """All slices of each sequence on each rank of its ring, without launches: [n], lengths and widths [n]."""
+        return self.cost.slice_costs(lengths, widths, self._cut(lengths, widths))[0].sum(axis=1)
+
+    @property
+    def hidden_widths(self) -> Ints:
+        """The most ranks of each sequence over which the exchange of each of its slices hides behind attention: [n]."""
+        if not self.cost.c:
+            return np.full(len(self.lengths), self.num_ranks)
+        cut = self._cut(self.lengths.astype(np.float64), np.full(len(self.lengths), 2.0))
+        most = self.lengths * (self.cost.a / self.cost.c) * (cut.squares / cut.ends).min(axis=1) + 1
+        return np.minimum(most, self.num_ranks).astype(np.int64)
+
+    def _cut(self, lengths: Floats, widths: Floats) -> SliceShares:
+        return SliceShares.of(self.cost, lengths, widths, self.num_slices)
 
     def size(self, placed: PlacedRanks) -> int:
         """About how many array entries one shape of this step touches."""
@@ -103,6 +134,7 @@ def place_pipelined(
     tokens_per_rank: int,
     stage: StageCost,
     num_stages: int,
+    num_slices: int,
     node: int,
     should_stop: ShouldStop = None,
 ) -> PlacedRanks:
@@ -115,13 +147,14 @@ def place_pipelined(
         tokens_per_rank: C.
         stage: cost of one stage.
         num_stages: p, 1 without pipelines.
+        num_slices: k slices of each slot.
         node: HDP ranks of a node.
         should_stop: see ``HdpPlanner``.
     """
     if not len(lengths):
         return PlacedRanks(num_ranks, lengths, lengths, lengths, lengths, aligned=True)
     in_order = np.argsort(-lengths, kind="stable")
-    step = _Step(lengths[in_order], least[in_order], num_ranks, tokens_per_rank, stage, num_stages, node)
+    step = _Step(lengths[in_order], least[in_order], num_ranks, tokens_per_rank, stage, num_stages, num_slices, node)
     placed = _best_shape(step, should_stop)
     back = np.argsort(in_order, kind="stable")
     return replace(
@@ -168,13 +201,13 @@ class _Timed:
 def _timed(step: _Step, shape: _Shape) -> _Timed:
     """The plan of a shape: built, timed, and built again with short sequences moved to the ranks that end early."""
     shelved = _shelve(step, shape)
-    estimate = shelved.loads + shape.peak * (step.num_stages - 1) * np.maximum(shelved.tallest, shelved.pack_seconds)
+    estimate = shelved.loads + shape.peak * step.fill * np.maximum(shelved.tallest, shelved.pack_seconds)
     best: _Timed | None = None
     for _ in range(_ROUNDS):
         placed, short_seconds = _with_shorts(step, shape, shelved, estimate)
         if step.size(placed) > _MOST_WORK:  # too large for any search
             return _Timed(shape, placed, np.inf)
-        finish = run_pipelines(slot_seconds(placed, step.stage), step.num_stages)
+        finish = run_pipelines(slot_seconds(placed, step.stage, step.num_slices), step.num_stages)
         timed = _Timed(shape, placed, float(finish.max()))
         best = timed if best is None or timed.seconds < best.seconds else best
         estimate = finish - short_seconds
@@ -233,30 +266,29 @@ def _shelve(step: _Step, shape: _Shape) -> _Shelved:
             shelf, slot = region.shelves[number], front + place
             firsts[shelf.rings], widths[shelf.rings], slots[shelf.rings] = shelf.first_ranks, shelf.widths, slot
             own, tokens = _on_ranks(step, shelf)
-            wishes[ranks, slot] = shelf.height - cost.g - own[ranks]
+            wishes[ranks, slot] = shelf.height - own[ranks]
             room[ranks, slot] = np.maximum(capacity - tokens[ranks], 0)
-            loads[ranks] += own[ranks] + cost.g
+            loads[ranks] += own[ranks] + step.launch
             tallest[ranks] = np.maximum(tallest[ranks], own[ranks])
-    pack_seconds = cost.b * shape.pack * capacity + cost.g
+    pack_seconds = cost.b * shape.pack * capacity + step.launch
     return _Shelved(regions, num_rings, front, ends, firsts, widths, slots, wishes, room, loads, tallest, pack_seconds)
 
 
 def _regions(step: _Step, shape: _Shape) -> tuple[tuple[Region, ...], int]:
     """The regions with their shelves, and how many sequences are rings."""
-    cost, num_ranks = step.cost, step.num_ranks
+    num_ranks = step.num_ranks
     mean = float(step.seconds.sum()) / num_ranks
     height = max(shape.height * mean, 1e-300)
-    hidden = step.lengths * (cost.a / cost.c) + 1 if cost.c else np.full(len(step.lengths), np.inf)
-    most = np.minimum(np.minimum(hidden, num_ranks).astype(np.int64), step.lengths)
-    most = np.maximum(most, step.least)
+    most = np.maximum(np.minimum(np.minimum(step.hidden_widths * shape.spread, num_ranks).astype(np.int64), step.lengths), step.least)
     is_long = step.lengths > step.tokens_per_rank
     num_rings = int((is_long | ((step.seconds > height) & (most > 1))).sum())
     rings = slice(0, num_rings)
     work = RingWork(step.lengths[rings].astype(np.float64), step.seconds[rings], step.least[rings], most[rings])
-    peak = shape.peak * (step.num_stages - 1)
-    cuts = cut_regions(work, num_ranks, step.node, height, _BUDGET * mean, peak, shape.num_regions)
+    peak = shape.peak * step.fill
+    cuts = cut_regions(work, num_ranks, step.node, height, shape.budget * mean, peak, shape.num_regions)
     regions = tuple(
-        fill_shelves(work, first, stop, begin, end, step.node, height, cost) for first, stop, begin, end in cuts
+        fill_shelves(work, first, stop, begin, end, step.node, height, step.ring_seconds)
+        for first, stop, begin, end in cuts
     )
     return regions, num_rings
 
@@ -266,7 +298,7 @@ def _on_ranks(step: _Step, shelf: Shelf) -> tuple[Floats, Ints]:
     own, tokens = np.zeros(step.num_ranks), np.zeros(step.num_ranks, dtype=np.int64)
     ranks = np.repeat(shelf.first_ranks - (np.cumsum(shelf.widths) - shelf.widths), shelf.widths)
     ranks += np.arange(len(ranks))
-    each = step.cost.sequence_costs(step.lengths[shelf.rings].astype(np.float64), shelf.widths.astype(np.float64))
+    each = step.ring_seconds(step.lengths[shelf.rings].astype(np.float64), shelf.widths.astype(np.float64))
     own[ranks] = np.repeat(each, shelf.widths)
     tokens[ranks] = np.repeat(-(-step.lengths[shelf.rings] // shelf.widths), shelf.widths)
     return own, tokens
@@ -291,7 +323,7 @@ def _with_shorts(step: _Step, shape: _Shape, shelved: _Shelved, loads: Floats) -
     """
     shorts = np.arange(shelved.num_rings, len(step.lengths))
     pack = max(1.0, shape.pack * step.tokens_per_rank)
-    work = step.seconds[shorts] + step.cost.g / pack * step.lengths[shorts]
+    work = step.seconds[shorts] + step.launch / pack * step.lengths[shorts]
     firsts, slots = shelved.first_ranks.copy(), shelved.slots.copy()
     firsts[shorts] = deal_by_work(work, loads)
     slots[shorts] = _short_slots(step, shape, shelved, shorts, work, firsts[shorts])

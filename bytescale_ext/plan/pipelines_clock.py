@@ -1,18 +1,20 @@
 """How long a plan of aligned slots takes with pipelines: the planner's own clock, one array operation for all ranks.
 
-Every stage runs the slots in the order of 1F1B (PipeDream-Flush, Narayanan et al. 2021), and in aligned slots that
-order is the same for all pipelines; one with fewer slots leaves the later ones out. So an action (forward or backward
-of slot k on stage q) is computed for all ranks at once.
+Every stage runs the slots in the order of 1F1B (PipeDream-Flush, Narayanan et al. 2021), with slices in that of Seq1F1B
+(Sun et al. 2024), and in aligned slots that order is the same for all pipelines; one with fewer slots leaves the later
+ones out. So an action (forward or backward of slice j of slot m on stage q) is computed for all ranks at once. Slices
+are numbered slot by slot.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.cost import CostModel, StageCost
+from bytescale_ext.plan.cost import SliceShares, StageCost
 from bytescale_ext.plan.placed import PlacedRanks
 
 Ints = npt.NDArray[np.int64]
@@ -24,17 +26,20 @@ class SlotSeconds:
     """What an aligned plan costs.
 
     Attributes:
-        seconds: of each slot on each rank, those of its slowest partner, forward and backward: [2, slots, ranks].
-        absent: the slot is after the rank's last one: [slots, ranks].
-        opens: the rank is the first of those that wait for each other in the slot: [slots, ranks].
+        num_slices: k, slices of a slot.
+        seconds: of each slice on each rank, those of its slowest partner, forward and backward:
+            [2, slots x k, ranks].
+        absent: the slot is after the rank's last one: [slots x k, ranks].
+        opens: the rank is the first of those that wait for each other in the slot: [slots x k, ranks].
     """
 
+    num_slices: int
     seconds: Floats
     absent: npt.NDArray[np.bool_]
     opens: npt.NDArray[np.bool_]
 
 
-def slot_seconds(placed: PlacedRanks, stage: StageCost) -> SlotSeconds:
+def slot_seconds(placed: PlacedRanks, stage: StageCost, num_slices: int = 1) -> SlotSeconds:
     """The costs of an aligned plan of at least one sequence whose stages cost the same."""
     num_slots = int(placed.orders.max()) + 1
     num_ranks = placed.num_ranks
@@ -49,58 +54,77 @@ def slot_seconds(placed: PlacedRanks, stage: StageCost) -> SlotSeconds:
     last = np.full(num_ranks, -1, dtype=np.int64)
     np.maximum.at(last, ranks, placed.orders[seqs])
     absent = last < np.arange(num_slots)[:, None]
-    sums = [_cell_seconds(placed, seqs, cells, one, num_slots) for one in (stage.forward, stage.backward)]
-    seconds = np.stack([np.maximum.reduceat(row, np.flatnonzero(is_first))[np.cumsum(is_first) - 1] for row in sums])
-    seconds = np.where(absent, 0.0, seconds.reshape(2, num_slots, num_ranks))
-    return SlotSeconds(seconds, absent, is_first.reshape(num_slots, num_ranks))
+    sums = _cell_seconds(placed, seqs, cells, stage, num_slices, num_slots * num_ranks)
+    slowest = np.maximum.reduceat(sums, np.flatnonzero(is_first), axis=-1)[..., np.cumsum(is_first) - 1]
+    seconds = np.where(absent[:, None], 0.0, slowest.reshape(2, num_slices, num_slots, num_ranks).swapaxes(1, 2))
+    return SlotSeconds(
+        num_slices,
+        seconds.reshape(2, num_slots * num_slices, num_ranks),
+        np.repeat(absent, num_slices, axis=0),
+        np.repeat(is_first.reshape(num_slots, num_ranks), num_slices, axis=0),
+    )
 
 
 def run_pipelines(slots: SlotSeconds, num_stages: int) -> Floats:
     """When the last backward of each rank ends: [num_ranks]."""
-    _, num_slots, num_ranks = slots.seconds.shape
+    _, num_units, num_ranks = slots.seconds.shape
     free = np.zeros((num_stages, num_ranks))
-    arrived = np.zeros((num_slots, num_ranks))  # end of the latest action of each slot
+    arrived = np.zeros((num_units, num_ranks))  # end of the latest action of each slice
     all_alone, all_present = bool(slots.opens.all()), not slots.absent.any()
-    for kinds, numbers, stages in one_forward_one_backward(num_stages, num_slots):
-        starts = np.maximum(free[stages], arrived[numbers])
+    for kinds, units, stages in one_forward_one_backward(num_stages, num_units // slots.num_slices, slots.num_slices):
+        starts = np.maximum(free[stages], arrived[units])
         if not all_alone:
-            first = slots.opens[numbers].ravel()
+            first = slots.opens[units].ravel()
             latest = np.maximum.reduceat(starts.ravel(), np.flatnonzero(first))
             starts = latest[np.cumsum(first) - 1].reshape(starts.shape)
-        stops = starts + slots.seconds[kinds, numbers]
-        arrived[numbers] = stops
-        free[stages] = stops if all_present else np.where(slots.absent[numbers], free[stages], stops)
-    return np.asarray(free.max(axis=0)) if num_slots else np.zeros(num_ranks)
+        stops = starts + slots.seconds[kinds, units]
+        arrived[units] = stops
+        free[stages] = stops if all_present else np.where(slots.absent[units], free[stages], stops)
+    return np.asarray(free.max(axis=0)) if num_units else np.zeros(num_ranks)
 
 
-def _cell_seconds(placed: PlacedRanks, seqs: Ints, cells: Ints, cost: CostModel, num_slots: int) -> Floats:
-    """Seconds of each rank's own shards of each slot: [num_slots * num_ranks]."""
-    each = cost.sequence_costs(placed.lengths.astype(np.float64), placed.widths.astype(np.float64))
-    return cost.g + np.bincount(cells, weights=each[seqs], minlength=num_slots * placed.num_ranks)
+def _cell_seconds(
+    placed: PlacedRanks, seqs: Ints, cells: Ints, stage: StageCost, num_slices: int, num_cells: int
+) -> Floats:
+    """Seconds of each rank's own shards of each slot, forward and backward: [2, slices, cells]."""
+    lengths, widths = placed.lengths.astype(np.float64), placed.widths.astype(np.float64)
+    cut = SliceShares.of(stage.both, lengths, widths, num_slices)
+    return np.array(
+        [
+            [cost.g + np.bincount(cells, weights=each[seqs], minlength=num_cells) for each in costs.T]
+            for cost in (stage.forward, stage.backward)
+            for costs in [cost.slice_costs(lengths, widths, cut)[0]]
+        ]
+    )
 
 
-def one_forward_one_backward(num_stages: int, num_slots: int) -> list[tuple[Ints, Ints, Ints]]:
-    """(0 forward or 1 backward, slot, stage) of all actions: in waves of actions that do not need each other."""
+@lru_cache(maxsize=64)
+def one_forward_one_backward(
+    num_stages: int, num_slots: int, num_slices: int = 1
+) -> tuple[tuple[Ints, Ints, Ints], ...]:
+    """(0 forward or 1 backward, slice, stage) of all actions: in waves of actions that do not need each other."""
+    num_units = num_slots * num_slices
+    backwards = [unit + num_slices - 1 - 2 * (unit % num_slices) for unit in range(num_units)]
     lanes = []
     for stage in range(num_stages):
-        ahead = min(num_stages - 1 - stage, num_slots)
-        lane = [(0, slot) for slot in range(ahead)]
-        for slot in range(num_slots):
-            lane += [(0, ahead + slot)] if ahead + slot < num_slots else []
-            lane.append((1, slot))
+        ahead = min(num_stages - 1 - stage + num_slices - 1, num_units)
+        lane = [(0, unit) for unit in range(ahead)]
+        for number, unit in enumerate(backwards):
+            lane += [(0, ahead + number)] if ahead + number < num_units else []
+            lane.append((1, unit))
         lanes.append(lane)
     heads = [0] * num_stages
-    passed = [0] * num_slots  # stages that a slot has passed, down and up again
+    passed = [0] * num_units  # stages that a slice has passed, down and up again
     waves = []
     while any(head < len(lane) for head, lane in zip(heads, lanes, strict=True)):
         wave = []
         for stage, lane in enumerate(lanes):
-            kind, slot = lane[heads[stage]] if heads[stage] < len(lane) else (0, -1)
-            if slot >= 0 and passed[slot] == (2 * num_stages - 1 - stage if kind else stage):
-                wave.append((kind, slot, stage))
-        for _, slot, stage in wave:
-            passed[slot] += 1
+            kind, unit = lane[heads[stage]] if heads[stage] < len(lane) else (0, -1)
+            if unit >= 0 and passed[unit] == (2 * num_stages - 1 - stage if kind else stage):
+                wave.append((kind, unit, stage))
+        for _, unit, stage in wave:
+            passed[unit] += 1
             heads[stage] += 1
         waves.append(wave)
     columns = [np.array(wave, dtype=np.int64).T for wave in waves]
-    return [(kinds, slots, stages) for kinds, slots, stages in columns]
+    return tuple((kinds, units, stages) for kinds, units, stages in columns)

@@ -13,15 +13,16 @@ their own (ByteScale section 6.2, insight 1: length levels in separate pipelines
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.cost import CostModel
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+RingSeconds = Callable[[Floats, Floats], Floats]
+"""Seconds of sequences on each rank of their rings, from tokens and widths: [n] each."""
 
 _HALVINGS = 8  # of the interval in which the height of a shelf is sought
 
@@ -84,8 +85,8 @@ def cut_regions(
         room = num_ranks - first - width
         tallest = float(work.seconds[begin]) / width
         area = width * (budget - peak * tallest)
-        end = begin + int(np.searchsorted(np.cumsum(work.seconds[begin:]), area, side="right"))
-        if end <= begin or end >= num_rings or room < work.least[end]:
+        end = begin + max(1, int(np.searchsorted(np.cumsum(work.seconds[begin:]), area, side="right")))
+        if end >= num_rings or room < work.least[end]:
             break
         regions.append((first, first + width, begin, end))
         first, begin = first + width, end
@@ -94,7 +95,7 @@ def cut_regions(
 
 
 def fill_shelves(
-    work: RingWork, first: int, stop: int, begin: int, end: int, node: int, height: float, cost: CostModel
+    work: RingWork, first: int, stop: int, begin: int, end: int, node: int, height: float, seconds: RingSeconds
 ) -> Region:
     """Put the rings ``begin .. end - 1`` on shelves of at most ``height``; one that no width brings there is alone."""
     num_ranks = stop - first
@@ -109,7 +110,7 @@ def fill_shelves(
         firsts = _side_by_side(widths[in_order], num_ranks, node)
         placed = in_order[firsts >= 0]
         rings = taken[placed]
-        costs = cost.sequence_costs(work.lengths[rings], widths[placed].astype(np.float64)) + cost.g
+        costs = seconds(work.lengths[rings], widths[placed].astype(np.float64))
         shelves.append(Shelf(rings, first + firsts[firsts >= 0], widths[placed], float(costs.max())))
         left = left[~np.isin(left, rings)]
     return Region(first, stop, tuple(shelves))

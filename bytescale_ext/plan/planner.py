@@ -32,6 +32,7 @@ class HdpPlanner:
         tokens_multiple: micro-batches are padded at their end to a multiple of this.
         balance: one of ``BALANCES``; ``bytescale`` is Algorithm 2 as published, ``none`` is Algorithm 1.
         num_stages: pipeline stages.
+        num_slices: slices in which each stage runs a micro-batch; ``pp`` plans for them, the others do not.
         aligned: the plan must have aligned slots (pipelines, expert parallelism); ``pp`` always has them.
         ranks_per_node: small rings of ``dp`` and ``pp`` stay inside nodes of this many HDP ranks; None: one node.
         static_width: plan static context parallelism of this width instead, to compare with.
@@ -46,6 +47,7 @@ class HdpPlanner:
     tokens_multiple: int = 1
     balance: str = "dp"
     num_stages: int = 1
+    num_slices: int = 1
     aligned: bool = False
     ranks_per_node: int | None = None
     static_width: int | None = None
@@ -54,6 +56,8 @@ class HdpPlanner:
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
             raise ValueError(f"balance {self.balance!r} is unknown; choose one of {', '.join(BALANCES)}")
+        if self.num_slices < 1:
+            raise ValueError(f"{self.num_slices} slices of a micro-batch: use 1 or more")
         if self.num_stages < 1 or (self.ranks_per_node is not None and self.ranks_per_node < 1):
             raise ValueError(f"{self.num_stages} stages, {self.ranks_per_node} ranks per node: both must be at least 1")
         if self.balance == "dp" and self.needs_aligned:
@@ -86,7 +90,7 @@ class HdpPlanner:
         step = (sizes, least, self.num_ranks, self.tokens_per_rank)
         node = min(self.ranks_per_node or self.num_ranks, self.num_ranks)
         if self.balance == "pp":
-            placed = place_pipelined(*step, self.cost, self.num_stages, node, should_stop)
+            placed = place_pipelined(*step, self.cost, self.num_stages, self.num_slices, node, should_stop)
         elif self.balance == "bytescale":
             placed = place_algorithm2(*step, self.cost.both, self.needs_aligned, should_stop)
         else:

@@ -3,7 +3,8 @@
 Micro-batches that share a ring, directly or through others, are a class. The ring's exchange couples them layer by
 layer, so a class starts when all its members are ready and takes the time of its slowest member on all of them. With
 pipelines this holds on every stage, forward and backward apart, and a stage runs its actions strictly in the order of
-``bytescale_ext.plan.schedule``: while it waits for a ring it does nothing else.
+``bytescale_ext.plan.schedule``: while it waits for a ring it does nothing else. Where micro-batches run in slices, all
+of this holds for each slice, in the order of ``bytescale_ext.plan.seq1f1b``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.cost import CostModel, StageCost
+from bytescale_ext.plan.cost import CostModel, SliceShares, StageCost
 from bytescale_ext.plan.schedule import stage_actions
+from bytescale_ext.plan.seq1f1b import seq1f1b_schedule
 from bytescale_ext.plan.shapes import StepPlan
 from bytescale_ext.plan.shard_table import ShardTable
 
@@ -57,14 +59,15 @@ class Replay:
 
 @dataclass(frozen=True, eq=False)
 class StageReplay:
-    """When each micro-batch runs on each stage, in seconds. V = stages x model chunks; virtual stage v = chunk x p + s.
+    """When each slice runs on each stage, in seconds. V = stages x model chunks; virtual stage v = chunk x p + s.
 
     Attributes:
         num_stages: p.
-        counts: micro-batches of each rank (pipeline): [num_ranks]; micro-batches are numbered rank by rank.
-        starts, stops: [micro-batches, 2, V]; second axis FORWARD, BACKWARD.
-        own_seconds: what the micro-batch itself costs, at most stop - start: [micro-batches, 2, V].
-        exposed_seconds: the part of it that is ring exchange which attention does not hide: [micro-batches, 2, V].
+        counts: micro-batches of each rank (pipeline): [num_ranks]; micro-batches are numbered rank by rank, and slices
+            micro-batch by micro-batch; without slices each micro-batch is one.
+        starts, stops: [slices, 2, V]; second axis FORWARD, BACKWARD.
+        own_seconds: what the slice itself costs, at most stop - start: [slices, 2, V].
+        exposed_seconds: the part of it that is ring exchange which attention does not hide: [slices, 2, V].
         peak_tokens: the most tokens whose activations one stage of a rank holds at a time: [num_ranks].
     """
 
@@ -149,8 +152,9 @@ def replay_stages(
     num_chunks: int = 1,
     group_size: int | None = None,
     p2p_seconds: float = 0.0,
+    num_slices: int = 1,
 ) -> StageReplay:
-    """Run the plan with pipelines: 1F1B, or Megatron's interleaved order with model chunks.
+    """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
 
     A forward needs that of the virtual stage before, a backward that of the one after; without pipelines (one stage)
     each forward is followed by its backward.
@@ -161,20 +165,24 @@ def replay_stages(
         num_chunks: model chunks of each stage.
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
         p2p_seconds: time of a message between virtual stages on different devices.
+        num_slices: k slices of each micro-batch, cut for equal cost (forward and backward) of the first stage.
 
     Raises:
-        ValueError: the stages wait for each other for ever; or the number of stages is no multiple of the chunks.
+        ValueError: the stages wait for each other for ever; the number of stages is no multiple of the chunks; or
+            there are both slices and chunks.
     """
     table = plan if isinstance(plan, ShardTable) else ShardTable.of(plan)
     num_virtual = len(stages)
     if num_virtual < 1 or num_virtual % num_chunks:
         raise ValueError(f"{num_virtual} stage costs are no multiple of {num_chunks} model chunks")
+    if num_slices < 1 or (num_slices > 1 and num_chunks > 1):
+        raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice or more, and without chunks")
     num_stages = num_virtual // num_chunks
-    own, exposed = _stage_costs(table, stages)
-    classes = table.row_classes
+    sliced = _Slices.of(table, stages, num_slices)
+    classes = (table.row_classes[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(classes.max(initial=-1)) + 1, 2, num_virtual))
-    np.maximum.at(seconds, classes, own)
-    lanes, peaks = _lanes(table, num_stages, num_chunks, group_size)
+    np.maximum.at(seconds, classes, sliced.own)
+    lanes, peaks = _lanes(table, sliced.tokens, classes, num_stages, num_chunks, group_size)
     before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
     fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
     nodes = _Nodes(
@@ -185,9 +193,10 @@ def replay_stages(
     )
     starts, left = nodes.run()
     if left.any():
-        raise ValueError(_deadlock_text(table, left, num_stages, num_virtual))
+        raise ValueError(_deadlock_text(table, left, num_stages, num_virtual, num_slices))
     shaped = starts.reshape(seconds.shape)
-    return StageReplay(num_stages, table.counts, shaped[classes], (shaped + seconds)[classes], own, exposed, peaks)
+    starts, stops = shaped[classes], (shaped + seconds)[classes]
+    return StageReplay(num_stages, table.counts, starts, stops, sliced.own, sliced.exposed, peaks)
 
 
 def summarize(plan: StepPlan, cost: CostModel, tokens_multiple: int = 1) -> PlanSummary:
@@ -242,40 +251,77 @@ class _Nodes:
         return starts, left
 
 
-def _stage_costs(table: ShardTable, stages: Sequence[StageCost]) -> tuple[Floats, Floats]:
-    """Own and exposed seconds of each micro-batch in each direction on each virtual stage: [rows, 2, V] both."""
-    own = np.zeros((table.num_rows, 2, len(stages)))
-    exposed = np.zeros_like(own)
-    for cost in set(stages):
-        same = [number for number, stage in enumerate(stages) if stage == cost]
-        for direction, one in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
-            own[:, direction, same] = table.row_costs(one)[:, None]
-            exposed[:, direction, same] = table.row_exposed(one)[:, None]
-    return own, exposed
+@dataclass(frozen=True, eq=False)
+class _Slices:
+    """What each slice of each micro-batch has to do, micro-batch by micro-batch; k times as many as micro-batches.
+
+    Attributes:
+        own, exposed: seconds in each direction on each virtual stage, see ``StageReplay``: [slices, 2, V].
+        tokens: of the slice: [slices].
+    """
+
+    own: Floats
+    exposed: Floats
+    tokens: Floats
+
+    @classmethod
+    def of(cls, table: ShardTable, stages: Sequence[StageCost], num_slices: int) -> _Slices:
+        lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
+        cut = SliceShares.of(stages[0].both, lengths, widths, num_slices)
+        beyond_even = table.tokens - lengths / widths  # linear work is that of the tokens that are really there
+        cells = (table.rows[:, None] * num_slices + np.arange(num_slices)).ravel()
+
+        def of_slices(values: Floats) -> Floats:
+            return np.bincount(cells, weights=values.ravel(), minlength=table.num_rows * num_slices)
+
+        own = np.zeros((table.num_rows * num_slices, 2, len(stages)))
+        exposed = np.zeros_like(own)
+        for cost in set(stages):
+            same = [number for number, stage in enumerate(stages) if stage == cost]
+            for direction, one in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
+                costs, beyond_attention = one.slice_costs(lengths, widths, cut)
+                costs += one.b * beyond_even[:, None] * cut.tokens
+                own[:, direction, same] = (one.g + of_slices(costs))[:, None]
+                exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
+        return cls(own, exposed, of_slices(table.tokens[:, None] * cut.tokens))
 
 
 def _lanes(
-    table: ShardTable, num_stages: int, num_chunks: int, group_size: int | None
+    table: ShardTable, tokens: Floats, classes: Ints, num_stages: int, num_chunks: int, group_size: int | None
 ) -> tuple[list[tuple[Ints, Ints]], Ints]:
     """Edges between each action of a stage and the next one, and the peak tokens of each rank.
 
     Nodes are numbered (class, direction, virtual stage). Ranks with equal counts have equal orders.
+
+    Args:
+        tokens, classes: of each slice, micro-batch by micro-batch.
     """
+    num_slices = len(tokens) // max(table.num_rows, 1)
     num_virtual = num_stages * num_chunks
     edges: list[tuple[Ints, Ints]] = []
     peaks = np.zeros(table.num_ranks, dtype=np.int64)
     for count in np.unique(table.counts[table.counts > 0]).tolist():
         ranks = np.flatnonzero(table.counts == count)
-        for stage in range(num_stages):
-            actions = stage_actions(count, stage, num_stages, num_chunks, group_size)
-            direction = np.array([FORWARD if action.kind == "F" else BACKWARD for action in actions])
-            virtual = np.array([action.chunk * num_stages + stage for action in actions])
-            rows = table.offsets[ranks][:, None] + np.array([action.micro_batch for action in actions])
-            nodes = (table.row_classes[rows] * 2 + direction) * num_virtual + virtual
+        for stage, order in enumerate(_orders(count, num_stages, num_chunks, group_size, num_slices)):
+            direction, place, chunk = order.T
+            units = table.offsets[ranks][:, None] * num_slices + place
+            nodes = (classes[units] * 2 + direction) * num_virtual + chunk * num_stages + stage
             edges.append((nodes[:, :-1].ravel(), nodes[:, 1:].ravel()))
-            held = np.cumsum(table.row_tokens[rows] * np.where(direction == FORWARD, 1, -1), axis=1)
-            peaks[ranks] = np.maximum(peaks[ranks], held.max(axis=1) // num_chunks)
+            held = np.cumsum(tokens[units] * np.where(direction == FORWARD, 1, -1), axis=1).max(axis=1)
+            peaks[ranks] = np.maximum(peaks[ranks], np.round(held / num_chunks).astype(np.int64))
     return edges, peaks
+
+
+def _orders(count: int, num_stages: int, num_chunks: int, group_size: int | None, num_slices: int) -> list[Ints]:
+    """What each stage of a pipeline of ``count`` micro-batches runs: (direction, slice of the pipeline, chunk) each."""
+    if num_slices > 1:
+        lanes = seq1f1b_schedule(num_stages, count, num_slices).stages
+        return [
+            np.array([("FB".index(one.kind), one.micro_batch * num_slices + one.slice_index, 0) for one in lane])
+            for lane in lanes
+        ]
+    turns = (stage_actions(count, stage, num_stages, num_chunks, group_size) for stage in range(num_stages))
+    return [np.array([("FB".index(one.kind), one.micro_batch, one.chunk) for one in lane]) for lane in turns]
 
 
 def _data_edges(num_classes: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:
@@ -287,8 +333,10 @@ def _data_edges(num_classes: int, num_virtual: int, p2p_seconds: float) -> tuple
     return nodes[:, :-1].ravel(), nodes[:, 1:].ravel(), delays.ravel()
 
 
-def _deadlock_text(table: ShardTable, left: npt.NDArray[np.bool_], num_stages: int, num_virtual: int) -> str:
-    stuck = left.reshape(-1, 2, num_virtual)[table.row_classes]
+def _deadlock_text(
+    table: ShardTable, left: npt.NDArray[np.bool_], num_stages: int, num_virtual: int, num_slices: int
+) -> str:
+    stuck = left.reshape(-1, num_slices, 2, num_virtual).any(axis=1)[table.row_classes]
     row, direction, virtual = (int(part[0]) for part in np.nonzero(stuck))
     rank = int(table.row_ranks[row])
     what = f"the {'backward' if direction else 'forward'} of micro-batch {row - int(table.offsets[rank])}"

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from bytescale_ext.errors import PlanError
-from bytescale_ext.plan.seq1f1b import Action, SliceSchedule, peak_slices
+from bytescale_ext.plan.seq1f1b import Action, SliceSchedule, peak_slices, seq1f1b_schedule
 from bytescale_ext.plan.seq1f1b_messages import check_messages, incoming, num_first_forwards
 from bytescale_ext.plan.seq1f1b_simulate import peak_held, simulate_slices
+
+
+@cache
+def checked_schedule(num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int = 1) -> SliceSchedule:
+    """The proven Seq1F1B schedule of these sizes, made once. Raises as ``seq1f1b_schedule``."""
+    schedule = seq1f1b_schedule(num_stages, num_micro_batches, num_slices, num_chunks)
+    check_slice_schedule(schedule)
+    return schedule
 
 
 def check_slice_schedule(schedule: SliceSchedule) -> None:

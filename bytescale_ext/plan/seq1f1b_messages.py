@@ -2,7 +2,7 @@
 
 Megatron 0.19.2 posts a batch after each forward or backward and waits for all of it before it goes on, so a batch of
 one stage must meet its other halves in time. ``check_messages`` runs all batches against each other, and
-``received_slices`` gives the slice of each tensor that a stage receives, in order.
+``received_actions`` gives what takes each tensor that a stage receives, in order.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ def incoming(schedule: SliceSchedule, stage: int, kind: str) -> tuple[Message, .
     return tuple(message for message in sent if message is not None and message.target == stage)
 
 
-def received_slices(schedule: SliceSchedule, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Slice index of each tensor that a stage receives: from the stage before it, and from the one after it."""
-    forward, backward = (
-        tuple(message.action.slice_index for message in incoming(schedule, stage, kind)) for kind in "FB"
-    )
+def received_actions(schedule: SliceSchedule, stage: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """The action that takes each tensor a stage receives: from the stage before it, and from the one after it."""
+    forward, backward = (tuple(message.action for message in incoming(schedule, stage, kind)) for kind in "FB")
     return forward, backward
 
 

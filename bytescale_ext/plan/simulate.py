@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -38,12 +38,14 @@ class Setting:
         tokens_per_rank: C, the most tokens of a micro-batch on one rank.
         context: the most tokens of a sequence; the static mesh is chosen by it.
         stages: cost of each pipeline stage; one without pipelines.
+        num_slices: k slices of each micro-batch (Seq1F1B) of the schedulers ``SLICED``; the others run 1F1B.
     """
 
     num_ranks: int
     tokens_per_rank: int
     context: int
     stages: tuple[StageCost, ...]
+    num_slices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ def static(lengths: Sequence[int], setting: Setting) -> Outcome:
     rows = (np.cumsum(counts) - counts)[packs % num_groups] + packs // num_groups
     widths = np.minimum(width, tokens)
     table = ShardTable(counts, rows, np.arange(len(tokens)), np.zeros_like(rows), widths, tokens, shares)
-    return _outcome(table, setting, min(width - 1, 2), time.perf_counter() - began)
+    one_slice = replace(setting, num_slices=1)
+    return _outcome(table, one_slice, min(width - 1, 2), time.perf_counter() - began)
 
 
 def naive(lengths: Sequence[int], setting: Setting) -> Outcome:
@@ -126,6 +129,9 @@ def ours(lengths: Sequence[int], setting: Setting) -> Outcome:
 SCHEDULERS: Final = MappingProxyType({"static": static, "naive": naive, "bytescale": bytescale, "ours": ours})
 """Those that need nothing but this package, by name."""
 
+SLICED: Final = ("naive", "bytescale", "ours")
+"""Those whose plans this project runs, in slices where it is told to; the others are Megatron as it is."""
+
 
 def planner_of(setting: Setting, balance: str) -> HdpPlanner:
     """The planner with one kind of balance in this setting; it balances the slowest stage."""
@@ -135,6 +141,7 @@ def planner_of(setting: Setting, balance: str) -> HdpPlanner:
         cost=setting.stages[-1],
         balance=balance,
         num_stages=len(setting.stages),
+        num_slices=setting.num_slices,
         aligned=len(setting.stages) > 1,
     )
 
@@ -151,7 +158,7 @@ def _planned(lengths: Sequence[int], setting: Setting, balance: str) -> Outcome:
 
 
 def _outcome(table: ShardTable, setting: Setting, distinct_peers: int, planning_seconds: float) -> Outcome:
-    result = replay_stages(table, setting.stages)
+    result = replay_stages(table, setting.stages, num_slices=setting.num_slices)
     return Outcome(
         makespan=result.makespan,
         idle_share=result.idle_share,

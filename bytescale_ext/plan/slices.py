@@ -103,7 +103,7 @@ def slice_lengths(
     else:
         if cost is None:
             raise ValueError(f"partition {partition!r} needs the cost of tokens; only even and explicit slices do not")
-        ends = [_end_of_share(cost, num_tokens, index / num_slices) for index in range(1, num_slices)]
+        ends = [end_of_share(cost, num_tokens, index / num_slices) for index in range(1, num_slices)]
     tiles = math.lcm(multiple, TILE)
     grain = tiles if num_tokens >= 64 * tiles * num_slices and num_tokens % tiles == 0 else multiple
     return _rounded(ends, num_tokens, grain)
@@ -137,7 +137,7 @@ def layer_cost(shape: ModelShape, partition: str, measured: ModelCost | None = N
     return StageCost(CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b))
 
 
-def _end_of_share(cost: CostModel, num_tokens: int, share: float) -> float:
+def end_of_share(cost: CostModel, num_tokens: int, share: float) -> float:
     """The P with ``a P^2 + b P = share * (a S^2 + b S)``."""
     target = share * (cost.a * num_tokens**2 + cost.b * num_tokens)
     if not cost.a:

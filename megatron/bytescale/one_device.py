@@ -49,7 +49,7 @@ class OneDeviceModel:
             for parameter, first in zip(self.model.parameters(), self.weights, strict=True):
                 parameter.copy_(first)
                 parameter.grad = None
-        self.store.begin_step()
+        self.store.take_counts()
 
     def batch(self, num_tokens: int, seed: int) -> torch.Tensor:
         """Token ids [num_tokens + 1]."""

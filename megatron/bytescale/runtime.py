@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from bytescale_ext.activation.counts import Counts
+from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.attention.kernels import Kernel, KernelCalls
 from bytescale_ext.config import HdpConfig
 from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import RingComm
-from bytescale_ext.plan.cost import ModelShape, StageCost
+from bytescale_ext.plan.cost import ModelShape, OffloadLimits, StageCost
+from bytescale_ext.plan.document_slices import SliceRule
 from bytescale_ext.plan.planner import HdpPlanner
 from megatron.bytescale.core.datasets.remote import RemoteData
 
@@ -28,7 +31,10 @@ class HdpRuntime:
         kernel: the attention kernel; set when the model is built.
         kernel_calls: how often it was called since the last step.
         comm: the ring communicator; set when the model is built.
+        slice_rule: how micro-batches are cut into slices (``--seq1f1b-splits``), or None.
         remote: what loads text, with ``--hdp-loader ray``.
+        activations: what layers share under an activation policy, or None.
+        offload: limits of the shares that plans move to host memory (``--activation-policy offload``), or None.
         step: the step that runs, or None between steps.
         totals: this rank's figures since the last log line, over ``num_steps`` steps of ``seconds``.
         step_started: when the running step began, or None when its time has been taken.
@@ -42,7 +48,10 @@ class HdpRuntime:
     kernel: Kernel | None = None
     kernel_calls: KernelCalls = field(default_factory=KernelCalls)
     comm: RingComm | None = None
+    slice_rule: SliceRule | None = None
     remote: RemoteData | None = None
+    activations: ActivationStore | None = None
+    offload: OffloadLimits | None = None
     step: StepBatch | None = None
     totals: RankStep = field(default_factory=RankStep)
     num_steps: int = 0
@@ -75,7 +84,13 @@ class HdpRuntime:
             aligned=config.aligned,
             ranks_per_node=config.ranks_per_node,
             static_width=config.static_width,
+            offload=self.offload,
         )
+
+    @property
+    def offload_layers(self) -> int | None:
+        """Layers of a rank where plans may offload, which their check needs; else None."""
+        return None if self.offload is None else self.offload.num_layers
 
     def reset_counts(self) -> None:
         """Count what is sent and computed anew: an evaluation may have run since the last step."""
@@ -88,6 +103,8 @@ class HdpRuntime:
         step, comm = self.step, self.comm
         assert step is not None and comm is not None, f"{step=} {comm=}"
         mine = step.plan.ranks[self.rank]
+        store = self.activations
+        counts = Counts() if store is None else store.take_counts()
         self.totals += RankStep(
             work_seconds=self.clock.work_seconds(),
             planned_work=sum(self.cost.both.micro_batch_cost(micro_batch, step.lengths) for micro_batch in mine),
@@ -97,6 +114,10 @@ class HdpRuntime:
             plan_wait_seconds=step.wait_seconds,
             bytes_sent=comm.stats.bytes_sent,
             attention_calls=self.kernel_calls.num_forward + self.kernel_calls.num_backward,
+            kept_bytes=counts.kept_bytes,
+            swapped_bytes=counts.swapped_bytes,
+            recomputed_bytes=counts.recomputed_bytes,
+            host_peak_bytes=0.0 if store is None else store.link.arena.peak_bytes,
         )
         self.num_steps += 1
 

@@ -27,6 +27,7 @@ import torch
 
 from bytescale_ext.attention.kernels import Kernel, choose_kernel
 from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, ring_pass
+from bytescale_ext.attention.rows import Rows
 from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps
 from bytescale_ext.attention.torch_kernels import reference_documents_backward, reference_documents_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
@@ -151,13 +152,13 @@ def ring_layouts(length: int, width: int) -> list[AttentionLayout]:
     if width == 1:
         return [pack_layout([length])]
     members = [ring_pass([length], range(width), index) for index in range(width)]
-    return [AttentionLayout(member.num_rows, (member,), member.num_rows, CuSeqlens((0,))) for member in members]
+    return [AttentionLayout(m.num_rows, (m,), m.num_rows, CuSeqlens((0,)), Rows(())) for m in members]
 
 
 def pack_layout(lengths: Sequence[int]) -> AttentionLayout:
     """Local documents end to end."""
     documents = CuSeqlens.of_lengths(lengths)
-    return AttentionLayout(documents.num_tokens, (), 0, documents)
+    return AttentionLayout(documents.num_tokens, (), 0, documents, Rows.of([(0, documents.num_tokens)]))
 
 
 def shares(values: Tensors, length: int, width: int) -> list[Tensors]:

@@ -30,7 +30,8 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 import torch  # noqa: E402
 
 from bytescale_ext.attention.kernels import choose_kernel  # noqa: E402
-from bytescale_ext.attention.prefix_kv import MicroBatchPrefix, SlicePlace, prefix_attention  # noqa: E402
+from bytescale_ext.attention.prefix_kv import MicroBatchPrefix, slice_attention  # noqa: E402
+from bytescale_ext.attention.slice_layout import SliceLayout, sample_layouts  # noqa: E402
 from bytescale_ext.plan.cost import CostModel  # noqa: E402
 from bytescale_ext.plan.seq1f1b import peak_slices  # noqa: E402
 from bytescale_ext.plan.slices import slice_lengths, slice_ranges  # noqa: E402
@@ -59,28 +60,28 @@ class Layer(torch.nn.Module):
         self.down = torch.nn.Linear(sizes.ffn_hidden, sizes.hidden, **make)
         self.kernel = choose_kernel(device, dtype, sizes.hidden // sizes.num_heads).kernel
 
-    def forward(self, rows: torch.Tensor, prefix: MicroBatchPrefix, place: SlicePlace) -> torch.Tensor:
-        """[n, 1, hidden] -> [n, 1, hidden]"""
-        query, key, value = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).unbind(2)
+    def forward(self, rows: torch.Tensor, prefix: MicroBatchPrefix, layout: SliceLayout) -> torch.Tensor:
+        """[n, hidden] -> [n, hidden]"""
+        query, key, value = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).unbind(1)
         layer = prefix.layer(self, key, value)
         scale = query.shape[-1] ** -0.5
-        rows = rows + self.proj(prefix_attention(query, key, value, layer, place, self.kernel, scale).flatten(2))
+        out = slice_attention(query, key, value, layer, layout, None, self.kernel, scale)
+        rows = rows + self.proj(out.flatten(1))
         return rows + self.down(torch.nn.functional.gelu(self.up(rows)))
 
 
 def layer_seconds(layer: Layer, sizes: Sizes, lengths: tuple[int, ...], repeats: int = 3) -> float:
     """Median time of forward and backward of a sequence in slices."""
     weight = layer.qkv.weight
-    rows = torch.randn(sum(lengths), 1, sizes.hidden, device=weight.device, dtype=weight.dtype)
+    rows = torch.randn(sum(lengths), sizes.hidden, device=weight.device, dtype=weight.dtype)
     seconds = []
     for _ in range(repeats + 1):
         layer.zero_grad(set_to_none=False)
         _synchronize(weight)
         began = time.perf_counter()
         prefix, outs = MicroBatchPrefix(len(rows)), []
-        for part in slice_ranges(lengths):
-            inputs = rows[part.start : part.stop].requires_grad_()
-            outs.append(layer(inputs, prefix, SlicePlace(part)))
+        for part, layout in zip(slice_ranges(lengths), sample_layouts(lengths, 1), strict=True):
+            outs.append(layer(rows[part.start : part.stop].requires_grad_(), prefix, layout))
         for out in reversed(outs):
             out.backward(out.detach())
         _synchronize(weight)

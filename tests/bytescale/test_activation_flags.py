@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bytescale_ext.cost_file import write_cost
-from bytescale_ext.plan.activation import cost_of_rates, forecast
+from bytescale_ext.plan.activation import ActivationPlan, cost_of_rates, forecast
 from bytescale_ext.plan.cost import ModelShape
 from megatron.bytescale.training import activations
 
@@ -30,7 +30,7 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "seq_length": 8192, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
         "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "recompute_modules": None,
-        "cuda_graph_impl": "none", "seq1f1b_splits": None, "seq1f1b_partition": None,
+        "cuda_graph_impl": "none", "seq1f1b_splits": None, "seq1f1b_partition": None, "hybrid_data_parallel": False,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value
@@ -62,10 +62,9 @@ def test_policies_plan_with_what_was_given() -> None:
     assert not shares.plan(shares.largest).rebuild_cheap
 
 
-def test_the_share_of_the_plan_goes_before_the_flag() -> None:
+def test_a_given_share_is_that_of_all_micro_batches() -> None:
     config = config_of("--activation-policy", "offload", "--swap-fraction", "0.25", "--host-memory-gb", "1")
-    assert config.plan(config.largest).swap == 0.25
-    assert config.plan(config.largest, 0.75).swap == config.plan(config.largest, 0.75).input_swap == 0.75
+    assert config.plan(config.largest) == ActivationPlan("offload", 0.25, 0.0, 0.25, False, 2)
 
 
 def test_a_pipeline_counts_its_micro_batches_in_flight() -> None:
@@ -139,7 +138,6 @@ def test_micro_batches_have_plans_of_their_own() -> None:
         (MEMO, {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         (MEMO, {"fp8": "hybrid"}, "--fp8-format"),
         (MEMO, {"multi_latent_attention": True}, "--multi-latent-attention"),
-        (MEMO, {"seq1f1b_splits": 4}, "--seq1f1b-splits"),
         (MEMO, {"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training"),
     ],
 )  # fmt: skip

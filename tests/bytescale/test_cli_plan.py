@@ -173,6 +173,7 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp is for 1 stage, not 2"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 5), "5 stages do not divide the 32 layers"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 0), "--stages 0 must be at least 1"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--splits", 2), "--splits 2 is for pipelines"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--ranks-per-node", 0), "--ranks-per-node 0 must be at least 1"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--cost", "none.json"), "none.json"),
     ],

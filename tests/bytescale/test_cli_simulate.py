@@ -18,8 +18,8 @@ LAYER = CostModel(a=4e-11, b=2e-6, c=2e-7, g=1e-4)
 COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1e-6, 1.0, 1.0)
 SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
 FIGURES = {
-    "makespan_over_bound", "speedup_over_static", "makespan", "idle_share", "exposed_communication",
-    "forwards_per_rank", "peak_tokens", "distinct_peers", "planning_seconds",
+    "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
+    "exposed_communication", "forwards_per_rank", "peak_tokens", "distinct_peers", "planning_seconds",
 }  # fmt: skip
 
 
@@ -39,6 +39,7 @@ def test_json_of_all_schedulers(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(figures) == FIGURES
         assert all(set(figure) == {"mean", "worst"} for figure in figures.values())
         assert 1 <= figures["makespan_over_bound"]["mean"] <= figures["makespan_over_bound"]["worst"]
+        assert figures["makespan_over_1f1b_bound"] == figures["makespan_over_bound"]  # nothing runs in slices
         assert figures["speedup_over_static"]["worst"] <= figures["speedup_over_static"]["mean"]
     assert value["schedulers"]["static"]["speedup_over_static"] == {"mean": 1.0, "worst": 1.0}
     assert (
@@ -54,6 +55,25 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].split()[:4] == ["time", "/", "bound", "over"]
     assert lines[4].startswith("ours  ") and len(lines) == 6
     assert lines[5] == "megatron-hybrid: not applicable, --hybrid-context-parallel refuses pipelines"
+
+
+def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans of this project run in slices, Megatron's static mesh does not."""
+    words = ("--sampler", "github", *SMALL, "--stages", 4, "--schedulers", "static,naive,ours", "--json")
+    assert run(*words) == 0
+    plain = json.loads(capsys.readouterr().out)["schedulers"]
+    assert run(*words, "--splits", 3) == 0
+    value = json.loads(capsys.readouterr().out)
+    sliced = value["schedulers"]
+    assert value["setting"]["splits"] == 3
+    for name, figures in sliced.items():
+        assert figures["makespan_over_bound"]["mean"] >= 1
+        assert (figures["makespan"] == plain[name]["makespan"]) == (name == "static")
+    for figure in ("makespan", "peak_tokens", "makespan_over_1f1b_bound"):
+        assert sliced["ours"][figure]["mean"] < plain["ours"][figure]["mean"]
+    assert run(*words[:-1], "--splits", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 ranks x 4 stages in 3 slices," in lines[0] and "time / 1F1B bound" in lines[3]
 
 
 def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +108,8 @@ def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--sampler", "sft", *SMALL, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static,"),
         (["--sampler", "sft", *SMALL, "--stages", "3"], "3 stages do not divide the 32 layers"),
         (["--sampler", "sft", *SMALL, "--stages", "0"], "--stages 0 must be at least 1"),
+        (["--sampler", "sft", *SMALL, "--splits", "0", "--stages", "2"], "--splits 0 must be at least 1"),
+        (["--sampler", "sft", *SMALL, "--splits", "2"], "--splits 2 is for pipelines.*give --stages"),
         (["--sampler", "sft", *SMALL, "--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--sampler", "sft", *SMALL, "--ranks", "3"], "--context 32768 does not fit on 3 ranks.*at least 10923"),
         (["--sampler", "sft", *SMALL, "--global-tokens", "1K"], "context 32768 and 1024 tokens of a step"),

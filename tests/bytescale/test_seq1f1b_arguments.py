@@ -20,7 +20,6 @@ SLICES = ["--seq1f1b-splits", "4"]
 EXAMPLES = {row.flag: HDP_EXAMPLES[row.flag] for row in REFUSALS if row.flag in HDP_EXAMPLES} | {
     "--hybrid-data-parallel": "--hybrid-data-parallel --hdp-tokens-per-rank 64",
     "--num-experts": "--num-experts 4",
-    "--activation-policy": "--activation-policy memo",
     "--delay-wgrad-compute": "--delay-wgrad-compute",
     "--overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication-warmup-flush",
 }

@@ -17,21 +17,21 @@ def walk(rank: int, world: int) -> None:
     """A stage that misses an action, or ends early, is a bug that is found at once."""
     import pytest
 
+    from bytescale_ext.attention.slice_layout import sample_layouts
     from bytescale_ext.pipeline.config import SliceConfig
-    from bytescale_ext.plan.slices import slice_ranges
     from megatron.bytescale.core.pipeline_parallel import seq1f1b
 
     config = SliceConfig((3, 2), num_stages=1)
     runtime = seq1f1b.SliceRuntime(config, read_batch=lambda data: {"tokens": next(data)})
-    places = tuple(seq1f1b.SlicePlace(part) for part in slice_ranges(config.lengths))
-    step = seq1f1b.SliceStep(runtime, True, iter(config.schedule(1).stages[0]), places)
-    batches = step.slices(iter(["a", "b"]))
+    layouts = sample_layouts(config.lengths, 1)
+    step = seq1f1b.SliceStep(2, True, iter(config.schedule(1).stages[0]))
+    batches = seq1f1b.sample_slices(step, runtime, layouts, iter(["a", "b"]))
     with pytest.raises(AssertionError):  # nothing runs yet
         next(batches)
-    batches = step.slices(iter(["a", "b"]))
+    batches = seq1f1b.sample_slices(step, runtime, layouts, iter(["a", "b"]))
     step._next("F")
     batch, params = next(batches)
-    assert batch == {"tokens": "a"} and params.place is places[0] and params.positions.tolist() == [0, 1, 2]
+    assert batch == {"tokens": "a"} and params.layout is layouts[0] and params.positions.tolist() == [0, 1, 2]
     step._next("F")
     batch, later = next(batches)
     assert batch == {"tokens": "a"} and later.prefix is params.prefix and later.positions.tolist() == [3, 4]

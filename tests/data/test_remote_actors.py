@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bytescale_ext.data import remote
 from bytescale_ext.data.epochs import EpochOrder
 from bytescale_ext.data.lengths import sample_table
 from bytescale_ext.data.remote_lines import LineIndex, index_lines
@@ -120,11 +124,16 @@ def planned(lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
 
 
 def scheduler(
-    text: Path, servers: list[Direct], num_clients: int, limit_tokens: int, make_plan: Callable[..., Any] = planned
+    text: Path,
+    servers: list[Direct],
+    num_clients: int,
+    limit_tokens: int,
+    make_plan: Callable[..., Any] = planned,
+    **options: Any,
 ) -> StepScheduler:
     samples, indices = samples_of(text, num_epochs=2)
     share: Callable[[PlannedStep], PlannedStep] = lambda step: step  # noqa: E731
-    return StepScheduler(servers, {"train": samples}, indices, make_plan, num_clients, limit_tokens, share)
+    return StepScheduler(servers, {"train": samples}, indices, make_plan, num_clients, limit_tokens, share, **options)
 
 
 def test_a_step_is_planned_once_for_all_clients_and_the_next_one_ahead(text: Path) -> None:
@@ -188,6 +197,77 @@ def test_a_failed_step_is_tried_again(text: Path) -> None:
         assert (await one.plan_step(0, "train", 0, 0, 4))[0].plan.num_ranks == 2
 
     asyncio.run(run())
+
+
+def test_a_call_that_would_wait_for_long_is_told_to_ask_again(text: Path) -> None:
+    """For room that a slow client holds, and for a step that takes its time; asked again, it gets the same step."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
+        begun.set()
+        assert go_on.wait(20)
+        return planned(lengths)
+
+    async def run() -> None:
+        one = scheduler(text, [Direct(server(text))], 2, 1, slow, wait_seconds=0.05)
+        assert await one.plan_step(0, "train", 0, 0, 4) == []
+        assert begun.is_set()
+        go_on.set()
+        steps = [await one.plan_step(client, "train", 0, 0, 4) for client in (0, 1) for _ in range(9)]
+        assert len({id(step) for (step,) in filter(None, steps)}) == 1
+        assert await one.plan_step(0, "train", 1, 4, 4) == []  # there is room for one step, which client 1 holds
+        waiting = asyncio.create_task(one.plan_step(1, "train", 1, 4, 4))
+        assert (await one.plan_step(0, "train", 1, 4, 4))[0] is (await waiting)[0]
+
+    asyncio.run(run())
+
+
+class Ray:
+    """Stands in for the module: ``get`` of a function calls it; None is an answer that never comes."""
+
+    exceptions = SimpleNamespace(
+        GetTimeoutError=type("GetTimeoutError", (TimeoutError,), {}),
+        RayTaskError=type("RayTaskError", (Exception,), {}),
+        ObjectLostError=type("ObjectLostError", (Exception,), {}),
+    )
+
+    def get(self, reference: Any, timeout: float) -> Any:
+        if reference is None:
+            time.sleep(0.001)
+            raise self.exceptions.GetTimeoutError
+        return reference()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    ray = Ray()
+    monkeypatch.setattr(remote, "_ray", lambda: ray)
+    for name in ("_PATIENCE_SECONDS", "_SHARED_SECONDS"):
+        monkeypatch.setattr(remote, name, 0.01)
+    return ray
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again_and_then_an_error(impatient: Ray) -> None:
+    answers = iter([None, None, lambda: 7])
+    assert remote.fetch_answers([lambda: next(answers), lambda: lambda: 8]) == [7, 8]
+    calls: list[None] = []
+    with pytest.raises(TimeoutError, match="no answer from an actor for 0.01 s"):
+        remote.fetch_answers([lambda: calls.append(None)])
+    assert len(calls) == 5
+    with pytest.raises(RuntimeError, match="the loader is closed"):
+        remote.fetch_answers([lambda: None], should_stop=lambda: True)
+
+
+def test_a_lost_value_is_asked_for_again_and_then_an_error(impatient: Ray) -> None:
+    def lost() -> None:
+        raise impatient.exceptions.ObjectLostError
+
+    answers = iter([[lost], [None], [], [lambda: 7]])
+    assert remote.fetch_shared(lambda: lambda: next(answers)) == 7
+    with pytest.raises(impatient.exceptions.ObjectLostError):
+        remote.fetch_shared(lambda: lambda: [lost])
+    with pytest.raises(TimeoutError):
+        remote.fetch_shared(lambda: lambda: [None])
 
 
 def test_samples_go_on_at_the_start_of_a_split(text: Path) -> None:

@@ -65,7 +65,7 @@ class NeverInTime:
 
 
 def test_when_one_planner_is_out_of_time_all_take_the_simple_plan(corpus: Path) -> None:
-    flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--train-iters", 6]
+    flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--train-iters", 4]
     expected = train(4, *flags, "--hdp-balance", "none").losses
     entry = partial(main_with_planner, NeverInTime, [1])
     outcomes = train_ranks(4, *flags, "--hdp-plan-seconds", 60, entry=entry)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from tests.e2e.training import (
 )
 
 TOLERANCE = 1e-5
-SHORT = [*TRAIN, "--train-iters", "5"]
+SHORT = [*TRAIN, "--train-iters", "4"]
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 ORACLE = "--micro-batch-size 1 --calculate-per-token-loss".split()
 # The other choice in everything that MODEL chooses.
@@ -52,18 +54,34 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
 
 
+@pytest.fixture(scope="module")
+def oracle(corpus: Path) -> Callable[..., Outcome]:
+    """One process with some flags; equal flags are run once."""
+
+    @functools.cache
+    def run_oracle(*flags: object) -> Outcome:
+        return train(1, *SHORT, "--data-path", corpus, *flags, *ORACLE, entry=train_documents_one_by_one)
+
+    return run_oracle
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path) -> Outcome:
+    """Hybrid data parallelism with no other flag."""
+    return with_hdp(corpus, 4)
+
+
 def with_hdp(corpus: Path, num_ranks: int, *flags: object) -> Outcome:
     return train(num_ranks, *MODEL, *SHORT, "--data-path", corpus, *HDP, *flags)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process(name: str, corpus: Path) -> None:
+def test_equals_one_process(name: str, corpus: Path, oracle: Callable[..., Outcome]) -> None:
     num_ranks, model, flags = CASES[name]
     # Flags of the model come last: a later one wins.
-    common = [*SHORT, "--data-path", corpus, *model]
-    expected = train(1, *common, *ORACLE, entry=train_documents_one_by_one)
-    found = train(num_ranks, *common, *HDP, *flags)
-    assert len(expected.losses) == 5
+    expected = oracle(*model)
+    found = train(num_ranks, *SHORT, "--data-path", corpus, *model, *HDP, *flags)
+    assert len(expected.losses) == 4
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
@@ -97,41 +115,41 @@ def test_bf16_learns(tmp_path: Path) -> None:
     assert losses[-1] < 0.75 * losses[0]
 
 
-def test_hidden_dropout_is_deterministic(corpus: Path) -> None:
+def test_hidden_dropout_is_deterministic(corpus: Path, plain: Outcome) -> None:
     """Also under recomputation, which must draw the same numbers again, round a ring too."""
-    flags = ["--hidden-dropout", 0.1]
+    flags = ["--hidden-dropout", 0.1, "--train-iters", 3]
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     first, again, recomputed = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], [], full))
     assert first == again
     assert recomputed == pytest.approx(first, rel=1e-6)
-    assert first != pytest.approx(with_hdp(corpus, 4).losses, rel=1e-3)
+    assert first != pytest.approx(plain.losses[:3], rel=1e-3)
 
 
 def test_evaluation_equals_one_process(corpus: Path) -> None:
     evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2".split()
     common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate]
     expected = train(1, *common, *ORACLE, entry=train_documents_one_by_one)
-    assert len(expected.validation_losses) == 4  # after 2, 4 and 5 iterations, and on the test set
+    assert len(expected.validation_losses) == 4  # after 2 and 4 iterations, at the end, and on the test set
     found = train(4, *common, *HDP, *SHARDED)
     assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
 def test_evaluation_batch_of_its_own(corpus: Path) -> None:
-    evaluate = "--split 60,20,20 --eval-interval 5 --eval-iters 2 --eval-global-batch-size 12".split()
-    common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate]
+    evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2 --eval-global-batch-size 12".split()
+    common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate, "--train-iters", 2]
     expected = train(1, *common, *ORACLE, "--eval-micro-batch-size", 1, entry=train_documents_one_by_one)
     found = train(4, *common, *HDP)
-    assert len(expected.validation_losses) == 3  # after 5 iterations, at the end, and on the test set
+    assert len(expected.validation_losses) == 3  # after 2 iterations, at the end, and on the test set
     assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
 
 
-def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path) -> None:
+def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path, plain: Outcome) -> None:
     outcomes = train_ranks(4, *MODEL, *SHORT, "--data-path", corpus, *HDP, "--hdp-attention-kernel", "reference")
     lines = [line for outcome in outcomes for line in outcome.text.splitlines() if "attention kernel" in line]
     assert len(lines) == 1
     assert lines[0].startswith("> bytescale: attention kernel reference (")
-    assert outcomes[-1].losses == pytest.approx(with_hdp(corpus, 4).losses, rel=TOLERANCE)
+    assert outcomes[-1].losses == pytest.approx(plain.losses, rel=TOLERANCE)
 
 
 def test_unknown_kernel_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.e2e.training import (
     MODEL,
     TRAIN,
     Outcome,
+    draw_weights_by_name,
     relative_error,
     shard_of,
     step_losses,
@@ -28,6 +29,7 @@ from tests.e2e.training import (
 
 TOLERANCE = 1e-5
 NUM_EXPERTS = 4
+SEED = 1
 # One dense layer and one of experts. What is on here does not depend on the plan: shared experts, the z loss (a sum
 # over tokens) and the expert bias (it follows the loads of whole steps).
 MOE = (
@@ -51,84 +53,91 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # the experts of one HDP rank
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
-}
+    "ep2-pp2": (4, [*EP2, "--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128, *SHARDED,
+                    "--no-align-grad-reduce"]),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks that share a layer, its experts, and one expert."""
+    """Ranks that share a layer, its experts, and one expert; pipeline stages."""
 
     tensor: int
     expert: int
     expert_tensor: int
+    stages: int
 
     @classmethod
     def of(cls, flags: Sequence[object]) -> Sizes:
         given = {name: value for name, value in pairwise(flags) if str(name).endswith("-parallel-size")}
         tensor = int(str(given.get("--tensor-model-parallel-size", 1)))
         expert = int(str(given.get("--expert-model-parallel-size", 1)))
-        return cls(tensor, expert, int(str(given.get("--expert-tensor-parallel-size", tensor))))
+        stages = int(str(given.get("--pipeline-model-parallel-size", 1)))
+        return cls(tensor, expert, int(str(given.get("--expert-tensor-parallel-size", tensor))), stages)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs", seed=SEED)
 
 
 def run(corpus: Path, save: Path, num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> Outcome:
     common = [*MODEL, *TRAIN, *MOE, "--data-path", corpus, "--save", save, "--save-wgrads-interval", 1,
               "--make-vocab-size-divisible-by", 128 // Sizes.of(flags).tensor]  # fmt: skip
-    outcome = train(num_ranks, *common, *flags, entry=partial(with_equal_experts, entry))
+    outcome = train(num_ranks, *common, *flags, entry=partial(with_equal_weights, entry))
     assert outcome.code is None
     return outcome
 
 
-def run_oracle(corpus: Path, save: Path, *flags: object) -> Outcome:
-    stock = ("--micro-batch-size", 1, "--calculate-per-token-loss")
-    return run(corpus, save, 1, *stock, *flags, entry=train_documents_one_by_one)
+def run_oracle(
+    corpus: Path, save: Path, *flags: object, entry: Callable[[], None] = train_documents_one_by_one
+) -> Outcome:
+    return run(corpus, save, 1, "--micro-batch-size", 1, "--calculate-per-token-loss", *flags, entry=entry)
 
 
-def with_equal_experts(entry: Callable[[], None] | None) -> None:
-    """An entry: give each expert the weights that belong to its number, however experts are shared out."""
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
+def with_equal_weights(entry: Callable[[], None] | None) -> None:
+    """An entry: start from the same weights, however layers and experts are shared out."""
     import pretrain_gpt_hdp
 
-    original = SequentialMLP.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with torch.random.fork_rng(devices=[]):  # the modules after it draw the same numbers everywhere
-            original(self, *args, **kwargs)
-            for index, expert in enumerate(self.local_experts):
-                number = self.ep_group.rank() * self.num_local_experts + index
-                for name, parameter in expert.named_parameters():
-                    parameter.data.copy_(weights_of(number, name, parameter, self.tp_group))
-
-    SequentialMLP.__init__ = init
+    draw_weights_by_name()
     (entry or pretrain_gpt_hdp.main)()
 
 
-def weights_of(number: int, name: str, parameter: Any, group: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * number + len(name))
-    shape = list(parameter.shape)
-    shape[parameter.partition_dim] *= group.size()
-    return shard_of(0.2 * torch.randn(shape, generator=generator), name, parameter, group.rank(), group.size())
+def train_and_note_margins() -> None:
+    """An entry: the oracle; print by how much, at least, the second expert of a token was ahead of the third."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter.routing
+
+    def routing(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        scores = logits.detach().sigmoid().view(-1, NUM_EXPERTS) + self.expert_bias
+        ordered = scores.sort(-1, descending=True).values
+        print(f"MARGIN {float((ordered[:, 1] - ordered[:, 2]).min())}")
+        return original(self, logits, *args, **kwargs)
+
+    TopKRouter.routing = routing
+    train_documents_one_by_one()
 
 
-def gradients(save: Path) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
-    """Reduced gradients of step 1 by (tensor-parallel rank, expert-parallel rank)."""
-    found = {}
+def gradients(save: Path, sizes: Sizes) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    """Reduced gradients of step 1, of all stages, by (tensor-parallel rank, expert-parallel rank)."""
+    found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     for file in (save / "wgrads" / "iter_0000001").glob("mp_rank_*"):
-        tp_rank, ep_rank = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", file.stem).groups(default="0")  # type: ignore[union-attr]
-        found[int(tp_rank), int(ep_rank)] = torch.load(file, weights_only=False)["model_chunk0"]
+        numbers = [int(number) for number in file.stem.split("_")[2:]]
+        stage = numbers[1] if sizes.stages > 1 else 0
+        of_rank = found.setdefault((numbers[0], numbers[-1] if sizes.expert > 1 else 0), {})
+        for name, gradient in torch.load(file, weights_only=False)["model_chunk0"].items():
+            of_rank[re.sub(r"layers\.0", f"layers.{stage}", name) if sizes.stages > 1 else name] = gradient
     return found
 
 
 @pytest.fixture(scope="module")
 def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, torch.Tensor]]:
     save = tmp_path_factory.mktemp("oracle")
-    outcome = run_oracle(corpus, save, *EXACT)
-    return outcome, gradients(save)[0, 0]
+    outcome = run_oracle(corpus, save, *EXACT, entry=train_and_note_margins)
+    margins = [float(margin) for margin in re.findall(r"^MARGIN (.*)$", outcome.text, re.MULTILINE)]
+    assert min(margins) > 1e-4, "rounding errors may choose other experts: take another SEED"
+    return outcome, gradients(save, Sizes.of([]))[0, 0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,10 +146,10 @@ def test_losses_and_gradients_are_those_of_one_process(
 ) -> None:
     num_ranks, flags = CASES[name]
     outcome = run(corpus, tmp_path, num_ranks, *HDP, *EXACT, *flags)
-    assert len(outcome.losses) == 10
+    assert len(outcome.losses) == 5
     assert outcome.losses == pytest.approx(oracle[0].losses, rel=TOLERANCE)
     sizes = Sizes.of(flags)
-    found = gradients(tmp_path)
+    found = gradients(tmp_path, sizes)
     assert {tp_rank for tp_rank, _ in found} == set(range(sizes.tensor))
     assert {ep_rank for _, ep_rank in found} == set(range(sizes.expert))
     for (tp_rank, ep_rank), of_rank in found.items():
@@ -166,9 +175,7 @@ def check_gradients(
 @pytest.fixture(scope="module")
 def lone_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """No two of them fit into one micro-batch of 256 tokens: each is one, as in the oracle."""
-    return write_documents(
-        tmp_path_factory.mktemp("lone") / "docs", [256, 130, 197, 141, 255, 133, 180, 211], copies=10
-    )
+    return write_documents(tmp_path_factory.mktemp("lone") / "docs", [256, 130, 197, 141, 255, 133, 180, 211], copies=5)
 
 
 AUX = ["--moe-aux-loss-coeff", 0.1]
@@ -178,7 +185,7 @@ WHOLE = ["--hdp-balance", "none", "--hdp-tokens-per-rank", 256]  # no document i
 @pytest.fixture(scope="module")
 def aux_oracle(lone_documents: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Any]:
     save = tmp_path_factory.mktemp("aux-oracle")
-    return run_oracle(lone_documents, save, *AUX), gradients(save)[0, 0]
+    return run_oracle(lone_documents, save, *AUX), gradients(save, Sizes.of([]))[0, 0]
 
 
 @pytest.mark.parametrize("flags", [SHARDED, [*TP2, *WHOLE], [*EP2, *WHOLE]], ids=["zero1", "tp2", "ep2"])
@@ -187,22 +194,23 @@ def test_auxiliary_loss_is_megatrons_on_equal_micro_batches(
 ) -> None:
     outcome = run(lone_documents, tmp_path, 4, *HDP, *WHOLE, *AUX, *flags)
     assert outcome.losses == pytest.approx(aux_oracle[0].losses, rel=TOLERANCE)
-    for (tp_rank, ep_rank), found in gradients(tmp_path).items():
-        check_gradients(found, aux_oracle[1], Sizes.of(flags), tp_rank, ep_rank)
+    sizes = Sizes.of(flags)
+    for (tp_rank, ep_rank), found in gradients(tmp_path, sizes).items():
+        check_gradients(found, aux_oracle[1], sizes, tp_rank, ep_rank)
 
 
 def test_auxiliary_loss_changes_the_routers_gradient(aux_oracle: tuple[Outcome, Any], lone_documents: Path,
                                                      tmp_path: Path) -> None:  # fmt: skip
     run_oracle(lone_documents, tmp_path, "--train-iters", 1)
     key = next(key for key in aux_oracle[1] if key.endswith("router.weight"))
-    assert relative_error(gradients(tmp_path)[0, 0][key], aux_oracle[1][key]) > 100 * TOLERANCE
+    assert relative_error(gradients(tmp_path, Sizes.of([]))[0, 0][key], aux_oracle[1][key]) > 100 * TOLERANCE
 
 
 def test_resumed_with_other_expert_ranks(corpus: Path, tmp_path: Path) -> None:
     def part(expert_ranks: int, name: str, *flags: object) -> Outcome:
         return train(4, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED, "--train-iters", 4,
                      "--ckpt-format", "torch_dist", "--hdp-log-dir", tmp_path / name, *flags,
-                     "--expert-model-parallel-size", expert_ranks, entry=partial(with_equal_experts, None))  # fmt: skip
+                     "--expert-model-parallel-size", expert_ranks, entry=partial(with_equal_weights, None))  # fmt: skip
 
     assert part(2, "parts", "--save", tmp_path / "save", "--exit-interval", 2).code == 0
     part(4, "parts", "--load", tmp_path / "save")

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,8 @@ MODEL = (
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length 256 --max-position-embeddings 256"
 ).split()
 TRAIN = (
-    "--global-batch-size 8 --train-iters 10 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 "
-    "--weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --save-interval 1000 "
+    "--global-batch-size 8 --train-iters 5 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-decay-iters 10 "
+    "--clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --save-interval 1000 "
     "--num-workers 0 --split 100,0,0 --no-one-logger --ckpt-format torch"
 ).split()
 HDP = "--hybrid-data-parallel --hdp-tokens-per-rank 64".split()
@@ -238,6 +239,36 @@ def shard_of(whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """2-norm of the difference over the 2-norm of the expected."""
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def draw_weights_by_name() -> None:
+    """Start every layout from the same weights: Megatron draws others on each pipeline stage and each expert rank."""
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    build_model = GPTModelBuilder.build_model
+
+    def build_and_draw(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = build_model(self, *args, **kwargs)
+        groups = model.pg_collection
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
+        first_expert = (model.config.num_moe_experts or 0) // groups.ep.size() * groups.ep.rank()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the last stage's copy
+            group = groups.expt_tp if "local_experts" in name else groups.tp
+            whole_name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{layers[int(found[1])]}", name)
+            whole_name = re.sub(r"experts\.(\d+)", lambda found: f"experts.{first_expert + int(found[1])}", whole_name)
+            shape = list(parameter.shape)
+            if getattr(parameter, "partition_dim", -1) >= 0:
+                shape[parameter.partition_dim] *= group.size()
+            generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
+            whole = 0.1 * torch.randn(shape, generator=generator)
+            parameter.data.copy_(shard_of(whole, name, parameter, group.rank(), group.size()))
+        return model
+
+    GPTModelBuilder.build_model = build_and_draw
 
 
 def train_documents_one_by_one() -> None:

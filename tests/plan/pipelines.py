@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from bytescale_ext.plan.check import ring_classes
-from bytescale_ext.plan.cost import StageCost
+from bytescale_ext.plan.cost import CostModel, StageCost
 from bytescale_ext.plan.placed import PlacedRanks
 from bytescale_ext.plan.schedule import stage_actions
-from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.plan.seq1f1b import Action, seq1f1b_schedule
+from bytescale_ext.plan.shapes import MicroBatch, StepPlan
 
 TOKENS_PER_RANK = 64
 
@@ -34,34 +35,69 @@ def random_plan(random: np.random.Generator, num_ranks: int, most_slots: int, al
     return StepPlan(num_ranks, TOKENS_PER_RANK, tuple(lengths.tolist()), placed, aligned=aligned)
 
 
-def slow_makespan(plan: StepPlan, stages: Sequence[StageCost], num_chunks: int = 1) -> float:
+def slice_seconds(
+    micro_batch: MicroBatch, lengths: Sequence[int], cost: CostModel, cut: CostModel, index: int, num_slices: int
+) -> float:
+    """A slice of a micro-batch on its rank, one shard after the other; the end of a slice by bisection."""
+    seconds = cost.g
+    for shard in micro_batch.shards:
+        length, width = lengths[shard.seq], len(shard.ring)
+        begin, end = (_end(cut, length, number / num_slices) for number in (index, index + 1))
+        if width == 1:
+            seconds += cost.shard_cost(shard, length) / num_slices
+            continue
+        attention = max(cost.a * (end**2 - begin**2), cost.c * end * (width - 1)) / width
+        seconds += attention + cost.b * shard.num_tokens * (end - begin) / length
+    return seconds
+
+
+def _end(cut: CostModel, length: int, share: float) -> float:
+    low, high = 0.0, float(length)
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_below = cut.a * middle**2 + cut.b * middle < share * (cut.a * length**2 + cut.b * length)
+        low, high = (middle, high) if is_below else (low, middle)
+    return high
+
+
+def slow_makespan(plan: StepPlan, stages: Sequence[StageCost], num_chunks: int = 1, num_slices: int = 1) -> float:
     """Look at every stage again and again; run what can run. -1 for a deadlock."""
     num_stages = len(stages) // num_chunks
     classes = ring_classes(plan)
-    lanes = {
-        (rank, stage): list(stage_actions(len(row), stage, num_stages, num_chunks)) if row else []
-        for rank, row in enumerate(classes)
-        for stage in range(num_stages)
-    }
-    stops: dict[tuple[str, int, int], float] = {}  # (kind, class, virtual stage)
+    lanes: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(classes):
+        for stage in range(num_stages):
+            if not row:
+                lanes[rank, stage] = []
+            elif num_chunks > 1:
+                turns = stage_actions(len(row), stage, num_stages, num_chunks)
+                lanes[rank, stage] = [Action(one.kind, one.micro_batch, 0, one.chunk) for one in turns]
+            else:
+                lanes[rank, stage] = list(seq1f1b_schedule(num_stages, len(row), num_slices).stages[stage])
+    stops: dict[tuple[str, int, int, int], float] = {}  # (kind, class, slice, virtual stage)
     free = dict.fromkeys(lanes, 0.0)
     has_run = True
     while has_run:
         has_run = False
         heads = {lane: actions[0] for lane, actions in lanes.items() if actions}
         for (rank, stage), head in heads.items():
-            wanted, virtual = classes[rank][head.micro_batch], head.chunk * num_stages + stage
-            before = ("F", wanted, virtual - 1) if head.kind == "F" else ("B", wanted, virtual + 1)
+            wanted, part, virtual = (
+                classes[rank][head.micro_batch],
+                head.slice_index,
+                head.chunk * num_stages + stage,
+            )
+            before = ("F", wanted, part, virtual - 1) if head.kind == "F" else ("B", wanted, part, virtual + 1)
             if head.kind == "B" and virtual == len(stages) - 1:
-                before = ("F", wanted, virtual)
+                before = ("F", wanted, part, virtual)
             members = [(r, k) for r, row in enumerate(classes) for k, one in enumerate(row) if one == wanted]
             fed = before in stops or (head.kind == "F" and virtual == 0)
             if not fed or any(lanes[r, stage][:1] != [head._replace(micro_batch=k)] for r, k in members):
                 continue
             cost = stages[virtual].forward if head.kind == "F" else stages[virtual].backward
             start = max(stops.get(before, 0.0), *(free[r, stage] for r, _ in members))
-            stop = start + max(cost.micro_batch_cost(plan.ranks[r][k], plan.lengths) for r, k in members)
-            stops[head.kind, wanted, virtual] = stop
+            shared = (cost, stages[0].both, part, num_slices)
+            stop = start + max(slice_seconds(plan.ranks[r][k], plan.lengths, *shared) for r, k in members)
+            stops[head.kind, wanted, part, virtual] = stop
             for r, _ in members:
                 free[r, stage] = stop
                 lanes[r, stage].pop(0)

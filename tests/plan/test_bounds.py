@@ -10,6 +10,7 @@ from bytescale_ext.plan.cost import CostModel, StageCost
 from bytescale_ext.plan.exact import brute_force
 from bytescale_ext.plan.hdp import plan_naive
 from bytescale_ext.plan.replay import replay_stages
+from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
 from tests.plan.pipelines import TOKENS_PER_RANK, random_plan
 
 NOTHING = CostModel(a=0.0, b=0.0)
@@ -78,17 +79,40 @@ def test_no_naive_plan_is_faster(lengths: list[int], num_ranks: int) -> None:
 
 def test_no_plan_with_pipelines_is_faster() -> None:
     random = np.random.default_rng(5)
-    tightest = np.inf
+    tightest: dict[int, float] = {}
     for _ in range(300):
         plan = random_plan(random, int(random.integers(1, 6)), int(random.integers(1, 9)))
         if not plan.lengths:
             continue
         stages = [STAGE] * int(random.integers(0, 4)) + [HEAD]
-        makespan = replay_stages(plan, stages).makespan
-        bounds = lower_bounds(plan.lengths, plan.num_ranks, TOKENS_PER_RANK, stages)
-        assert bounds.largest <= makespan * (1 + 1e-9)
-        tightest = min(tightest, makespan / bounds.largest)
-    assert tightest == pytest.approx(1.0)  # one micro-batch alone is reached exactly
+        for num_slices in (1, int(random.choice([2, 3, 6]))):
+            makespan = replay_stages(plan, stages, num_slices=num_slices).makespan
+            bounds = lower_bounds(plan.lengths, plan.num_ranks, TOKENS_PER_RANK, stages, num_slices)
+            assert bounds.largest <= makespan * (1 + 1e-9)
+            tightest[num_slices] = min(tightest.get(num_slices, np.inf), makespan / bounds.largest)
+    assert tightest[1] == pytest.approx(1.0)  # one micro-batch alone is reached exactly
+    assert max(tightest.values()) < 1.1
+
+
+@pytest.mark.parametrize(("num_ranks", "tokens"), [(1, 8), (3, 24)])
+def test_one_sequence_in_slices_takes_the_longest_way(num_ranks: int, tokens: int) -> None:
+    """On all ranks, as it fits on no fewer: a slice after the other, down the stages and up again."""
+    zigzag = tuple((MicroBatch((Shard(0, zigzag_ranges(tokens, num_ranks, rank), tuple(range(num_ranks))),)),)
+                   for rank in range(num_ranks))  # fmt: skip
+    plan = StepPlan(num_ranks, 8, (tokens,), zigzag, aligned=True)
+    for stages in ([STAGE], [STAGE, STAGE, HEAD]):
+        for num_slices in (1, 2, 4):
+            makespan = replay_stages(plan, stages, num_slices=num_slices).makespan
+            bounds = lower_bounds([tokens], num_ranks, 8, stages, num_slices)
+            assert bounds.longest == pytest.approx(makespan, rel=0.02)  # shards of whole tokens in the replay
+            assert bounds.largest == bounds.longest
+
+
+def test_slices_have_launches_and_exchanges_of_their_own() -> None:
+    one, two = (lower_bounds([30, 2], 4, 10, forward_only(a=0.01, b=1.0, c=5.0, g=1.0), k) for k in (1, 2))
+    assert two.work - one.work == pytest.approx(4 / 4)  # 32 tokens are 4 micro-batches, twice the launches
+    assert two.capacity - one.capacity == 1
+    assert two.area > one.area + 1
 
 
 def test_the_bound_of_one_sequence_is_exact() -> None:

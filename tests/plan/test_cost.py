@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost import (
     LLAMA_7B,
     CostModel,
     ModelShape,
+    SliceShares,
     attention_flops_per_square,
     flops_cost,
     linear_flops_per_token,
@@ -73,6 +75,34 @@ def test_members_of_a_ring_together_do_the_work_of_the_sequence() -> None:
     cost = flops_cost(TINY)
     shards = [Shard(0, ((0, 2), (5, 6)), (0, 1)), Shard(0, ((2, 4), (4, 5)), (0, 1))]
     assert sum(cost.shard_cost(shard, 6) for shard in shards) == pytest.approx(model_flops(TINY, [6]))
+
+
+def test_slices_by_hand() -> None:
+    cost = CostModel(a=2.0, b=3.0, c=50.0)
+    # (2 P^2 + 3 P) of 12 tokens is 324; half of it is 162 = 2 * 81 + 3 * 0 near P = 8.28
+    tokens, widths = np.array([12.0, 12.0]), np.array([2.0, 1.0])
+    cut = SliceShares.of(cost, tokens, widths, 2)
+    end = 12 * cut.ends[0, 0]
+    assert 2 * end**2 + 3 * end == pytest.approx(162)
+    costs, exposed = cost.slice_costs(tokens, widths, cut)
+    exchanges = np.array([50 * end / 2, 50 * 12 / 2])  # the second slice needs all keys again
+    attention = np.array([end**2, 144 - end**2])
+    np.testing.assert_allclose(costs[0], exchanges + 3 / 2 * np.array([end, 12 - end]))
+    np.testing.assert_allclose(exposed[0], exchanges - attention)
+    np.testing.assert_allclose(costs[1], [162, 162])  # on one rank: equal parts
+    assert exposed[1].tolist() == [0, 0]
+
+
+def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
+    cost = CostModel(a=1e-2, b=3.0, c=0.1)
+    tokens, widths = np.array([1000.0, 70.0, 1.0, 5000.0]), np.array([4.0, 1.0, 1.0, 9.0])
+    whole = cost.sequence_costs(tokens, widths)
+    for num_slices in (1, 2, 5):
+        cut = SliceShares.of(cost, tokens, widths, num_slices)
+        costs, exposed = cost.slice_costs(tokens, widths, cut)
+        np.testing.assert_allclose(costs, np.repeat(whole[:, None] / num_slices, num_slices, axis=1))
+        assert not exposed.any()
+    assert SliceShares.of(CostModel(0.0, 0.0), tokens, widths, 1).ends.tolist() == [[1.0]] * 4
 
 
 def test_scaled_scales_everything() -> None:

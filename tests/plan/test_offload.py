@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bytescale_ext.cost_file import shipped
+from bytescale_ext.data.samplers import sample_lengths
+from bytescale_ext.plan.check import check_step_plan
 from bytescale_ext.plan.cost import CostModel, OffloadLimits
+from bytescale_ext.plan.planner import HdpPlanner
+from bytescale_ext.plan.replay import replay
 
 # section 5.2 and Fig. 21: about 139 KB per token and layer in bfloat16, 25 GB/s, 400 TFLOP/s on LLaMA-7B
 SECONDS = CostModel(a=32 * 2 * 4096 / 400e12, b=32 * 2 * 203e6 / 400e12)
@@ -64,3 +71,33 @@ def test_bad_limits_are_named() -> None:
     for values in ((0, 1.0, 1.0, 1.0), (2, 0.0, 1.0, 1.0), (2, 1.0, 0.0, 1.0), (2, 1.0, 1.0, -1.0)):
         with pytest.raises(ValueError, match="offload limits need"):
             OffloadLimits(*values)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "capacity", "global_tokens", "least_gain"), [(1024, 2048, 16 << 20, 1.5), (512, 4096, 32 << 20, 1.1)]
+)
+def test_offload_pays_where_rings_would_wait_for_keys(
+    num_ranks: int, capacity: int, global_tokens: int, least_gain: float
+) -> None:
+    """Byted, documents up to 2M tokens: with a small C a ring is so wide that attention does not hide its exchange."""
+    cost = shipped("bytescale_7b")
+    stage = cost.whole()
+    limits = OffloadLimits(32, cost.layer_bytes, 50e9, 100e9)
+    lengths = sample_lengths("byted", 1 << 21, global_tokens, 1).tolist()
+    planner = HdpPlanner(num_ranks, capacity, stage)
+    plan, without = replace(planner, offload=limits)(lengths), planner(lengths)
+    check_step_plan(plan, lengths, num_layers=32)
+    assert replay(without, stage.both).makespan >= least_gain * replay(plan, stage.both).makespan
+
+
+def test_offload_holds_what_the_ranks_do_not() -> None:
+    cost = shipped("bytescale_7b")
+    lengths = sample_lengths("byted", 1 << 21, 8 << 20, 0).tolist()
+    planner = HdpPlanner(128, 8192, cost.whole())
+    with pytest.raises(ValueError, match="more than 128 ranks of 8192 tokens hold"):
+        planner(lengths)
+    plan = replace(planner, offload=OffloadLimits(32, cost.layer_bytes, 50e9, 100e9))(lengths)
+    check_step_plan(plan, lengths, num_layers=32)
+    longest = int(np.argmax(lengths))
+    ranks = [shard.ring for rank in plan.ranks for one in rank for shard in one.shards if shard.seq == longest]
+    assert len(ranks) <= 128 < -(-lengths[longest] // 8192)

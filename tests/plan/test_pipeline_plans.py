@@ -67,13 +67,28 @@ def test_virtual_stages_shorten_the_bubble() -> None:
     assert interleaved == pytest.approx(12.0 * (8 + 3 / 2))
 
 
+def test_uniform_slices_by_hand() -> None:
+    """The textbook with slices: (m + (p - 1) / k) (f + b), and (p + k - 1) / k micro-batches held."""
+    result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4, num_slices=4)
+    assert result.makespan == (6 + 3 / 4) * (4.0 + 8.0)
+    assert result.peak_tokens.tolist() == [4 * 7 / 4]
+    assert result.starts.shape == (24, 2, 4)
+    assert result.starts[:5, FORWARD, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice goes back first
+
+
 def test_stage_costs_must_fill_the_chunks() -> None:
     with pytest.raises(ValueError, match="3 stage costs are no multiple of 2 model chunks"):
         replay_stages(locals_plan((4,)), [UNIT] * 3, num_chunks=2)
+    for num_slices in (0, 2):
+        with pytest.raises(ValueError, match=f"{num_slices} slices with 2 model chunks"):
+            replay_stages(locals_plan((4,)), [UNIT] * 4, num_chunks=2, num_slices=num_slices)
 
 
-@pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
-def test_against_the_slow_replay(num_stages: int, num_chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "num_slices"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2), (3, 1, 3)]
+)
+def test_against_the_slow_replay(num_stages: int, num_chunks: int, num_slices: int) -> None:
     random = np.random.default_rng(num_stages * 10 + num_chunks)
     stages = [STAGE] * (num_stages * num_chunks - 1) + [HEAD]
     for _ in range(15):
@@ -83,16 +98,19 @@ def test_against_the_slow_replay(num_stages: int, num_chunks: int) -> None:
         padded = [
             (*row, *(MicroBatch(()),) * (count - len(row))) for row, count in zip(plan.ranks, counts, strict=True)
         ]
-        slow = slow_makespan(StepPlan(plan.num_ranks, 64, plan.lengths, padded, aligned=True), stages, num_chunks)
-        assert replay_stages(table, stages, num_chunks).makespan == pytest.approx(slow)
+        slow = StepPlan(plan.num_ranks, 64, plan.lengths, padded, aligned=True)
+        makespan = replay_stages(table, stages, num_chunks, num_slices=num_slices).makespan
+        assert makespan == pytest.approx(slow_makespan(slow, stages, num_chunks, num_slices))
 
 
 def test_2000_aligned_plans_never_deadlock() -> None:
     random = np.random.default_rng(7)
     for _ in range(2000):
         plan = random_plan(random, int(random.integers(2, 7)), int(random.integers(2, 9)))
-        num_stages = int(random.integers(2, 6))
-        assert (replay_stages(plan, [STAGE] * num_stages).makespan > 0) == bool(plan.lengths)
+        num_stages, num_slices = int(random.integers(2, 6)), int(random.choice([1, 1, 2, 3, 5]))
+        result = replay_stages(plan, [STAGE] * num_stages, num_slices=num_slices)
+        assert (result.makespan > 0) == bool(plan.lengths)
+        assert len(result.starts) == result.counts.sum() * num_slices
 
 
 def test_virtual_stages_need_whole_groups_and_do_not_deadlock() -> None:

@@ -12,14 +12,15 @@ from bytescale_ext.plan.placed import PlacedRanks
 from bytescale_ext.plan.planner import HdpPlanner
 from bytescale_ext.plan.replay import replay_stages
 from bytescale_ext.plan.schedule import stage_actions
+from bytescale_ext.plan.seq1f1b import seq1f1b_schedule
 from bytescale_ext.plan.shapes import StepPlan
 from tests.plan.pipelines import random_plan
 
 STAGE = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=2.0))
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
-def test_the_clock_shows_what_the_replay_shows(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "num_slices"), [(1, 1), (2, 1), (3, 1), (8, 1), (3, 2), (4, 4)])
+def test_the_clock_shows_what_the_replay_shows(num_stages: int, num_slices: int) -> None:
     random = np.random.default_rng(num_stages)
     stage = StageCost(CostModel(a=0.01, b=0.0, c=0.3, g=2.0), CostModel(a=0.025, b=0.0, c=0.6, g=2.0))  # b: see below
     for _ in range(15):
@@ -27,13 +28,14 @@ def test_the_clock_shows_what_the_replay_shows(num_stages: int) -> None:
         assert isinstance(plan.ranks, PlacedRanks)
         if (plan.ranks.counts == 0).any():
             continue
-        finish = run_pipelines(slot_seconds(plan.ranks, stage), num_stages)
-        replayed = replay_stages(plan, [stage] * num_stages)
-        offsets = np.cumsum(replayed.counts)
-        np.testing.assert_allclose(finish, [replayed.stops[stop - 1].max() for stop in offsets])
+        finish = run_pipelines(slot_seconds(plan.ranks, stage, num_slices), num_stages)
+        replayed = replay_stages(plan, [stage] * num_stages, num_slices=num_slices)
+        offsets = np.cumsum(replayed.counts) * num_slices
+        np.testing.assert_allclose(finish, [replayed.stops[:stop][-num_slices:].max() for stop in offsets])
         # linear work is an even share of the sequence on the clock, and that of the tokens there in the replay
-        rounded = replay_stages(plan, [STAGE] * num_stages).makespan
-        assert run_pipelines(slot_seconds(plan.ranks, STAGE), num_stages).max() == pytest.approx(rounded, rel=0.02)
+        rounded = replay_stages(plan, [STAGE] * num_stages, num_slices=num_slices).makespan
+        clock = run_pipelines(slot_seconds(plan.ranks, STAGE, num_slices), num_stages)
+        assert clock.max() == pytest.approx(rounded, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_stages", "num_slots"), [(1, 3), (4, 2), (4, 9), (8, 20)])
@@ -47,6 +49,16 @@ def test_waves_are_megatrons_order(num_stages: int, num_slots: int) -> None:
         assert lane == [(action.kind, action.micro_batch) for action in stage_actions(num_slots, stage, num_stages)]
 
 
+@pytest.mark.parametrize(("num_stages", "num_slots", "num_slices"), [(1, 3, 2), (4, 2, 3), (3, 7, 4)])
+def test_waves_of_slices_are_seq1f1bs_order(num_stages: int, num_slots: int, num_slices: int) -> None:
+    lanes: list[list[tuple[str, int, int]]] = [[] for _ in range(num_stages)]
+    for kinds, units, stages in one_forward_one_backward(num_stages, num_slots, num_slices):
+        for kind, unit, stage in zip(kinds.tolist(), units.tolist(), stages.tolist(), strict=True):
+            lanes[stage].append(("FB"[kind], *divmod(unit, num_slices)))
+    for lane, actions in zip(lanes, seq1f1b_schedule(num_stages, num_slots, num_slices).stages, strict=True):
+        assert lane == [tuple(action)[:3] for action in actions]
+
+
 def ring_work(lengths: list[int], capacity: int, num_ranks: int) -> RingWork:
     sizes = np.array(lengths, dtype=np.int64)
     least = -(-sizes // capacity)
@@ -57,7 +69,7 @@ def ring_work(lengths: list[int], capacity: int, num_ranks: int) -> RingWork:
 def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
     lengths = sorted(np.random.default_rng(0).integers(65, 1500, 80).tolist(), reverse=True)
     work = ring_work(lengths, 64, 32)
-    region = fill_shelves(work, 8, 40, 0, 80, node, 3000.0, CostModel(a=0.01, b=1.0))
+    region = fill_shelves(work, 8, 40, 0, 80, node, 3000.0, CostModel(a=0.01, b=1.0).sequence_costs)
     assert sorted(ring for shelf in region.shelves for ring in shelf.rings.tolist()) == list(range(80))
     for shelf in region.shelves:
         in_order = np.argsort(shelf.first_ranks)
@@ -68,7 +80,9 @@ def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
 
 
 def test_a_shelf_is_level() -> None:
-    region = fill_shelves(ring_work([800] * 8, 64, 64), 0, 64, 0, 8, 64, 3000.0, CostModel(a=0.01, b=1.0))
+    region = fill_shelves(
+        ring_work([800] * 8, 64, 64), 0, 64, 0, 8, 64, 3000.0, CostModel(a=0.01, b=1.0).sequence_costs
+    )
     assert [shelf.widths.tolist() for shelf in region.shelves] == [[16] * 4, [16] * 4]
 
 
@@ -88,6 +102,15 @@ def test_equal_micro_batches_have_the_textbook_bubble(num_stages: int) -> None:
     plan = HdpPlanner(16, 64, STAGE, balance="pp", num_stages=num_stages)(lengths)
     mean = 40 * (STAGE.both.sequence_cost(64, 1) + STAGE.both.g)
     assert replay_stages(plan, [STAGE] * num_stages).makespan <= 1.001 * mean * (40 + num_stages - 1) / 40
+
+
+@pytest.mark.parametrize("num_slices", [2, 4])
+def test_equal_micro_batches_in_slices_have_the_textbook_bubble(num_slices: int) -> None:
+    free = StageCost(CostModel(a=0.01, b=1.0), CostModel(a=0.025, b=2.0))
+    plan = HdpPlanner(16, 64, free, balance="pp", num_stages=4, num_slices=num_slices)([64] * (16 * 10))
+    mean = 10 * free.both.sequence_cost(64, 1)
+    makespan = replay_stages(plan, [free] * 4, num_slices=num_slices).makespan
+    assert makespan <= 1.001 * mean * (10 + 3 / num_slices) / 10
 
 
 def test_slots_rise_and_fall() -> None:

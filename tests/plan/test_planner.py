@@ -32,6 +32,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"balance": "dp"},
     {"balance": "pp"},
     {"balance": "pp", "num_stages": 4},
+    {"balance": "pp", "num_stages": 3, "num_slices": 3},
 )
 
 
@@ -216,6 +217,7 @@ def test_the_fallback_has_aligned_slots_where_they_are_needed() -> None:
     [
         ({"balance": "best"}, "balance 'best' is unknown; choose one of none, dp, pp, bytescale"),
         ({"num_stages": 0}, "0 stages"),
+        ({"num_slices": 0}, "0 slices of a micro-batch"),
         ({"ranks_per_node": 0}, "0 ranks per node"),
         ({"aligned": True}, "dp has no aligned slots.*choose pp"),
         ({"num_stages": 2}, "dp has no aligned slots.*choose pp"),

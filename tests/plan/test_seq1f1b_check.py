@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.cost import CostModel
 from bytescale_ext.plan.seq1f1b import Action, SliceSchedule, seq1f1b_schedule, slice_group_size
 from bytescale_ext.plan.seq1f1b_check import check_slice_schedule
-from bytescale_ext.plan.seq1f1b_messages import check_messages, received_slices
+from bytescale_ext.plan.seq1f1b_messages import check_messages, received_actions
 from bytescale_ext.plan.seq1f1b_simulate import peak_held, simulate_slices
 from bytescale_ext.plan.slices import PARTITIONS, slice_costs, slice_lengths
 
@@ -153,9 +152,10 @@ def test_receivers_know_every_slice(sizes: tuple[int, int, int, int]) -> None:
     p, m, k, v = sizes
     schedule = seq1f1b_schedule(*sizes)
     for stage in range(p):
-        forward, backward = received_slices(schedule, stage)
+        forward, backward = received_actions(schedule, stage)
         assert len(forward) == m * k * (v - (stage == 0)) and len(backward) == m * k * (v - (stage == p - 1))
-        assert set(Counter(forward).values()) <= {m * (v - (stage == 0))}
-    assert received_slices(seq1f1b_schedule(2, 2, 2), 1)[0] == (0, 1, 0, 1)
-    assert received_slices(seq1f1b_schedule(2, 2, 2), 0)[1] == (1, 0, 1, 0)
-    assert received_slices(seq1f1b_schedule(1, 2, 2), 0) == ((), ())
+        assert len(set(forward)) == len(forward) and {action.kind for action in backward} <= {"B"}
+    first, last = seq1f1b_schedule(2, 2, 2).stages
+    assert received_actions(seq1f1b_schedule(2, 2, 2), 1)[0] == tuple(action for action in last if action.kind == "F")
+    assert received_actions(seq1f1b_schedule(2, 2, 2), 0)[1] == tuple(action for action in first if action.kind == "B")
+    assert received_actions(seq1f1b_schedule(1, 2, 2), 0) == ((), ())

@@ -16,7 +16,7 @@ from bytescale_ext.plan.seq1f1b_messages import (
     incoming,
     num_first_forwards,
     outgoing,
-    received_slices,
+    received_actions,
 )
 from bytescale_ext.plan.seq1f1b_simulate import needs
 
@@ -77,10 +77,10 @@ def test_each_message_is_in_one_batch_of_both_sides(schedule: SliceSchedule) -> 
 
 def test_stages_receive_in_the_order_in_which_they_work(schedule: SliceSchedule) -> None:
     for stage, row in enumerate(schedule.stages):
-        for kind, slices in zip("FB", received_slices(schedule, stage), strict=True):
+        for kind, actions in zip("FB", received_actions(schedule, stage), strict=True):
             got = [message.action for message in incoming(schedule, stage, kind)]
             taken = [action for action in row if action.kind == kind and action in got]
-            assert got == taken and [action.slice_index for action in got] == list(slices)
+            assert got == taken == list(actions)
 
 
 def test_first_forwards_are_those_before_the_first_backward(schedule: SliceSchedule) -> None:
@@ -92,12 +92,12 @@ def test_first_forwards_are_those_before_the_first_backward(schedule: SliceSched
 
 def test_one_stage_sends_nothing() -> None:
     schedule = seq1f1b_schedule(1, 2, 3)
-    assert all_messages(schedule) == [] and received_slices(schedule, 0) == ((), ())
+    assert all_messages(schedule) == [] and received_actions(schedule, 0) == ((), ())
     check_messages(schedule)
 
 
 def test_a_stage_that_stops_early_leaves_the_other_waiting() -> None:
     schedule = seq1f1b_schedule(2, 2, 2)
-    assert received_slices(schedule, 1)[0] == (0, 1, 0, 1) and received_slices(schedule, 0)[1] == (1, 0, 1, 0)
+    assert [action.slice_index for action in received_actions(schedule, 0)[1]] == [1, 0, 1, 0]
     with pytest.raises(PlanError, match="messages wait for each other for ever: stage 0 at 0->1 F1.0"):
         check_messages(replace(schedule, stages=(schedule.stages[0], schedule.stages[1][:3])))

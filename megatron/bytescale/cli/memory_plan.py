@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bytescale_ext.plan.activation import RESIDENT_LAYERS, ActivationPlan
+from bytescale_ext.plan.activation_policy import given_plan
 from bytescale_ext.plan.cost import ModelShape
 from bytescale_ext.plan.memory import MemoryPlan, Request, TwoLevelPlan, plan_memory, requests_within
 from bytescale_ext.plan.memory_exact import improve
+from bytescale_ext.plan.memory_step import StepMemory, StepRecord
 from megatron.bytescale.cli.activations import shape_of_flags
 
 NAME = "memory-plan"
@@ -35,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seq-length", type=int, default=512, metavar="S", help="tokens of the step (512)")
     parser.add_argument("--chunked-cross-entropy", type=int, metavar="TOKENS", help="as in training")
+    parser.add_argument(
+        "--activation-policy", default="none", choices=("none", "memo", "priced", "offload"), help="as in training"
+    )
+    parser.add_argument("--swap-fraction", type=float, metavar="F", help="as in training; a policy needs it")
+    parser.add_argument("--recompute-fraction", type=float, metavar="F", help="as in training")
+    parser.add_argument("--host-memory-gb", type=float, default=0.0, metavar="G", help="as in training (0)")
     parser.add_argument("--solver-seconds", type=float, default=10.0, metavar="T", help="for each proof (10)")
     parser.add_argument("--cpu", action="store_true", help="record on CPU although there is a GPU")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write the plan")
@@ -50,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
-    requests, marks = record_step(shape, args.seq_length, args.chunked_cross_entropy, args.cpu)
+    activations = activations_of(args)
+    requests, marks, record, buffer_bytes = record_step(
+        shape, args.seq_length, args.chunked_cross_entropy, args.cpu, activations, int(args.host_memory_gb * 1e9)
+    )
     plans: dict[str, tuple[MemoryPlan, float]] = {}
     levels = {}
     for name in PASSES:
@@ -62,32 +74,59 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(figures(plans)) if args.json else table(plans))
     if args.output is not None:
         two = TwoLevelPlan(levels, plans["model, two levels"][0])
-        write(args.output, {"shape": asdict(shape), "seq_length": args.seq_length, **two.to_json()})
+        write(args.output, StepMemory(record, buffer_bytes, two).to_json())
     return 0
 
 
+def activations_of(args: argparse.Namespace) -> ActivationPlan:
+    """What is kept, swapped and recomputed. Raises ValueError for shares that are none, or missing."""
+    swap, recompute, policy = args.swap_fraction, args.recompute_fraction, args.activation_policy
+    if not 0 <= args.host_memory_gb < math.inf:
+        raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} is no amount of memory")
+    if (swap or policy in ("memo", "priced")) and not args.host_memory_gb:
+        raise ValueError("give --host-memory-gb, as in training: what is swapped goes there")
+    if (swap, recompute) == (None, None):
+        if policy != "none":
+            raise ValueError(
+                f"--activation-policy {policy} needs --swap-fraction here; training prints the one that it has chosen"
+            )
+        return ActivationPlan("none")
+    return given_plan(policy, swap, recompute, RESIDENT_LAYERS)
+
+
 def record_step(
-    shape: ModelShape, length: int, loss_tokens: int | None, on_cpu: bool
-) -> tuple[list[Request], dict[str, int]]:
-    """(requests, times at which each layer's passes begin and end) of a forward and a backward pass."""
+    shape: ModelShape,
+    length: int,
+    loss_tokens: int | None,
+    on_cpu: bool,
+    activations: ActivationPlan,
+    host_bytes: int,
+) -> tuple[list[Request], dict[str, int], StepRecord, int]:
+    """(requests, times at which each layer's passes begin and end) of a forward and a backward pass.
+
+    Then what was recorded, and the bytes of a rounding buffer.
+    """
     import torch
 
     from bytescale_ext.activation.trace import AllocationTrace
     from megatron.bytescale.one_device import build_model
 
     dtype = torch.bfloat16 if torch.cuda.is_available() and not on_cpu else torch.float32
-    built = build_model(shape, dtype, 0, loss_tokens, on_cpu=on_cpu or None)
+    built = build_model(shape, dtype, host_bytes, loss_tokens, on_cpu=on_cpu or None)
+    built.store.plan = activations
     built.weights.clear()
     for parameter in built.model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # gradients are model states, not activations
     tokens = built.batch(length, seed=0)
     states = [tensor for p in built.model.parameters() for tensor in (p.detach(), p.grad) if tensor is not None]
-    trace = AllocationTrace([*states, tokens])
+    trace = AllocationTrace([*states, tokens, built.store.link.arena.memory])
     for number, layer in enumerate(built.model.decoder.layers):
         mark_passes(trace, layer, number)
     with trace:
         built.loss(tokens).backward()
-    return trace.requests(), trace.marks
+    name = str(dtype).removeprefix("torch.")
+    record = StepRecord(shape, length, name, loss_tokens, activations)
+    return trace.requests(), trace.marks, record, built.store.counts.restored_bytes
 
 
 def mark_passes(trace: Any, layer: Any, number: int) -> None:

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages", type=int, default=1, metavar="P", help="pipeline stages; --ranks is the number of pipelines (1)"
     )
+    add_splits_argument(parser)
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="keep rings of up to N ranks inside nodes of N ranks"
     )
@@ -67,6 +68,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan static context parallelism of W ranks instead, as --context-parallel-size, to compare with",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (read by bytescale timeline)")
+
+
+def add_splits_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add ``--splits``, which ``check_splits`` checks; ``more`` is added to its help."""
+    parser.add_argument(
+        "--splits",
+        type=int,
+        default=1,
+        metavar="K",
+        help=f"slices in which each stage runs a micro-batch, as --seq1f1b-splits (1){more}",
+    )
+
+
+def check_splits(splits: int, num_stages: int) -> None:
+    """Raise ValueError for a number of slices that makes no sense."""
+    if splits < 1:
+        raise ValueError(f"--splits {splits} must be at least 1")
+    if splits > 1 and num_stages == 1:
+        raise ValueError(f"--splits {splits} is for pipelines: slices run side by side on stages; give --stages")
 
 
 def add_cost_argument(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(plan_text(plan))
     print(summary_text(plan, summarize(plan, cost.whole().both, args.tokens_multiple)))
-    print(score_text(plan, cost, args.stages))
+    print(score_text(plan, cost, args.stages, args.splits))
     return 0
 
 
@@ -109,6 +129,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
+    check_splits(args.splits, args.stages)
     kinds = ("auto", *BALANCES)
     balance = args.balance or "auto"
     if balance not in kinds:
@@ -124,6 +145,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
         tokens_multiple=args.tokens_multiple,
         balance=("pp" if args.stages > 1 else "dp") if balance == "auto" else balance,
         num_stages=args.stages,
+        num_slices=args.splits,
         aligned=args.stages > 1,
         ranks_per_node=args.ranks_per_node,
         static_width=args.static_width,
@@ -193,11 +215,11 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
     )
 
 
-def score_text(plan: StepPlan, cost: ModelCost, num_stages: int) -> str:
+def score_text(plan: StepPlan, cost: ModelCost, num_stages: int, num_slices: int = 1) -> str:
     """The planned time of the step against the least time that any plan can take."""
     stages = stage_costs(cost, num_stages)
-    makespan = replay_stages(plan, stages).makespan
-    bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages).largest
+    makespan = replay_stages(plan, stages, num_slices=num_slices).makespan
+    bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages, num_slices).largest
     return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {cost.device})"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescale_ext.plan.cost import CostModel, ModelCost
+from bytescale_ext.profile import fitted_lengths
 
 NAME = "profile"
 HELP = "measure what this model's layers cost on this device, one GPU or CPU, and write a cost file"
@@ -105,7 +106,7 @@ def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Any
     from megatron.bytescale.training.profile import kept_bytes_per_token, prepare, time_packs
 
     max_tokens = (4096 if on_cpu else 32768) if args.max_tokens is None else args.max_tokens
-    fitted, unseen = profile.fitted_lengths(max_tokens), profile.unseen_lengths(max_tokens)
+    fitted, unseen = fitted_lengths(max_tokens), profile.unseen_lengths(max_tokens)
     subject = prepare([*args.flags, *(["--cpu"] if args.cpu else [])], max_tokens, on_cpu)
     timings = time_packs(subject, [*fitted, *unseen], args.repeats)
     seen = [timing for timing in timings if timing.lengths in fitted]
@@ -180,13 +181,15 @@ def _as_json(found: Any) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Find out before the measurement what would spoil it at its end."""
+    """Find out before anything is set up what would spoil the measurement."""
     if not args.flags:
         raise ValueError("no model: give the flags of the training command after a --")
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: give at least 1")
     if args.ring_bytes_per_second is not None and not 0 < args.ring_bytes_per_second < float("inf"):
         raise ValueError(f"--ring-bytes-per-second {args.ring_bytes_per_second:g}: give a positive number")
+    if args.max_tokens is not None:
+        fitted_lengths(args.max_tokens)
     folder = args.output.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or args.output.is_dir():
         raise ValueError(f"--output {args.output} cannot be written; choose a file in a folder that is there")

@@ -13,9 +13,18 @@ import numpy as np
 
 from bytescale_ext.data.samplers import SAMPLERS, sample_lengths
 from bytescale_ext.plan.bounds import lower_bounds
-from bytescale_ext.plan.simulate import SCHEDULERS, NotApplicable, Outcome, Scheduler, Setting, stage_costs, static
+from bytescale_ext.plan.simulate import (
+    SCHEDULERS,
+    SLICED,
+    NotApplicable,
+    Outcome,
+    Scheduler,
+    Setting,
+    stage_costs,
+    static,
+)
 from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
+from megatron.bytescale.cli.plan import add_cost_argument, add_splits_argument, check_splits, model_cost, read_lengths
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
@@ -30,6 +39,7 @@ ALL: Final[Mapping[str, Scheduler]] = {
 _SIZES: Final = {"K": 1 << 10, "M": 1 << 20}
 _COLUMNS: Final = {
     "makespan_over_bound": ("time / bound", ".3f"),
+    "makespan_over_1f1b_bound": ("time / 1F1B bound", ".3f"),
     "speedup_over_static": ("over static", ".2f"),
     "idle_share": ("idle", ".1%"),
     "exposed_communication": ("exposed", ".1%"),
@@ -54,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_size, required=True, metavar=letter, help=text)
     parser.add_argument("--ranks", type=int, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
     parser.add_argument("--stages", type=int, default=1, metavar="p", help="pipeline stages (1)")
+    add_splits_argument(parser, f"; {', '.join(SLICED)} run so, the others are Megatron's own 1F1B")
     parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
     parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
     add_cost_argument(parser)
@@ -74,17 +85,19 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--ranks", args.ranks), ("--stages", args.stages), ("--seeds", args.seeds)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
+    check_splits(args.splits, args.stages)
     if args.context > args.ranks * args.tokens_per_rank:
         raise ValueError(
             f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
             f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
         )
     cost = model_cost(args.cost)
-    setting = Setting(args.ranks, args.tokens_per_rank, args.context, stage_costs(cost, args.stages))
+    setting = Setting(args.ranks, args.tokens_per_rank, args.context, stage_costs(cost, args.stages), args.splits)
     figures = compare(setting, draw_steps(args), names)
     described = {
         **({"sampler": args.sampler} if args.sampler else {"lengths": str(args.lengths)}),
         **{name: getattr(args, name) for name in ("context", "ranks", "tokens_per_rank", "global_tokens", "stages")},
+        "splits": args.splits,
         "seeds": args.seeds,
         "cost": {"file": str(args.cost) if args.cost else "bytescale_7b", "device": cost.device},
     }
@@ -118,9 +131,16 @@ def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[st
     """Figures of each scheduler over the steps: name -> figure -> mean and worst.
 
     A scheduler that does not support the setting, or one of the steps, has the one entry ``not_applicable``.
-    ``speedup_over_static`` is null where there is no static mesh to compare with.
+    ``makespan_over_bound`` takes the bound of what the scheduler runs: slices or 1F1B. ``speedup_over_static`` is null
+    where there is no static mesh to compare with.
     """
-    bounds = [lower_bounds(step, setting.num_ranks, setting.tokens_per_rank, setting.stages).largest for step in steps]
+    bounds = {
+        num_slices: [
+            lower_bounds(step, setting.num_ranks, setting.tokens_per_rank, setting.stages, num_slices).largest
+            for step in steps
+        ]
+        for num_slices in (1, setting.num_slices)
+    }
     references = outcomes_of(static, setting, steps)
     result: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -129,8 +149,10 @@ def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[st
             result[name] = {"not_applicable": outcomes}
             continue
         times = [outcome.makespan for outcome in outcomes]
+        own_bounds = bounds[setting.num_slices if name in SLICED else 1]
         result[name] = {
-            "makespan_over_bound": _figure([time / bound for time, bound in zip(times, bounds, strict=True)]),
+            "makespan_over_bound": _figure([time / bound for time, bound in zip(times, own_bounds, strict=True)]),
+            "makespan_over_1f1b_bound": _figure([time / bound for time, bound in zip(times, bounds[1], strict=True)]),
             "speedup_over_static": None
             if isinstance(references, str)
             else _figure([one.makespan / time for one, time in zip(references, times, strict=True)], worst=min),
@@ -141,14 +163,15 @@ def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[st
 
 def as_text(setting: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The comparison as a table, mean and worst of each figure."""
-    heads = ["", *(title for title, _ in _COLUMNS.values())]
+    columns = {name: column for name, column in _COLUMNS.items() if "1f1b" not in name or setting["splits"] > 1}
+    heads = ["", *(title for title, _ in columns.values())]
     rows = [heads]
     notes = []
     for name, row in figures.items():
         if "not_applicable" in row:
             notes.append(f"{name}: not applicable, {row['not_applicable']}")
             continue
-        rows.append([name, *(_cell(row[figure], spec) for figure, (_, spec) in _COLUMNS.items())])
+        rows.append([name, *(_cell(row[figure], spec) for figure, (_, spec) in columns.items())])
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [
         "  ".join(cell.ljust(width) if not column else cell.rjust(width)
@@ -165,6 +188,7 @@ def _cell(figure: Mapping[str, float] | None, spec: str) -> str:
 def _title(setting: Mapping[str, Any]) -> str:
     source = setting.get("sampler") or Path(setting["lengths"]).name
     stages = f" x {setting['stages']} stages" if setting["stages"] > 1 else ""
+    stages += f" in {setting['splits']} slices" if setting["splits"] > 1 else ""
     return (
         f"{source}, context {setting['context']}, {setting['ranks']} ranks{stages}, C {setting['tokens_per_rank']}, "
         f"{setting['global_tokens']} tokens a step, {setting['seeds']} seeds"

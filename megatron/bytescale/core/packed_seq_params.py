@@ -8,11 +8,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bytescale_ext.attention.layout import AttentionLayout
+from bytescale_ext.attention.prefix_kv import MicroBatchPrefix
+from bytescale_ext.attention.slice_layout import SliceLayout
 
 
 @dataclass
 class DocumentSeqParams(PackedSeqParams):
-    """The layout of one micro-batch of documents, as Megatron hands it from the model to each layer.
+    """The layout of one micro-batch of documents, or of a slice, as Megatron hands it from the model to each layer.
 
     ``qkv_format`` is "sbhd" with a batch of one: Megatron's "thd" branches cut every sequence over one static
     context-parallel group, which is what hybrid data parallelism replaces.
@@ -20,8 +22,10 @@ class DocumentSeqParams(PackedSeqParams):
     Attributes:
         positions: [t] position of each token in its document.
         layout: which rows attend to which.
+        prefix: of a slice, keys and values of its micro-batch in the layers of this model chunk.
     """
 
     qkv_format: str = "sbhd"
     positions: torch.Tensor | None = None
-    layout: AttentionLayout | None = None
+    layout: AttentionLayout | SliceLayout | None = None
+    prefix: MicroBatchPrefix | None = None

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+from megatron.training.utils import print_rank_last
 
 from bytescale_ext.activation.arena import allocate_arena
 from bytescale_ext.activation.link import make_link
 from bytescale_ext.activation.store import ActivationStore
+from bytescale_ext.metrics import activations_text
 from bytescale_ext.plan.activation import LayerLoad, forecast
 from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
 from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
+from megatron.bytescale.runtime import HdpRuntime
+from megatron.bytescale.training.activation_memory import PlannedMemory
 from megatron.bytescale.training.activations import ActivationConfig
 
 
@@ -25,11 +30,12 @@ def apply(
     config: ActivationConfig | None,
     model: GPTModelConfig,
     forward_step: Callable[..., Any],
-    is_hdp: bool,
+    runtime: HdpRuntime | None,
 ) -> Callable[..., Any]:
     """Put policy and chunked loss into Megatron's model configuration; returns the forward step to train with.
 
-    Call it after everything else has been put in: layers are wrapped whatever they hold.
+    Call it after everything else has been put in: layers are wrapped whatever they hold. ``runtime``: of hybrid data
+    parallelism, which logs the figures of a step; without it they have a log line of their own.
     """
     if args.chunked_cross_entropy is not None:
         model.pre_wrap_hooks.append(partial(use_chunked_loss, args.chunked_cross_entropy))
@@ -43,11 +49,19 @@ def apply(
         return planned_layer_spec(spec, store)
 
     model.transformer_layer_spec = layer_spec
+    memory = None
+    if config.memory is not None:
+        memory = PlannedMemory(config.memory, store, args.distributed_backend == "nccl", says=args.rank == 0)
+    figures = None
+    if runtime is None:
+        figures = StepLog(store, args.log_interval)
+    else:
+        runtime.activations = store
     finalize = model.transformer.finalize_model_grads_func or finalize_model_grads
-    model.transformer.finalize_model_grads_func = with_check(finalize, store)
+    model.transformer.finalize_model_grads_func = with_check(finalize, store, memory, figures)
     if args.rank == 0:
         print(described(config), flush=True)
-    return planned_forward_step(config, store, forward_step, is_hdp)
+    return planned_forward_step(config, store, forward_step, runtime is not None, memory)
 
 
 def make_store(args: argparse.Namespace, config: ActivationConfig) -> ActivationStore:
@@ -61,6 +75,8 @@ def make_store(args: argparse.Namespace, config: ActivationConfig) -> Activation
 
 def described(config: ActivationConfig) -> str:
     """The plan of the largest micro-batch and its prediction, in one line."""
+    if config.offload is not None:
+        return config.offload.described()
     load = config.largest
     plan = config.plan(load)
     predicted = forecast(plan, load, config.machine)
@@ -72,23 +88,55 @@ def described(config: ActivationConfig) -> str:
     )
 
 
-def with_check(finalize: Callable[..., Any], store: ActivationStore) -> Callable[..., Any]:
+def with_check(
+    finalize: Callable[..., Any],
+    store: ActivationStore,
+    memory: PlannedMemory | None = None,
+    figures: Callable[[], None] | None = None,
+) -> Callable[..., Any]:
     """``finalize_model_grads_func``: all backward passes have run, so nothing may be left in the store."""
 
     def finalize_and_check(*args: Any, **kwargs: Any) -> Any:
         store.check_empty()
+        if memory is not None:
+            memory.end()
+        if figures is not None:
+            figures()
         return finalize(*args, **kwargs)
 
     return finalize_and_check
 
 
+@dataclass
+class StepLog:
+    """Once a step: every ``interval`` steps say what the last rank kept, swapped and recomputed in this one."""
+
+    store: ActivationStore
+    interval: int
+    num_steps: int = 0
+
+    def __call__(self) -> None:
+        """A step has run."""
+        counts = self.store.take_counts()
+        self.num_steps += 1
+        if self.num_steps % self.interval == 0:
+            parts = (counts.kept_bytes, counts.swapped_bytes, counts.recomputed_bytes, self.store.link.arena.peak_bytes)
+            print_rank_last(f" {activations_text(*(part / 1e6 for part in parts))}")
+
+
 def planned_forward_step(
-    config: ActivationConfig, store: ActivationStore, forward_step: Callable[..., Any], is_hdp: bool
+    config: ActivationConfig,
+    store: ActivationStore,
+    forward_step: Callable[..., Any],
+    is_hdp: bool,
+    memory: PlannedMemory | None = None,
 ) -> Callable[..., Any]:
     """The forward step, with the plan of its micro-batch set before the model runs."""
     plan_of = lru_cache(maxsize=4096)(config.plan)
 
     def forward(data_iterator: Any, model: Any) -> Any:
+        if memory is not None and model.training:
+            memory.begin(model)
         if not is_hdp:
             return forward_step(data_iterator, model)
         item = next(data_iterator)

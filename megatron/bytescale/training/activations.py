@@ -21,9 +21,12 @@ from bytescale_ext.plan.activation import (
     cost_of_rates,
     load_of_tokens,
 )
-from bytescale_ext.plan.activation_policy import POLICIES, make_plan
+from bytescale_ext.plan.activation_policy import POLICIES, given_plan, make_plan
 from bytescale_ext.plan.cost import ModelCost
+from bytescale_ext.plan.memory_step import StepMemory
 from megatron.bytescale.training import seq1f1b
+from megatron.bytescale.training.activation_memory import read_memory_plan
+from megatron.bytescale.training.activation_offload import PlannedOffload, planned_offload, plans_offload
 
 RATES = (650e12, 600e12, 500e12)
 """FLOPs per second of matrix products, attention forward and backward, where nothing was measured: one H200."""
@@ -64,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Measured costs (`bytescale profile`) for the plan. Default: those of --hdp-cost, else rates of an H200.",
     )
     group.add_argument(
+        "--memory-plan",
+        type=Path,
+        metavar="FILE",
+        help="A plan of `bytescale memory-plan --output FILE` for this model: on a GPU its memory is reserved at once, "
+        "and swapped layers come back to buffers of the planned size.",
+    )
+    group.add_argument(
         "--chunked-cross-entropy",
         type=int,
         metavar="TOKENS",
@@ -82,12 +92,15 @@ class ActivationConfig:
         cost: of the model, for predictions.
         num_tokens: of the largest micro-batch on one rank.
         length: of the longest sequence.
+        slices: what runs at a time of a micro-batch, in proportion; one without ``--seq1f1b-splits``.
         layers_of_stage: layers of one process (of all its model chunks).
         resident_layers: see ``LayerLoad``.
         in_flight: see ``LayerLoad``.
         element_bytes: of one element of an activation.
         loss_tokens: tokens whose logits exist together, or None.
         sequence_parallel: see ``layer_tensors``.
+        offload: what the HDP plan offloads within, where it names the shares; else None.
+        memory: the plan of ``--memory-plan``, or None.
     """
 
     policy: str
@@ -97,12 +110,15 @@ class ActivationConfig:
     cost: ModelCost
     num_tokens: int
     length: int
+    slices: tuple[int, ...]
     layers_of_stage: int
     resident_layers: int
     in_flight: int
     element_bytes: int
     loss_tokens: int | None
     sequence_parallel: bool
+    offload: PlannedOffload | None = None
+    memory: StepMemory | None = None
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
         """One micro-batch of a rank, by its tokens and the times of one layer."""
@@ -120,32 +136,30 @@ class ActivationConfig:
 
     @property
     def largest(self) -> LayerLoad:
-        """The largest micro-batch: tokens of the longest sequence, on as many ranks as it needs."""
+        """The largest micro-batch, or slice of one: tokens of the longest sequence, on as many ranks as it needs.
+
+        Slices are taken to be equal in time.
+        """
         width = -(-self.length // self.num_tokens)
-        sequences = max(1, self.num_tokens // self.length)
+        sequences = max(1, self.num_tokens // self.length) / len(self.slices)
         seconds = [
             sequences * cost.sequence_cost(min(self.length, self.num_tokens * width), width) + cost.g
             for cost in (self.cost.forward, self.cost.backward)
         ]
-        return self.load(self.num_tokens, *seconds)
+        return self.load(-(-self.num_tokens * max(self.slices) // sum(self.slices)), *seconds)
 
-    def plan(self, load: LayerLoad, offload: float = 0.0) -> ActivationPlan:
-        """The plan of a micro-batch; ``offload``: its share in the HDP plan, which the policy offload takes.
+    def plan(self, load: LayerLoad, share: float = 0.0) -> ActivationPlan:
+        """The plan of a micro-batch; ``share``: its own in the HDP plan, which the policy offload takes.
 
         Raises:
             ValueError: the policy does not fit; not for a load smaller than one that fits.
         """
-        if self.policy == "offload" and (offload or self.swap is not None):
-            share = offload or self.swap or 0.0
-            return ActivationPlan("offload", share, 0.0, share, False, min(self.resident_layers, load.num_layers))
+        resident = min(self.resident_layers, load.num_layers)
+        if self.offload is not None:
+            return given_plan("offload", share, None, resident)
         if self.swap is None and self.recompute is None:
             return make_plan(self.policy, load, self.machine)
-        if self.policy == "none":
-            return ActivationPlan("shares", self.swap or 0.0, self.recompute or 0.0, self.swap or 0.0)
-        swap = self.swap if self.swap is not None else 1.0 - (self.recompute or 0.0)
-        recompute = self.recompute if self.recompute is not None else 1.0 - swap
-        resident = min(self.resident_layers, load.num_layers)
-        return ActivationPlan(self.policy, swap, recompute, 1.0, self.policy == "priced", resident)
+        return given_plan(self.policy, self.swap, self.recompute, resident)
 
 
 def refusals(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -185,8 +199,6 @@ def refusals(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "--cuda-graph-impl", "a graph's memory cannot be swapped: remove it"
     if getattr(args, "mlp_chunks_for_training", 1) > 1:
         yield "--mlp-chunks-for-training", "remove it"
-    if seq1f1b.is_on(args):
-        yield "--seq1f1b-splits", "its slices share keys and values across micro-batches of a layer: remove one"
 
 
 def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> ActivationConfig | None:
@@ -197,7 +209,7 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
     """
     shares = (args.swap_fraction, args.recompute_fraction)
     check_chunked_loss(args)
-    if args.activation_policy == "none" and shares == (None, None):
+    if args.activation_policy == "none" and shares == (None, None) and args.memory_plan is None:
         for name in ("host_memory_gb", "device_memory_gb", "activation_cost", "host_link_gb_per_second"):
             if getattr(args, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
@@ -207,8 +219,10 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
         raise ValueError(f"activation policies do not work with {flag}: {instead}")
     check_shares(args)
     machine = machine_of(args)
-    stages = args.pipeline_model_parallel_size
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     micro_batch_tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    slices = slices_of(args, hdp)
+    in_flight = stages * (2 if virtual > 1 else 1) + len(slices) - 1
     config = ActivationConfig(
         policy=args.activation_policy,
         swap=args.swap_fraction,
@@ -218,14 +232,32 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
         num_tokens=micro_batch_tokens if hdp is None else hdp.tokens_per_rank,
         length=args.seq_length,
         layers_of_stage=-(-args.num_layers // stages),
-        resident_layers=RESIDENT_LAYERS if stages == 1 else 0,
-        in_flight=stages * (2 if args.virtual_pipeline_model_parallel_size else 1) if stages > 1 else 1,
+        slices=slices,
+        resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
+        in_flight=in_flight,
         element_bytes=args.params_dtype.itemsize,
         loss_tokens=args.chunked_cross_entropy,
         sequence_parallel=args.sequence_parallel,
     )
-    config.plan(config.largest)  # it must fit
-    return config
+    if hdp is not None and plans_offload(args):
+        config = replace(config, offload=planned_offload(args, hdp, machine, config.cost, config.largest))
+    plan = config.plan(config.largest)  # it must fit
+    if args.memory_plan is None:
+        return config
+    if config.offload is not None:
+        raise ValueError("--memory-plan needs one share for all micro-batches: give --swap-fraction, or remove it")
+    return replace(config, memory=read_memory_plan(args, config.largest.num_tokens, plan))
+
+
+def slices_of(args: argparse.Namespace, hdp: HdpConfig | None) -> tuple[int, ...]:
+    """Tokens of the slices of a micro-batch, or their proportion; one without slices. Raises ValueError."""
+    if not seq1f1b.is_on(args):
+        return (1,)
+    if hdp is not None:
+        return (1,) * args.seq1f1b_splits
+    from megatron.bytescale.runtime import model_shape  # imports Megatron, and flags are added before that
+
+    return seq1f1b.slice_config(args, model_shape(args)).lengths
 
 
 def check_chunked_loss(args: argparse.Namespace) -> None:
@@ -260,6 +292,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
     policy, is_planned = args.activation_policy, (args.swap_fraction, args.recompute_fraction) == (None, None)
     if args.host_memory_gb is None and (policy != "none" or args.swap_fraction):
         raise ValueError("give --host-memory-gb, the host memory of each process for activations")
+    is_planned = is_planned and not plans_offload(args)
     if args.device_memory_gb is None and policy in ("priced", "offload", "auto") and is_planned:
         raise ValueError(f"--activation-policy {policy} needs --device-memory-gb, what activations may take of it")
     for flag, value in (("--host-memory-gb", args.host_memory_gb), ("--device-memory-gb", args.device_memory_gb)):

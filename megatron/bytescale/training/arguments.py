@@ -191,10 +191,12 @@ def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
         num_ranks=num_ranks,
         balance=("pp" if aligned else "dp") if balance == "auto" else balance,
         num_stages=num_stages,
+        num_slices=args.seq1f1b_splits or 1,
         expert_ranks=expert_ranks,
         cost_file=args.hdp_cost,
         kernel=args.hdp_attention_kernel,
         remote=remote_config(args),
+        plans_offload=activations.plans_offload(args),
         **{"ranks_per_node": ranks_of_a_node(model_ranks if args.use_tp_pp_dp_mapping else tensor_ranks, num_ranks)}
         | {name: value for name, value in chosen.items() if value is not None},
     )

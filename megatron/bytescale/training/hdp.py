@@ -19,7 +19,6 @@ from megatron.training.training import get_train_valid_test_num_samples, update_
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
 from bytescale_ext.attention.kernels import choose_kernel, counting, named_kernel
-from bytescale_ext.attention.layout import attention_layout
 from bytescale_ext.config import HdpConfig
 from bytescale_ext.cost_file import check_same_model, read_cost
 from bytescale_ext.data.lengths import check_indexed_dataset, check_token_ids
@@ -30,6 +29,8 @@ from bytescale_ext.data.remote_loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.metrics import StepClock
 from bytescale_ext.plan.check import check_step_plan
 from bytescale_ext.plan.cost import StageCost, flops_stage_cost
+from bytescale_ext.plan.seq1f1b import slice_group_size
+from bytescale_ext.plan.shapes import MicroBatch
 from megatron.bytescale.core.datasets.document_dataset import SampleSource, build_document_datasets, check_splits
 from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
@@ -38,6 +39,8 @@ from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import HdpRuntime, model_shape
+from megatron.bytescale.training import seq1f1b
+from megatron.bytescale.training.activations import PlannedOffload
 from megatron.bytescale.training.arguments import refusals_of_megatron
 from megatron.bytescale.training.stock import data_settings
 
@@ -48,6 +51,10 @@ def model_config(args: Any, runtime: HdpRuntime) -> GPTModelConfig:
         config = gpt_config_from_args(args)
     config.transformer_layer_spec = document_layer_spec(runtime)
     config.pre_wrap_hooks.append(partial(_prepare_model, runtime))
+    if runtime.slice_rule is not None:
+        config.transformer.microbatch_group_size_per_vp_stage = slice_group_size(
+            runtime.config.num_stages, runtime.slice_rule.num_slices
+        )
     config.transformer.finalize_model_grads_func = wrap_finalize_model_grads(finalize_model_grads, runtime)
     return config
 
@@ -59,6 +66,9 @@ def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> 
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     runtime.kernel, runtime.kernel_calls = counting(kernel)
     runtime.comm = create_ring_comm(runtime.device, args.distributed_timeout_minutes)
+    note = seq1f1b.one_stage_note(runtime.config.num_stages) if runtime.config.num_slices > 1 else None
+    if note is not None:
+        print_rank_0(f"> bytescale: {note}")
     return use_document_positions(model_chunks)
 
 
@@ -75,7 +85,8 @@ def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
             sources = build_document_datasets(config, num_samples, lambda: True)
         else:
             multiple, seconds = runtime.config.rows_multiple, runtime.config.plan_seconds
-            make_plan = partial(checked_plan, runtime.planner(), multiple, seconds)
+            layers = runtime.offload_layers
+            make_plan = partial(checked_plan, runtime.planner(), multiple, seconds, num_layers=layers)
             sources = start_remote(runtime.remote, data_settings(args), num_samples, make_plan)
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
@@ -114,6 +125,7 @@ def step_loader(
             pin_memory=runtime.clock.on_cuda,
             first_step=first_step,
             reads_tokens=is_end,
+            slice_rule=runtime.slice_rule,
         )
     return StepLoader(
         source,
@@ -123,35 +135,39 @@ def step_loader(
         samples_per_step=batch,
         rows_multiple=multiple,
         plan_ahead=runtime.config.plan_ahead,
-        check=partial(check_step_plan, tokens_multiple=multiple),
+        check=partial(check_step_plan, tokens_multiple=multiple, num_layers=runtime.offload_layers),
         vocab_size=args.padded_vocab_size,
         cyclic=cyclic,
         pin_memory=runtime.clock.on_cuda,
         first_step=first_step,
         plan_seconds=runtime.config.plan_seconds,
+        slice_rule=runtime.slice_rule,
     )
 
 
 def forward_step(runtime: HdpRuntime) -> Callable[..., Any]:
-    """``forward_step_func``: one micro-batch of documents through the model, or through one stage's chunk of it."""
+    """``forward_step_func``: one micro-batch of documents through the model, or through one stage's chunk of it.
+
+    Or one slice of a micro-batch, which comes with the prefix that its layers share.
+    """
 
     def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        index, packed = next(data_iterator)
+        index, packed, prefix = next(data_iterator)
         step = runtime.step
         assert step is not None, f"{step=}"
         chunk = unwrap_model(model)
         if model.training:
             runtime.clock.mark("forward", index)
-            if not chunk.vp_stage:  # once on each stage, which is what Megatron's counter divides by
-                count_sequences(packed, step.lengths, runtime.rank)
-        layout = attention_layout(packed.micro_batch, runtime.rank, step.lengths, packed.num_rows)
+            if not chunk.vp_stage and (prefix is None or not packed.layout.index):
+                # Each micro-batch once on each stage, which is what Megatron's counter divides by.
+                count_sequences(step.plan.ranks[runtime.rank], index, step.lengths, runtime.rank)
         packed = packed.to(runtime.device)
         output = model(
             packed.tokens[None] if chunk.pre_process else None,
             packed.positions[None],
             None,
             labels=packed.labels[None] if chunk.post_process else None,
-            packed_seq_params=DocumentSeqParams(positions=packed.positions, layout=layout),
+            packed_seq_params=DocumentSeqParams(positions=packed.positions, layout=packed.layout, prefix=prefix),
             padding_mask=padding_mask(packed, model),
         )
         if model.training and output.requires_grad:
@@ -161,9 +177,13 @@ def forward_step(runtime: HdpRuntime) -> Callable[..., Any]:
     return forward
 
 
-def count_sequences(packed: PackedMicroBatch, lengths: tuple[int, ...], rank: int) -> None:
-    """Tell Megatron's FLOP counter the true lengths: each sequence once, by the first rank of its ring."""
-    counted = [lengths[shard.seq] for shard in packed.micro_batch.shards if shard.ring[0] == rank]
+def count_sequences(mine: Sequence[MicroBatch], index: int, lengths: tuple[int, ...], rank: int) -> None:
+    """Tell Megatron's FLOP counter the true lengths: each sequence once, by the first rank of its ring.
+
+    ``mine``: this rank's micro-batches, beyond which ``index`` is padding.
+    """
+    shards = mine[index].shards if index < len(mine) else ()
+    counted = [lengths[shard.seq] for shard in shards if shard.ring[0] == rank]
     bounds = torch.tensor([0, 0, *counted], dtype=torch.float64).cumsum(0)
     update_seqlen_stats_from_cu_seqlens(bounds)
 
@@ -187,8 +207,8 @@ def sum_of_losses(
     return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}
 
 
-def create_runtime(args: Any, config: HdpConfig) -> HdpRuntime:
-    """The state that hooks and patches will share in this process.
+def create_runtime(args: Any, config: HdpConfig, offload: PlannedOffload | None = None) -> HdpRuntime:
+    """The state that hooks and patches will share in this process. ``offload``: what plans may move to host memory.
 
     Raises ValueError for an unfit kernel name or cost file.
     """
@@ -198,7 +218,10 @@ def create_runtime(args: Any, config: HdpConfig) -> HdpRuntime:
     remote = None
     if config.remote is not None:
         remote = open_remote(args, config.remote, data_settings(args), wanted_samples(args))
-    return HdpRuntime(config, stage_cost(args, config), StepClock(on_cuda), remote=remote)
+    cost = stage_cost(args, config) if offload is None else offload.cost
+    limits = None if offload is None else offload.limits
+    rule = seq1f1b.document_slice_rule(args, config, cost) if config.num_slices > 1 else None
+    return HdpRuntime(config, cost, StepClock(on_cuda), slice_rule=rule, remote=remote, offload=limits)
 
 
 def stage_cost(args: Any, config: HdpConfig) -> StageCost:

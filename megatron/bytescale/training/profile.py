@@ -26,7 +26,8 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
 from bytescale_ext.attention.reference import accumulation_dtype
 from bytescale_ext.data.loader import StepBatch
-from bytescale_ext.data.packed import PackedMicroBatch, pack_micro_batch
+from bytescale_ext.data.packed import PackedMicroBatch
+from bytescale_ext.data.units import units_of
 from bytescale_ext.metrics import Mark
 from bytescale_ext.plan.cost import ModelShape
 from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan
@@ -201,8 +202,8 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
     runtime = subject.runtime
     source = RandomTokens(plan.lengths, subject.shape.vocab)
     ids = tuple(range(len(plan.lengths)))
-    multiple = runtime.config.rows_multiple
-    mine = tuple(pack_micro_batch(one, source, ids, multiple, plan.lengths) for one in plan.ranks[runtime.rank])
+    units = units_of(plan.ranks[runtime.rank], plan.lengths, runtime.rank, runtime.config.rows_multiple, None)
+    mine = tuple(unit.read(source, ids, plan.lengths) for unit in units)
     if runtime.clock.on_cuda:  # as the loader does, in the background
         mine = tuple(packed.pinned() for packed in mine)
     runtime.step = StepBatch(0, ids, plan.lengths, plan, mine, sum(plan.lengths), 0.0, 0.0, 0.0)
@@ -212,7 +213,7 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
 def run_micro_batch(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
     """Forward, loss and backward of one micro-batch of the running step; marks at their bounds, no waiting."""
     runtime.clock.begin(traced=False)
-    output, loss_of = hdp.forward_step(runtime)(iter([(0, packed)]), model)
+    output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
     loss_of(output)[0].backward()
     runtime.clock.mark("end")
     return list(runtime.clock.marks)
@@ -287,7 +288,7 @@ def _kept_bytes(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -> in
     runtime.clock.begin(traced=False)
 
     def forward() -> Any:
-        return hdp.forward_step(runtime)(iter([(0, packed)]), model)
+        return hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
 
     if runtime.clock.on_cuda:
         forward()  # libraries take their workspaces

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from bytescale_ext.config import HdpConfig
 from bytescale_ext.pipeline.config import SliceConfig
-from bytescale_ext.plan.cost import ModelShape
-from bytescale_ext.plan.slices import layer_cost, parse_partition, slice_lengths
+from bytescale_ext.plan.cost import ModelShape, StageCost
+from bytescale_ext.plan.document_slices import SliceRule
+from bytescale_ext.plan.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
+from megatron.bytescale.runtime import model_shape
 from megatron.bytescale.training.refusals import Refusal
 
 FEATURE: Final = "--seq1f1b-splits"
@@ -47,7 +50,6 @@ def _row(flag: str, instead: str, applies: Callable[[Any], bool] | None = None) 
 
 _REMOVE = "remove it, or leave --seq1f1b-splits out"
 REFUSALS: tuple[Refusal, ...] = (
-    _row("--hybrid-data-parallel", "choose one: slices of packed documents are not supported yet"),
     _row("--context-parallel-size > 1", "leave it at 1: its zigzag shares hold tokens from both ends of the sequence",
          lambda a: a.context_parallel_size > 1),
     _row("--hybrid-context-parallel", _REMOVE),
@@ -84,8 +86,6 @@ REFUSALS: tuple[Refusal, ...] = (
     _row("--overlap-moe-expert-parallel-comm", "it has a schedule of its own"),
     _row("--fine-grained-activation-offloading", "it brings back the oldest activations, not those of the last slice"),
     _row("--cpu-offloading-num-layers", "it brings back the oldest activations, not those of the last slice"),
-    _row("--activation-policy", "not supported yet: it counts on micro-batches that end in the order they begin",
-         lambda a: getattr(a, "activation_policy", "none") != "none"),
     _row("--cuda-graph-impl", "slices change their shape", lambda a: a.cuda_graph_impl != "none"),
     _row("--enable-cuda-graph", "slices change their shape"),
     _row("--external-cuda-graph", "slices change their shape"),
@@ -132,6 +132,24 @@ def set_defaults(args: argparse.Namespace) -> None:
     args.overlap_p2p_comm = False  # messages in batches: their order is what the schedule was checked for
 
 
+def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost) -> SliceRule:
+    """How micro-batches of documents are cut. ``cost``: what the planner balances, in which "time" slices are equal.
+
+    Raises ValueError, naming the flag, for what only samples of one length can have.
+    """
+    partition = parse_partition(args.seq1f1b_partition or "time")
+    if not isinstance(partition, str):
+        raise ValueError(
+            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose micro-batches "
+            f"differ in length: use {', '.join(PARTITIONS)}"
+        )
+    if args.seq1f1b_cost is not None:
+        raise ValueError("--seq1f1b-cost does not work with --hybrid-data-parallel: give the costs as --hdp-cost")
+    _check_virtual_stages(args)
+    equal = {"time": cost.both, "flops": layer_cost(model_shape(args), "flops").both, "even": None}[partition]
+    return SliceRule(config.num_slices, equal, config.rows_multiple)
+
+
 def slice_config(args: Any, shape: ModelShape) -> SliceConfig:
     """The frozen configuration, from arguments that Megatron has checked.
 
@@ -143,11 +161,7 @@ def slice_config(args: Any, shape: ModelShape) -> SliceConfig:
     cost = layer_cost(shape, str(partition), _measured(args, shape)).both if isinstance(partition, str) else None
     lengths = slice_lengths(args.seq_length, args.seq1f1b_splits, partition, cost, row_shares)
     num_stages, num_chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    if num_chunks > 1 and num_stages < 3:
-        raise ValueError(
-            f"--seq1f1b-splits with virtual stages needs --pipeline-model-parallel-size 3 or more, not {num_stages}: "
-            "both neighbours would be one process, and their messages would be mixed up"
-        )
+    _check_virtual_stages(args)
     if num_chunks > 1 and args.rampup_batch_size:
         raise ValueError(
             "--seq1f1b-splits with virtual stages does not work with --rampup-batch-size: remove one of them"
@@ -161,6 +175,15 @@ def slice_config(args: Any, shape: ModelShape) -> SliceConfig:
     return config
 
 
+def _check_virtual_stages(args: Any) -> None:
+    num_stages = args.pipeline_model_parallel_size
+    if (args.virtual_pipeline_model_parallel_size or 1) > 1 and num_stages < 3:
+        raise ValueError(
+            f"--seq1f1b-splits with virtual stages needs --pipeline-model-parallel-size 3 or more, not {num_stages}: "
+            "both neighbours would be one process, and their messages would be mixed up"
+        )
+
+
 def _measured(args: Any, shape: ModelShape) -> Any:
     if args.seq1f1b_cost is None:
         return None
@@ -171,9 +194,9 @@ def _measured(args: Any, shape: ModelShape) -> Any:
     return check_same_model(read_cost(path), shape, tensor_ranks, dtype, path)
 
 
-def one_stage_note(config: SliceConfig) -> str | None:
+def one_stage_note(num_stages: int) -> str | None:
     """What to tell the user once, on one pipeline stage."""
-    if config.num_stages > 1:
+    if num_stages > 1:
         return None
     return (
         "one pipeline stage has no idle time for slices to fill. With --recompute-granularity full they bound the "

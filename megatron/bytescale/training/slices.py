@@ -13,9 +13,9 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels import choose_kernel
+from bytescale_ext.plan.slices import slice_ranges
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceRuntime
-from megatron.bytescale.core.transformer.slice_attention import SliceAttention
 from megatron.bytescale.runtime import model_shape
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.arguments import refusals_of_megatron
@@ -31,7 +31,7 @@ def model_config(args: Any, runtime: SliceRuntime) -> GPTModelConfig:
     """Megatron's GPT configuration with attention and positions of slices, and their groups of virtual stages."""
     with refusals_of_megatron():
         config = gpt_config_from_args(args)
-    config.transformer_layer_spec = document_layer_spec(runtime, SliceAttention)
+    config.transformer_layer_spec = document_layer_spec(runtime)
     config.pre_wrap_hooks.append(partial(_prepare_model, runtime))
     if runtime.config.num_chunks > 1:
         config.transformer.microbatch_group_size_per_vp_stage = runtime.config.group_size
@@ -45,7 +45,7 @@ def _prepare_model(runtime: SliceRuntime, model_chunks: list[torch.nn.Module]) -
     runtime.kernel, reason, _ = choose_kernel(device, args.params_dtype, args.kv_channels)
     print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
     print_rank_0(f"> bytescale: slices of {' '.join(map(str, runtime.config.lengths))} tokens")
-    note = one_stage_note(runtime.config)
+    note = one_stage_note(runtime.config.num_stages)
     if note is not None:
         print_rank_0(f"> bytescale: {note}")
     return use_document_positions(model_chunks)
@@ -53,11 +53,11 @@ def _prepare_model(runtime: SliceRuntime, model_chunks: list[torch.nn.Module]) -
 
 def forward_step(runtime: SliceRuntime) -> Callable[..., Any]:
     """``forward_step_func``: one slice of a micro-batch through the model, or through one stage's chunk of it."""
-    per_token = get_args().calculate_per_token_loss
+    per_token, ranges = get_args().calculate_per_token_loss, slice_ranges(runtime.config.lengths)
 
     def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch, params = next(data_iterator)
-        part = params.place.part
+        part = ranges[params.layout.index]
         cut = {
             name: None if whole is None else whole[:, part.start : part.stop].contiguous()
             for name, whole in batch.items()

@@ -21,17 +21,24 @@ class ShapedP2PCommunicator(P2PCommunicator):
     sent. Tensors are [rows, batch, hidden]; under sequence parallelism rows are this tensor-parallel rank's.
     """
 
-    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any) -> None:
+    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any, clock: StepClock | None = None) -> None:
+        """``clock`` notes when it begins to wait."""
         config = copy.copy(config)
         config.variable_seq_lengths = True
         super().__init__(pp_group, config)
         self._from_previous: Iterator[int] = iter(())
         self._from_next: Iterator[int] = iter(())
         self._batch = 1
+        self._clock = clock
 
     def expect(self, from_previous: Iterable[int], from_next: Iterable[int], batch: int = 1) -> None:
         """Rows of each tensor to come from the stage before and the stage after, in order; samples side by side."""
         self._from_previous, self._from_next, self._batch = iter(from_previous), iter(from_next), batch
+
+    def _communicate(self, **kwargs: Any) -> Any:
+        if self._clock is not None:
+            self._clock.mark("wait")
+        return super()._communicate(**kwargs)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -55,8 +62,8 @@ class PlannedP2PCommunicator(ShapedP2PCommunicator):
     def __init__(
         self, pp_group: torch.distributed.ProcessGroup, config: Any, num_rows: Sequence[int], clock: StepClock | None
     ) -> None:
-        """``num_rows``: of each micro-batch, as it lies in memory. ``clock`` notes when it begins to wait."""
-        super().__init__(pp_group, config)
+        """``num_rows``: of each micro-batch, as it lies in memory."""
+        super().__init__(pp_group, config, clock)
         num_chunks = config.virtual_pipeline_model_parallel_size or 1
         group_size = config.microbatch_group_size_per_vp_stage
         from_previous, from_next = (
@@ -64,9 +71,3 @@ class PlannedP2PCommunicator(ShapedP2PCommunicator):
             for is_end in (self.is_pp_first_stage, self.is_pp_last_stage)
         )
         self.expect(from_previous, from_next)
-        self._clock = clock
-
-    def _communicate(self, **kwargs: Any) -> Any:
-        if self._clock is not None:
-            self._clock.mark("wait")
-        return super()._communicate(**kwargs)

@@ -17,10 +17,18 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from bytescale_ext.data.packed import PackedMicroBatch, dummy_micro_batch
+from bytescale_ext.data.packed import PackedMicroBatch
+from bytescale_ext.data.units import padding_units
 from bytescale_ext.metrics import append_jsonl
 from bytescale_ext.plan.schedule import micro_batch_counts
+from bytescale_ext.plan.seq1f1b_check import checked_schedule
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import PlannedP2PCommunicator
+from megatron.bytescale.core.pipeline_parallel.seq1f1b import (
+    SliceP2PCommunicator,
+    SliceStep,
+    check_schedules,
+    run_in_slices,
+)
 from megatron.bytescale.runtime import HdpRuntime
 from megatron.bytescale.training.agreement import agree_on_plan
 
@@ -29,8 +37,11 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: HdpRun
     """Hand Megatron's schedule this rank's micro-batches of the step, however many there are.
 
     One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk;
-    the first one gives the step, and all chunks run its micro-batches.
+    the first one gives the step, and all chunks run its micro-batches. With ``--seq1f1b-splits`` each micro-batch is
+    run in slices; raises ValueError then as ``check_schedules``.
     """
+    if runtime.config.num_slices > 1:
+        check_schedules()
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         schedule = original(*args, **kwargs)
@@ -40,23 +51,9 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: HdpRun
             iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
             training = not kwargs.get("forward_only", False)
             begin_step(runtime, next(iterators[0]), training)
-            micro_batches = micro_batches_of_step(runtime, chunks)
-            communicator = None
-            if runtime.config.num_stages > 1:
-                communicator = stage_communicator(runtime, chunks, micro_batches, training)
-                kwargs |= {
-                    "p2p_communicator": communicator,
-                    "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
-                }
+            run = run_slices if runtime.config.num_slices > 1 else run_micro_batches
             with all_parameters_gathering(chunks, training):
-                result = schedule(
-                    data_iterator=[enumerate(micro_batches) for _ in chunks],
-                    num_microbatches=len(micro_batches),
-                    model=model,
-                    **kwargs,
-                )
-            if communicator is not None:
-                communicator.check_all_received(training)
+                result = run(runtime, schedule, chunks, training, kwargs)
             end_step(runtime, training)
             return result
 
@@ -65,33 +62,89 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: HdpRun
     return get_forward_backward_func
 
 
+def run_micro_batches(
+    runtime: HdpRuntime, schedule: Callable[..., Any], chunks: list[Any], training: bool, options: dict[str, Any]
+) -> Any:
+    """Run the step's micro-batches by Megatron's schedule."""
+    micro_batches = micro_batches_of_step(runtime, chunks)
+    communicator = None
+    if runtime.config.num_stages > 1:
+        communicator = stage_communicator(runtime, chunks, micro_batches, training)
+        options |= {
+            "p2p_communicator": communicator,
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        }
+    result = schedule(
+        data_iterator=[((index, packed, None) for index, packed in enumerate(micro_batches)) for _ in chunks],
+        num_microbatches=len(micro_batches),
+        model=chunks,
+        **options,
+    )
+    if communicator is not None:
+        communicator.check_all_received(training)
+    return result
+
+
+def run_slices(
+    runtime: HdpRuntime, schedule: Callable[..., Any], chunks: list[Any], training: bool, options: dict[str, Any]
+) -> Any:
+    """Run the slices of the step's micro-batches by Megatron's schedule, in the order of ``plan.seq1f1b``.
+
+    A rank's order depends on nothing but the numbers of micro-batch and slice, so what holds for aligned micro-batches
+    of pipelines with different counts holds for aligned slices: nobody waits in a circle.
+    """
+    num_slices = runtime.config.num_slices
+    slices = micro_batches_of_step(runtime, chunks)
+    order = checked_schedule(runtime.config.num_stages, len(slices) // num_slices, num_slices, len(chunks))
+    step = SliceStep.of(order, training)
+    shares = _row_shares(chunks)
+    communicator = SliceP2PCommunicator(
+        get_model_config(chunks[0]),
+        order,
+        lambda action: slices[action.micro_batch * num_slices + action.slice_index].num_rows // shares,
+        clock=runtime.clock if training else None,
+    )
+    data = [
+        ((unit // num_slices, packed, step.prefix(packed.layout)) for unit, packed in enumerate(slices)) for _ in chunks
+    ]
+    return run_in_slices(schedule, step, order, communicator, data_iterator=data, model=chunks, **options)
+
+
 def micro_batches_of_step(runtime: HdpRuntime, chunks: list[Any]) -> tuple[PackedMicroBatch, ...]:
-    """What this rank runs: its micro-batches, and where the plan leaves a hole or has too few, padding alone.
+    """What this rank runs: its micro-batches, or the slices of each, and where the plan leaves a hole or has too few, padding alone.
 
     A rank runs at least one, so it joins every collective of the step, whatever overlaps with what; as many as the
     ranks that it shares experts with; and with virtual stages whole groups, see ``stage_actions``.
     """
     step, config = runtime.step, runtime.config
     assert step is not None, f"{step=}"
-    multiple = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-    count = micro_batch_counts(step.plan, config.expert_ranks, multiple)[runtime.rank]
-    padding = dummy_micro_batch(config.rows_multiple)
-    mine = [packed if packed.num_rows else padding for packed in step.micro_batches]
-    return (*mine, *[padding] * (count - len(mine)))
+    group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else config.num_slices
+    multiple = group // config.num_slices
+    count = micro_batch_counts(step.plan, config.expert_ranks, multiple)[runtime.rank] * config.num_slices
+    padding = padding_units(config.num_slices, config.rows_multiple)
+    mine = [
+        packed if packed.num_rows else padding[index % len(padding)] for index, packed in enumerate(step.micro_batches)
+    ]
+    return (*mine, *padding * ((count - len(mine)) // len(padding)))
 
 
 def stage_communicator(
     runtime: HdpRuntime, chunks: list[Any], micro_batches: tuple[PackedMicroBatch, ...], training: bool
 ) -> PlannedP2PCommunicator:
     """The communicator between this stage and its neighbours for one step."""
-    config = get_model_config(chunks[0])
-    shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+    shares = _row_shares(chunks)
     return PlannedP2PCommunicator(
         parallel_state.get_pipeline_model_parallel_group(),
-        config,
+        get_model_config(chunks[0]),
         [packed.num_rows // shares for packed in micro_batches],
         runtime.clock if training else None,
     )
+
+
+def _row_shares(chunks: list[Any]) -> int:
+    """Ranks that share the rows between layers."""
+    is_shared = get_model_config(chunks[0]).sequence_parallel
+    return parallel_state.get_tensor_model_parallel_world_size() if is_shared else 1
 
 
 @contextlib.contextmanager

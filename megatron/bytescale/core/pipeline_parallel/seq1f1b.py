@@ -11,7 +11,7 @@ Megatron is told that there are ``num_micro_batches * num_slices`` micro-batches
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,13 +22,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from bytescale_ext.attention.kernels import Kernel
-from bytescale_ext.attention.prefix_kv import MicroBatchPrefix, SlicePlace
+from bytescale_ext.attention.prefix_kv import MicroBatchPrefix
+from bytescale_ext.attention.slice_layout import SliceLayout, sample_layouts
+from bytescale_ext.metrics import StepClock
 from bytescale_ext.pipeline.config import SliceConfig
 from bytescale_ext.plan.seq1f1b import Action, SliceSchedule
-from bytescale_ext.plan.seq1f1b_messages import received_slices
+from bytescale_ext.plan.seq1f1b_messages import received_actions
 from bytescale_ext.plan.slices import slice_ranges
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import ShapedP2PCommunicator
-from megatron.bytescale.core.transformer.slice_attention import SliceSeqParams
 from megatron.bytescale.registry import source_hash
 
 SCHEDULES: Final = {
@@ -43,30 +45,37 @@ SCHEDULES: Final = {
 
 @dataclass
 class SliceRuntime:
-    """What one process knows while it trains in slices.
+    """What one process knows while it trains on Megatron's samples in slices.
 
     Attributes:
         config: what the user asked for.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name; None where a stage has none.
         kernel: the attention kernel; set when the model is built.
+        comm: nobody: samples have no rings.
     """
 
     config: SliceConfig
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]]
     kernel: Kernel | None = None
+    comm: None = None
 
 
 class SliceP2PCommunicator(ShapedP2PCommunicator):
     """The communicator of a step of slices, with the longer warm-up."""
 
-    def __init__(self, config: Any, slices: SliceConfig, schedule: SliceSchedule, batch: int) -> None:
-        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
-        self._num_slices = slices.num_slices
-        from_previous, from_next = (
-            [slices.lengths[index] // slices.row_shares for index in received]
-            for received in received_slices(schedule, self.pp_group.rank())
-        )
-        self.expect(from_previous, from_next, batch)
+    def __init__(
+        self,
+        config: Any,
+        schedule: SliceSchedule,
+        num_rows: Callable[[Action], int],
+        batch: int = 1,
+        clock: StepClock | None = None,
+    ) -> None:
+        """``num_rows``: of the tensor that an action takes, as it lies in memory; ``batch`` samples side by side."""
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config, clock)
+        self._num_slices = schedule.num_slices
+        from_previous, from_next = received_actions(schedule, self.pp_group.rank())
+        self.expect(map(num_rows, from_previous), map(num_rows, from_next), batch)
 
     @property
     def total_stages(self) -> int:
@@ -79,20 +88,26 @@ class SliceStep:
     """One step of a stage: walks through the stage's actions as Megatron's schedule calls for them.
 
     Attributes:
+        num_slices: of each micro-batch.
+        training: with backward passes.
         actions: what is left to run.
-        places: of each slice.
         runs: (input, output) of each slice that has run forward and not backward, by its forward action.
         prefixes: keys and values of each unfinished micro-batch, by (micro-batch, model chunk).
         action: the one that runs.
     """
 
-    runtime: SliceRuntime
+    num_slices: int
     training: bool
     actions: Iterator[Action]
-    places: tuple[SlicePlace, ...]
     runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
     prefixes: dict[tuple[int, int], MicroBatchPrefix] = field(default_factory=dict)
     action: Action | None = None
+
+    @classmethod
+    def of(cls, schedule: SliceSchedule, training: bool) -> SliceStep:
+        """The step of this stage; an evaluation has the forward passes alone."""
+        actions = schedule.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        return cls(schedule.num_slices, training, (a for a in actions if training or a.kind == "F"))
 
     def forward_step(
         self, function: Any, data: Any, model: Any, count: int, inputs: Any, *args: Any, **kwargs: Any
@@ -100,7 +115,7 @@ class SliceStep:
         """In the place of Megatron's ``forward_step``: keeps input and output for the slice's backward pass."""
         action = self._next("F")
         result = schedules.forward_step(function, data, model, count, inputs, *args, **kwargs)
-        is_last = action.slice_index == self.runtime.config.num_slices - 1
+        is_last = action.slice_index == self.num_slices - 1
         if self.training:
             self.runs[action] = (inputs, result[0])
         elif is_last:
@@ -125,21 +140,19 @@ class SliceStep:
         total, all_in_warm_up, num_first, rest = schedules.get_pp_rank_microbatches(*args, **kwargs)
         if not self.training:
             return total, all_in_warm_up, num_first, rest
-        num_first = min(num_first + self.runtime.config.num_slices - 1, total)
+        num_first = min(num_first + self.num_slices - 1, total)
         return total, num_first == total, num_first, total - num_first
 
-    def slices(self, data_iterator: Any) -> Iterator[tuple[dict[str, torch.Tensor | None], SliceSeqParams]]:
-        """The data iterator of one model chunk: the batch of each micro-batch, once for each of its slices."""
-        while True:
-            batch = self.runtime.read_batch(data_iterator)
-            for place in self.places:
-                action = self.action
-                assert action is not None and action.slice_index == place.part.index, f"{action=} {place=}"
-                key = action.micro_batch, action.chunk
-                if not place.part.index:
-                    self.prefixes[key] = MicroBatchPrefix(self.runtime.config.seq_length)
-                positions = torch.arange(place.part.start, place.part.stop, device=torch.cuda.current_device())
-                yield batch, SliceSeqParams(positions=positions, place=place, prefix=self.prefixes[key])
+    def prefix(self, layout: Any) -> MicroBatchPrefix:
+        """Keys and values of the micro-batch whose slice runs, of this layout; new ones for its first slice."""
+        action = self.action
+        assert action is not None and isinstance(layout, SliceLayout) and action.slice_index == layout.index, (
+            f"{action=} {layout=}"
+        )
+        key = action.micro_batch, action.chunk
+        if not layout.index:
+            self.prefixes[key] = MicroBatchPrefix(layout.num_keys)
+        return self.prefixes[key]
 
     def check_finished(self) -> None:
         """At the end of a step: everything has run and nothing is held."""
@@ -155,12 +168,8 @@ class SliceStep:
         del self.prefixes[action.micro_batch, action.chunk]
 
 
-def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: SliceRuntime) -> Callable[..., Any]:
-    """Run every micro-batch in slices.
-
-    Raises:
-        ValueError: Megatron's schedule functions are not those that this was written for.
-    """
+def check_schedules() -> None:
+    """Raise ValueError when Megatron's schedule functions are not those that slices were written for."""
     for function, expected in SCHEDULES.items():
         if source_hash(function) != expected:
             raise ValueError(
@@ -168,53 +177,83 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: SliceR
                 f"written for {expected}; install megatron-core==0.19.2, or train without --seq1f1b-splits"
             )
 
+
+def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: SliceRuntime) -> Callable[..., Any]:
+    """Run every micro-batch in slices. Raises ValueError as ``check_schedules``."""
+    check_schedules()
+
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         megatron = original(*args, **kwargs)
-        if megatron is schedules.forward_backward_no_pipelining:  # one stage: the same order, nothing to send
-            megatron = schedules.forward_backward_pipelining_without_interleaving
 
         def forward_backward(
             *, data_iterator: Any, model: Any, num_microbatches: int, micro_batch_size: int, **kwargs: Any
         ) -> Any:
             chunks = model if isinstance(model, list) else [model]
             iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
-            training = not kwargs.get("forward_only", False)
             config = runtime.config
             schedule = config.schedule(num_microbatches)
-            step = begin_step(runtime, schedule, micro_batch_size, training)
-            communicator = SliceP2PCommunicator(get_model_config(chunks[0]), config, schedule, micro_batch_size)
-            kwargs |= {
-                "p2p_communicator": communicator,
-                "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
-            }
-            run = with_names(
-                megatron,
-                forward_step=step.forward_step,
-                backward_step=step.backward_step,
-                get_pp_rank_microbatches=step.warm_up,
+            step = SliceStep.of(schedule, training=not kwargs.get("forward_only", False))
+            layouts = sample_layouts(config.lengths, micro_batch_size)
+            rows = [length // config.row_shares for length in config.lengths]
+            communicator = SliceP2PCommunicator(
+                get_model_config(chunks[0]), schedule, lambda action: rows[action.slice_index], micro_batch_size
             )
-            result = run(
-                data_iterator=[step.slices(iterator) for iterator in iterators],
+            return run_in_slices(
+                megatron,
+                step,
+                schedule,
+                communicator,
+                data_iterator=[sample_slices(step, runtime, layouts, iterator) for iterator in iterators],
                 model=chunks,
-                num_microbatches=num_microbatches * config.num_slices,
                 micro_batch_size=micro_batch_size,
                 **kwargs,
             )
-            step.check_finished()
-            communicator.check_all_received(training)
-            return result
 
         return forward_backward
 
     return get_forward_backward_func
 
 
-def begin_step(runtime: SliceRuntime, schedule: SliceSchedule, batch: int, training: bool) -> SliceStep:
-    """The step of this stage; an evaluation has the forward passes alone."""
-    actions = schedule.stages[parallel_state.get_pipeline_model_parallel_rank()]
-    places = tuple(SlicePlace(part, batch) for part in slice_ranges(runtime.config.lengths))
-    wanted = (action for action in actions if training or action.kind == "F")
-    return SliceStep(runtime, training, wanted, places)
+def sample_slices(
+    step: SliceStep, runtime: SliceRuntime, layouts: Sequence[SliceLayout], data_iterator: Any
+) -> Iterator[tuple[dict[str, torch.Tensor | None], DocumentSeqParams]]:
+    """The data iterator of one model chunk: the batch of each micro-batch, once for each of its slices."""
+    ranges = slice_ranges(runtime.config.lengths)
+    while True:
+        batch = runtime.read_batch(data_iterator)
+        for part, layout in zip(ranges, layouts, strict=True):
+            positions = torch.arange(part.start, part.stop, device=torch.cuda.current_device())
+            yield batch, DocumentSeqParams(positions=positions, layout=layout, prefix=step.prefix(layout))
+
+
+def run_in_slices(
+    megatron: Callable[..., Any],
+    step: SliceStep,
+    schedule: SliceSchedule,
+    communicator: SliceP2PCommunicator,
+    **kwargs: Any,
+) -> Any:
+    """Run a step by one of Megatron's schedule functions; ``kwargs`` are its own, without the number of micro-batches.
+
+    ``data_iterator`` gives, for each model chunk, the slices in the order of their forwards.
+    """
+    if megatron is schedules.forward_backward_no_pipelining:  # one stage: the same order, nothing to send
+        megatron = schedules.forward_backward_pipelining_without_interleaving
+    run = with_names(
+        megatron,
+        forward_step=step.forward_step,
+        backward_step=step.backward_step,
+        get_pp_rank_microbatches=step.warm_up,
+    )
+    kwargs |= {
+        "num_microbatches": schedule.num_micro_batches * schedule.num_slices,
+        "p2p_communicator": communicator,
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+    }
+    result = run(**kwargs)
+    step.check_finished()
+    communicator.check_all_received(step.training)
+    return result
 
 
 def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:

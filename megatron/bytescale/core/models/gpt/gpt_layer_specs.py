@@ -21,7 +21,7 @@ from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.norm import LocalNorm
 
 
-def document_layer_spec(runtime: Any, core_attention: type[torch.nn.Module] = DocumentAttention) -> Any:
+def document_layer_spec(runtime: Any) -> Any:
     """``GPTModelConfig.transformer_layer_spec``: the default spec with its core attention replaced."""
 
     def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
@@ -29,9 +29,9 @@ def document_layer_spec(runtime: Any, core_attention: type[torch.nn.Module] = Do
         has_engine = config.transformer.transformer_impl == "transformer_engine"
         if isinstance(spec, TransformerBlockSubmodules):  # experts: each layer has a spec, dense and sparse ones
             for layer in spec.layer_specs:
-                _set_document_modules(layer.submodules, runtime, has_engine, core_attention)
+                _set_document_modules(layer.submodules, runtime, has_engine)
             return spec if has_engine else replace(spec, layer_norm=LocalNorm)
-        _set_document_modules(spec.submodules, runtime, has_engine, core_attention)
+        _set_document_modules(spec.submodules, runtime, has_engine)
         if has_engine:
             return spec
         num_layers = get_num_layers_to_build(config.transformer, vp_stage)  # of this pipeline stage
@@ -40,12 +40,10 @@ def document_layer_spec(runtime: Any, core_attention: type[torch.nn.Module] = Do
     return layer_spec
 
 
-def _set_document_modules(
-    layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool, core_attention: type[torch.nn.Module]
-) -> None:
+def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool) -> None:
     """Replace what must know documents in the spec of one layer: attention, the router, norms where they are ours."""
     attention = layer.self_attention.submodules
-    attention.core_attention = partial(core_attention, runtime=runtime)
+    attention.core_attention = partial(DocumentAttention, runtime=runtime)
     mlp: Any = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
         experts = replace(mlp.keywords["submodules"], router=partial(DocumentRouter, runtime=runtime))

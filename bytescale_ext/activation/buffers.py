@@ -1,0 +1,69 @@
+"""Rounding buffers: device memory that is taken once, and that swapped layers come back to in turn (MEMO section 4.1).
+
+While a layer in one buffer runs its backward pass, the layer before it is read into the other. Without them the
+caching allocator finds memory anew for every tensor of every layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from bytescale_ext.activation.arena import ALIGNMENT
+
+NUM_BUFFERS = 2
+
+
+class Holder(Protocol):
+    """Who uses a buffer."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is still in use."""
+        ...
+
+
+class RoundingBuffers:
+    """Buffers of ``num_bytes`` each, taken when they are first asked for.
+
+    A buffer is free again when all tensors of its layer have been asked for. That is soon enough: who asks next is
+    another layer's backward pass, and its copies wait for what the compute stream was given before.
+
+    Attributes:
+        num_taken, num_refused: how often one was given, or none was free or large enough.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.num_taken = 0
+        self.num_refused = 0
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._holders: list[weakref.ref[Holder] | None] = [None] * NUM_BUFFERS
+
+    @staticmethod
+    def bytes_of(sizes: Sequence[int]) -> int:
+        """Bytes of a buffer that holds parts of these sizes."""
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+    def take(self, holder: Holder, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Parts of ``sizes`` bytes, uint8, of a buffer that is free; None where none is, or they are too large."""
+        if not sizes:
+            return []
+        for index, held in enumerate(self._holders):
+            other = held() if held is not None else None
+            if (other is None or not other.is_waiting) and self.bytes_of(sizes) <= self.num_bytes:
+                self._holders[index] = weakref.ref(holder)
+                self.num_taken += 1
+                return self._parts(self._buffers[index], sizes)
+        self.num_refused += 1
+        return None
+
+    def _parts(self, buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        parts, start = [], 0
+        for size in sizes:
+            parts.append(buffer[start : start + size])
+            start += self.bytes_of([size])
+        return parts

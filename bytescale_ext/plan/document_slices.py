@@ -1,0 +1,146 @@
+"""Cuts a micro-batch of documents and ring shards into slices that a pipeline runs one after another.
+
+Where ``slices.py`` cuts one long sequence, here each sequence of a ring is cut by itself, into parts of equal cost, and
+the local documents of a rank along the line in which they lie. Slice j of a micro-batch holds part j of each::
+
+    ring shards   | A0          | A1       | A2      |       A0: tokens [0, end 0) of A, dealt out over A's ring
+                  | B0          | B1       | B2      |
+    local line    | doc  doc  do|c  doc  do|c  doc   |       a document may go on in the next slice
+
+All ranks of a ring cut its sequences alike: the ends follow from the length and the ring's width. Ends are multiples of
+2D tokens, but for the last, so every slice but the last gives each of the D ranks the same front and back, and a rank
+holds as many tokens of the sequence as without slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from bytescale_ext.plan.cost import CostModel
+from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.slices import end_of_share
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSlices:
+    """Where one rank's micro-batch is cut.
+
+    Attributes:
+        micro_batch: ring shards first, then local documents.
+        ring_ends: for each ring shard, the token of its sequence at which each slice ends.
+        local_ends: the token of the local line at which each slice ends.
+    """
+
+    micro_batch: MicroBatch
+    ring_ends: tuple[tuple[int, ...], ...]
+    local_ends: tuple[int, ...]
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.local_ends)
+
+    def ring_range(self, shard: int, index: int) -> tuple[int, int]:
+        """Tokens [start, stop) of the sequence of a ring shard that are in a slice, on all ranks of the ring."""
+        return _range(self.ring_ends[shard], index)
+
+    def local_range(self, index: int) -> tuple[int, int]:
+        """Tokens [start, stop) of the local line that are in a slice."""
+        return _range(self.local_ends, index)
+
+    def slice(self, index: int, rank: int) -> MicroBatch:
+        """What ``rank`` reads for a slice: its token ranges in memory order, shards without tokens left out."""
+        num_rings = len(self.ring_ends)
+        shards = []
+        for number, shard in enumerate(self.micro_batch.shards[:num_rings]):
+            start, stop = self.ring_range(number, index)
+            share = zigzag_ranges(stop - start, len(shard.ring), shard.ring.index(rank))
+            shards.append(Shard(shard.seq, tuple((start + a, start + b) for a, b in share), shard.ring))
+        first, last = self.local_range(index)
+        documents = self.micro_batch.shards[num_rings:]
+        for document, (begin, end) in zip(documents, pairwise(_line(documents)), strict=True):
+            start, stop = max(first, begin), min(last, end)
+            if start < stop:
+                shards.append(Shard(document.seq, ((start - begin, stop - begin),), document.ring))
+        return MicroBatch(tuple(shard for shard in shards if shard.ranges), self.micro_batch.offload)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRule:
+    """How micro-batches are cut.
+
+    Attributes:
+        num_slices: k.
+        cost: what slices are equal in; only ``a`` and ``b`` matter. None: tokens.
+        rows_multiple: local documents are cut such that a slice's tokens are a multiple of this, where they can be:
+            the tensor-parallel size under sequence parallelism.
+    """
+
+    num_slices: int
+    cost: CostModel | None = None
+    rows_multiple: int = 1
+
+    def __call__(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> DocumentSlices:
+        """Cut a micro-batch. Pure: ranks that share a sequence cut it alike.
+
+        Args:
+            micro_batch: of one rank.
+            lengths: tokens of each sequence of the step.
+        """
+        shards = micro_batch.shards
+        num_rings = sum(len(shard.ring) > 1 for shard in shards)
+        ring_ends = tuple(self._ring_ends(lengths[shard.seq], len(shard.ring)) for shard in shards[:num_rings])
+        before = [
+            sum(end // len(shard.ring) for end, shard in zip(ends, shards, strict=False))
+            for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.num_slices - 1)
+        ]
+        line = _line(shards[num_rings:])
+        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before))
+
+    def _ring_ends(self, length: int, width: int) -> tuple[int, ...]:
+        """Ends of the slices of a ring's sequence, ascending; slices of a short one may be empty."""
+        grain = math.lcm(2, self.rows_multiple) * width
+        inner = (self._end(length, index) // grain * grain for index in range(1, self.num_slices))
+        return (*(int(end) for end in inner), length)
+
+    def _end(self, length: int, index: int) -> float:
+        share = index / self.num_slices
+        return length * share if self.cost is None else end_of_share(self.cost, length, share)
+
+    def _local_ends(self, line: Sequence[int], ring_tokens: Sequence[int]) -> tuple[int, ...]:
+        """Ends on the local line, where its documents lie between the tokens of ``line``.
+
+        ``ring_tokens``: of this rank, in all slices up to each but the last.
+        """
+        costs = [0.0, *accumulate(self._document_cost(end - begin) for begin, end in pairwise(line))]
+        ends: list[int] = []
+        number = 0
+        for index, tokens in enumerate(ring_tokens, 1):
+            target = costs[-1] * index / self.num_slices
+            while number + 2 < len(costs) and costs[number + 1] <= target:
+                number += 1
+            end = self._end_in_document(line, costs, number, target) if costs[-1] else 0.0
+            rows = round((end + tokens) / self.rows_multiple) * self.rows_multiple
+            ends.append(min(max(rows - tokens, ends[-1] if ends else 0), line[-1]))
+        return (*ends, line[-1])
+
+    def _document_cost(self, length: int) -> float:
+        return float(length) if self.cost is None else self.cost.a * length**2 + self.cost.b * length
+
+    def _end_in_document(self, line: Sequence[int], costs: Sequence[float], number: int, target: float) -> float:
+        """The token of the line before which ``target`` of its cost lies; it is in this document."""
+        share = (target - costs[number]) / (costs[number + 1] - costs[number])
+        length = line[number + 1] - line[number]
+        inside = length * share if self.cost is None else end_of_share(self.cost, length, share)
+        return line[number] + inside
+
+
+def _range(ends: Sequence[int], index: int) -> tuple[int, int]:
+    return (ends[index - 1] if index else 0), ends[index]
+
+
+def _line(documents: Sequence[Shard]) -> tuple[int, ...]:
+    """Where local documents begin and end when they are laid end to end."""
+    return (0, *accumulate(document.num_tokens for document in documents))

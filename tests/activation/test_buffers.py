@@ -1,0 +1,54 @@
+"""Rounding buffers hold what comes back, in turn, and change no value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bytescale_ext.activation.buffers import RoundingBuffers
+from tests.activation.test_run import PLANS, inputs_of, make_layers, make_store, results
+
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class Layer:
+    """Who uses a buffer, as a layer's record."""
+
+    is_waiting: bool = True
+
+
+def test_two_layers_have_buffers_and_a_third_waits_for_one() -> None:
+    buffers, layers = RoundingBuffers(1024, CPU), [Layer(), Layer(), Layer()]
+    first, second = (buffers.take(layer, [300, 200]) for layer in layers[:2])
+    assert first is not None and second is not None
+    assert [part.numel() for part in first] == [300, 200]
+    assert first[1].data_ptr() - first[0].data_ptr() == 512  # parts begin at multiples of the alignment
+    assert first[0].data_ptr() != second[0].data_ptr()
+    assert buffers.take(layers[2], [300]) is None
+    layers[0].is_waiting = False
+    third = buffers.take(layers[2], [300])
+    assert third is not None and third[0].data_ptr() == first[0].data_ptr()
+    assert (buffers.num_taken, buffers.num_refused) == (3, 1)
+
+
+def test_what_is_too_large_gets_none_and_what_is_gone_holds_none() -> None:
+    buffers = RoundingBuffers(1024, CPU)
+    assert buffers.take(Layer(), [1000, 1000]) is None
+    for _ in range(5):
+        assert buffers.take(Layer(), [1000]) is not None  # each holder is dropped at once
+    assert buffers.take(Layer(), []) == []
+    assert RoundingBuffers.bytes_of([1, 256, 257]) == 256 + 256 + 512
+
+
+def test_layers_come_back_through_buffers_with_equal_gradients() -> None:
+    for name in ("swap-only", "memo-0.4", "priced-three-shares"):
+        plain = make_store(PLANS[name])
+        expected = results(make_layers(plain, 4), inputs_of(40), inputs_of(40, seed=2))
+        store = make_store(PLANS[name])
+        store.buffers = RoundingBuffers(plain.counts.restored_bytes, CPU)
+        got = results(make_layers(store, 4), inputs_of(40), inputs_of(40, seed=2))
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True)), name
+        assert store.buffers.num_taken > 0 and store.buffers.num_refused == 0
+        store.check_empty()

@@ -1,0 +1,138 @@
+"""Slices of micro-batches with rings and packs: attention in float64 against whole documents, and the geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale_ext.attention.layout import attention_layout
+from bytescale_ext.attention.ring import RingContext, Steps, backward_steps, forward_steps
+from bytescale_ext.attention.slice_layout import SliceLayout, sample_layouts, slice_layouts
+from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from bytescale_ext.plan.cost import CostModel
+from bytescale_ext.plan.document_slices import DocumentSlices, SliceRule
+from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
+from tests.attention.cases import ALL, GROUPS, MIXED, TINY, Case, kernel_named
+
+COST = CostModel(0.1, 1.0)
+# A long document in the middle of a pack, rings whose sequences are long enough to be cut, and a rank without local
+# documents beside one that has nothing but them.
+LONG = Case(
+    lengths=(160, 9, 70, 3, 131, 48, 5),
+    rounds=(((0, ALL), (1, (0,)), (2, (0,)), (3, (0,)), (4, (1, 2)), (5, (3,)), (6, (3,))),),
+    num_ranks=4,
+    num_padding=0,
+)
+
+
+def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[DocumentSlices, tuple[SliceLayout, ...]]:
+    cut = rule(case.micro_batch(number, rank), case.lengths)
+    rows = [cut.slice(index, rank).num_tokens + 2 for index in range(rule.num_slices)]
+    return cut, slice_layouts(cut, rank, rows)
+
+
+def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Steps[None]:
+    """One virtual rank: all slices forward, then backward from the last; checks against dense attention."""
+    cut, layouts = slices_of(case, number, comm.rank, rule)
+    expected = list(zip(*case.expected(), strict=True))
+    shape = (layouts[0].num_keys, case.kv_heads, case.dim)
+    keys, values, *sums = (torch.full(shape, float("nan"), dtype=torch.float64) for _ in range(4))
+    for total in sums:
+        total.zero_()
+    runs = []
+    for layout in layouts:
+        piece = cut.slice(layout.index, comm.rank)
+        q, k, v, dout = (torch.cat((x, torch.ones(2, *x.shape[1:]).double())) for x in case.planned_inputs(piece))
+        layout.own.put_(keys, k[: piece.num_tokens])
+        layout.own.put_(values, v[: piece.num_tokens])
+        ring = RingContext(layout.attention, comm, kernel_named("reference"), case.scale)
+        runs.append((layout, piece, q, dout, ring, *(yield from forward_steps(q, keys, values, ring))))
+    for layout, piece, q, dout, ring, out, lse in reversed(runs):
+        dq, *_ = yield from backward_steps(dout, q, keys, values, out, lse, ring, tuple(sums))
+        assert not out[piece.num_tokens :].any() and not dq[piece.num_tokens :].any()
+        got = (out[: piece.num_tokens], dq[: piece.num_tokens], *(layout.own.take(total) for total in sums))
+        for tensor, column in zip(got, expected, strict=True):
+            torch.testing.assert_close(tensor, case.rows(piece, column), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
+@pytest.mark.parametrize("case", [LONG, MIXED, GROUPS, TINY], ids=["long", "mixed", "groups", "tiny"])
+def test_slices_give_the_whole(case: Case, num_slices: int) -> None:
+    """One order of slices for all ranks, each rank in its own time: no rank waits for ever, all get the whole."""
+    rule = SliceRule(num_slices, COST)
+    for number in range(len(case.rounds)):
+        comms = mailbox_comms(case.num_ranks)
+        run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
+
+
+def ranges_of(pieces: Sequence[MicroBatch], seq: int) -> list[tuple[int, int]]:
+    return sorted(pair for piece in pieces for shard in piece.shards if shard.seq == seq for pair in shard.ranges)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+def test_slices_hold_every_token_once_and_cost_the_same(multiple: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        width, num_slices = int(rng.integers(2, 6)), int(rng.integers(1, 7))
+        lengths = [int(rng.integers(width, 9000)), *rng.integers(1, 700, size=int(rng.integers(0, 9))).tolist()]
+        ring, rule = tuple(range(width)), SliceRule(num_slices, COST, multiple)
+        locals_ = tuple(Shard(seq, ((0, lengths[seq]),), (0,)) for seq in range(1, len(lengths)))
+        cuts = [
+            rule(MicroBatch((Shard(0, zigzag_ranges(lengths[0], width, rank), ring), *(locals_ if not rank else ()))),
+                 lengths)
+            for rank in ring
+        ]  # fmt: skip
+        assert len({cut.ring_ends for cut in cuts}) == 1  # the ring's ranks agree
+        pieces = [[cut.slice(index, rank) for index in range(num_slices)] for rank, cut in enumerate(cuts)]
+        for seq, length in enumerate(lengths):
+            held = ranges_of([piece for one in pieces for piece in one], seq)
+            assert held[0][0] == 0 and held[-1][1] == length
+            assert all(first[1] == second[0] for first, second in zip(held, held[1:], strict=False))
+        for rank, one in enumerate(pieces):  # no rank holds more than without slices
+            assert sum(piece.num_tokens for piece in one) == cuts[rank].micro_batch.num_tokens
+        tokens = [piece.num_tokens for piece in pieces[0]]
+        if locals_ and sum(lengths[1:]) > 200 * num_slices:
+            assert all(count % multiple == 0 for count in tokens[:-1])
+        if lengths[0] > 2000 and num_slices > 1:
+            spans = [cuts[0].ring_range(0, index) for index in range(num_slices)]
+            costs = [COST.a * (b * b - a * a) + COST.b * (b - a) for a, b in spans]
+            grain = 2 * 2 * multiple * width * (2 * COST.a * lengths[0] + COST.b)
+            assert max(costs) - min(costs) <= 2 * grain
+
+
+def test_without_slices_it_is_the_layout_of_the_micro_batch() -> None:
+    for case in (LONG, MIXED, GROUPS):
+        for rank in range(case.num_ranks):
+            held = case.micro_batch(0, rank)
+            (layout,) = slice_layouts(SliceRule(1)(held, case.lengths), rank, [held.num_tokens])
+            assert layout.attention == attention_layout(held, rank, case.lengths, held.num_tokens)
+
+
+def test_prefix_blocks_of_a_ring() -> None:
+    """Ring of 3, sequence of 24 tokens in two slices: keys of a member are its 2 rows of slice 0 and 6 of slice 1."""
+    held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)),))
+    first, second = slice_layouts(DocumentSlices(held, ((6, 24),), (0, 0)), 1, [2, 6])
+    assert first.attention.passes[0].prefix_blocks == () and first.attention.passes[0].rows == (2, 2, 2)
+    member = second.attention.passes[0]
+    assert member.rows == (8, 8, 8) and member.keys.intervals == ((0, 8),)
+    described = [
+        [(block.queries.intervals, block.keys.intervals, block.causal) for block in member.at(step)]
+        for step in range(3)
+    ]
+    mine, fronts, backs = ((0, 6),), ((0, 3),), ((3, 6),)
+    of_earlier = [(mine, ((0, 5),), False)]
+    of_later = [(backs, ((0, 8),), False), (fronts, ((0, 2),), False)]
+    of_source = {0: of_earlier, 1: [(mine, ((2, 8),), True), (mine, ((0, 2),), False)], 2: of_later}
+    assert described == [of_source[member.source(step)] for step in range(3)]
+
+
+def test_samples_side_by_side() -> None:
+    first, second = sample_layouts((3, 2), batch=2)
+    assert first.own.intervals == ((0, 3), (5, 8)) and second.own.intervals == ((3, 5), (8, 10))
+    assert first.attention.local_prefix is None and second.num_keys == 10 and second.num_rows == 4
+    prefix = second.attention.local_prefix
+    assert prefix.queries.intervals == ((0, 4),) and prefix.keys.intervals == ((0, 3), (5, 8))
+    assert prefix.cu_q.offsets == (0, 2, 4) and prefix.cu_k.offsets == (0, 3, 6)
