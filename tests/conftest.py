@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from megatron.bytescale import cpu
+
+
+def pytest_configure() -> None:
+    """Examples are the same in every run, and none has to be ready in time."""
+    settings.register_profile("steady", deadline=None, derandomize=True)
+    settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ def test_padding_micro_batch_of_a_rank_without_work_has_no_shards() -> None:
 def test_figures_of_steps_add_up() -> None:
     one = RankStep(*(float(i + 1) for i in range(len(fields(RankStep)))))
     assert one + RankStep() == one
-    assert (one + one).values() == tuple(2 * value for value in one.values())
+    assert (one + one).values() == (*(2 * value for value in one.values()[:-1]), one.host_peak_bytes)
     assert one.values()[:3] == (one.work_seconds, one.planned_work, one.num_micro_batches) == (1.0, 2.0, 3.0)
     assert RankStep(*one.values()) == one
 
@@ -98,6 +98,17 @@ def test_stages_of_a_pipeline_share_their_micro_batches_and_add_their_work() -> 
     assert RankStep.of_stages([first, second]) == replace(
         first, work_seconds=4.0, plan_wait_seconds=0.6, bytes_sent=4e6, attention_calls=30
     )
+
+
+def test_activations_add_up_and_their_peak_does_not() -> None:
+    first = RankStep(num_micro_batches=1, kept_bytes=4e6, swapped_bytes=2e6, recomputed_bytes=6e6, host_peak_bytes=3e6)
+    second = replace(first, swapped_bytes=3e6, host_peak_bytes=5e6)
+    both = RankStep.of_stages([first, second])
+    assert (both.kept_bytes, both.swapped_bytes, both.recomputed_bytes, both.host_peak_bytes) == (8e6, 5e6, 12e6, 5e6)
+    metrics = IntervalMetrics.of(4, 2, 1.0, [first + first, second + first])
+    assert (metrics.kept_megabytes_per_step, metrics.swapped_megabytes_per_step) == (8.0, 4.5)
+    assert metrics.line().endswith("activations kept 8.0 swapped 4.5 recomputed 12.0 MB/step, host peak 5.0 MB")
+    assert "activations" not in IntervalMetrics.of(4, 2, 1.0, [RankStep(num_micro_batches=1)]).line()
 
 
 RANKS = (

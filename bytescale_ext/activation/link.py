@@ -8,6 +8,7 @@ again in the order of the compute stream, which has waited.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,9 +22,15 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Link(Protocol):
-    """How copies are made. ``ticket`` is what one call gives another to wait for."""
+    """How copies are made. ``ticket`` is what one call gives another to wait for.
+
+    Attributes:
+        arena: the host memory.
+        timed: measure for how long computing waits for copies.
+    """
 
     arena: HostArena
+    timed: bool
 
     @property
     def used_bytes(self) -> int:
@@ -54,12 +61,18 @@ class Link(Protocol):
         """Free a part of the arena, once the copies of a ticket are done."""
         ...
 
+    def take_stall_seconds(self) -> float:
+        """For how long computing has waited for copies since the last call, where it is ``timed``."""
+        ...
+
 
 @dataclass
 class PlainLink:
     """Copies at once; for CPU."""
 
     arena: HostArena
+    timed: bool = False
+    _stall_seconds: float = 0.0
 
     @property
     def used_bytes(self) -> int:
@@ -72,8 +85,10 @@ class PlainLink:
 
     def write(self, pairs: Pairs, held: list[torch.Tensor]) -> None:
         """See ``Link``."""
+        begun = time.perf_counter()
         for destination, source in pairs:
             destination.copy_(source)
+        self._stall_seconds += time.perf_counter() - begun if self.timed else 0.0
 
     def read(self, pairs: Pairs, written: Any) -> None:
         """See ``Link``."""
@@ -89,6 +104,11 @@ class PlainLink:
         """See ``Link``."""
         self.arena.give_back(block)
 
+    def take_stall_seconds(self) -> float:
+        """See ``Link``; every copy is waited for."""
+        seconds, self._stall_seconds = self._stall_seconds, 0.0
+        return seconds
+
 
 @dataclass
 class CudaLink:
@@ -97,14 +117,17 @@ class CudaLink:
     Attributes:
         arena: pinned.
         layers_under_way: layers that may be on their way to the host while computing goes on; one more waits.
+        timed: put an event before and after each wait of the compute stream.
     """
 
     arena: HostArena
+    timed: bool = False
     layers_under_way: int = 1
     to_host: Any = field(default_factory=lambda: torch.cuda.Stream())
     to_device: Any = field(default_factory=lambda: torch.cuda.Stream())
     _held: deque[tuple[Any, list[torch.Tensor]]] = field(default_factory=deque)
     _freeing: deque[tuple[Any, Block]] = field(default_factory=deque)
+    _stalls: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
     def used_bytes(self) -> int:
@@ -125,15 +148,14 @@ class CudaLink:
 
     def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Any:
         """See ``Link``."""
-        compute = torch.cuda.current_stream()
-        self.to_host.wait_stream(compute)
+        self.to_host.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.to_host):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
         done = self.to_host.record_event()
         self._held.append((done, held))
         while len(self._held) > self.layers_under_way:
-            compute.wait_event(self._held.popleft()[0])
+            self.wait(self._held.popleft()[0])
         return done
 
     def read(self, pairs: Pairs, written: Any) -> Any:
@@ -148,13 +170,20 @@ class CudaLink:
 
     def wait(self, ticket: Any) -> None:
         """See ``Link``."""
-        if ticket is not None:
-            torch.cuda.current_stream().wait_event(ticket)
+        if ticket is None:
+            return
+        compute = torch.cuda.current_stream()
+        if self.timed:
+            self._stalls.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._stalls[-1][0].record(compute)
+        compute.wait_event(ticket)
+        if self.timed:
+            self._stalls[-1][1].record(compute)
 
     def settle(self) -> None:
         """See ``Link``."""
         while self._held:
-            torch.cuda.current_stream().wait_event(self._held.popleft()[0])
+            self.wait(self._held.popleft()[0])
 
     def give_back(self, block: Block, ticket: Any) -> None:
         """See ``Link``."""
@@ -162,6 +191,13 @@ class CudaLink:
             self.arena.give_back(block)
         else:
             self._freeing.append((ticket, block))
+
+    def take_stall_seconds(self) -> float:
+        """See ``Link``; waits for the device."""
+        torch.cuda.synchronize()
+        seconds = sum(begin.elapsed_time(end) for begin, end in self._stalls) / 1e3
+        self._stalls.clear()
+        return float(seconds)
 
 
 def make_link(arena: HostArena, on_cuda: bool) -> Link:

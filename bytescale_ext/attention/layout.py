@@ -279,28 +279,10 @@ def ring_pass(
         tuple(sum(stop - start for start, stop in zigzag_ranges(length, width, member)) for length in lengths)
         for member in range(width)
     )
-    mine = list(pairwise(CuSeqlens.of_lengths(shares[index]).offsets))
-    fronts = [(start, start + _front(stop - start)) for start, stop in mine]
-    backs = [(start + _front(stop - start), stop) for start, stop in mine]
     route = folded_route(width)
     place = route.index(index)
-    blocks, prefix_blocks = [], []
-    for step in range(width):
-        source = route[(place - step) % width]
-        share = shares[source]
-        starts = CuSeqlens.of_lengths([p + n for p, n in zip(before, share, strict=True)]).offsets[:-1]
-        ends = [(start, start + p, n) for start, p, n in zip(starts, before, share, strict=True)]
-        prefix = [(start, slice_start) for start, slice_start, _ in ends]
-        if step == 0:
-            blocks.append(block_of(mine, [(begin, begin + n) for _, begin, n in ends], causal=True, source=source))
-            prefix_blocks.append(block_of(mine, prefix, source=source))
-        elif source < index:
-            seen = [(start, begin + _front(n)) for start, begin, n in ends]
-            blocks.append(block_of(mine, seen, source=source))
-            prefix_blocks.append(block_of([], [], source=source))
-        else:
-            blocks.append(block_of(backs, [(start, begin + n) for start, begin, n in ends], source=source))
-            prefix_blocks.append(block_of(fronts, prefix, source=source))
+    sources = [route[(place - step) % width] for step in range(width)]
+    pairs = [_blocks(index, source, shares[index], shares[source], before) for source in sources]
     in_micro_batch = Rows.of([(0, sum(shares[index]))]) if in_micro_batch is None else in_micro_batch
     return RingPass(
         seqs=tuple(range(len(lengths)) if seqs is None else seqs),
@@ -311,9 +293,34 @@ def ring_pass(
         keys=in_micro_batch if keys is None else keys,
         rows=tuple(sum(before) + sum(share) for share in shares),
         shares=shares,
-        blocks=_sharing_values(blocks),
-        prefix_blocks=_sharing_values(prefix_blocks) if any(before) else (),
+        blocks=_sharing_values([block for block, _ in pairs]),
+        prefix_blocks=_sharing_values([block for _, block in pairs]) if any(before) else (),
     )
+
+
+def _blocks(
+    index: int, source: int, my_share: Sequence[int], share: Sequence[int], before: Sequence[int]
+) -> tuple[RingBlock, RingBlock]:
+    """What member ``index`` computes with the keys of ``source``, and what else because of prefixes.
+
+    Args:
+        my_share, share: queries of each sequence of the two members.
+        before: rows of prefix of each sequence, equal on all members.
+    """
+    mine = list(pairwise(CuSeqlens.of_lengths(my_share).offsets))
+    fronts = [(start, start + _front(stop - start)) for start, stop in mine]
+    backs = [(start + _front(stop - start), stop) for start, stop in mine]
+    starts = CuSeqlens.of_lengths([p + n for p, n in zip(before, share, strict=True)]).offsets[:-1]
+    keys = [(start, start + p, n) for start, p, n in zip(starts, before, share, strict=True)]  # prefix from, to; rest
+    prefix = [(start, begin) for start, begin, _ in keys]
+    if source == index:
+        own = [(begin, begin + n) for _, begin, n in keys]
+        return block_of(mine, own, causal=True, source=source), block_of(mine, prefix, source=source)
+    if source < index:
+        seen = [(start, begin + _front(n)) for start, begin, n in keys]
+        return block_of(mine, seen, source=source), block_of([], [], source=source)
+    whole = [(start, begin + n) for start, begin, n in keys]
+    return block_of(backs, whole, source=source), block_of(fronts, prefix, source=source)
 
 
 def folded_route(width: int) -> tuple[int, ...]:

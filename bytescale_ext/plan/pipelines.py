@@ -5,12 +5,14 @@ What counts is not the sum of a pipeline's slots alone: its fill and drain cost 
 allows, shelves of one height go over many ranks (``pipelines_shelves``), shelves rise to the tallest and fall after it,
 the first and last slots hold few short sequences, and ranks with tall slots get less work in all. How much of each is
 best depends on the lengths: a few dozen shapes are built and timed (``pipelines_clock``), and the fastest is taken.
+
+Slices (Seq1F1B) make fill and drain k times shorter, so a tall slot costs less; but each slice's exchange brings the
+keys of all tokens before it, so rings are narrower.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from bytescale_ext.plan.cost import CostModel, SliceShares, StageCost
 from bytescale_ext.plan.moldable import ShouldStop, stop_if
 from bytescale_ext.plan.packing import deal_by_work, fill_slots
 from bytescale_ext.plan.pipelines_clock import run_pipelines, slot_seconds
+from bytescale_ext.plan.pipelines_shapes import CHOICES, SLICED_STARTS, STARTS, Shape
 from bytescale_ext.plan.pipelines_shelves import Region, RingWork, Shelf, cut_regions, fill_shelves
 from bytescale_ext.plan.placed import PlacedRanks
 
@@ -31,46 +34,6 @@ _MOST_SHAPES = 20
 _ROUNDS = 2  # times that the short sequences of a shape are dealt
 _GOOD = 1.01  # a plan this near to the lower bound ends the search
 _RAMP = 0.75  # slots at either end that are smaller than the others, as a share of the stages
-_BUDGET = 1.2  # seconds of a region's ranks, in mean works of a rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """One way to lay out a step.
-
-    Attributes:
-        num_regions: the most regions.
-        height: of a shelf, as a share of the mean work of a rank.
-        before: share of the shelves that come before the tallest.
-        front: slots of short sequences before the first shelf, as a share of the stages.
-        pack: tokens of a short micro-batch, as a share of C.
-        peak: how often the tallest slot counts again, as a share of the stages that fill and drain.
-    """
-
-    num_regions: int = 1
-    height: float = 0.1
-    before: float = 0.5
-    front: float = 0.75
-    pack: float = 0.25
-    peak: float = 0.5
-    budget: float = 1.2
-    spread: float = 1.0
-
-
-_STARTS = tuple(_Shape(num_regions=regions, height=height) for regions in (1, 3) for height in (0.1, 0.03, 0.2))
-"""What is tried first."""
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "before": (0.3, 0.7),
-    "front": (1.0, 0.5),
-    "num_regions": (2, 4),
-    "pack": (0.5, 0.125, 1.0),
-    "peak": (0.9, 0.25),
-    "height": (0.03, 0.05, 0.1, 0.2, 0.4),
-    "budget": (1.0, 1.5, 2.0, 0.7),
-    "spread": (2.0, 1.4),
-}
-"""What is tried then for each attribute of the best shape, until nothing improves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +87,8 @@ class _Step:
 
     def size(self, placed: PlacedRanks) -> int:
         """About how many array entries one shape of this step touches."""
-        return (len(self.lengths) + self.num_ranks * 2 * self.num_stages) * (int(placed.orders.max()) + 2)
+        actions = 2 * self.num_stages * self.num_slices
+        return (len(self.lengths) + self.num_ranks * actions) * (int(placed.orders.max()) + 2)
 
 
 def place_pipelined(
@@ -170,12 +134,12 @@ def _best_shape(step: _Step, should_stop: ShouldStop) -> PlacedRanks:
     """Take the best of some shapes, then change one attribute at a time and keep what is faster."""
     sized = (step.lengths, step.least, step.num_ranks, step.tokens_per_rank, step.cost)
     bound = max(
-        mean_seconds(*sized), step.num_stages * longest_seconds(step.lengths, step.least, step.num_ranks, step.cost)
+        mean_seconds(*sized), (1 + step.fill) * longest_seconds(step.lengths, step.least, step.num_ranks, step.cost)
     )
-    best = _timed(step, _STARTS[0])
+    tries = list(STARTS if step.num_slices == 1 else SLICED_STARTS)
+    best = _timed(step, tries[0])
     left = min(_MOST_SHAPES, _MOST_WORK // step.size(best.placed)) - 1
     seen = {best.shape}
-    tries = list(_STARTS)
     while tries:
         for shape in tries:
             if shape in seen:
@@ -186,19 +150,19 @@ def _best_shape(step: _Step, should_stop: ShouldStop) -> PlacedRanks:
             seen.add(shape)
             left -= 1
             best = min(best, _timed(step, shape), key=lambda timed: timed.seconds)
-        tries = [replace(best.shape, **{name: value}) for name, values in _CHOICES.items() for value in values]
+        tries = [replace(best.shape, **{name: value}) for name, values in CHOICES.items() for value in values]
         tries = [shape for shape in tries if shape not in seen]
     return best.placed
 
 
 @dataclass(frozen=True, eq=False)
 class _Timed:
-    shape: _Shape
+    shape: Shape
     placed: PlacedRanks
     seconds: float
 
 
-def _timed(step: _Step, shape: _Shape) -> _Timed:
+def _timed(step: _Step, shape: Shape) -> _Timed:
     """The plan of a shape: built, timed, and built again with short sequences moved to the ranks that end early."""
     shelved = _shelve(step, shape)
     estimate = shelved.loads + shape.peak * step.fill * np.maximum(shelved.tallest, shelved.pack_seconds)
@@ -246,11 +210,11 @@ class _Shelved:
     pack_seconds: float
 
 
-def _shelve(step: _Step, shape: _Shape) -> _Shelved:
+def _shelve(step: _Step, shape: Shape) -> _Shelved:
     """Cut regions, put their rings on shelves, and give the shelves their slots."""
     cost, num_ranks, capacity = step.cost, step.num_ranks, step.tokens_per_rank
     regions, num_rings = _regions(step, shape)
-    front = round(shape.front * step.num_stages) if step.num_stages > 1 else 0
+    front = round(shape.front * (1 + step.fill)) if step.num_stages > 1 else 0
     num_slots = front + max(len(region.shelves) for region in regions)
     firsts, slots = (np.zeros(len(step.lengths), dtype=np.int64) for _ in range(2))
     widths = np.ones(len(step.lengths), dtype=np.int64)
@@ -274,12 +238,13 @@ def _shelve(step: _Step, shape: _Shape) -> _Shelved:
     return _Shelved(regions, num_rings, front, ends, firsts, widths, slots, wishes, room, loads, tallest, pack_seconds)
 
 
-def _regions(step: _Step, shape: _Shape) -> tuple[tuple[Region, ...], int]:
+def _regions(step: _Step, shape: Shape) -> tuple[tuple[Region, ...], int]:
     """The regions with their shelves, and how many sequences are rings."""
     num_ranks = step.num_ranks
     mean = float(step.seconds.sum()) / num_ranks
     height = max(shape.height * mean, 1e-300)
-    most = np.maximum(np.minimum(np.minimum(step.hidden_widths * shape.spread, num_ranks).astype(np.int64), step.lengths), step.least)
+    most = np.minimum(step.hidden_widths * shape.spread, num_ranks).astype(np.int64)
+    most = np.maximum(np.minimum(most, step.lengths), step.least)
     is_long = step.lengths > step.tokens_per_rank
     num_rings = int((is_long | ((step.seconds > height) & (most > 1))).sum())
     rings = slice(0, num_rings)
@@ -315,7 +280,7 @@ def _rising_and_falling(shelves: tuple[Shelf, ...], before: float) -> list[int]:
     return rising[::-1] + falling
 
 
-def _with_shorts(step: _Step, shape: _Shape, shelved: _Shelved, loads: Floats) -> tuple[PlacedRanks, Floats]:
+def _with_shorts(step: _Step, shape: Shape, shelved: _Shelved, loads: Floats) -> tuple[PlacedRanks, Floats]:
     """Deal the short sequences to the ranks by ``loads`` and fill shelves, front and end with them.
 
     Returns:
@@ -333,13 +298,13 @@ def _with_shorts(step: _Step, shape: _Shape, shelved: _Shelved, loads: Floats) -
     return placed, seconds
 
 
-def _short_slots(step: _Step, shape: _Shape, shelved: _Shelved, shorts: Ints, work: Floats, ranks: Ints) -> Ints:
+def _short_slots(step: _Step, shape: Shape, shelved: _Shelved, shorts: Ints, work: Floats, ranks: Ints) -> Ints:
     """The slot of each short sequence: shelves are filled to their height, the rest rises in front and falls behind."""
     front, ends = shelved.front, shelved.ends
     capacity = step.tokens_per_rank
     tokens = step.lengths[shorts]
     of_rank = np.bincount(ranks, weights=tokens, minlength=step.num_ranks)
-    ramp = round(_RAMP * step.num_stages) if step.num_stages > 1 else 0
+    ramp = round(_RAMP * (1 + step.fill)) if step.num_stages > 1 else 0
     fewest = np.ceil(2 * of_rank / capacity)  # so many always have room for all
     packs = np.ceil(of_rank / (shape.pack * capacity))
     num_ends = np.maximum(fewest, packs + ramp // 2 - front).astype(np.int64) + 1

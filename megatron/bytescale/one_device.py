@@ -88,14 +88,25 @@ class OneDeviceModel:
 
 
 def build_model(
-    shape: ModelShape, dtype: torch.dtype, host_bytes: int, loss_tokens: int | None = None, on_cpu: bool | None = None
+    shape: ModelShape,
+    dtype: torch.dtype,
+    host_bytes: int,
+    loss_tokens: int | None = None,
+    on_cpu: bool | None = None,
+    fine_grained_offload: bool = False,
 ) -> OneDeviceModel:
-    """Build the model on this process's device, as the only process of its group. Call it once in a process."""
+    """Build the model on this process's device, as the only process of its group. Call it once in a process.
+
+    ``fine_grained_offload``: with TransformerEngine's layers under Megatron's own offload instead of policies.
+    """
     stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
     from functools import partial
 
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -115,21 +126,24 @@ def build_model(
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = _configuration(shape, dtype, stand_ins is not None)
+    config = _configuration(shape, dtype, stand_ins is not None, fine_grained_offload)
     kernel = choose_kernel(device, dtype, shape.head_dim)[0]
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    engine = fine_grained_offload
+    spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(normalization="RMSNorm")
     layer: Any = spec.submodules
     layer.self_attention.submodules.core_attention = partial(
         DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
     )
-    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    if not engine:  # whose products begin with the norm
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     store = ActivationStore(
         ActivationPlan("none"), make_link(allocate_arena(host_bytes, device.type == "cuda"), device.type == "cuda"),
         shape.num_layers,
     )  # fmt: skip
-    block = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
+    block: Any = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
+    block = block if engine else planned_layer_spec(block, store)
     model = GPTModel(
-        config, planned_layer_spec(block, store), shape.vocab, 1 << 21, position_embedding_type="rope",
+        config, block, shape.vocab, 1 << 21, position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )  # fmt: skip
     model.to(device=device, dtype=dtype).train()
@@ -141,10 +155,14 @@ def build_model(
     return built
 
 
-def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> Any:
+def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_grained_offload: bool) -> Any:
     """Megatron's configuration of the model: without dropout, so that all policies compute the same."""
     from megatron.core.transformer import TransformerConfig
 
+    offload = {
+        "fine_grained_activation_offloading": True, "offload_modules": ["qkv_linear", "core_attn", "attn_proj"],
+        "recompute_granularity": "selective", "recompute_modules": ["mlp"],
+    }  # fmt: skip
     return TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden, num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden,
@@ -152,7 +170,7 @@ def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool) -> Any:
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype,
         bf16=dtype == torch.bfloat16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
         bias_activation_fusion=not on_cpu and shape.gated, gradient_accumulation_fusion=False,
-        apply_rope_fusion=False, init_method_std=0.05,
+        apply_rope_fusion=False, init_method_std=0.05, **(offload if fine_grained_offload else {}),
     )  # fmt: skip
 
 

@@ -81,6 +81,7 @@ class HdpRuntime:
             tokens_multiple=config.rows_multiple,
             balance=config.balance,
             num_stages=config.num_stages,
+            num_slices=config.num_slices,
             aligned=config.aligned,
             ranks_per_node=config.ranks_per_node,
             static_width=config.static_width,

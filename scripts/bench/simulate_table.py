@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ from bytescale_ext.plan.simulate import Outcome, Setting, planner_of, stage_cost
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
 
 K, M = 1 << 10, 1 << 20
+SPLITS = (2, 4, 8)  # slices of a micro-batch that are tried with pipelines
 TOKENS_PER_RANK = 8 * K
 OUT = Path(__file__).parents[2] / "docs" / "performance.md"
 
@@ -74,15 +75,32 @@ class Target:
 
 @dataclass(frozen=True)
 class Scores:
-    """Outcomes of every scheduler in one case, step by step."""
+    """Outcomes of every scheduler in one case, step by step.
+
+    Attributes:
+        bounds: of each step, without slices.
+        outcomes: by scheduler; "ours, k slices" for those in slices.
+        sliced_bounds: of each step in k slices, by the name in ``outcomes``.
+    """
 
     case: Case
     num_stages: int
     bounds: list[float]
     outcomes: dict[str, list[Outcome] | str]
+    sliced_bounds: dict[str, list[float]]
 
     def over_bound(self, name: str) -> list[float]:
         return [one.makespan / bound for one, bound in zip(self.of(name), self.bounds, strict=True)]
+
+    def over_own_bound(self, name: str) -> list[float]:
+        """Over the bound that knows of the slices; ``over_bound`` where there are none."""
+        bounds = self.sliced_bounds.get(name, self.bounds)
+        return [one.makespan / bound for one, bound in zip(self.of(name), bounds, strict=True)]
+
+    @property
+    def best_sliced(self) -> str:
+        """The name of our fastest plans with pipelines, in slices or not."""
+        return min(("ours", *self.sliced_bounds), key=lambda name: statistics.mean(self.over_bound(name)))
 
     def faster_than(self, name: str, other: str) -> list[float]:
         return [theirs.makespan / one.makespan for one, theirs in zip(self.of(name), self.of(other), strict=True)]
@@ -112,9 +130,18 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     print(f"{case.name} x {num_stages} stages", file=sys.stderr, flush=True)
     setting = Setting(case.num_ranks, TOKENS_PER_RANK, case.context, stage_costs(shipped("bytescale_7b"), num_stages))
     steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
-    bounds = [lower_bounds(step, case.num_ranks, TOKENS_PER_RANK, setting.stages).largest for step in steps]
     outcomes = {name: outcomes_of(scheduler, setting, steps) for name, scheduler in ALL.items()}
-    return Scores(case, num_stages, bounds, outcomes)
+
+    def bounds(num_slices: int) -> list[float]:
+        sizes = (case.num_ranks, TOKENS_PER_RANK, setting.stages, num_slices)
+        return [lower_bounds(step, *sizes).largest for step in steps]
+
+    sliced_bounds = {}
+    for num_slices in SPLITS if num_stages > 1 else ():
+        name = f"ours, {num_slices} slices"
+        outcomes[name] = outcomes_of(ALL["ours"], replace(setting, num_slices=num_slices), steps)
+        sliced_bounds[name] = bounds(num_slices)
+    return Scores(case, num_stages, bounds(1), outcomes, sliced_bounds)
 
 
 def planning_seconds(num_ranks: int, num_sequences: int, num_seeds: int) -> tuple[int, int, list[float]]:
@@ -171,6 +198,11 @@ def targets(scores: Sequence[Scores], speeds: Sequence[tuple[int, int, list[floa
         if score.num_stages > 1:
             text = f"{name} x {score.num_stages} stages: time / pipeline bound"
             rows.append(Target(f"{text}, mean", statistics.mean(over), 1.10, True))
+            best = score.best_sliced
+            how = best.removeprefix("ours, ") if best in score.sliced_bounds else "no slices"
+            rows.append(
+                Target(f"{text}, mean, best of all ({how})", statistics.mean(score.over_bound(best)), 1.10, True)
+            )
             continue
         is_hardest = (score.case.sampler, score.case.context) == ("github", 2 * M)
         rows.append(Target(f"{name}: time / bound, mean", statistics.mean(over), 1.05, True))
@@ -210,6 +242,11 @@ def page(
         "`BalancedCPScheduler`, with one launch per sub-sample and its barriers; *naive* and *bytescale* are "
         "Algorithms 1 and 2 of the paper.",
         "",
+        f"With pipelines our plans are also run in slices (`--seq1f1b-splits`; {', '.join(map(str, SPLITS))}). *time / "
+        "bound* always is over the bound of 1F1B, so that rows compare; *own bound* is the one that holds for the "
+        "slices, in which a document may be on several stages at once but each slice has an exchange and launches of "
+        "its own. *best of all* is our fastest row.",
+        "",
         "## Targets",
         "",
         "| figure | target | reached | |",
@@ -243,7 +280,7 @@ _GAP_TEXT = (
 def limits(scores: Sequence[Scores]) -> list[str]:
     """How fast any plan can be with pipelines: step 0 of each case."""
     lines = ["## What 1F1B allows", "", _LIMIT_TEXT, ""]
-    lines += ["| case | least possible / bound | ours / least possible |", "|---|---|---|"]
+    lines += ["| case | least possible / bound | ours / least possible | in slices / bound |", "|---|---|---|---|"]
     for score in scores:
         if score.num_stages == 1:
             continue
@@ -253,7 +290,8 @@ def limits(scores: Sequence[Scores]) -> list[str]:
         limit = pipeline_limit(step, case.num_ranks, TOKENS_PER_RANK, stage, score.num_stages).seconds
         least, ours = max(limit, bound), score.of("ours")[0].makespan
         name = f"{case.name} x {score.num_stages} stages"
-        lines.append(f"| {name} | {least / bound:.3f} | {ours / least:.3f} |")
+        best = score.over_bound(score.best_sliced)[0]
+        lines.append(f"| {name} | {least / bound:.3f} | {ours / least:.3f} | {best:.3f} |")
     return [*lines, ""]
 
 
@@ -261,7 +299,8 @@ _LIMIT_TEXT = (
     "The pipeline bound counts the longest document on its own and the work on its own, but not that a pipeline with "
     "one tall slot idles around it. `bytescale_ext/plan/pipeline_limit.py` does, by linear programs over the sizes of "
     "all other slots, which may be split as finely as one likes. Where the first column is above 1.1, no plan reaches "
-    "the target of 1.1 with Megatron's 1F1B. Step 0 of each case."
+    "the target of 1.1 with Megatron's 1F1B. The last column is the best of all with slices, which that limit does not "
+    "bind. Step 0 of each case."
 )
 
 
@@ -269,15 +308,15 @@ def _case_table(score: Scores) -> list[str]:
     lines = [
         f"**{score.case.name}**, {score.case.global_tokens // M}M tokens a step",
         "",
-        "| scheduler | time / bound | over static | over megatron-hybrid | idle % | exposed % | forwards | peak tokens "
-        "| peers | planning s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| scheduler | time / bound | own bound | over static | over megatron-hybrid | idle % | exposed % | "
+        "forwards | peak tokens | peers | planning s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, outcomes in score.outcomes.items():
         if isinstance(outcomes, str):
-            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | |")
+            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | |")
             continue
-        cells = [_spread(score.over_bound(name))]
+        cells = [_spread(score.over_bound(name)), _spread(score.over_own_bound(name))]
         for other in ("static", "megatron-hybrid"):
             cells.append(_spread(score.faster_than(name, other), 2, worst=min) if score.of(other) else "-")
         cells += [

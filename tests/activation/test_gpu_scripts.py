@@ -15,7 +15,17 @@ import torch
 from bytescale_ext.cost_file import read_cost
 
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = {"none", "full recompute", "recompute MLP", "save_on_cpu", "keep attention output", "alpha 0", "memo", "priced"}
+ARMS = {
+    "none",
+    "full recompute",
+    "full recompute, inputs on host",
+    "recompute MLP",
+    "save_on_cpu",
+    "keep attention output",
+    "alpha 0",
+    "memo",
+    "priced",
+}
 
 
 def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +65,14 @@ def test_calibration_writes_a_cost_file(tmp_path: Path) -> None:
     assert {row["arm"] for row in results("gpu_activations.py", "--cost", str(tmp_path / "cost.json"))["rows"]} >= ARMS
 
 
-@pytest.mark.parametrize("name", ["gpu_activations.py", "gpu_activations_calibrate.py"])
+def test_arms_of_memory_plans_learn_the_same() -> None:
+    figures = results("gpu_memory_plan.py")
+    assert [row["arm"] for row in figures["rows"]] == ["default", "expandable segments", "buffers", "plan"]
+    assert len({row["loss"] for row in figures["rows"]}) == 1
+    assert 0 < figures["plan"]["buffer_bytes"] < figures["plan"]["bound_bytes"] <= figures["plan"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("name", ["gpu_activations.py", "gpu_activations_calibrate.py", "gpu_memory_plan.py"])
 def test_without_a_gpu_the_message_says_what_to_do(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bytescale_ext.activation.arena import ALIGNMENT, HostArena
-from bytescale_ext.activation.link import CudaLink
+from bytescale_ext.activation.link import CudaLink, PlainLink
 
 NOTES: list[str] = []
 
@@ -112,3 +112,38 @@ def test_finished_reads_give_their_memory_back(link: CudaLink) -> None:
     assert link.take(4 * ALIGNMENT) == block
     assert not NOTES
     assert link.take(1) is None
+
+
+def test_stalls_are_what_the_compute_stream_waits(link: CudaLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timer:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: Stream) -> None:
+            NOTES.append(f"time on {stream.name}")
+
+        def elapsed_time(self, end: Timer) -> float:
+            return 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Timer)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    link.wait(link.read([], None))
+    assert link.take_stall_seconds() == 0.0  # nobody asked for it
+    link.timed = True
+    NOTES.clear()
+    link.wait(link.read([], None))
+    assert NOTES[-3:] == ["time on compute", "compute waits for in2", "time on compute"]
+    link.wait(None)
+    link.write([], [])
+    link.settle()
+    assert link.take_stall_seconds() == 0.5
+    assert link.take_stall_seconds() == 0.0
+
+
+def test_on_cpu_every_copy_is_a_stall() -> None:
+    plain = PlainLink(HostArena(torch.empty(ALIGNMENT, dtype=torch.uint8)))
+    plain.write([pair(1.0)], [])
+    assert plain.take_stall_seconds() == 0.0
+    plain.timed = True
+    plain.read([pair(1.0)], None)
+    assert plain.take_stall_seconds() > 0.0 == plain.take_stall_seconds()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 import torch
 
@@ -66,41 +63,6 @@ def test_slices_give_the_whole(case: Case, num_slices: int) -> None:
     for number in range(len(case.rounds)):
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
-
-
-def ranges_of(pieces: Sequence[MicroBatch], seq: int) -> list[tuple[int, int]]:
-    return sorted(pair for piece in pieces for shard in piece.shards if shard.seq == seq for pair in shard.ranges)
-
-
-@pytest.mark.parametrize("multiple", [1, 2, 4])
-def test_slices_hold_every_token_once_and_cost_the_same(multiple: int) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        width, num_slices = int(rng.integers(2, 6)), int(rng.integers(1, 7))
-        lengths = [int(rng.integers(width, 9000)), *rng.integers(1, 700, size=int(rng.integers(0, 9))).tolist()]
-        ring, rule = tuple(range(width)), SliceRule(num_slices, COST, multiple)
-        locals_ = tuple(Shard(seq, ((0, lengths[seq]),), (0,)) for seq in range(1, len(lengths)))
-        cuts = [
-            rule(MicroBatch((Shard(0, zigzag_ranges(lengths[0], width, rank), ring), *(locals_ if not rank else ()))),
-                 lengths)
-            for rank in ring
-        ]  # fmt: skip
-        assert len({cut.ring_ends for cut in cuts}) == 1  # the ring's ranks agree
-        pieces = [[cut.slice(index, rank) for index in range(num_slices)] for rank, cut in enumerate(cuts)]
-        for seq, length in enumerate(lengths):
-            held = ranges_of([piece for one in pieces for piece in one], seq)
-            assert held[0][0] == 0 and held[-1][1] == length
-            assert all(first[1] == second[0] for first, second in zip(held, held[1:], strict=False))
-        for rank, one in enumerate(pieces):  # no rank holds more than without slices
-            assert sum(piece.num_tokens for piece in one) == cuts[rank].micro_batch.num_tokens
-        tokens = [piece.num_tokens for piece in pieces[0]]
-        if locals_ and sum(lengths[1:]) > 200 * num_slices:
-            assert all(count % multiple == 0 for count in tokens[:-1])
-        if lengths[0] > 2000 and num_slices > 1:
-            spans = [cuts[0].ring_range(0, index) for index in range(num_slices)]
-            costs = [COST.a * (b * b - a * a) + COST.b * (b - a) for a, b in spans]
-            grain = 2 * 2 * multiple * width * (2 * COST.a * lengths[0] + COST.b)
-            assert max(costs) - min(costs) <= 2 * grain
 
 
 def test_without_slices_it_is_the_layout_of_the_micro_batch() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.plan.memory import Request, TwoLevelPlan, plan_memory
+from bytescale_ext.plan.memory import Request, plan_memory
+from bytescale_ext.plan.memory_step import StepMemory
 from megatron.bytescale.cli import memory_plan as command
 
 MODEL = "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu --vocab-size 64"
@@ -17,6 +18,7 @@ PROGRAM = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys
 
 def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
     words = ["memory-plan", "--cpu", "--model-flags", MODEL, "--seq-length", "64", "--solver-seconds", "2",
+             "--swap-fraction", "0.5", "--host-memory-gb", "0.01",
              "--output", str(tmp_path / "plan.json")]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -25,8 +27,10 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         "layer, forward", "layer, backward", "model, two levels", "model, one level",
     ]  # fmt: skip
     value = json.loads((tmp_path / "plan.json").read_text())
-    assert value["seq_length"] == 64 and value["shape"]["hidden"] == 32
-    plan = TwoLevelPlan.from_json(value)  # which checks it
+    memory = StepMemory.from_json(value)  # which checks it
+    plan, record = memory.plan, memory.record
+    assert (record.num_tokens, record.shape.hidden, record.dtype) == (64, 32, "float32")
+    assert record.activations.swap == 0.5 and memory.buffer_bytes > 0
     assert set(plan.levels) == {"forward", "backward"}
     names = [request.name for request in plan.model.requests]
     for part in ("forward", "backward"):
@@ -43,6 +47,10 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         (["--solver-seconds", "-1"], "--solver-seconds must be positive"),
         (["--model-flags", "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "2 layers or more"),
         (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+        (["--activation-policy", "memo"], "give --host-memory-gb"),
+        (["--activation-policy", "memo", "--host-memory-gb", "1"], "needs --swap-fraction here"),
+        (["--swap-fraction", "0.7", "--recompute-fraction", "0.7", "--host-memory-gb", "1"], "sum to more than 1"),
+        (["--host-memory-gb", "-1"], "is no amount of memory"),
     ],
 )
 def test_bad_input(words: list[str], message: str) -> None:

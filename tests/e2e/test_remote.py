@@ -6,11 +6,17 @@ import importlib.util
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.data.text_files import write_text
@@ -21,9 +27,10 @@ from tests.e2e.training import (
     VOCAB,
     Outcome,
     documents_in_order,
+    draw_weights_by_name,
     print_step,
-    record_steps,
     step_losses,
+    train_apart,
     train_ranks,
     train_with,
 )
@@ -54,7 +61,46 @@ def _write_corpora(rank: int, world: int, paths: tuple[Path, ...]) -> None:
         corpus.write_corpus(str(path.with_suffix("")), corpus.source_entries([str(path)], "*"))
 
 
-def run(log_dir: Path, num_ranks: int, *flags: object, loader: str = "ray", entry: Any = record_steps) -> list[Outcome]:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Ray cluster of one node, as a user starts it."""
+    for _ in range(3):  # Ray gives its processes 30 s to start, which a busy machine may exceed
+        address, process, log = start_cluster(tmp_path_factory.mktemp("cluster"))
+        if process.poll() is None:
+            break
+    assert process.poll() is None, log.read_text()
+    yield address
+    started = [process, *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    for alive in psutil.wait_procs(started, timeout=30)[1]:
+        alive.kill()
+
+
+def start_cluster(folder: Path) -> tuple[str, subprocess.Popen[bytes], Path]:
+    """Address, process and log of a cluster; the process has ended if it cannot start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / "ray.log"
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1",
+               f"--port={port}", "--num-cpus=0", "--include-dashboard=false", "--object-store-memory=100000000",
+               ]  # fmt: skip
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+    while "ray start --address" not in log.read_text() and process.poll() is None:
+        time.sleep(0.1)
+    return f"127.0.0.1:{port}", process, log
+
+
+def record(action: Any = print_step) -> None:
+    """An entry: note each step of a rank, which starts from weights that are equal in every layout."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # as in the cluster
+    draw_weights_by_name()
+    train_with(action)
+
+
+def run(log_dir: Path, num_ranks: int, *flags: object, loader: str = "ray", entry: Any = record) -> list[Outcome]:
     return train_ranks(num_ranks, *BYTES, *TRAIN, "--train-iters", TRAINED_STEPS, *HDP, "--hdp-tokens-per-rank", 128,
                        "--hdp-loader", loader, "--hdp-log-dir", log_dir, *flags, entry=entry)  # fmt: skip
 
@@ -102,12 +148,12 @@ def kill_actors(runtime: Any, model: Any) -> None:
 
 
 def test_killed_actors_and_a_resumed_run_change_nothing(
-    texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], tmp_path: Path
+    texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:
     """Four steps in which a server and then the scheduler are killed, and then the rest on as many ranks again."""
     documents, losses = local
-    flags = ["--data-path", texts[0], "--hdp-plan-ahead", 1]
-    entry = partial(train_with, kill_actors)
+    flags = ["--data-path", texts[0], "--hdp-plan-ahead", 1, "--hdp-ray-address", cluster]
+    entry = partial(record, kill_actors)
     begun = run(tmp_path, 2, *flags, "--save", tmp_path / "save", "--exit-interval", 4, entry=entry)
     assert begun[0].text.count("KILLED") == 2
     assert without_suffix(documents_in_order(begun)) == documents[:4]
@@ -116,34 +162,46 @@ def test_killed_actors_and_a_resumed_run_change_nothing(
     assert step_losses(tmp_path) == losses
 
 
-def refused(texts: tuple[Path, Path], *flags: object) -> str:
-    """The one line of a run that is refused with exit code 2, before anything is built."""
-    common = [*BYTES, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", texts[0], "--hdp-loader", "ray"]
-    (outcome,) = train_ranks(1, *common, *flags, timeout=150)
-    assert outcome.code == 2 and not outcome.losses, outcome.text[-2000:]
-    assert "Traceback" not in outcome.text
-    (line,) = re.findall(r"^pretrain_gpt_hdp.py: error: (.*)$", outcome.text, re.MULTILINE)
-    return str(line)
+def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
+    texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
+) -> None:
+    """Two stages of two tensor-parallel ranks, and two such pipelines: documents and losses of the local loader."""
+    documents, losses = local
+    layout = ["--pipeline-model-parallel-size", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+              "--make-vocab-size-divisible-by", 64]  # fmt: skip
+    flags = ["--data-path", texts[0], "--hdp-ray-address", cluster, *layout, "--exit-interval", 3]
+    outcomes = run(tmp_path, 8, *flags)
+    assert without_suffix(documents_in_order(outcomes)) == documents[:3]
+    assert step_losses(tmp_path) == pytest.approx(losses[:3], rel=1e-5)
 
 
-def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_can_be_known_at_start_is_refused_there(texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
+    """With exit code 2 and one line, before anything is built."""
     missing, other, bad = tmp_path / "none.jsonl", tmp_path / "text.txt", tmp_path / "bad.jsonl"
     other.write_text("text")
     bad.write_text('{"text": "a"}\n{"body": "b"}\n')
-    assert f"{missing}: no such file" in refused(texts, "--data-path", missing)
-    assert f"{other}: --hdp-loader ray reads .jsonl files" in refused(texts, "--data-path", other)
-    assert "--hdp-ray-address 127.0.0.1:1: nothing answers" in refused(texts, "--hdp-ray-address", "127.0.0.1:1")
-    assert f"{bad}:2: no text under the key 'text'" in refused(texts, "--data-path", bad)
-    assert "--hdp-ray-servers must be at least 1, got 0" in refused(texts, "--hdp-ray-servers", 0)
-    assert "--hdp-json-key needs --hdp-loader ray" in refused(texts, "--hdp-json-key", "a", "--hdp-loader", "local")
+    said = {
+        (missing, cluster): f"{missing}: no such file",
+        (other, cluster): f"{other}: --hdp-loader ray reads .jsonl files",
+        (texts[0], "127.0.0.1:1"): "--hdp-ray-address 127.0.0.1:1: nothing answers",
+        (bad, cluster): f"{bad}:2: no text under the key 'text'",
+    }
+    common = [*BYTES, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--hdp-loader", "ray"]
+    runs = [[*common, "--data-path", path, "--hdp-ray-address", address] for path, address in said]
+    for outcome, expected in zip(train_apart(*runs, entry=record), said.values(), strict=True):
+        assert outcome.code == 2 and not outcome.losses, outcome.text[-2000:]
+        assert "Traceback" not in outcome.text
+        (line,) = re.findall(r"^pretrain_gpt_hdp.py: error: (.*)$", outcome.text, re.MULTILINE)
+        assert expected in line
 
 
-def test_text_of_another_vocabulary_ends_the_run(texts: tuple[Path, Path], tmp_path: Path) -> None:
+def test_text_of_another_vocabulary_ends_the_run(cluster: str, tmp_path: Path) -> None:
     """Megatron's own tokenizer in the servers, and the key of the flag; a bad id names its document."""
     path = tmp_path / "ids.jsonl"
     ids = np.arange(8 * 40).reshape(8, 40) % (VOCAB - 1)
     ids[5, 7] = 99999
     path.write_text("".join(f'{{"ids": "{" ".join(map(str, row))}"}}\n' for row in ids))
     common = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", path, "--hdp-loader", "ray"]
+    flags = ["--hdp-ray-address", cluster, "--hdp-ray-servers", 1, "--hdp-json-key", "ids", "--train-iters", 1]
     with pytest.raises(Exception, match="document 5 tokens 0-41: token 7 of the sample has the id 99999"):
-        train_ranks(1, *common, "--hdp-json-key", "ids", "--train-iters", 1, timeout=150)
+        train_ranks(1, *common, *flags, entry=record, timeout=150)

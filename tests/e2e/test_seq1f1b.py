@@ -115,6 +115,7 @@ FEATURES = {
     "shared embeddings": (2, "--untie-embeddings-and-output-weights"),
     "tensor parallel": (4, "--tensor-model-parallel-size 2"),
     "distributed optimizer": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "chunked loss": (2, "--chunked-cross-entropy 7"),
     "evaluation": (2, "--eval-iters 2 --eval-interval 1 --split 60,40,0"),
 }
 

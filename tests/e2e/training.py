@@ -104,6 +104,21 @@ def train_ranks(
     return outcomes
 
 
+def train_apart(
+    *runs: Sequence[object], entry: Callable[[], None] | None = None, timeout: float = 240
+) -> list[Outcome]:
+    """Each run's flags in a process of its own that is alone in the world, all at once."""
+    preload("tests.e2e.preload")
+    argvs = [["pretrain_gpt_hdp.py", *map(str, flags)] for flags in runs]
+    outcomes: list[Outcome] = run_ranks(_train_apart, len(runs), argvs, entry, timeout=timeout, init_group=False)
+    return outcomes
+
+
+def _train_apart(rank: int, world: int, argvs: list[list[str]], entry: Callable[[], None] | None) -> Outcome:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    return _train(0, 1, argvs[rank], entry)
+
+
 def train_to_failure(
     num_ranks: int, *flags: object, entry: Callable[[], None], folder: Path, timeout: float = 60
 ) -> list[str | None]:
@@ -241,7 +256,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
-def draw_weights_by_name() -> None:
+def draw_weights_by_name(scale: float = 0.1) -> None:
     """Start every layout from the same weights: Megatron draws others on each pipeline stage and each expert rank."""
     from megatron.training.models.gpt import GPTModelBuilder
 
@@ -264,7 +279,7 @@ def draw_weights_by_name() -> None:
             if getattr(parameter, "partition_dim", -1) >= 0:
                 shape[parameter.partition_dim] *= group.size()
             generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
-            whole = 0.1 * torch.randn(shape, generator=generator)
+            whole = scale * torch.randn(shape, generator=generator)
             parameter.data.copy_(shard_of(whole, name, parameter, group.rank(), group.size()))
         return model
 

@@ -65,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
     )
     plans: dict[str, tuple[MemoryPlan, float]] = {}
     levels = {}
+    middle = max(0, shape.num_layers - activations.resident_layers) // 2  # of the layers that are under the policy
     for name in PASSES:
         windows = [(marks[f"{name} {i} begin"], marks[f"{name} {i} end"]) for i in range(shape.num_layers)]
-        plans[f"layer, {name}"] = timed(requests_within(requests, *windows[shape.num_layers // 2]), args.solver_seconds)
+        plans[f"layer, {name}"] = timed(requests_within(requests, *windows[middle]), args.solver_seconds)
         levels[name] = plans[f"layer, {name}"][0]
     plans["model, two levels"] = timed(with_passes_as_blocks(requests, marks, shape, levels), args.solver_seconds)
     plans["model, one level"] = timed(requests, args.solver_seconds)

@@ -17,6 +17,7 @@ from bytescale_ext.activation.record import LayerRecord
 from bytescale_ext.activation.region import memory_order
 from bytescale_ext.activation.run import LAYER_INPUT, Rebuilding, RebuiltAll, Recording, Run
 from bytescale_ext.activation.store import ActivationStore
+from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 
 
 class PlannedTransformerLayer(TransformerLayer):
@@ -48,6 +49,8 @@ class PlannedTransformerLayer(TransformerLayer):
         def at_station(*args: Any, **kwargs: Any) -> Any:
             if self._run is None:
                 return forward(*args, **kwargs)
+            if isinstance(module, DocumentAttention):  # it saves copies of queries, keys and values that are not
+                args = tuple(tensor.contiguous() for tensor in args[:3]) + args[3:]
             return getattr(self._run, kind)(*first, *args, **kwargs)
 
         module.forward = at_station  # type: ignore[method-assign]

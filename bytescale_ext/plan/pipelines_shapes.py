@@ -1,0 +1,62 @@
+"""The shapes of pipeline plans that ``pipelines`` tries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One way to lay out a step.
+
+    Attributes:
+        num_regions: the most regions.
+        height: of a shelf, as a share of the mean work of a rank.
+        before: share of the shelves that come before the tallest.
+        front: slots of short sequences before the first shelf, as a share of the stages.
+        pack: tokens of a short micro-batch, as a share of C.
+        peak: how often the tallest slot counts again, as a share of the stages that fill and drain.
+        budget: seconds of the ranks of a region, in mean works of a rank.
+        spread: the most ranks of a ring, in those over which its exchange hides.
+    """
+
+    num_regions: int = 1
+    height: float = 0.1
+    before: float = 0.5
+    front: float = 0.75
+    pack: float = 0.25
+    peak: float = 0.5
+    budget: float = 1.2
+    spread: float = 1.0
+
+
+STARTS = (
+    *(Shape(num_regions=regions, height=height) for regions in (1, 3) for height in (0.1, 0.03, 0.2)),
+    Shape(6, height=0.05, front=1.0, pack=0.125, budget=1.0),
+    Shape(6, height=0.2, before=0.35, front=1.0, pack=1.0, peak=0.9, budget=2.0, spread=1.5),
+)
+"""What is tried first. Both lists: shapes that together did best of some hundred, on steps of 64 and 128 ranks."""
+
+SLICED_STARTS = (
+    Shape(1, height=0.4, before=0.35, front=0.5, peak=0.9, budget=2.0, spread=2.0),
+    Shape(6, height=0.05, front=1.0, budget=1.0),
+    Shape(6, height=0.2, front=0.5, pack=0.5, peak=0.9, budget=1.0, spread=1.5),
+    Shape(3, height=0.2),
+    Shape(2, height=0.8, before=0.2, pack=0.5, peak=0.9, budget=0.7, spread=3.0),
+    Shape(3, height=0.1, before=0.65, front=1.0, pack=0.5, peak=0.25, budget=1.0),
+    Shape(6, height=0.4, before=0.65, pack=0.5, peak=0.25, budget=1.0, spread=3.0),
+)
+"""The same with slices."""
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "before": (0.3, 0.7),
+    "front": (1.0, 0.5),
+    "num_regions": (2, 4),
+    "pack": (0.5, 0.125, 1.0),
+    "peak": (0.9, 0.25),
+    "height": (0.03, 0.05, 0.1, 0.2, 0.4),
+    "budget": (1.0, 1.5, 2.0, 0.7),
+    "spread": (2.0, 1.4),
+}
+"""What is tried then for each attribute of the best shape, until nothing improves."""

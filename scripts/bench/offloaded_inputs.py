@@ -1,0 +1,100 @@
+"""Full recompute whose saved layer inputs go to host memory: what ALST and Unsloth do, on our arena and streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bytescale_ext.activation.link import Link
+
+
+@dataclass(eq=False)
+class SavedInput:
+    """A layer's input in host memory.
+
+    Attributes:
+        previous: of the layer before, which is read back while this layer runs backward.
+        near: where it is read to; None until then.
+    """
+
+    link: Link
+    block: Any
+    host: torch.Tensor
+    device: torch.device
+    written: Any
+    previous: SavedInput | None
+    near: torch.Tensor | None = None
+    reading: Any = None
+
+    def read(self) -> torch.Tensor:
+        """Begin to bring it back; nothing happens the second time."""
+        if self.near is None:
+            self.near = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
+            self.reading = self.link.read([(self.near, self.host)], self.written)
+            self.link.give_back(self.block, self.reading)
+        return self.near
+
+
+class OffloadedInputs:
+    """Moves what layers under full recompute save to the host, but for the last two, which run backward at once.
+
+    Args:
+        link: to the host.
+        num_layers: of the model.
+    """
+
+    def __init__(self, link: Link, num_layers: int) -> None:
+        self.link = link
+        self.num_moved = num_layers - 2
+        self._inputs: list[SavedInput] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedInput:
+        """What autograd keeps: the next layer input in host memory, or the tensor."""
+        if tensor.dim() != 3 or not tensor.is_floating_point() or len(self._inputs) >= self.num_moved:
+            return tensor
+        block = self.link.take(tensor.numel() * tensor.element_size())
+        if block is None:
+            return tensor
+        host = self.link.arena.view(block, tuple(tensor.shape), tensor.dtype)
+        source = tensor.detach()
+        written = self.link.write([(host, source)], [source])
+        previous = self._inputs[-1] if self._inputs else None
+        self._inputs.append(SavedInput(self.link, block, host, tensor.device, written, previous))
+        return self._inputs[-1]
+
+    def unpack(self, saved: torch.Tensor | SavedInput) -> torch.Tensor:
+        """The tensor; the input before it begins to come back."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self.link.settle()
+        near = saved.read()
+        if saved.previous is not None:
+            saved.previous.read()
+            saved.previous = None
+        self.link.wait(saved.reading)
+        return near
+
+    @contextlib.contextmanager
+    def during(self, decoder: torch.nn.Module) -> Iterator[None]:
+        """Catch what the decoder saves in its forward pass; what layers save when they run again is left alone."""
+        hooks: list[Any] = []
+
+        def begin(*_: Any) -> None:
+            self._inputs.clear()
+            hooks.append(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            hooks[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            hooks.pop().__exit__()
+
+        handles = [decoder.register_forward_pre_hook(begin), decoder.register_forward_hook(end)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._inputs.clear()
