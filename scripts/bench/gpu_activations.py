@@ -156,11 +156,9 @@ def stall_seconds(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> floa
     if arm.way in ("save_on_cpu", ENGINE_WAY):
         return None
     link = built.store.link
-    link.take_stall_seconds()
     link.timed = True
     for _ in range(STALL_STEPS):
         one_step(built, arm, tokens)
-    link.timed = False
     return link.take_stall_seconds() / STALL_STEPS
 
 
@@ -184,6 +182,8 @@ def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) ->
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     step = statistics.median(seconds[WARM_UP:])
+    machine = Machine(settings.device_gb * 1e9, settings.host_gb[0] * 1e9, settings.link_gb_per_second * 1e9)
+    predicted = forecast(arm.plan, load_of(settings, length), machine)
     return {
         "step_seconds": step,
         "stall_seconds": stalls,
@@ -196,12 +196,15 @@ def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) ->
         "overflowed_bytes": counts.overflowed_bytes // len(seconds),
         "recomputed_flops": counts.recomputed_flops // len(seconds),
         "alpha": arm.plan.swap,
+        "predicted_device_gb": predicted.device_bytes / 1e9,
+        "predicted_layers_seconds": predicted.step_seconds,
     }
 
 
 def run(settings: Settings, with_sweep: bool = True) -> list[dict[str, Any]]:
     """Rows for every host budget, length and arm; budgets are views of one arena, which is pinned once."""
     from bytescale_ext.activation.arena import HostArena
+    from bytescale_ext.activation.link import make_link
 
     rows = engine_rows(settings) if settings.on_cuda and not settings.engine else []
     dtype = torch.bfloat16 if settings.on_cuda else torch.float32
@@ -214,7 +217,8 @@ def run(settings: Settings, with_sweep: bool = True) -> list[dict[str, Any]]:
     for host_gb in settings.host_gb:
         for length in settings.lengths:
             for arm in engine if settings.engine else arms_of(settings, length, host_gb, with_sweep):
-                built.store.link.arena = HostArena(memory[: int(host_gb * 1e9)])
+                arena = HostArena(memory[: int(host_gb * 1e9)])
+                built.store.link = make_link(arena, settings.on_cuda)  # nothing of the arm before waits in it
                 figures = measure(built, arm, length, settings)
                 rows.append({"host_budget_gb": host_gb, "num_tokens": length, "arm": arm.name, **figures})
                 print(row_text(rows[-1]), flush=True)

@@ -98,8 +98,8 @@ def allocator_figures() -> dict[str, Any]:
     }
 
 
-def record_plan(args: argparse.Namespace, path: Path) -> StepMemory:
-    """Plan the longest step by ``bytescale memory-plan``, in a process of its own."""
+def recording(args: argparse.Namespace, path: Path) -> list[str]:
+    """The command line of ``bytescale`` that plans the longest step."""
     shape = TINY if args.quick else SHAPE
     flags = (
         f"--num-layers {shape.num_layers} --hidden-size {shape.hidden} --num-attention-heads {shape.num_heads} "
@@ -110,8 +110,11 @@ def record_plan(args: argparse.Namespace, path: Path) -> StepMemory:
         ACTIVATIONS.policy, "--swap-fraction", ACTIVATIONS.swap, "--host-memory-gb", args.host_gb,
         "--chunked-cross-entropy", LOSS_TOKENS, "--output", path, *(["--cpu"] if args.device == "cpu" else []),
     ]  # fmt: skip
-    program = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys.argv[1:]))"
-    subprocess.run([sys.executable, "-c", program, *map(str, words)], check=True, cwd=ROOT)
+    return [str(word) for word in words]
+
+
+def read(path: Path) -> StepMemory:
+    """A plan file. Raises ValueError for one that is none."""
     return StepMemory.from_json(json.loads(path.read_text()))
 
 
@@ -119,7 +122,9 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """The plan, and a row for each arm; one that fails has its last line of errors."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        memory = record_plan(args, path)
+        program = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys.argv[1:]))"
+        subprocess.run([sys.executable, "-c", program, *recording(args, path)], check=True, cwd=ROOT)
+        memory = read(path)
         rows = []
         for arm, allocator in ARMS.items():
             command = [sys.executable, *sys.argv, "--arm", arm, "--plan", str(path)]
@@ -149,8 +154,8 @@ def row_text(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    """Measure and print."""
+def parse() -> argparse.Namespace:
+    """The options. Ends the program where there is no GPU and none is done without."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
@@ -165,9 +170,14 @@ def main() -> None:
         parser.error("there is no GPU; --device cpu --quick runs tiny sizes")
     if args.quick:
         args.seq_length, args.host_gb, args.steps = 128, 0.01, 3
+    return args
+
+
+def main() -> None:
+    """Measure and print."""
+    args = parse()
     if args.arm is not None:
-        memory = StepMemory.from_json(json.loads(args.plan.read_text()))
-        print(json.dumps(run_arm(args.arm, memory, args.device == "cuda", args.host_gb, args.steps)))
+        print(json.dumps(run_arm(args.arm, read(args.plan), args.device == "cuda", args.host_gb, args.steps)))
         return
     figures = run_all(args)
     if args.json:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import argparse
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,68 +12,88 @@ import pytest
 import torch
 
 from bytescale_ext.cost_file import read_cost
+from tests.harness import preload, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-ARMS = {
-    "none",
-    "full recompute",
-    "full recompute, inputs on host",
-    "recompute MLP",
-    "save_on_cpu",
-    "keep attention output",
-    "alpha 0",
-    "memo",
-    "priced",
-}
+ARMS = {"none", "full recompute", "full recompute, inputs on host", "recompute MLP", "save_on_cpu",
+        "keep attention output", "alpha 0", "memo", "priced"}  # fmt: skip
+SCRIPTS = ("gpu_activations", "gpu_activations_calibrate", "gpu_activations_host_bound", "gpu_memory_plan")
+QUICK = ["script", "--device", "cpu", "--quick"]
 
 
-def run(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "bench" / name), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=ROOT)
+def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """What each script measures, all in one process."""
+    from bytescale_ext.cost_file import write_cost
+    from megatron.bytescale.cli import memory_plan
+    from scripts.bench import gpu_activations, gpu_activations_calibrate, gpu_activations_host_bound, gpu_memory_plan
+
+    found: dict[str, Any] = {}
+    found["calibrate"], cost = gpu_activations_calibrate.calibrate(on_cuda=False, quick=True, repeats=2)
+    write_cost(Path(folder) / "cost.json", cost)
+    sys.argv = [*QUICK, "--cost", f"{folder}/cost.json"]
+    found["activations"] = gpu_activations.run(gpu_activations.parse(gpu_activations.SHAPE, (), ())[0])
+    sys.argv = QUICK
+    settings, _ = gpu_activations_host_bound.parse(gpu_activations_host_bound.SHAPE, (), ())
+    found["host bound"] = gpu_activations.run(settings, with_sweep=False)
+    parser = argparse.ArgumentParser()
+    memory_plan.add_arguments(parser)
+    sys.argv = QUICK
+    args = gpu_memory_plan.parse()
+    words = gpu_memory_plan.recording(args, Path(folder) / "plan.json")
+    memory_plan.run(parser.parse_args(words[1:]))
+    memory = gpu_memory_plan.read(Path(folder) / "plan.json")
+    rows = [gpu_memory_plan.run_arm(arm, memory, False, args.host_gb, args.steps) for arm in gpu_memory_plan.ARMS]
+    found["memory plan"] = {"rows": rows, "buffer": memory.buffer_bytes, "bound": memory.plan.model.bound}
+    return found
 
 
-def results(name: str, *words: str) -> dict[str, Any]:
-    done = run(name, "--device", "cpu", "--quick", "--json", *words)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    preload("tests.e2e.preload")
+    folder = tmp_path_factory.mktemp("scripts")
+    results = dict(run_ranks(run_scripts, 1, str(folder), init_group=False, timeout=250)[0])
+    return {**results, "cost": read_cost(folder / "cost.json")}
 
 
-@pytest.mark.parametrize("name", ["gpu_activations.py", "gpu_activations_host_bound.py"])
-def test_arms_differ_in_everything_but_the_loss(name: str) -> None:
-    rows = results(name)["rows"]
+@pytest.mark.parametrize("name", ["activations", "host bound"])
+def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]) -> None:
+    rows = found[name]
     assert {row["num_tokens"] for row in rows} == {64, 130}
     for length in (64, 130):
         arms = {row["arm"]: row for row in rows if row["num_tokens"] == length}
         assert set(arms) >= ARMS
         assert {row["loss"] for row in arms.values()} == {arms["none"]["loss"]}
-        assert all(row["step_seconds"] > 0 for row in arms.values())
+        assert all(row["step_seconds"] > 0 and row["predicted_device_gb"] > 0 for row in arms.values())
         assert arms["none"]["swapped_bytes"] == arms["save_on_cpu"]["recomputed_flops"] == 0
         assert arms["keep attention output"]["recomputed_flops"] > arms["memo"]["recomputed_flops"] >= 0
         assert arms["alpha 0"]["swapped_bytes"] > 0
+        moved = {arm for arm, row in arms.items() if row["stall_seconds"]}
+        assert moved >= {"alpha 0", "memo", "full recompute, inputs on host"} and "none" not in moved
+        assert arms["save_on_cpu"]["stall_seconds"] is None
         assert arms["priced"]["alpha"] == 0.0  # everything fits: nothing is done
-    assert ("alpha 0.5" in {row["arm"] for row in rows}) == (name == "gpu_activations.py")
+    assert ("alpha 0.5" in {row["arm"] for row in rows}) == (name == "activations")
 
 
-def test_calibration_writes_a_cost_file(tmp_path: Path) -> None:
-    figures = results("gpu_activations_calibrate.py", "--repeats", "2", "--output", str(tmp_path / "cost.json"))
+def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:
+    figures = found["calibrate"]
     assert all(speed > 0 for speed in figures["link_gb_per_second"].values())
     assert [row["num_tokens"] for row in figures["layer"]] == [64, 128, 256]
-    cost = read_cost(tmp_path / "cost.json")
-    assert cost.forward.a > 0 and cost.backward.b > 0
-    assert {row["arm"] for row in results("gpu_activations.py", "--cost", str(tmp_path / "cost.json"))["rows"]} >= ARMS
+    assert found["cost"].forward.a > 0 and found["cost"].backward.b > 0
 
 
-def test_arms_of_memory_plans_learn_the_same() -> None:
-    figures = results("gpu_memory_plan.py")
+def test_arms_of_memory_plans_learn_the_same(found: dict[str, Any]) -> None:
+    figures = found["memory plan"]
     assert [row["arm"] for row in figures["rows"]] == ["default", "expandable segments", "buffers", "plan"]
     assert len({row["loss"] for row in figures["rows"]}) == 1
-    assert 0 < figures["plan"]["buffer_bytes"] < figures["plan"]["bound_bytes"] <= figures["plan"]["peak_bytes"]
+    assert 0 < figures["buffer"] < figures["bound"]
 
 
-@pytest.mark.parametrize("name", ["gpu_activations.py", "gpu_activations_calibrate.py", "gpu_memory_plan.py"])
-def test_without_a_gpu_the_message_says_what_to_do(name: str) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_a_gpu_the_message_says_what_to_do(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    done = run(name)
-    assert done.returncode == 2 and "--device cpu --quick" in done.stderr
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"scripts.bench.{name}").main()
+    assert end.value.code == 2 and "--device cpu --quick" in capsys.readouterr().err

@@ -106,6 +106,12 @@ def test_micro_batches_have_plans_of_their_own() -> None:
         (("--activation-policy", "memo", "--host-memory-gb", "1e6"), {}, "of its free memory; give at most"),
         (("--activation-policy", "memo", "--host-memory-gb", "-1"), {}, "is no amount of memory"),
         (("--activation-policy", "memo", "--host-memory-gb", "0.001"), {}, r"need 0\.\d+ GB of host memory"),
+        (("--swap-fraction", "1", "--host-memory-gb", "1"), {}, r"takes 2\.\d+ GB of host memory .* give at least"),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "0.1", "--device-memory-gb", "2.5"),
+            {},
+            r"takes 1\.\d+ GB of host memory .* and --host-memory-gb is 0\.1",
+        ),
         (("--activation-policy", "priced", "--host-memory-gb", "1"), {}, "needs --device-memory-gb"),
         (
             ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "0.1"),

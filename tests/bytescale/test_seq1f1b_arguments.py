@@ -18,7 +18,6 @@ from tests.harness import preload, run_ranks
 COMMON = [*MODEL, *TRAIN, "--mock-data", "--micro-batch-size", "1", "--cpu"]
 SLICES = ["--seq1f1b-splits", "4"]
 EXAMPLES = {row.flag: HDP_EXAMPLES[row.flag] for row in REFUSALS if row.flag in HDP_EXAMPLES} | {
-    "--hybrid-data-parallel": "--hybrid-data-parallel --hdp-tokens-per-rank 64",
     "--num-experts": "--num-experts 4",
     "--delay-wgrad-compute": "--delay-wgrad-compute",
     "--overlap-p2p-communication-warmup-flush": "--overlap-p2p-communication-warmup-flush",
@@ -145,5 +144,5 @@ def test_bad_values_are_refused_with_the_nearest(index: int, answers: list[Any])
 
 
 def test_one_stage_is_told_what_slices_do_there() -> None:
-    assert one_stage_note(SliceConfig((3, 2), 2)) is None
-    assert "--recompute-granularity full" in str(one_stage_note(SliceConfig((3, 2), 1)))
+    assert one_stage_note(2) is None
+    assert "--recompute-granularity full" in str(one_stage_note(1))

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from bytescale_ext.plan.activation import ActivationPlan
+from bytescale_ext.plan.cost import ModelShape
+from bytescale_ext.plan.memory import Request, TwoLevelPlan, plan_memory
+from bytescale_ext.plan.memory_step import StepMemory, StepRecord
 from tests.e2e.training import (
     HDP,
     MODEL,
@@ -49,6 +53,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "hdp-experts": (2, [*MODEL, *STEPS, *DOCUMENTS, *EXPERTS]),
     "plain-classic": (1, [*CLASSIC, *STEPS, "--micro-batch-size", "2"]),
     "plain-grouped-pipeline": (2, [*MODEL, *STEPS, "--micro-batch-size", "2", *TWO_STAGES]),
+    "hdp-slices-pipeline": (
+        2,
+        [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES, "--seq1f1b-splits", "3"],
+    ),
     "slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES]),
 }
 HOST = ["--host-memory-gb", "0.02"]
@@ -65,7 +73,7 @@ RUNS = [
     ("hdp-tensor-sequence-parallel", "priced"),
     ("hdp-pipeline", "memo"),
     ("hdp-experts", "priced"),
-    ("plain-classic", "memo"),
+    ("hdp-slices-pipeline", "priced"),
     ("plain-grouped-pipeline", "priced"),
     ("slices-pipeline", "memo"),
     ("slices-pipeline", "priced"),
@@ -142,17 +150,32 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
             continue
         assert (done["swapped_bytes"] > 0) == (policy != "keep-attention")
         assert (done["recomputed_flops"] > 0) == (done["recomputed_bytes"] > 0) == (policy != "swap-only")
-    assert case.startswith("hdp") or re.search(r"activations kept \d+\.\d swapped 0*[1-9.]", planned[-1].text)
     assert sum("> bytescale: activations" in outcome.text for outcome in planned) == 1
 
 
+def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
+    """Swapped layers come back to its buffers; the first step is held against it."""
+    shape = ModelShape(4, 32, 4, 4, 8, 128, False, 128)
+    record = StepRecord(shape, 2 * 96, "float32", None, ActivationPlan("memo", 0.4, 0.6, 1.0, False, 2))
+    plan = plan_memory([Request("all", 3_000_000, 0, 1)])
+    memory = StepMemory(record, 1 << 18, TwoLevelPlan({"forward": plan, "backward": plan}, plan))
+    (tmp_path / "plan.json").write_text(json.dumps(memory.to_json()))
+    words = [*POLICIES["memo"], "--memory-plan", tmp_path / "plan.json"]
+    (plain,), (planned,) = outcomes_of("plain-classic", corpus), outcomes_of("plain-classic", corpus, *words)
+    assert len(digests(planned)) == 2 and digests(planned) == digests(plain)
+    assert counts(planned)["swapped_bytes"] > 0 < counts(planned)["recomputed_flops"]
+    assert len(re.findall(r"memory plan: 3\.000 MB planned, \d\.\d+ MB at most in the first step", planned.text)) == 1
+    assert re.search(r"activations kept \d+\.\d swapped \d+\.\d recomputed \d+\.\d MB/step", planned.text)
+
+
 def test_an_arena_that_is_too_small_keeps_the_rest_on_the_device(corpus: Path) -> None:
-    flags = ["--swap-fraction", "1", "--host-memory-gb", "0.0003"]
+    flags = ["--swap-fraction", "1", "--host-memory-gb", "0.0008"]  # enough for fused norms, which CPU has not
     plain, planned = outcomes_of("hdp", corpus), outcomes_of("hdp", corpus, *flags)
     for one, other in zip(plain, planned, strict=True):
         assert digests(other) == digests(one)
         assert counts(other)["overflowed_bytes"] > 0
-        assert 0 < counts(other)["peak"] <= 0.0003e9
+        assert 0 < counts(other)["peak"] <= 0.0008e9
+        assert other.text.count("the host arena of 0.0008 GB is full") == 1
 
 
 def test_recompute_of_experts_alone_combines(corpus: Path) -> None:

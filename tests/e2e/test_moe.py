@@ -53,9 +53,8 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # the experts of one HDP rank
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
-    "ep2-pp2": (4, [*EP2, "--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128, *SHARDED,
-                    "--no-align-grad-reduce"]),
-}  # fmt: skip
+    "ep2-pp2": (4, [*EP2, "--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128, "--overlap-grad-reduce"]),
+}
 
 
 @dataclass(frozen=True)

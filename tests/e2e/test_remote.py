@@ -204,4 +204,4 @@ def test_text_of_another_vocabulary_ends_the_run(cluster: str, tmp_path: Path) -
     common = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", path, "--hdp-loader", "ray"]
     flags = ["--hdp-ray-address", cluster, "--hdp-ray-servers", 1, "--hdp-json-key", "ids", "--train-iters", 1]
     with pytest.raises(Exception, match="document 5 tokens 0-41: token 7 of the sample has the id 99999"):
-        train_ranks(1, *common, *flags, entry=record, timeout=150)
+        train_ranks(1, *common, *flags, entry=record, timeout=280)

@@ -10,6 +10,7 @@ import pytest
 from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine, cost_of_rates, forecast, layer_load
 from bytescale_ext.plan.activation_policy import (
     POLICIES,
+    given_plan,
     hidden_offload,
     make_plan,
     memo_alpha,
@@ -135,3 +136,11 @@ def test_what_fits_nowhere_says_what_is_missing() -> None:
     for policy in ("priced", "auto"):
         with pytest.raises(ValueError, match="65536 tokens need .* GB of device memory.*fewer tokens"):
             make_plan(policy, load, Machine(1e9, 1e9))
+
+
+def test_given_shares() -> None:
+    assert given_plan("none", 0.25, 0.5, 2) == ActivationPlan("shares", 0.25, 0.5, 0.25)
+    assert given_plan("memo", 0.25, None, 2) == ActivationPlan("memo", 0.25, 0.75, 1.0, False, 2)
+    assert given_plan("priced", None, 0.25, 2) == ActivationPlan("priced", 0.75, 0.25, 1.0, True, 2)
+    assert given_plan("offload", 0.5, None, 2) == ActivationPlan("offload", 0.5, 0.0, 0.5, False, 2)
+    assert given_plan("offload", 0.0, None, 2).is_off and given_plan("offload", 0.0, None, 2).resident_layers == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -96,8 +97,19 @@ def with_check(
 ) -> Callable[..., Any]:
     """``finalize_model_grads_func``: all backward passes have run, so nothing may be left in the store."""
 
+    warned = False
+
     def finalize_and_check(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warned
         store.check_empty()
+        overflowed = store.counts.overflowed_bytes
+        if overflowed and not warned:
+            warned = True
+            warnings.warn(
+                f"the host arena of {store.link.arena.num_bytes / 1e9:.4g} GB is full: {overflowed / 1e6:.4g} MB of a "
+                "step that were to be swapped stayed on the device; raise --host-memory-gb",
+                stacklevel=2,
+            )
         if memory is not None:
             memory.end()
         if figures is not None:

@@ -19,6 +19,7 @@ from bytescale_ext.plan.activation import (
     LayerLoad,
     Machine,
     cost_of_rates,
+    forecast,
     load_of_tokens,
 )
 from bytescale_ext.plan.activation_policy import POLICIES, given_plan, make_plan
@@ -242,6 +243,13 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
     if hdp is not None and plans_offload(args):
         config = replace(config, offload=planned_offload(args, hdp, machine, config.cost, config.largest))
     plan = config.plan(config.largest)  # it must fit
+    needed = forecast(plan, config.largest, machine).host_bytes
+    if needed > machine.host_bytes * (1 + 1e-9):
+        raise ValueError(
+            f"swapping {plan.swap:.3g} of the tokens takes {needed / 1e9:.4g} GB of host memory for micro-batches of "
+            f"{config.largest.num_tokens} tokens, and --host-memory-gb is {machine.host_bytes / 1e9:.4g}: give at "
+            "least that, or swap less"
+        )
     if args.memory_plan is None:
         return config
     if config.offload is not None:

@@ -37,6 +37,7 @@ from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_sp
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
+from megatron.bytescale.core.pipeline_parallel.seq1f1b import check_schedules
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import HdpRuntime, model_shape
 from megatron.bytescale.training import seq1f1b
@@ -210,7 +211,7 @@ def sum_of_losses(
 def create_runtime(args: Any, config: HdpConfig, offload: PlannedOffload | None = None) -> HdpRuntime:
     """The state that hooks and patches will share in this process. ``offload``: what plans may move to host memory.
 
-    Raises ValueError for an unfit kernel name or cost file.
+    Raises ValueError for an unfit kernel name or cost file, and for slices that cannot be.
     """
     on_cuda = args.distributed_backend == "nccl"
     if config.kernel is not None:
@@ -220,7 +221,10 @@ def create_runtime(args: Any, config: HdpConfig, offload: PlannedOffload | None 
         remote = open_remote(args, config.remote, data_settings(args), wanted_samples(args))
     cost = stage_cost(args, config) if offload is None else offload.cost
     limits = None if offload is None else offload.limits
-    rule = seq1f1b.document_slice_rule(args, config, cost) if config.num_slices > 1 else None
+    rule = None
+    if config.num_slices > 1:
+        check_schedules()
+        rule = seq1f1b.document_slice_rule(args, config, cost)
     return HdpRuntime(config, cost, StepClock(on_cuda), slice_rule=rule, remote=remote, offload=limits)
 
 

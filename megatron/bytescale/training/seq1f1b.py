@@ -140,8 +140,8 @@ def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost) -> SliceR
     partition = parse_partition(args.seq1f1b_partition or "time")
     if not isinstance(partition, str):
         raise ValueError(
-            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose micro-batches "
-            f"differ in length: use {', '.join(PARTITIONS)}"
+            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose "
+            f"micro-batches differ in length: use {', '.join(PARTITIONS)}"
         )
     if args.seq1f1b_cost is not None:
         raise ValueError("--seq1f1b-cost does not work with --hybrid-data-parallel: give the costs as --hdp-cost")

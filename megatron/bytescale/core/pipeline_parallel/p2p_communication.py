@@ -25,6 +25,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
         """``clock`` notes when it begins to wait."""
         config = copy.copy(config)
         config.variable_seq_lengths = True
+        config.batch_p2p_sync = False  # for a fault of old versions of PyTorch; the host would wait at each message
         super().__init__(pp_group, config)
         self._from_previous: Iterator[int] = iter(())
         self._from_next: Iterator[int] = iter(())

@@ -26,7 +26,6 @@ from megatron.bytescale.core.pipeline_parallel.p2p_communication import PlannedP
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import (
     SliceP2PCommunicator,
     SliceStep,
-    check_schedules,
     run_in_slices,
 )
 from megatron.bytescale.runtime import HdpRuntime
@@ -38,10 +37,8 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: HdpRun
 
     One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk;
     the first one gives the step, and all chunks run its micro-batches. With ``--seq1f1b-splits`` each micro-batch is
-    run in slices; raises ValueError then as ``check_schedules``.
+    run in slices.
     """
-    if runtime.config.num_slices > 1:
-        check_schedules()
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         schedule = original(*args, **kwargs)
@@ -111,7 +108,7 @@ def run_slices(
 
 
 def micro_batches_of_step(runtime: HdpRuntime, chunks: list[Any]) -> tuple[PackedMicroBatch, ...]:
-    """What this rank runs: its micro-batches, or the slices of each, and where the plan leaves a hole or has too few, padding alone.
+    """What this rank runs: its micro-batches, or their slices; where the plan has a hole or too few, padding alone.
 
     A rank runs at least one, so it joins every collective of the step, whatever overlaps with what; as many as the
     ranks that it shares experts with; and with virtual stages whole groups, see ``stage_actions``.
