@@ -1,11 +1,13 @@
-"""Rounding buffers: device memory that is taken once, and that swapped layers come back to in turn (MEMO section 4.1).
+"""Rounding buffers: device memory that swapped layers come back to in turn (MEMO section 4.1).
 
 While a layer in one buffer runs its backward pass, the layer before it is read into the other. Without them the
-caching allocator finds memory anew for every tensor of every layer.
+caching allocator finds memory anew for every tensor of every layer. They are taken when a layer comes back and given
+up when the next micro-batch begins: in its forward pass they would only be in the way.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -27,7 +29,7 @@ class Holder(Protocol):
 
 
 class RoundingBuffers:
-    """Buffers of ``num_bytes`` each, taken when they are first asked for.
+    """Two buffers of ``num_bytes`` each.
 
     A buffer is free again when all tensors of its layer have been asked for. That is soon enough: who asks next is
     another layer's backward pass, and its copies wait for what the compute stream was given before.
@@ -40,7 +42,8 @@ class RoundingBuffers:
         self.num_bytes = num_bytes
         self.num_taken = 0
         self.num_refused = 0
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._device = device
+        self._buffers: list[torch.Tensor | None] = [None] * NUM_BUFFERS
         self._holders: list[weakref.ref[Holder] | None] = [None] * NUM_BUFFERS
 
     @staticmethod
@@ -52,14 +55,28 @@ class RoundingBuffers:
         """Parts of ``sizes`` bytes, uint8, of a buffer that is free; None where none is, or they are too large."""
         if not sizes:
             return []
-        for index, held in enumerate(self._holders):
-            other = held() if held is not None else None
-            if (other is None or not other.is_waiting) and self.bytes_of(sizes) <= self.num_bytes:
+        for index in range(NUM_BUFFERS):
+            if self._is_free(index) and self.bytes_of(sizes) <= self.num_bytes:
                 self._holders[index] = weakref.ref(holder)
                 self.num_taken += 1
-                return self._parts(self._buffers[index], sizes)
+                buffer = self._buffers[index]
+                if buffer is None:
+                    buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+                    self._buffers[index] = buffer
+                return self._parts(buffer, sizes)
         self.num_refused += 1
         return None
+
+    def release(self) -> None:
+        """Give up buffers that no layer uses, at a time when no backward pass runs."""
+        for index in range(NUM_BUFFERS):
+            if self._is_free(index):
+                self._buffers[index] = None
+
+    def _is_free(self, index: int) -> bool:
+        held = self._holders[index]
+        holder = held() if held is not None else None
+        return holder is None or not holder.is_waiting
 
     def _parts(self, buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         parts, start = [], 0
@@ -67,3 +84,13 @@ class RoundingBuffers:
             parts.append(buffer[start : start + size])
             start += self.bytes_of([size])
         return parts
+
+
+def reserve(num_bytes: int, device: torch.device) -> None:
+    """Have the caching allocator hold one free segment of ``num_bytes``; warns where the device has no such one."""
+    if num_bytes <= 0:
+        return
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        warnings.warn(f"{num_bytes / 1e9:.4g} GB of the memory plan could not be reserved at once", stacklevel=2)

@@ -39,6 +39,8 @@ class ActivationStore:
     def new_record(self, layer_number: int, num_rows: int, parameters: frozenset[int]) -> LayerRecord:
         """The record of a layer that is about to run forward."""
         previous = None
+        if self.buffers is not None:
+            self.buffers.release()
         if self._latest is not None and self._latest[0] == layer_number - 1:
             previous = self._latest[1]()
         record = LayerRecord(self.plan, num_rows, self.link, parameters, self.counts, previous, self.buffers)
@@ -56,3 +58,5 @@ class ActivationStore:
         """After the last backward pass of a step: nothing is remembered any more, no part of the arena is in use."""
         waiting = sum(record.is_waiting for record in self._records)
         assert not waiting and not self.link.used_bytes, f"{waiting=} {self.link.used_bytes=}"
+        if self.buffers is not None:
+            self.buffers.release()

@@ -100,13 +100,7 @@ def build_model(
     ``fine_grained_offload``: with TransformerEngine's layers under Megatron's own offload instead of policies.
     """
     stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
-    from functools import partial
-
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -114,7 +108,6 @@ def build_model(
     from bytescale_ext.attention.kernels import choose_kernel
     from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import use_document_positions
-    from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
     from megatron.bytescale.core.transformer.norm import LocalNorm
     from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 
@@ -128,20 +121,13 @@ def build_model(
     torch.manual_seed(1)
     config = _configuration(shape, dtype, stand_ins is not None, fine_grained_offload)
     kernel = choose_kernel(device, dtype, shape.head_dim)[0]
-    engine = fine_grained_offload
-    spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer: Any = spec.submodules
-    layer.self_attention.submodules.core_attention = partial(
-        DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
-    )
-    if not engine:  # whose products begin with the norm
-        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    spec = _layer_spec(kernel, fine_grained_offload)
     store = ActivationStore(
         ActivationPlan("none"), make_link(allocate_arena(host_bytes, device.type == "cuda"), device.type == "cuda"),
         shape.num_layers,
     )  # fmt: skip
     block: Any = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
-    block = block if engine else planned_layer_spec(block, store)
+    block = block if fine_grained_offload else planned_layer_spec(block, store)
     model = GPTModel(
         config, block, shape.vocab, 1 << 21, position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
@@ -153,6 +139,28 @@ def build_model(
     built = OneDeviceModel(model, store, device, shape.vocab)
     built.weights = [parameter.detach().clone() for parameter in model.parameters()]
     return built
+
+
+def _layer_spec(kernel: Any, engine: bool) -> Any:
+    """A layer of Megatron's own modules, or of TransformerEngine's, with attention over documents."""
+    from functools import partial
+
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+    from megatron.bytescale.core.transformer.norm import LocalNorm
+
+    spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer: Any = spec.submodules
+    layer.self_attention.submodules.core_attention = partial(
+        DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
+    )
+    if not engine:  # whose products begin with the norm
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    return spec
 
 
 def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_grained_offload: bool) -> Any:
@@ -172,6 +180,13 @@ def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_gra
         bias_activation_fusion=not on_cpu and shape.gated, gradient_accumulation_fusion=False,
         apply_rope_fusion=False, init_method_std=0.05, **(offload if fine_grained_offload else {}),
     )  # fmt: skip
+
+
+def end_fine_grained_step() -> None:
+    """What Megatron's schedules do after each step under its fine-grained offload."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+
+    FineGrainedActivationOffloadingInterface.reset()
 
 
 def saved_bytes(model: torch.nn.Module, run: Callable[[], Any]) -> int:

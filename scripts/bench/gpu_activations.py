@@ -40,7 +40,7 @@ from bytescale_ext.plan.activation import (  # noqa: E402
 )
 from bytescale_ext.plan.activation_policy import make_plan  # noqa: E402
 from bytescale_ext.plan.cost import ModelShape, model_flops  # noqa: E402
-from megatron.bytescale.one_device import OneDeviceModel, build_model  # noqa: E402
+from megatron.bytescale.one_device import OneDeviceModel, build_model, end_fine_grained_step  # noqa: E402
 from scripts.bench.offloaded_inputs import OffloadedInputs  # noqa: E402
 
 SHAPE = ModelShape(8, 4096, 32, 32, 128, 11008, True, 32000)
@@ -120,6 +120,7 @@ def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
     """Switch on a way of Megatron's or torch's, and off again."""
     if way == ENGINE_WAY:  # its model was built that way
         yield
+        end_fine_grained_step()
         return
     config, layers = built.model.decoder.config, built.model.decoder.layers
     try:

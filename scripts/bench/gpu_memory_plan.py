@@ -28,12 +28,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
-from bytescale_ext.activation.buffers import NUM_BUFFERS, RoundingBuffers  # noqa: E402
+from bytescale_ext.activation.buffers import RoundingBuffers, reserve  # noqa: E402
 from bytescale_ext.plan.activation import ActivationPlan  # noqa: E402
 from bytescale_ext.plan.cost import ModelShape  # noqa: E402
 from bytescale_ext.plan.memory_step import StepMemory  # noqa: E402
 from megatron.bytescale.one_device import build_model  # noqa: E402
-from megatron.bytescale.training.activation_memory import reserve  # noqa: E402
 
 SHAPE = ModelShape(8, 4096, 32, 32, 128, 11008, True, 32000)
 TINY = ModelShape(4, 64, 2, 2, 32, 128, True, 256)
@@ -68,7 +67,7 @@ def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_ste
     if arm in ("buffers", "plan"):
         built.store.buffers = RoundingBuffers(memory.buffer_bytes, built.device)
     if arm == "plan" and on_cuda:
-        reserve(memory.plan.model.peak - NUM_BUFFERS * memory.buffer_bytes, built.device)
+        reserve(memory.plan.model.peak, built.device)
     seconds = []
     for number, length in enumerate(lengths_of(record.num_tokens, num_steps)):
         tokens = built.batch(length, seed=number)
@@ -79,6 +78,7 @@ def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_ste
         if on_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
+        built.store.check_empty()
         built.model.zero_grad(set_to_none=False)
     timed = seconds[WARM_UP:]
     return {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
-from bytescale_ext.activation.buffers import RoundingBuffers
+from bytescale_ext.activation.buffers import RoundingBuffers, reserve
 from tests.activation.test_run import PLANS, inputs_of, make_layers, make_store, results
 
 CPU = torch.device("cpu")
@@ -51,4 +52,43 @@ def test_layers_come_back_through_buffers_with_equal_gradients() -> None:
         got = results(make_layers(store, 4), inputs_of(40), inputs_of(40, seed=2))
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True)), name
         assert store.buffers.num_taken > 0 and store.buffers.num_refused == 0
+        held = store.buffers._buffers
+        assert any(buffer is not None for buffer in held)
         store.check_empty()
+        assert store.buffers._buffers == [None, None]
+
+
+def test_what_cannot_be_reserved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve(0, CPU)
+    reserve(100, CPU)
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.warns(UserWarning, match="2 GB of the memory plan could not be reserved"):
+        reserve(2_000_000_000, CPU)
+
+
+def test_buffers_are_given_up_when_nothing_is_in_them() -> None:
+    """The forward pass of a micro-batch takes no part in them, unless another one is still to come back."""
+    buffers, layers = RoundingBuffers(1024, CPU), [Layer(), Layer()]
+    for layer in layers:
+        assert buffers.take(layer, [1000]) is not None
+    layers[0].is_waiting = False
+    buffers.release()
+    assert [buffer is None for buffer in buffers._buffers] == [True, False]
+    layers[1].is_waiting = False
+    buffers.release()
+    assert buffers._buffers == [None, None]
+
+
+def test_the_memory_of_a_step_has_no_buffers_in_the_next_forward_pass() -> None:
+    store = make_store(PLANS["swap-only"])
+    layers = make_layers(store)
+    results(layers, inputs_of(40))
+    store.buffers = RoundingBuffers(store.counts.restored_bytes, CPU)
+    results(layers, inputs_of(40))
+    assert any(buffer is not None for buffer in store.buffers._buffers)
+    layers[0](inputs_of(40))
+    assert store.buffers._buffers == [None, None]

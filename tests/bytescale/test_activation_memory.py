@@ -82,5 +82,24 @@ def test_the_first_step_is_held_against_the_plan(capsys: pytest.CaptureFixture[s
     assert store.buffers is not None and store.buffers.num_bytes == 1 << 16 and store.buffers.num_taken > 0
     (line,) = capsys.readouterr().out.splitlines()  # the first step only
     assert line.startswith("> bytescale: memory plan: 5.000 MB planned, 0.")
-    assert line.endswith("on CPU nothing is reserved but rounding buffers")
-    assert "this is more" in planned.report(6_000_000) and "this is more" not in planned.report(5_100_000)
+    assert line.endswith("on CPU nothing is reserved, rounding buffers are used")
+
+
+@pytest.mark.parametrize(("used", "is_more"), [(5_000_000, False), (5_350_000, False), (5_400_000, True)])
+def test_buffers_may_come_on_top_of_the_plan(used: int, is_more: bool) -> None:
+    """5 % of 5 MB, and two buffers of 64 KiB."""
+    planned = PlannedMemory(MEMORY, make_store(PLANS["memo-0.4"]), on_cuda=True, says=True)
+    text = planned.report(used)
+    assert ("this is more" in text) == is_more
+    assert f"{used / 1e6:.3f} MB at most in the first step" in text
+    assert "on CPU" not in text
+
+
+def test_nothing_swapped_needs_no_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+    store = make_store(PLANS["keep-attention-only"])
+    layers = make_layers(store)
+    planned = PlannedMemory(replace(MEMORY, buffer_bytes=0), store, on_cuda=False, says=False)
+    planned.begin(torch.nn.ModuleList(layers))
+    results(layers, inputs_of(40))
+    planned.end()
+    assert store.buffers is None and capsys.readouterr().out == ""

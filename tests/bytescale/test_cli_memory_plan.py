@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +11,27 @@ import pytest
 from bytescale_ext.plan.memory import Request, plan_memory
 from bytescale_ext.plan.memory_step import StepMemory
 from megatron.bytescale.cli import memory_plan as command
+from tests.harness import preload, run_ranks
 
-MODEL = "--num-layers 3 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu --vocab-size 64"
-PROGRAM = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys.argv[1:]))"
+MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 --swiglu --vocab-size 64"
+
+
+def run_command(rank: int, world: int, words: list[str]) -> str:
+    """What the command prints, in a process of its own."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert command.run(parser.parse_args(words)) == 0
+    return text.getvalue()
 
 
 def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
-    words = ["memory-plan", "--cpu", "--model-flags", MODEL, "--seq-length", "64", "--solver-seconds", "2",
+    words = ["--cpu", "--model-flags", MODEL, "--seq-length", "64", "--solver-seconds", "1",
              "--swap-fraction", "0.5", "--host-memory-gb", "0.01",
              "--output", str(tmp_path / "plan.json")]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("layer, ", "model, "))]
+    preload("tests.e2e.preload")
+    (text,) = run_ranks(run_command, 1, words, init_group=False, timeout=200)
+    rows = [line for line in text.splitlines() if line.startswith(("layer, ", "model, "))]
     assert [row.split("  ")[0] for row in rows] == [
         "layer, forward", "layer, backward", "model, two levels", "model, one level",
     ]  # fmt: skip

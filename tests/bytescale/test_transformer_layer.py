@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.harness import preload, run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(rank: int, world: int) -> dict[str, Any]:
@@ -105,11 +103,20 @@ def test_the_device_peak_grows_with_what_is_kept_as_predicted(measured: dict[str
         assert grown == pytest.approx(predicted, rel=0.05) and grown > 0
 
 
+def run_benchmark(rank: int, world: int) -> str:
+    """What the benchmark prints."""
+    from scripts.bench import activations
+
+    sys.argv = ["activations.py", "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        activations.main()
+    return text.getvalue()
+
+
 def test_benchmark_ends_with_its_json() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "bench" / "activations.py"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    policies = json.loads(done.stdout.splitlines()[-1])["policies"]
+    preload("tests.e2e.preload")
+    (text,) = run_ranks(run_benchmark, 1, init_group=False, timeout=200)
+    policies = json.loads(text.splitlines()[-1])["policies"]
     keys = {"loss_difference", "kept_bytes", "swapped_bytes", "recomputed_flops", "step_seconds"}
     assert all(set(figures) == keys for figures in policies.values())
     assert {"none", "memo", "priced", "offload"} <= set(policies)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -33,6 +34,12 @@ SEQ_LENGTH, BATCH, NUM_RANKS, SERVER_TOKENS = 64, 8, 2, 400
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = CostModel(1.0, 1.0, 0.0, 0.0)
 PLANNER = HdpPlanner(NUM_RANKS, SEQ_LENGTH, StageCost(UNIT, UNIT), balance="none")
+
+
+@pytest.fixture(autouse=True)
+def ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that does not come is an error of the loader within the time of a test."""
+    monkeypatch.setattr("bytescale_ext.data.remote._PATIENCE_SECONDS", 40.0)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def take(loaders: list[Any], num_steps: int) -> list[list[tuple[object, ...]]]:
 
 
 def process_of(actor: Any) -> int:
-    return int(fetch(actor.__ray_call__.remote(lambda _: os.getpid())))
+    return int(fetch(actor.__ray_call__.remote(lambda _: os.getpid()), seconds=100))
 
 
 def test_steps_are_those_of_the_local_loader_through_epochs_and_to_the_end(text: Path, split: RemoteSplit) -> None:
@@ -224,10 +231,16 @@ def test_a_process_that_is_killed_leaves_no_other_behind(text: Path, tmp_path: P
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": mark}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    give_up = threading.Timer(180, process.kill)
+    give_up.start()
     try:
-        assert process.stdout is not None and int(process.stdout.readline()) > 50
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the script has not started its servers in 180 s, or failed"
+        assert int(line) > 50
         assert len(marked(mark)) > 3
     finally:
+        give_up.cancel()
         process.kill()
         process.wait()
     deadline = time.monotonic() + 60

@@ -26,6 +26,7 @@ from tests.e2e.training import (
     train_documents_one_by_one,
     write_documents,
 )
+from tests.harness import RanksFailed
 
 TOLERANCE = 1e-5
 NUM_EXPERTS = 4
@@ -207,11 +208,14 @@ def test_auxiliary_loss_changes_the_routers_gradient(aux_oracle: tuple[Outcome, 
 
 def test_resumed_with_other_expert_ranks(corpus: Path, tmp_path: Path) -> None:
     def part(expert_ranks: int, name: str, *flags: object) -> Outcome:
-        return train(4, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED, "--train-iters", 4,
+        return train(4, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED, "--train-iters", 3,
                      "--ckpt-format", "torch_dist", "--hdp-log-dir", tmp_path / name, *flags,
                      "--expert-model-parallel-size", expert_ranks, entry=partial(with_equal_weights, None))  # fmt: skip
 
+    saved = ["--load", tmp_path / "save"]
     assert part(2, "parts", "--save", tmp_path / "save", "--exit-interval", 2).code == 0
-    part(4, "parts", "--load", tmp_path / "save")
+    part(4, "parts", *saved)
     part(2, "whole")
     assert step_losses(tmp_path / "parts") == pytest.approx(step_losses(tmp_path / "whole"), rel=TOLERANCE)
+    with pytest.raises(RanksFailed, match="an optimizer of 2 parts and this run has one of 1, .*--no-load-optim"):
+        part(1, "refused", *saved)

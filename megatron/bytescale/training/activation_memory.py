@@ -1,24 +1,23 @@
 """``--memory-plan FILE``: a plan of ``bytescale memory-plan`` in training: checked, put to work, held against a step.
 
-What pays is put to work: swapped layers come back to two rounding buffers of the planned size, taken once; and on a GPU
-the rest of the planned peak is reserved as one segment of the caching allocator before the first step, which then
-splits it instead of asking the device for memory in the order in which tensors appear. The addresses of the plan
-are not enforced: an allocator behind torch sees sizes and an order that changes with the lengths of micro-batches, so
-the n-th request of a step is not the n-th of the plan.
+What pays is put to work: swapped layers come back to two rounding buffers of the planned size; and on a GPU the planned
+peak is reserved as one segment of the caching allocator before the first step, which then splits it instead of asking
+the device for memory in the order in which tensors appear. The addresses of the plan are not enforced: an allocator
+behind torch sees sizes and an order that changes with the lengths of micro-batches, so the n-th request of a step is
+not the n-th of the plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bytescale_ext.activation.buffers import NUM_BUFFERS, RoundingBuffers
+from bytescale_ext.activation.buffers import NUM_BUFFERS, RoundingBuffers, reserve
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.activation.trace import AllocationTrace
 from bytescale_ext.plan.activation import ActivationPlan
@@ -91,7 +90,7 @@ class PlannedMemory:
         if self.on_cuda:
             torch.cuda.reset_peak_memory_stats()
             self._used_before = max(1, torch.cuda.memory_allocated())
-            reserve(self.peak - NUM_BUFFERS * self.memory.buffer_bytes, device)
+            reserve(self.peak, device)
         if self.memory.buffer_bytes:
             self.store.buffers = RoundingBuffers(self.memory.buffer_bytes, device)
         if not self.on_cuda:
@@ -114,22 +113,14 @@ class PlannedMemory:
 
     def report(self, used: int) -> str:
         """What the first step used of what was planned, in one line."""
-        verdict = "" if used <= TOLERANCE * self.peak else "; this is more: record the plan with longer micro-batches"
-        where = "" if self.on_cuda else "; on CPU nothing is reserved but rounding buffers"
+        # A buffer stays whole to the end of its layer, where the plan's tensors go one by one.
+        most = TOLERANCE * self.peak + NUM_BUFFERS * self.memory.buffer_bytes
+        verdict = "" if used <= most else "; this is more: record the plan with longer micro-batches"
+        where = "" if self.on_cuda else "; on CPU nothing is reserved, rounding buffers are used"
         return (
             f"> bytescale: memory plan: {self.peak / 1e6:.3f} MB planned, {used / 1e6:.3f} MB at most in the first step"
             f"{verdict}{where}"
         )
-
-
-def reserve(num_bytes: int, device: torch.device) -> None:
-    """Have the caching allocator hold one free segment of ``num_bytes``; warns where the device has no such one."""
-    if num_bytes <= 0:
-        return
-    try:
-        torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        warnings.warn(f"{num_bytes / 1e9:.4g} GB of the memory plan could not be reserved at once", stacklevel=2)
 
 
 def _states(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="What becomes of the tensors that layers save for the backward pass. memo: layer inputs and attention "
         "outputs go to host memory, and as much of the rest as the link carries; what is left is recomputed, attention "
         "never. priced: likewise, but what is cheap to rebuild is never moved and free device memory is used. offload: "
-        "a share of everything goes to host memory. auto: the one with the least predicted time.",
+        "a share of everything goes to host memory; with --hybrid-data-parallel the plan gives each micro-batch its "
+        "own, so that a long sequence needs fewer ranks. auto: the one with the least predicted time.",
     )
     texts = {
         "--swap-fraction F": "Swap this share of the tokens. With memo and priced it is their alpha; with none, the "
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recomputes stays on the device.",
         "--host-memory-gb G": "Host memory of each process for activations: taken once, never more.",
         "--device-memory-gb G": "Device memory for activations, beside model states: what priced, offload and auto "
-        "plan with.",
+        "plan with; not offload with --hybrid-data-parallel, where --hdp-tokens-per-rank says it.",
         "--host-link-gb-per-second B": "Speed between device and pinned host memory, one way (55).",
     }
     for words, text in texts.items():

@@ -1,4 +1,6 @@
-"""The distributed optimizer over torch's own Adam (neither TransformerEngine nor Apex), made to load checkpoints."""
+"""Loading an optimizer: one over torch's own Adam (neither TransformerEngine nor Apex) is made able to, and one that
+keeps its state otherwise than the checkpoint says so.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 
 
 def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
-    """Build Megatron's optimizer, and prepare each ``DistributedOptimizer`` over torch's Adam for loading.
+    """Build Megatron's optimizer, and prepare it, and each ``DistributedOptimizer`` over torch's Adam, for loading.
 
     Such an optimizer cannot load a checkpoint otherwise: Megatron asks it for its step before torch has made any
     state, looks for the step among the tensors that are sharded, copies into parameters that require gradients
@@ -20,7 +22,9 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
 
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        optimizer.load_state_dict = partial(load_as_many_parts, optimizer.load_state_dict, len(parts))
+        for one in parts:
             inner = getattr(one, "optimizer", None)
             if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam) and not HAVE_APEX_OR_TE:
                 begin_state(inner)
@@ -31,6 +35,23 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
         return optimizer
 
     return get_megatron_optimizer
+
+
+def load_as_many_parts(original: Callable[[Any], None], num_parts: int, state: Any) -> None:
+    """Megatron's ``load_state_dict`` of an optimizer of so many parts: one, and one more for experts that are shared.
+
+    Raises:
+        ValueError: the checkpoint has another number of parts.
+    """
+    # Parts are numbered; a part's own entries have names, which a sharded checkpoint mixes with what was saved.
+    num_saved = len(state) if isinstance(state, list) else sum(isinstance(key, int) for key in state) or 1
+    if num_saved != num_parts:
+        raise ValueError(
+            f"--load: the checkpoint holds an optimizer of {num_saved} parts and this run has one of {num_parts}, as "
+            "only one of them has --expert-model-parallel-size above 1: stay on that side of it, or add "
+            "--no-load-optim"
+        )
+    original(state)
 
 
 @torch.no_grad()  # in fp32 the sharded parameters are views of the model's
