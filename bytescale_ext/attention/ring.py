@@ -224,7 +224,8 @@ def backward_steps(
 ) -> Steps[Tensors3]:
     """The backward pass: ``dq [t, heads, dim]`` and ``dk, dv`` of the shape of ``k, v``.
 
-    With ``sums`` the gradients of keys and values are added to those two tensors, which are returned. Passes run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
+    With ``sums`` the gradients of keys and values are added to those two tensors, which are returned.
+    Passes run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
     on their way home.
     """
     layout = ring.layout

@@ -139,7 +139,11 @@ def test_without_those_flags_the_line_is_accepted() -> None:
 def test_each_planner_flag_reaches_the_configuration() -> None:
     line = "--hdp-balance bytescale --hdp-cost cost.json --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5"
     config, _ = settled(4, *COMMON, *line.split(), "--hdp-check-plans-every", 7, "--hdp-plan-ahead", 3)
-    assert config == HdpConfig(64, 1, 256, 4, "bytescale", 1, 1, 2, Path("cost.json"), 3, 1.5, 7)
+    assert config == HdpConfig(
+        64, 1, 256, 4, "bytescale", ranks_per_node=2, cost_file=Path("cost.json"), plan_ahead=3, plan_seconds=1.5,
+        check_plans_every=7,
+    )  # fmt: skip
+    assert settled(4, *COMMON, "--seq1f1b-splits", 3)[0].num_slices == 3
 
 
 def test_balance_by_itself_is_that_of_free_ranks_or_of_pipelines() -> None:
