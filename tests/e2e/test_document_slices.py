@@ -22,13 +22,14 @@ from tests.e2e.test_pipelines import (
     TOLERANCE,
     UNALIGNED,
     UNEVEN,
+    check_gradients,
     printed,
     run,
     train_and_record,
     train_one_by_one,
     whole_gradients,
 )
-from tests.e2e.training import HDP, Outcome, relative_error, shard_of, write_documents
+from tests.e2e.training import HDP, Outcome, write_documents
 
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 
@@ -86,13 +87,7 @@ def test_losses_and_gradients_are_those_of_one_process(
     assert outcomes[-1].validation_losses == pytest.approx(oracle[0].validation_losses, rel=TOLERANCE)
     assert outcomes[-1].validation_losses
     check_order(case, outcomes)
-    if "--use-distributed-optimizer" in case.flags and "--no-align-grad-reduce" not in case.flags:
-        return  # Megatron saves the gradients of a rank's own shard only
-    for tp_rank, found in enumerate(whole_gradients(tmp_path, case.num_stages, case.tp_size)):
-        assert {key for key in found if "_extra" not in key} == set(oracle[1])
-        for key, value in found.items():
-            error = relative_error(value, shard_of(oracle[1][key], key, value, tp_rank, case.tp_size))
-            assert error < TOLERANCE, f"{key}: {error=}"
+    check_gradients(case, tmp_path, oracle[1])
 
 
 def check_order(case: Case, outcomes: list[Outcome]) -> None:

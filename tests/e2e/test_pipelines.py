@@ -207,12 +207,17 @@ def test_losses_and_gradients_are_those_of_one_process(
     outcomes = run(corpus, tmp_path, case.num_ranks, flags, partial(train_and_record, case.num_idle))
     assert outcomes[-1].losses == pytest.approx(oracle[0], rel=TOLERANCE)
     check_order(case, outcomes)
+    check_gradients(case, tmp_path, oracle[1])
+
+
+def check_gradients(case: Any, save: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Those of the first step, of all stages and tensor-parallel ranks, are the expected ones of the whole model."""
     if "--use-distributed-optimizer" in case.flags and "--no-align-grad-reduce" not in case.flags:
         return  # Megatron then leaves each rank the reduced gradients of its own shard only, also where it saves them
-    for tp_rank, found in enumerate(whole_gradients(tmp_path, case.num_stages, case.tp_size)):
-        assert {key for key in found if "_extra" not in key} == set(oracle[1])
+    for tp_rank, found in enumerate(whole_gradients(save, case.num_stages, case.tp_size)):
+        assert {key for key in found if "_extra" not in key} == set(expected)
         for key, value in found.items():
-            error = relative_error(value, shard_of(oracle[1][key], key, value, tp_rank, case.tp_size))
+            error = relative_error(value, shard_of(expected[key], key, value, tp_rank, case.tp_size))
             assert error < TOLERANCE, f"{key}: {error=}"
 
 

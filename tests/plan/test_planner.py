@@ -189,8 +189,9 @@ DIGESTS = [
     "b5b5502584d570cf",
     "81ae3ac8f52ea5b0",
     "f8b1c41e2b901460",
-    "041970ed49f02aeb",
-    "f567da26351acfb0",
+    "3a88710c3ef35934",
+    "f7739a7ecc5e5dc3",
+    "bad112f2748d6e7a",
 ]
 
 

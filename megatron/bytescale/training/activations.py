@@ -255,6 +255,8 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
         return config
     if config.offload is not None:
         raise ValueError("--memory-plan needs one share for all micro-batches: give --swap-fraction, or remove it")
+    from megatron.bytescale.training.activation_memory import read_memory_plan  # imports torch, as flags must not
+
     return replace(config, memory=read_memory_plan(args, config.largest.num_tokens, plan))
 
 

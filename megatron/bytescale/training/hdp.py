@@ -224,7 +224,7 @@ def create_runtime(args: Any, config: HdpConfig, offload: PlannedOffload | None 
     rule = None
     if config.num_slices > 1:
         check_schedules()
-        rule = seq1f1b.document_slice_rule(args, config, cost)
+        rule = seq1f1b.document_slice_rule(args, config, cost, model_shape(args))
     return HdpRuntime(config, cost, StepClock(on_cuda), slice_rule=rule, remote=remote, offload=limits)
 
 

@@ -12,7 +12,6 @@ from bytescale_ext.pipeline.config import SliceConfig
 from bytescale_ext.plan.cost import ModelShape, StageCost
 from bytescale_ext.plan.document_slices import SliceRule
 from bytescale_ext.plan.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
-from megatron.bytescale.runtime import model_shape
 from megatron.bytescale.training.refusals import Refusal
 
 FEATURE: Final = "--seq1f1b-splits"
@@ -132,7 +131,7 @@ def set_defaults(args: argparse.Namespace) -> None:
     args.overlap_p2p_comm = False  # messages in batches: their order is what the schedule was checked for
 
 
-def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost) -> SliceRule:
+def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost, shape: ModelShape) -> SliceRule:
     """How micro-batches of documents are cut. ``cost``: what the planner balances, in which "time" slices are equal.
 
     Raises ValueError, naming the flag, for what only samples of one length can have.
@@ -146,7 +145,7 @@ def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost) -> SliceR
     if args.seq1f1b_cost is not None:
         raise ValueError("--seq1f1b-cost does not work with --hybrid-data-parallel: give the costs as --hdp-cost")
     _check_virtual_stages(args)
-    equal = {"time": cost.both, "flops": layer_cost(model_shape(args), "flops").both, "even": None}[partition]
+    equal = {"time": cost.both, "flops": layer_cost(shape, "flops").both, "even": None}[partition]
     return SliceRule(config.num_slices, equal, config.rows_multiple)
 
 
