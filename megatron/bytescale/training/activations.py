@@ -26,7 +26,6 @@ from bytescale_ext.plan.activation_policy import POLICIES, given_plan, make_plan
 from bytescale_ext.plan.cost import ModelCost
 from bytescale_ext.plan.memory_step import StepMemory
 from megatron.bytescale.training import seq1f1b
-from megatron.bytescale.training.activation_memory import read_memory_plan
 from megatron.bytescale.training.activation_offload import PlannedOffload, planned_offload, plans_offload
 
 RATES = (650e12, 600e12, 500e12)
