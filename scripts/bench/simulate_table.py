@@ -30,7 +30,7 @@ from bytescale_ext.plan.simulate import Outcome, Setting, planner_of, stage_cost
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
 
 K, M = 1 << 10, 1 << 20
-SPLITS = (2, 4, 8)  # slices of a micro-batch that are tried with pipelines
+SPLITS = (2, 4)  # slices of a micro-batch that are tried with pipelines
 TOKENS_PER_RANK = 8 * K
 OUT = Path(__file__).parents[2] / "docs" / "performance.md"
 
