@@ -31,7 +31,9 @@ def fail_on_one(rank: int, world: int) -> None:
 
 
 def die_on_two(rank: int, world: int) -> int:
+    dist.barrier()  # a rank that dies while others still connect to it would not be the first to fail
     if rank == 2:
+        time.sleep(1.0)  # the others have left the barrier
         os._exit(7)
     return rank
 
