@@ -245,8 +245,8 @@ def page(
         f"With pipelines our plans are also run in slices (`--seq1f1b-splits`; {', '.join(map(str, SPLITS))}). *time / "
         "bound* always is over the bound of 1F1B, so that rows compare; *own bound* is the one that holds for the "
         "slices, in which a document may be on several stages at once but each slice has an exchange and launches of "
-        "its own. *best of all* is our fastest row. Slices of one long sequence, with the models of the Seq1F1B paper, are "
-        "in `docs/seq1f1b.md`.",
+        "its own. *best of all* is our fastest row. Slices of one long sequence, with the models of the Seq1F1B "
+        "paper, are in `docs/seq1f1b.md`.",
         "",
         "## Targets",
         "",
