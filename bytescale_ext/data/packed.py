@@ -118,7 +118,7 @@ def pack_micro_batch(
     Raises:
         ValueError: a token id is outside the vocabulary (the document is named).
     """
-    num_rows = _padded(micro_batch.num_tokens, rows_multiple)
+    num_rows = padded(micro_batch.num_tokens, rows_multiple)
     tokens, labels, positions = (np.zeros(num_rows, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(num_rows, dtype=np.float32)
     row = 0
@@ -172,7 +172,8 @@ def shift_labels(read: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndar
     return tokens, labels, loss_mask
 
 
-def _padded(num_tokens: int, rows_multiple: int) -> int:
+def padded(num_tokens: int, rows_multiple: int) -> int:
+    """The rows of so many tokens: the next multiple."""
     assert rows_multiple >= 1, f"{rows_multiple=}"
     return -(-num_tokens // rows_multiple) * rows_multiple
 

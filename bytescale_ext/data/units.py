@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from bytescale_ext.attention.layout import AttentionLayout, attention_layout
 from bytescale_ext.attention.slice_layout import SliceLayout, slice_layouts
-from bytescale_ext.data.packed import PackedMicroBatch, TokenSource, dummy_micro_batch, pack_micro_batch
+from bytescale_ext.data.packed import PackedMicroBatch, TokenSource, dummy_micro_batch, pack_micro_batch, padded
 from bytescale_ext.plan.document_slices import SliceRule
 from bytescale_ext.plan.shapes import MicroBatch
 
@@ -54,7 +54,7 @@ def units_of(
     units: list[Unit] = []
     for micro_batch in micro_batches:
         if rule is None:
-            num_rows = _padded(micro_batch.num_tokens, rows_multiple)
+            num_rows = padded(micro_batch.num_tokens, rows_multiple)
             layout = attention_layout(micro_batch, rank, lengths, num_rows)
             units.append(Unit(micro_batch, num_rows, layout))
         else:
@@ -68,7 +68,7 @@ def _slices(
     """The slices of a micro-batch; each has a row at least, as messages between stages need it."""
     cut = rule(micro_batch, lengths)
     parts = [cut.slice(index, rank) for index in range(rule.num_slices)]
-    rows = [_padded(max(part.num_tokens, 1), rows_multiple) for part in parts]
+    rows = [padded(max(part.num_tokens, 1), rows_multiple) for part in parts]
     return [Unit(*unit) for unit in zip(parts, rows, slice_layouts(cut, rank, rows), strict=True)]
 
 
@@ -79,7 +79,3 @@ def padding_units(num_slices: int, rows: int) -> tuple[PackedMicroBatch, ...]:
     if rule is None:
         return (replace(empty, layout=attention_layout(empty.micro_batch, 0, (), rows)),)
     return tuple(replace(empty, layout=unit.layout) for unit in units_of([empty.micro_batch], (), 0, rows, rule))
-
-
-def _padded(num_tokens: int, rows_multiple: int) -> int:
-    return -(-num_tokens // rows_multiple) * rows_multiple
