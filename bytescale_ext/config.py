@@ -44,6 +44,8 @@ class HdpConfig:
         balance: what the planner balances: "none", "dp", "pp" or "bytescale" (``plan.planner.BALANCES``).
         num_stages: pipeline stages.
         num_slices: slices that each micro-batch is run in (Seq1F1B); 1: it is not cut.
+        kept_keys: keys of rings' sequences up to this length are kept between slices; None: up to the length that
+            costs no memory (``document_slices.affordable_tokens``).
         expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
         ranks_per_node: HDP ranks of a node, or None when they do not fill nodes evenly.
         cost_file: measured costs of the model (``bytescale profile``), or None to balance FLOPs.
@@ -66,6 +68,7 @@ class HdpConfig:
     balance: str = "dp"
     num_stages: int = 1
     num_slices: int = 1
+    kept_keys: int | None = None
     expert_ranks: int = 1
     ranks_per_node: int | None = None
     cost_file: Path | None = None
@@ -99,6 +102,12 @@ class HdpConfig:
             raise ValueError(f"--hdp-plan-ahead must be at least 1, got {self.plan_ahead}")
         if self.plan_seconds is not None and self.plan_seconds <= 0:
             raise ValueError(f"--hdp-plan-seconds must be positive, got {self.plan_seconds:g}")
+        if self.kept_keys is not None and (self.kept_keys < 0 or self.num_slices == 1):
+            raise ValueError(
+                f"--hdp-kept-keys must be at least 0, got {self.kept_keys}"
+                if self.kept_keys < 0
+                else "--hdp-kept-keys needs --seq1f1b-splits of 2 or more: keys are kept from slice to slice"
+            )
         if self.check_plans_every < 1:
             raise ValueError(f"--hdp-check-plans-every must be at least 1, got {self.check_plans_every}")
         self._check_balance()

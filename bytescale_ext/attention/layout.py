@@ -120,6 +120,19 @@ class RingBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptKeys:
+    """Where I keep the keys of a ring's members from slice to slice, so that only a slice's own keys travel.
+
+    Attributes:
+        whole: for each member, the rows of its keys up to the end of the slice among those of the micro-batch.
+        own: those of the slice.
+    """
+
+    whole: tuple[Rows, ...]
+    own: tuple[Rows, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RingPass:
     """My rows of the sequences that one ring of ranks shares; their keys travel together.
 
@@ -136,6 +149,7 @@ class RingPass:
         shares: for each member, its queries of each sequence.
         blocks: what I compute at steps 0 .. D-1; block 0 is my own triangles.
         prefix_blocks: what else I compute at each step, because of prefixes: nothing, or one block.
+        kept: where the keys of all members are kept, or None: those of prefixes travel again.
     """
 
     seqs: tuple[int, ...]
@@ -148,6 +162,7 @@ class RingPass:
     shares: tuple[tuple[int, ...], ...]
     blocks: tuple[RingBlock, ...]
     prefix_blocks: tuple[RingBlock, ...] = ()
+    kept: KeptKeys | None = None
 
     @property
     def width(self) -> int:
@@ -160,6 +175,15 @@ class RingPass:
     def at(self, step: int) -> tuple[RingBlock, ...]:
         """What I compute at a step; nothing when no document of mine meets these keys."""
         return tuple(part[step] for part in (self.blocks, self.prefix_blocks) if part and not part[step].is_empty)
+
+    @property
+    def sent_keys(self) -> Rows:
+        """The rows of my keys among those of the micro-batch that go round the ring."""
+        return self.keys if self.kept is None else self.kept.own[self.index]
+
+    def travelling(self, member: int) -> int:
+        """Rows of keys of a member that go round the ring."""
+        return self.rows[member] if self.kept is None else self.kept.own[member].num_rows
 
     @property
     def next_rank(self) -> int:
@@ -260,6 +284,7 @@ def ring_pass(
     in_micro_batch: Rows | None = None,
     prefixes: Sequence[int] | None = None,
     keys: Rows | None = None,
+    kept: KeptKeys | None = None,
 ) -> RingPass:
     """The rows and blocks of member ``index`` of a ring that shares sequences, or slices of them, of these lengths.
 
@@ -271,6 +296,7 @@ def ring_pass(
         in_micro_batch: its rows in the micro-batch; by default the first ones.
         prefixes: tokens of each sequence before the slice, a multiple of the ring's width; by default none.
         keys: the rows of its keys, with ``prefixes``; by default those of its queries.
+        kept: where it keeps the keys of all members; the member's own are those of ``keys``.
     """
     width = len(ring)
     before = [0] * len(lengths) if prefixes is None else [prefix // width for prefix in prefixes]
@@ -295,6 +321,7 @@ def ring_pass(
         shares=shares,
         blocks=_sharing_values([block for block, _ in pairs]),
         prefix_blocks=_sharing_values([block for _, block in pairs]) if any(before) else (),
+        kept=kept,
     )
 
 

@@ -8,8 +8,10 @@ next, D-1 times, and every member computes one block per step while the next key
     on the way     keys of 1st    keys of 2nd    -
 
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again and the sums of
-their gradients travel one step behind them; after the last step those are one rank away from home. The geometry
-of blocks is in ``layout.py``; sections 5.1 and 7 of ByteScale and Liu et al., "Ring Attention", are the sources.
+their gradients travel one step behind them; after the last step those are one rank away from home. Where keys are kept
+from slice to slice (``KeptKeys``) only those of the slice travel, and in the backward pass the sums alone: what later
+slices have added to them goes along. The geometry of blocks is in ``layout.py``; sections 5.1 and 7 of ByteScale and
+Liu et al., "Ring Attention", are the sources.
 
 The algorithm is a generator that yields each exchange where it must be complete. ``drive`` waits for it between
 processes; ``virtual.run_in_turn`` runs several ranks in one process.
@@ -127,7 +129,8 @@ def forward_steps(
     """The forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
     Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
-    Of a slice, ``k`` and ``v`` are those of the micro-batch, written up to the end of the slice.
+    Of a slice, ``k`` and ``v`` are those of the micro-batch, of which this rank's own are written up to the end of the
+    slice; those of other members that are kept are written here.
     """
     layout = ring.layout
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -143,9 +146,9 @@ def forward_steps(
             _merge_block(out, lse, q, k, v, layout.local_prefix, ring)
 
     for number, ring_pass in enumerate(layout.passes):
-        mine, keys = ring_pass.in_micro_batch, ring_pass.keys
+        mine = ring_pass.in_micro_batch
         meanwhile = compute_local if number == 0 else _nothing
-        part, part_lse = yield from _forward_pass(mine.take(q), keys.take(k), keys.take(v), ring_pass, ring, meanwhile)
+        part, part_lse = yield from _forward_pass(mine.take(q), k, v, ring_pass, ring, meanwhile)
         mine.put_(out, part)
         mine.put_(lse, part_lse, dim=1)
     if not layout.passes:
@@ -161,26 +164,30 @@ def _forward_pass(
     ring: RingContext,
     meanwhile: Callable[[], None],
 ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-    """One pass: ``out [rows, heads, dim]`` in the accumulation dtype and ``lse [heads, rows]`` of my rows."""
+    """One pass: ``out [rows, heads, dim]`` in the accumulation dtype and ``lse [heads, rows]`` of my rows.
+
+    ``q``: of these rows; ``k``, ``v``: of the micro-batch.
+    """
     dtype = accumulation_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
-    kv = torch.stack((k, v))
+    travelling = _Travelling(k, v, ring_pass, ring.comm)
     for step in range(ring_pass.width):
         # Posted before the block is computed, so that the transfer hides behind it.
-        arriving, next_kv = _post_keys(kv, ring_pass, step, ring.comm)
+        arriving = travelling.post(step)
+        keys, values = travelling.here(step)
         if step == 0:
             meanwhile()
         for block in ring_pass.at(step):
             if block.causal:  # the first, of all rows
-                part, part_lse = _forward_block(q, kv[0], kv[1], block, ring)
+                part, part_lse = _forward_block(q, keys, values, block, ring)
                 out.copy_(part)
                 lse.copy_(part_lse)
             else:
-                _merge_block(out, lse, q, kv[0], kv[1], block, ring)
+                _merge_block(out, lse, q, keys, values, block, ring)
         if arriving is not None:
             yield arriving
-            kv = next_kv
+            travelling.arrive(step + 1)
     return out, lse
 
 
@@ -231,14 +238,14 @@ def backward_steps(
     layout = ring.layout
     dq = torch.zeros_like(q)
     dk, dv = sums if sums is not None else (torch.zeros_like(k), torch.zeros_like(v))
-    coming_home: list[tuple[Rows, torch.Tensor, torch.Tensor, Pending]] = []
+    coming_home: list[tuple[Rows, torch.Tensor | None, torch.Tensor, Pending]] = []
     saved: Saved
     for ring_pass in layout.passes:
-        mine, keys = ring_pass.in_micro_batch, ring_pass.keys
-        saved = (mine.take(dout), mine.take(q), keys.take(k), keys.take(v), mine.take(out), mine.take(lse, dim=1))
-        part, own, others, pending = yield from _backward_pass(saved, ring_pass, ring)
+        mine = ring_pass.in_micro_batch
+        saved = (mine.take(dout), mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
+        part, own, others, pending = yield from _backward_pass(saved, dk, dv, ring_pass, ring)
         mine.put_(dq, part)
-        coming_home.append((keys, own, others, pending))
+        coming_home.append((ring_pass.sent_keys, own, others, pending))
     rows, keys = slice(layout.local_start, layout.num_tokens), layout.local_keys
     if rows.stop > rows.start:
         saved = (dout[rows], q[rows], keys.take(k), keys.take(v), out[rows], lse[:, rows])
@@ -254,9 +261,10 @@ def backward_steps(
             rows_of.add_(total, grad)
     for keys, own, others, pending in coming_home:
         yield pending
-        own.add_(others)
-        keys.add_(dk, own[0])
-        keys.add_(dv, own[1])
+        if own is not None:
+            others.add_(own)
+        keys.add_(dk, others[0])
+        keys.add_(dv, others[1])
     return dq, dk, dv
 
 
@@ -269,22 +277,28 @@ def _block_grads(saved: Saved, block: RingBlock, ring: RingContext) -> Tensors3:
 
 
 def _backward_pass(
-    saved: Saved, ring_pass: RingPass, ring: RingContext
-) -> Steps[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pending]]:
-    """One pass: ``dq``, my part of my keys' gradients, the other ranks' part and the exchange that brings it.
+    saved: Saved, dk: torch.Tensor, dv: torch.Tensor, ring_pass: RingPass, ring: RingContext
+) -> Steps[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Pending]]:
+    """One pass: ``dq`` of my rows, my part of my keys' gradients, the other ranks' and the exchange that brings those.
 
-    Key gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. The other ranks' sum
+    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. The other ranks' sum
     starts at the next member in step 1, so it makes D-1 hops and the last one ends here.
+
+    Args:
+        saved: of my rows; keys and values of the micro-batch.
+        dk, dv: sums of the micro-batch. My part of the gradients of keys that are kept is added to them (then it is
+            None in what is returned).
     """
     dout, q, k, v, out, lse = saved
     dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-    kv = torch.stack((k, v))
-    own = _key_sums(ring_pass, 0, kv)
+    travelling = _Travelling(k, v, ring_pass, ring.comm)
+    kept = ring_pass.kept
     arriving_sums: Pending | None = None
-    sums = _key_sums(ring_pass, 1, kv)
+    own: torch.Tensor | None = None
+    sums = _key_sums(ring_pass.travelling(ring_pass.source(1)), k)
     for step in range(ring_pass.width):
-        arriving, next_kv = _post_keys(kv, ring_pass, step, ring.comm)
-        keys, values = kv.unbind()
+        arriving = travelling.post(step) if kept is None else None
+        keys, values = travelling.here(step)
         computed = [
             (block, _block_grads((dout, q, keys, values, out, lse), block, ring)) for block in ring_pass.at(step)
         ]
@@ -292,36 +306,71 @@ def _backward_pass(
             block.queries.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
+        total = _key_sums(len(keys), k) if step == 0 or kept is not None else sums
         for block, grads in computed:
-            total = own if step == 0 else sums
             block.keys.add_(total[0], grads[1])
             block.keys.add_(total[1], grads[2])
+        if kept is not None:
+            source = ring_pass.source(step)
+            for sum_of_all, part, travelling_sum in zip((dk, dv), total, sums, strict=True):
+                kept.whole[source].add_(sum_of_all, part)
+                if step > 0:
+                    travelling_sum.add_(kept.own[source].take(sum_of_all))
+        elif step == 0:
+            own = total
         if step > 0:
             # The sum of these keys goes after them; the sum of my next keys comes, at last that of my own.
-            next_sums = _key_sums(ring_pass, step + 1, kv, filled=False)
+            next_sums = _key_sums(ring_pass.travelling(ring_pass.source(step + 1)), k, filled=False)
             arriving_sums = ring.comm.exchange([(sums, ring_pass.next_rank)], [(next_sums, ring_pass.previous_rank)])
             sums = next_sums
         if arriving is not None:
             yield arriving
-            kv = next_kv
+            travelling.arrive(step + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
     return dq, own, sums, arriving_sums
 
 
-def _post_keys(kv: torch.Tensor, ring_pass: RingPass, step: int, comm: Comm) -> tuple[Pending | None, torch.Tensor]:
-    """Send the keys of this step on and start receiving those of the next; nothing after the last step."""
-    if step == ring_pass.width - 1:
-        return None, kv
-    rows = ring_pass.rows[ring_pass.blocks[step + 1].source]
-    received = torch.empty((2, rows, *kv.shape[2:]), dtype=kv.dtype, device=kv.device)
-    return comm.exchange([(kv, ring_pass.next_rank)], [(received, ring_pass.previous_rank)]), received
+class _Travelling:
+    """The keys and values of a pass on their way round the ring.
+
+    Args:
+        k, v: of the micro-batch; keys of others that are kept are written to it when they arrive.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, ring_pass: RingPass, comm: Comm) -> None:
+        self._buffers = (k, v)
+        self._pass = ring_pass
+        self._comm = comm
+        self._here = torch.stack((ring_pass.sent_keys.take(k), ring_pass.sent_keys.take(v)))
+        self._next = self._here
+
+    def post(self, step: int) -> Pending | None:
+        """Send the keys of this step on and start receiving those of the next; nothing after the last step."""
+        if step == self._pass.width - 1:
+            return None
+        rows = self._pass.travelling(self._pass.source(step + 1))
+        self._next = self._here.new_empty((2, rows, *self._here.shape[2:]))
+        return self._comm.exchange([(self._here, self._pass.next_rank)], [(self._next, self._pass.previous_rank)])
+
+    def arrive(self, step: int) -> None:
+        """The keys of a step have been received."""
+        self._here = self._next
+        if self._pass.kept is not None:
+            for buffer, received in zip(self._buffers, self._here, strict=True):
+                self._pass.kept.own[self._pass.source(step)].put_(buffer, received)
+
+    def here(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the step's blocks: ``[rows, kv_heads, dim]`` each."""
+        if self._pass.kept is None:
+            return self._here[0], self._here[1]
+        rows = self._pass.kept.whole[self._pass.source(step)]
+        return rows.take(self._buffers[0]), rows.take(self._buffers[1])
 
 
-def _key_sums(ring_pass: RingPass, step: int, kv: torch.Tensor, filled: bool = True) -> torch.Tensor:
-    """A sum for the gradients of the keys of a step (step D: my own again), of zeros or not ``filled``."""
-    rows = ring_pass.rows[ring_pass.source(step)]
+def _key_sums(num_rows: int, keys: torch.Tensor, filled: bool = True) -> torch.Tensor:
+    """A sum for the gradients of so many keys and values, of zeros or not ``filled``."""
     make = torch.zeros if filled else torch.empty
-    return make((2, rows, *kv.shape[2:]), dtype=accumulation_dtype(kv.dtype), device=kv.device)
+    return make((2, num_rows, *keys.shape[1:]), dtype=accumulation_dtype(keys.dtype), device=keys.device)
 
 
 def _nothing() -> None:

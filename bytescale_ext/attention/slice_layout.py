@@ -1,7 +1,8 @@
 """Layouts of the slices of a micro-batch: queries of one slice against the keys of all slices up to it.
 
 Keys lie in one buffer of the whole micro-batch, sequence after sequence, each in the order of its slices, so that a
-sequence's keys up to any slice are one interval. For a ring shard A and local documents, in two slices::
+sequence's keys up to any slice are one interval. Of a sequence whose keys are kept the buffer holds those of all members
+of the ring, one member after the other, each so. For a ring shard A and local documents, in two slices::
 
     buffer    | A of slice 0 | A of slice 1 | local line                          |
     slice 0   | A front back |              | doc  doc  do |                         rows of its tensors: A, local
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, RingPass, block_of, ring_pass
+from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, KeptKeys, RingPass, block_of, ring_pass
 from bytescale_ext.attention.rows import Rows
 from bytescale_ext.plan.document_slices import DocumentSlices
 from bytescale_ext.plan.shapes import zigzag_ranges
@@ -53,31 +54,39 @@ def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tu
         rank: my HDP rank.
         num_rows: rows of the tensors of each slice; what is beyond its tokens is padding.
     """
-    regions = [0, *accumulate(shard.num_tokens for shard in cut.micro_batch.shards)]
+    regions = [0, *accumulate(_num_keys(cut, number) for number in range(len(cut.micro_batch.shards)))]
     return tuple(_layout(cut, index, rank, num_rows[index], regions) for index in range(cut.num_slices))
+
+
+def _num_keys(cut: DocumentSlices, number: int) -> int:
+    """Rows of the buffer that a shard needs."""
+    return cut.ring_ends[number][-1] if number in cut.kept else cut.micro_batch.shards[number].num_tokens
 
 
 def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: Sequence[int]) -> SliceLayout:
     """``regions``: where each shard's keys begin in the buffer, and where the last one's end."""
     num_rings = len(cut.ring_ends)
     shards = cut.micro_batch.shards[:num_rings]
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     in_slice, in_buffer = [], []
     row = 0
     for number, shard in enumerate(shards):
-        groups.setdefault(shard.ring, []).append(number)
-        start, stop = cut.ring_range(number, index)
-        share = zigzag_ranges(stop - start, len(shard.ring), shard.ring.index(rank))
-        num_tokens = sum(b - a for a, b in share)
-        in_slice.append((row, row + num_tokens))
-        begin = regions[number] + start // len(shard.ring)
-        in_buffer.append((begin, begin + num_tokens))
-        row += num_tokens
+        groups.setdefault((shard.ring, number in cut.kept), []).append(number)
+        begin, own, stop = _member_keys(cut, index, number, shard.ring.index(rank), rank, regions[number])
+        in_slice.append((row, row + stop - own))
+        in_buffer.append((own, stop))
+        row += stop - own
     passes = []
-    for ring, numbers in groups.items():
+    for (ring, is_kept), numbers in groups.items():
         ranges = [cut.ring_range(number, index) for number in numbers]
         if all(start == stop for start, stop in ranges):
             continue
+        keys = [
+            [_member_keys(cut, index, number, member, rank, regions[number]) for number in numbers]
+            for member in (range(len(ring)) if is_kept else [ring.index(rank)])
+        ]
+        whole = tuple(Rows.of((begin, stop) for begin, _, stop in of_member) for of_member in keys)
+        own_rows = tuple(Rows.of((own, stop) for _, own, stop in of_member) for of_member in keys)
         passes.append(
             ring_pass(
                 [stop - start for start, stop in ranges],
@@ -86,7 +95,8 @@ def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: 
                 [shards[number].seq for number in numbers],
                 Rows.of(in_slice[number] for number in numbers),
                 prefixes=[start for start, _ in ranges],
-                keys=Rows.of((regions[number], in_buffer[number][1]) for number in numbers),
+                keys=whole[ring.index(rank) if is_kept else 0],
+                kept=KeptKeys(whole, own_rows) if is_kept else None,
             )
         )
     first, last = (regions[num_rings] + token for token in cut.local_range(index))
@@ -94,6 +104,31 @@ def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: 
     pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
     layout = _with_local(num_rows, tuple(passes), row, [piece for piece in pieces if piece[1] < piece[2]])
     return SliceLayout(index, cut.num_slices, layout, Rows.of([*in_buffer, (first, last)]), regions[-1])
+
+
+def _member_keys(
+    cut: DocumentSlices, index: int, number: int, member: int, rank: int, region: int
+) -> tuple[int, int, int]:
+    """Rows of the buffer for a member of a ring: where its keys begin, where those of the slice do and where they end.
+
+    ``region``: where the shard's keys begin; keys of other members than ``rank`` are there if they are kept.
+    """
+    shard = cut.micro_batch.shards[number]
+    width = len(shard.ring)
+    start, stop = cut.ring_range(number, index)
+    begin = region
+    if number in cut.kept:
+        begin += sum(_share(cut.ring_ends[number], width, other) for other in range(member))
+    else:
+        assert shard.ring[member] == rank, f"{shard=} {member=} {rank=}"
+    own = begin + start // width
+    return begin, own, own + sum(b - a for a, b in zigzag_ranges(stop - start, width, member))
+
+
+def _share(ends: Sequence[int], width: int, member: int) -> int:
+    """Tokens of a member in all slices: in all but the last each member has as many."""
+    before = ends[-2] if len(ends) > 1 else 0
+    return before // width + sum(b - a for a, b in zigzag_ranges(ends[-1] - before, width, member))
 
 
 def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...]:

@@ -55,7 +55,12 @@ class LowerBounds:
 
 
 def lower_bounds(
-    lengths: Sequence[int], num_ranks: int, tokens_per_rank: int, stages: Sequence[StageCost], num_slices: int = 1
+    lengths: Sequence[int],
+    num_ranks: int,
+    tokens_per_rank: int,
+    stages: Sequence[StageCost],
+    num_slices: int = 1,
+    kept_tokens: int = 0,
 ) -> LowerBounds:
     """Bounds on the makespan of any plan of these sequences.
 
@@ -65,6 +70,7 @@ def lower_bounds(
         tokens_per_rank: C.
         stages: cost of each pipeline stage; one without pipelines.
         num_slices: k slices of each micro-batch, cut as ``replay_stages`` cuts them; 1 bounds 1F1B.
+        kept_tokens: keys of rings' sequences up to this length are kept between slices.
 
     Raises:
         ValueError: there is no sequence, or one does not fit on all ranks.
@@ -78,7 +84,7 @@ def lower_bounds(
     most_micro_batches = float(np.ceil(total / (num_ranks * tokens_per_rank)))
     alone, least = np.ones(len(tokens)), np.ceil(tokens / tokens_per_rank)
     giants = np.sort(tokens[2 * (tokens // num_ranks) > tokens_per_rank])
-    sliced = _Sliced(stages[0], num_slices, tokens_per_rank, num_ranks)
+    sliced = _Sliced(stages[0], num_slices, kept_tokens, tokens_per_rank, num_ranks)
 
     def on_one_stage(bound: Callable[[StageCost], float]) -> float:
         """The largest bound of a stage's own work with the fill and drain of the stages before it."""
@@ -110,12 +116,13 @@ class _Sliced:
 
     first: StageCost
     num_slices: int
+    kept_tokens: int
     tokens_per_rank: int
     num_ranks: int
 
     def seconds(self, stage: StageCost, tokens: Floats, widths: Floats) -> tuple[Floats, Floats]:
         """Forward and backward of each slice without g: [n, k] each."""
-        cut = SliceShares.of(self.first.both, tokens, widths, self.num_slices)
+        cut = SliceShares.of(self.first.both, tokens, widths, self.num_slices, self.kept_tokens)
         return stage.forward.slice_costs(tokens, widths, cut)[0], stage.backward.slice_costs(tokens, widths, cut)[0]
 
     def through(self, stages: Sequence[StageCost], length: float) -> float:

@@ -98,20 +98,21 @@ class SliceShares:
 
     Attributes:
         tokens: tokens of the slice.
-        ends: tokens up to its end.
+        exchanged: tokens whose keys go round the ring for it: its own where keys are kept, else all up to its end.
         squares: its attention, of that of the sequence.
     """
 
     tokens: Floats
-    ends: Floats
+    exchanged: Floats
     squares: Floats
 
     @classmethod
-    def of(cls, cost: CostModel, lengths: Floats, widths: Floats, num_slices: int) -> SliceShares:
+    def of(cls, cost: CostModel, lengths: Floats, widths: Floats, num_slices: int, kept_tokens: int = 0) -> SliceShares:
         """Slices of equal cost: slice j ends at the P with ``a P^2 + b P = (a s^2 + b s) (j + 1) / k``.
 
         That is the cut of ``slices.slice_lengths`` (Seq1F1B section 3.3) before it is rounded to whole tokens. A
-        sequence on one rank is cut together with the others of its micro-batch: it counts as k equal parts.
+        sequence on one rank is cut together with the others of its micro-batch: it counts as k equal parts. Keys of
+        sequences of at most ``kept_tokens`` tokens are kept (``document_slices.SliceRule``).
         """
         inner = np.arange(1, num_slices) / num_slices
         targets = (cost.a * lengths**2 + cost.b * lengths)[:, None] * inner
@@ -120,7 +121,9 @@ class SliceShares:
         ends[:, -1] = 1.0
         ends[:, 1:-1] = np.where((widths == 1)[:, None], inner, stops)
         squares = np.where((widths == 1)[:, None], ends, ends**2)
-        return cls(np.diff(ends, axis=1), ends[:, 1:], np.diff(squares, axis=1))
+        tokens = np.diff(ends, axis=1)
+        exchanged = np.where((lengths <= kept_tokens)[:, None], tokens, ends[:, 1:])
+        return cls(tokens, exchanged, np.diff(squares, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +133,27 @@ class CostModel:
     A sequence of s tokens on d ranks costs each of them (ByteScale Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma,
     divided over the ring, with the ring's exchange of keys and values hidden behind attention, section 7)::
 
-        max(a s^2 / d, c s (d - 1) / d) + b s / d          and each micro-batch g once
+        max(a s^2 / d, c s (d - 1) / d) + h s (d - 1) / d + b s / d          and each micro-batch g once
 
     Attributes:
         a: per squared token, causal attention.
         b: per token, everything that is linear in tokens.
-        c: per token whose keys and values a rank receives.
+        c: per token whose keys and values a rank receives, hidden behind attention.
         g: per micro-batch.
+        h: per token whose keys and values a rank receives, never hidden: blocks are joined, messages handed over and
+            waited for and, where processors move the data themselves, copied. The paper has no such term.
     """
 
     a: float
     b: float
     c: float = 0.0
     g: float = 0.0
+    h: float = 0.0
 
     def attention_cost(self, length: int, width: int) -> float:
-        """Attention of a sequence on each of ``width`` ranks: the slower of computing and receiving."""
-        return max(self.a * length * length, self.c * length * (width - 1)) / width
+        """Attention of a sequence on each of ``width`` ranks: the slower of computing and receiving, and h."""
+        received = length * (width - 1)
+        return (max(self.a * length * length, self.c * received) + self.h * received) / width
 
     def linear_cost(self, num_tokens: int) -> float:
         """Everything linear of ``num_tokens`` tokens on their own rank."""
@@ -158,8 +165,12 @@ class CostModel:
 
     def sequence_costs(self, lengths: Floats, widths: Floats) -> Floats:
         """``sequence_cost`` of many sequences: [n], lengths and widths [n]."""
-        attention = np.maximum(self.a * lengths * lengths, self.c * lengths * (widths - 1)) / widths
-        return np.asarray(attention + self.b * lengths / widths)
+        return np.asarray(self.attention_costs(lengths, widths) + self.b * lengths / widths)
+
+    def attention_costs(self, lengths: Floats, widths: Floats) -> Floats:
+        """``attention_cost`` of many sequences: [n], lengths and widths [n]."""
+        received = lengths * (widths - 1)
+        return np.asarray((np.maximum(self.a * lengths * lengths, self.c * received) + self.h * received) / widths)
 
     def slice_costs(self, lengths: Floats, widths: Floats, cut: SliceShares) -> tuple[Floats, Floats]:
         """Each slice of many sequences on each of their ranks, without the ``g`` of each slice of a micro-batch.
@@ -167,7 +178,7 @@ class CostModel:
         A slice attends to all tokens before it (Seq1F1B, Sun et al. 2024, section 3.3), so with d ranks the keys of the
         tokens up to its end P' travel round once for it (ByteScale section 7); linear work is that of its own tokens::
 
-            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + b (P' - P) / d
+            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + h P' (d - 1) / d + b (P' - P) / d
 
         Args:
             lengths, widths: tokens and ranks of each sequence: [n].
@@ -177,9 +188,10 @@ class CostModel:
             Costs, and the part of them that is exchange which attention does not hide: [n, k] both.
         """
         attention = (self.a * lengths * lengths / widths)[:, None] * cut.squares
-        exchange = (self.c * lengths * (widths - 1) / widths)[:, None] * cut.ends
+        exchange = (self.c * lengths * (widths - 1) / widths)[:, None] * cut.exchanged
         exposed = np.maximum(exchange - attention, 0.0)
-        return attention + exposed + (self.b * lengths / widths)[:, None] * cut.tokens, exposed
+        joined = (self.h * lengths * (widths - 1) / widths)[:, None] * cut.exchanged
+        return attention + exposed + (self.b * lengths / widths)[:, None] * cut.tokens + joined, exposed
 
     def shard_cost(self, shard: Shard, length: int) -> float:
         """A shard of a sequence of ``length`` tokens on its rank; linear work by the tokens that are really there."""
@@ -191,11 +203,11 @@ class CostModel:
 
     def scaled(self, factor: float) -> CostModel:
         """The same model in another unit, or of ``factor`` layers."""
-        return replace(self, a=self.a * factor, b=self.b * factor, c=self.c * factor, g=self.g * factor)
+        return CostModel(self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
 
     def __add__(self, other: CostModel) -> CostModel:
         """Both one after the other, with one exchange of keys and values hidden behind the attention of both."""
-        return CostModel(self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g)
+        return CostModel(self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
 
 
 @dataclass(frozen=True, slots=True)

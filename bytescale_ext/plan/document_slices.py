@@ -10,6 +10,11 @@ the local documents of a rank along the line in which they lie. Slice j of a mic
 All ranks of a ring cut its sequences alike: the ends follow from the length and the ring's width. Ends are multiples of
 2D tokens, but for the last, so every slice but the last gives each of the D ranks the same front and back, and a rank
 holds as many tokens of the sequence as without slices.
+
+A slice attends to all slices before it. Either the keys of those travel round the ring again with each slice, and a
+rank stores its own; or each rank keeps all keys that it has received, and only a slice's own travel. That moves
+``2 / (k + 1)`` of the bytes and stores as many times the keys as the ring has ranks, so it is done for sequences up to
+a length. Slices free more than it costs as long as that length is below ``affordable_tokens``.
 """
 
 from __future__ import annotations
@@ -32,11 +37,13 @@ class DocumentSlices:
         micro_batch: ring shards first, then local documents.
         ring_ends: for each ring shard, the token of its sequence at which each slice ends.
         local_ends: the token of the local line at which each slice ends.
+        kept: numbers of the ring shards whose keys stay on all ranks of their ring from slice to slice.
     """
 
     micro_batch: MicroBatch
     ring_ends: tuple[tuple[int, ...], ...]
     local_ends: tuple[int, ...]
+    kept: frozenset[int] = frozenset()
 
     @property
     def num_slices(self) -> int:
@@ -76,11 +83,13 @@ class SliceRule:
         cost: what slices are equal in; only ``a`` and ``b`` matter. None: tokens.
         rows_multiple: local documents are cut such that a slice's tokens are a multiple of this, where they can be:
             the tensor-parallel size under sequence parallelism.
+        kept_tokens: keys of sequences of at most so many tokens are kept (see the module).
     """
 
     num_slices: int
     cost: CostModel | None = None
     rows_multiple: int = 1
+    kept_tokens: int = 0
 
     def __call__(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> DocumentSlices:
         """Cut a micro-batch. Pure: ranks that share a sequence cut it alike.
@@ -97,7 +106,8 @@ class SliceRule:
             for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.num_slices - 1)
         ]
         line = _line(shards[num_rings:])
-        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before))
+        kept = frozenset(n for n, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= self.kept_tokens)
+        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept)
 
     def _ring_ends(self, length: int, width: int) -> tuple[int, ...]:
         """Ends of the slices of a ring's sequence, ascending; slices of a short one may be empty."""
@@ -135,6 +145,27 @@ class SliceRule:
         length = line[number + 1] - line[number]
         inside = length * share if self.cost is None else end_of_share(self.cost, length, share)
         return line[number] + inside
+
+
+def affordable_tokens(
+    num_stages: int, num_slices: int, tokens_per_rank: int, layer_bytes: float, key_bytes: float
+) -> int:
+    """The longest sequence whose keys a rank can keep without holding more than under 1F1B.
+
+    1F1B holds the activations of p micro-batches of C tokens on its first stage, Seq1F1B those of p - 1 + k slices
+    (Sun et al. 2024, section 3.2), so slices free ``(p - (p - 1 + k) / k) C`` tokens in each layer. The slices in
+    flight belong to at most ``1 + ceil((p - 1) / k)`` micro-batches, each of which may keep keys; the one in its
+    backward pass has their gradients beside them, in float32: twice the bytes of keys in half precision.
+
+    Args:
+        num_stages, num_slices: p and k.
+        tokens_per_rank: C.
+        layer_bytes: activations that a token keeps in a layer.
+        key_bytes: key and value of a token in a layer.
+    """
+    freed = (num_stages - (num_stages - 1 + num_slices) / num_slices) * tokens_per_rank * layer_bytes
+    in_flight = 1 + -(-(num_stages - 1) // num_slices)
+    return max(0, int(freed / (key_bytes * (in_flight + 2))))
 
 
 def _range(ends: Sequence[int], index: int) -> tuple[int, int]:

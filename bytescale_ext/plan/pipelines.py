@@ -6,8 +6,8 @@ allows, shelves of one height go over many ranks (``pipelines_shelves``), shelve
 the first and last slots hold few short sequences, and ranks with tall slots get less work in all. How much of each is
 best depends on the lengths: a few dozen shapes are built and timed (``pipelines_clock``), and the fastest is taken.
 
-Slices (Seq1F1B) make fill and drain k times shorter, so a tall slot costs less; but each slice's exchange brings the
-keys of all tokens before it, so rings are narrower.
+Slices (Seq1F1B) make fill and drain k times shorter, so a tall slot costs less; but where keys are not kept each
+slice's exchange brings those of all tokens before it, so rings are narrower.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class _Step:
     stage: StageCost
     num_stages: int
     num_slices: int
+    kept_tokens: int
     node: int
 
     @property
@@ -79,11 +80,11 @@ class _Step:
         if not self.cost.c:
             return np.full(len(self.lengths), self.num_ranks)
         cut = self._cut(self.lengths.astype(np.float64), np.full(len(self.lengths), 2.0))
-        most = self.lengths * (self.cost.a / self.cost.c) * (cut.squares / cut.ends).min(axis=1) + 1
+        most = self.lengths * (self.cost.a / self.cost.c) * (cut.squares / cut.exchanged).min(axis=1) + 1
         return np.minimum(most, self.num_ranks).astype(np.int64)
 
     def _cut(self, lengths: Floats, widths: Floats) -> SliceShares:
-        return SliceShares.of(self.cost, lengths, widths, self.num_slices)
+        return SliceShares.of(self.cost, lengths, widths, self.num_slices, self.kept_tokens)
 
     def size(self, placed: PlacedRanks) -> int:
         """About how many array entries one shape of this step touches."""
@@ -99,6 +100,7 @@ def place_pipelined(
     stage: StageCost,
     num_stages: int,
     num_slices: int,
+    kept_tokens: int,
     node: int,
     should_stop: ShouldStop = None,
 ) -> PlacedRanks:
@@ -112,13 +114,15 @@ def place_pipelined(
         stage: cost of one stage.
         num_stages: p, 1 without pipelines.
         num_slices: k slices of each slot.
+        kept_tokens: keys of rings' sequences up to this length are kept between slices.
         node: HDP ranks of a node.
         should_stop: see ``HdpPlanner``.
     """
     if not len(lengths):
         return PlacedRanks(num_ranks, lengths, lengths, lengths, lengths, aligned=True)
     in_order = np.argsort(-lengths, kind="stable")
-    step = _Step(lengths[in_order], least[in_order], num_ranks, tokens_per_rank, stage, num_stages, num_slices, node)
+    sized = (lengths[in_order], least[in_order], num_ranks, tokens_per_rank)
+    step = _Step(*sized, stage, num_stages, num_slices, kept_tokens, node)
     placed = _best_shape(step, should_stop)
     back = np.argsort(in_order, kind="stable")
     return replace(
@@ -171,7 +175,7 @@ def _timed(step: _Step, shape: Shape) -> _Timed:
         placed, short_seconds = _with_shorts(step, shape, shelved, estimate)
         if step.size(placed) > _MOST_WORK:  # too large for any search
             return _Timed(shape, placed, np.inf)
-        finish = run_pipelines(slot_seconds(placed, step.stage, step.num_slices), step.num_stages)
+        finish = run_pipelines(slot_seconds(placed, step.stage, step.num_slices, step.kept_tokens), step.num_stages)
         timed = _Timed(shape, placed, float(finish.max()))
         best = timed if best is None or timed.seconds < best.seconds else best
         estimate = finish - short_seconds

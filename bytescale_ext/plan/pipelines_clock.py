@@ -39,7 +39,7 @@ class SlotSeconds:
     opens: npt.NDArray[np.bool_]
 
 
-def slot_seconds(placed: PlacedRanks, stage: StageCost, num_slices: int = 1) -> SlotSeconds:
+def slot_seconds(placed: PlacedRanks, stage: StageCost, num_slices: int = 1, kept_tokens: int = 0) -> SlotSeconds:
     """The costs of an aligned plan of at least one sequence whose stages cost the same."""
     num_slots = int(placed.orders.max()) + 1
     num_ranks = placed.num_ranks
@@ -54,7 +54,10 @@ def slot_seconds(placed: PlacedRanks, stage: StageCost, num_slices: int = 1) -> 
     last = np.full(num_ranks, -1, dtype=np.int64)
     np.maximum.at(last, ranks, placed.orders[seqs])
     absent = last < np.arange(num_slots)[:, None]
-    sums = _cell_seconds(placed, seqs, cells, stage, num_slices, num_slots * num_ranks)
+    cut = SliceShares.of(
+        stage.both, placed.lengths.astype(np.float64), placed.widths.astype(np.float64), num_slices, kept_tokens
+    )
+    sums = _cell_seconds(placed, seqs, cells, stage, cut, num_slots * num_ranks)
     slowest = np.maximum.reduceat(sums, np.flatnonzero(is_first), axis=-1)[..., np.cumsum(is_first) - 1]
     seconds = np.where(absent[:, None], 0.0, slowest.reshape(2, num_slices, num_slots, num_ranks).swapaxes(1, 2))
     return SlotSeconds(
@@ -84,11 +87,10 @@ def run_pipelines(slots: SlotSeconds, num_stages: int) -> Floats:
 
 
 def _cell_seconds(
-    placed: PlacedRanks, seqs: Ints, cells: Ints, stage: StageCost, num_slices: int, num_cells: int
+    placed: PlacedRanks, seqs: Ints, cells: Ints, stage: StageCost, cut: SliceShares, num_cells: int
 ) -> Floats:
     """Seconds of each rank's own shards of each slot, forward and backward: [2, slices, cells]."""
     lengths, widths = placed.lengths.astype(np.float64), placed.widths.astype(np.float64)
-    cut = SliceShares.of(stage.both, lengths, widths, num_slices)
     return np.array(
         [
             [cost.g + np.bincount(cells, weights=each[seqs], minlength=num_cells) for each in costs.T]

@@ -33,6 +33,7 @@ class HdpPlanner:
         balance: one of ``BALANCES``; ``bytescale`` is Algorithm 2 as published, ``none`` is Algorithm 1.
         num_stages: pipeline stages.
         num_slices: slices in which each stage runs a micro-batch; ``pp`` plans for them, the others do not.
+        kept_tokens: keys of rings' sequences up to this length are kept between slices; the others travel again.
         aligned: the plan must have aligned slots (pipelines, expert parallelism); ``pp`` always has them.
         ranks_per_node: small rings of ``dp`` and ``pp`` stay inside nodes of this many HDP ranks; None: one node.
         static_width: plan static context parallelism of this width instead, to compare with.
@@ -48,6 +49,7 @@ class HdpPlanner:
     balance: str = "dp"
     num_stages: int = 1
     num_slices: int = 1
+    kept_tokens: int = 0
     aligned: bool = False
     ranks_per_node: int | None = None
     static_width: int | None = None
@@ -90,7 +92,8 @@ class HdpPlanner:
         step = (sizes, least, self.num_ranks, self.tokens_per_rank)
         node = min(self.ranks_per_node or self.num_ranks, self.num_ranks)
         if self.balance == "pp":
-            placed = place_pipelined(*step, self.cost, self.num_stages, self.num_slices, node, should_stop)
+            pipeline = (self.cost, self.num_stages, self.num_slices, self.kept_tokens)
+            placed = place_pipelined(*step, *pipeline, node, should_stop)
         elif self.balance == "bytescale":
             placed = place_algorithm2(*step, self.cost.both, self.needs_aligned, should_stop)
         else:

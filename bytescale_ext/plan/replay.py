@@ -153,6 +153,7 @@ def replay_stages(
     group_size: int | None = None,
     p2p_seconds: float = 0.0,
     num_slices: int = 1,
+    kept_tokens: int = 0,
 ) -> StageReplay:
     """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
 
@@ -166,6 +167,7 @@ def replay_stages(
         group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
         p2p_seconds: time of a message between virtual stages on different devices.
         num_slices: k slices of each micro-batch, cut for equal cost (forward and backward) of the first stage.
+        kept_tokens: keys of rings' sequences up to this length are kept between slices.
 
     Raises:
         ValueError: the stages wait for each other for ever; the number of stages is no multiple of the chunks; or
@@ -178,7 +180,7 @@ def replay_stages(
     if num_slices < 1 or (num_slices > 1 and num_chunks > 1):
         raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice or more, and without chunks")
     num_stages = num_virtual // num_chunks
-    sliced = _Slices.of(table, stages, num_slices)
+    sliced = _Slices.of(table, stages, num_slices, kept_tokens)
     classes = (table.row_classes[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(classes.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, classes, sliced.own)
@@ -265,9 +267,9 @@ class _Slices:
     tokens: Floats
 
     @classmethod
-    def of(cls, table: ShardTable, stages: Sequence[StageCost], num_slices: int) -> _Slices:
+    def of(cls, table: ShardTable, stages: Sequence[StageCost], num_slices: int, kept_tokens: int) -> _Slices:
         lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
-        cut = SliceShares.of(stages[0].both, lengths, widths, num_slices)
+        cut = SliceShares.of(stages[0].both, lengths, widths, num_slices, kept_tokens)
         beyond_even = table.tokens - lengths / widths  # linear work is that of the tokens that are really there
         cells = (table.rows[:, None] * num_slices + np.arange(num_slices)).ravel()
 

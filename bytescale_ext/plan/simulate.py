@@ -39,6 +39,7 @@ class Setting:
         context: the most tokens of a sequence; the static mesh is chosen by it.
         stages: cost of each pipeline stage; one without pipelines.
         num_slices: k slices of each micro-batch (Seq1F1B) of the schedulers ``SLICED``; the others run 1F1B.
+        kept_tokens: keys of rings' sequences up to this length are kept between slices.
     """
 
     num_ranks: int
@@ -46,6 +47,7 @@ class Setting:
     context: int
     stages: tuple[StageCost, ...]
     num_slices: int = 1
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ def planner_of(setting: Setting, balance: str) -> HdpPlanner:
         balance=balance,
         num_stages=len(setting.stages),
         num_slices=setting.num_slices,
+        kept_tokens=setting.kept_tokens,
         aligned=len(setting.stages) > 1,
     )
 
@@ -158,7 +161,7 @@ def _planned(lengths: Sequence[int], setting: Setting, balance: str) -> Outcome:
 
 
 def _outcome(table: ShardTable, setting: Setting, distinct_peers: int, planning_seconds: float) -> Outcome:
-    result = replay_stages(table, setting.stages, num_slices=setting.num_slices)
+    result = replay_stages(table, setting.stages, num_slices=setting.num_slices, kept_tokens=setting.kept_tokens)
     return Outcome(
         makespan=result.makespan,
         idle_share=result.idle_share,

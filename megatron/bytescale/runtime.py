@@ -82,6 +82,7 @@ class HdpRuntime:
             balance=config.balance,
             num_stages=config.num_stages,
             num_slices=config.num_slices,
+            kept_tokens=0 if self.slice_rule is None else self.slice_rule.kept_tokens,
             aligned=config.aligned,
             ranks_per_node=config.ranks_per_node,
             static_width=config.static_width,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,11 +57,16 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
             torch.testing.assert_close(tensor, case.rows(piece, column), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kept_tokens", [0, 1, 1000], ids=["travel", "some-kept", "kept"])
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
 @pytest.mark.parametrize("case", [LONG, MIXED, GROUPS, TINY], ids=["long", "mixed", "groups", "tiny"])
-def test_slices_give_the_whole(case: Case, num_slices: int) -> None:
+def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int) -> None:
     """One order of slices for all ranks, each rank in its own time: no rank waits for ever, all get the whole."""
-    rule = SliceRule(num_slices, COST)
+    if kept_tokens == 1:  # up to the middle one of the sequences in rings
+        lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
+        kept_tokens = lengths[(len(lengths) - 1) // 2]
+        assert kept_tokens < lengths[-1]
+    rule = SliceRule(num_slices, COST, kept_tokens=kept_tokens)
     for number in range(len(case.rounds)):
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
@@ -89,6 +96,37 @@ def test_prefix_blocks_of_a_ring() -> None:
     of_later = [(backs, ((0, 8),), False), (fronts, ((0, 2),), False)]
     of_source = {0: of_earlier, 1: [(mine, ((2, 8),), True), (mine, ((0, 2),), False)], 2: of_later}
     assert described == [of_source[member.source(step)] for step in range(3)]
+
+
+def test_kept_keys_of_a_ring() -> None:
+    """The same ring, keys kept: those of each member in turn, of which slice 1 sends 6 rows and not all 8."""
+    held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)), Shard(1, ((0, 4),), (1,))))
+    cut = DocumentSlices(held, ((6, 24),), (2, 4), kept=frozenset({0}))
+    first, second = slice_layouts(cut, 1, [4, 8])
+    assert first.num_keys == second.num_keys == 24 + 4
+    assert first.own.intervals == ((8, 10), (24, 26)) and second.own.intervals == ((10, 16), (26, 28))
+    member = second.attention.passes[0]
+    assert [rows.intervals for rows in member.kept.whole] == [((0, 8),), ((8, 16),), ((16, 24),)]
+    assert [rows.intervals for rows in member.kept.own] == [((2, 8),), ((10, 16),), ((18, 24),)]
+    assert member.sent_keys.intervals == ((10, 16),) and [member.travelling(one) for one in range(3)] == [6, 6, 6]
+    travelling = slice_layouts(DocumentSlices(held, ((6, 24),), (2, 4)), 1, [4, 8])[1].attention.passes[0]
+    assert [travelling.travelling(one) for one in range(3)] == [8, 8, 8]
+    assert (member.blocks, member.prefix_blocks) == (travelling.blocks, travelling.prefix_blocks)
+
+
+@pytest.mark.parametrize("num_slices", [2, 4])
+def test_kept_keys_travel_once(num_slices: int) -> None:
+    """Bytes of one sequence of 160 tokens over 4 ranks: as without slices when kept, else (k + 1) / 2 times as many."""
+    case = replace(LONG, lengths=(160,), rounds=(((0, ALL),),))
+    sent = {}
+    for name, rule in (("whole", SliceRule(1)), ("travel", SliceRule(num_slices)),
+                       ("kept", SliceRule(num_slices, kept_tokens=160))):  # fmt: skip
+        comms = mailbox_comms(case.num_ranks)
+        run_in_turn([run_slices(case, 0, comm, rule) for comm in comms])
+        sent[name] = sum(comm.stats.bytes_sent for comm in comms)
+    assert sent["travel"] == sent["whole"] * (num_slices + 1) / 2
+    # Backward the sums alone travel: half of what is sent there in the same precision, 2 of 3 parts in all.
+    assert sent["kept"] == sent["whole"] * 2 / 3
 
 
 def test_samples_side_by_side() -> None:

@@ -56,6 +56,7 @@ CASES = {
     "tp2-pp2": Case(5, 8, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], tp_size=2,
                     balance="bytescale"),
     "pp1": Case(2, 2, 1, FULL),
+    "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150"], balance="pp"),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT, *UNALIGNED], num_chunks=2),
 }  # fmt: skip
 

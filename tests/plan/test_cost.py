@@ -82,7 +82,7 @@ def test_slices_by_hand() -> None:
     # (2 P^2 + 3 P) of 12 tokens is 324; half of it is 162 = 2 * 81 + 3 * 0 near P = 8.28
     tokens, widths = np.array([12.0, 12.0]), np.array([2.0, 1.0])
     cut = SliceShares.of(cost, tokens, widths, 2)
-    end = 12 * cut.ends[0, 0]
+    end = 12 * cut.tokens[0, 0]
     assert 2 * end**2 + 3 * end == pytest.approx(162)
     costs, exposed = cost.slice_costs(tokens, widths, cut)
     exchanges = np.array([50 * end / 2, 50 * 12 / 2])  # the second slice needs all keys again
@@ -91,6 +91,12 @@ def test_slices_by_hand() -> None:
     np.testing.assert_allclose(exposed[0], exchanges - attention)
     np.testing.assert_allclose(costs[1], [162, 162])  # on one rank: equal parts
     assert exposed[1].tolist() == [0, 0]
+    kept = SliceShares.of(cost, tokens, widths, 2, kept_tokens=12)
+    costs, exposed = cost.slice_costs(tokens, widths, kept)
+    exchanges = np.array([50 * end / 2, 50 * (12 - end) / 2])  # now its own alone
+    np.testing.assert_allclose(costs[0], np.maximum(exchanges, attention) + 3 / 2 * np.array([end, 12 - end]))
+    assert exposed[0, 1] == pytest.approx(exchanges[1] - attention[1])
+    assert SliceShares.of(cost, tokens, widths, 2, kept_tokens=11).exchanged.tolist() == cut.exchanged.tolist()
 
 
 def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
@@ -102,7 +108,7 @@ def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
         costs, exposed = cost.slice_costs(tokens, widths, cut)
         np.testing.assert_allclose(costs, np.repeat(whole[:, None] / num_slices, num_slices, axis=1))
         assert not exposed.any()
-    assert SliceShares.of(CostModel(0.0, 0.0), tokens, widths, 1).ends.tolist() == [[1.0]] * 4
+    assert SliceShares.of(CostModel(0.0, 0.0), tokens, widths, 1).exchanged.tolist() == [[1.0]] * 4
 
 
 def test_scaled_scales_everything() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost import CostModel
-from bytescale_ext.plan.document_slices import DocumentSlices, SliceRule
+from bytescale_ext.plan.document_slices import DocumentSlices, SliceRule, affordable_tokens
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
 
 COST = CostModel(0.1, 1.0)
@@ -80,6 +80,22 @@ def test_one_slice_is_the_micro_batch_and_short_ones_leave_slices_empty() -> Non
     assert any(not cut.slice(index, 0).shards for index in range(6))
     empty = SliceRule(3, COST)(MicroBatch(()), ())
     assert empty == DocumentSlices(MicroBatch(()), (), (0, 0, 0))
+
+
+def test_keys_of_sequences_up_to_a_length_are_kept() -> None:
+    ring = (0, 1)
+    held = MicroBatch((Shard(0, zigzag_ranges(90, 2, 0), ring), Shard(1, zigzag_ranges(40, 2, 0), ring), local(2, 9)))
+    kept = [SliceRule(2, COST, kept_tokens=most)(held, (90, 40, 9)).kept for most in (0, 39, 40, 90)]
+    assert kept == [frozenset(), frozenset(), {1}, {0, 1}]
+
+
+def test_kept_keys_take_no_more_memory_than_1f1b() -> None:
+    """4 stages, 4 slices: 7/4 C instead of 4 C; keys in 2 micro-batches, and float32 gradients of one, for 2.25 C."""
+    kept = affordable_tokens(4, 4, 1000, 170.0, 5.0)
+    assert kept == 2.25 * 1000 * 170 / (4 * 5)
+    assert affordable_tokens(4, 1, 1000, 170.0, 5.0) == 0  # nothing is freed
+    assert affordable_tokens(1, 4, 1000, 170.0, 5.0) == 0
+    assert affordable_tokens(8, 8, 1000, 170.0, 5.0) > kept
 
 
 def test_the_offload_share_is_that_of_the_micro_batch() -> None:

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.cost_file import read_cost, shipped
+from bytescale_ext.plan.activation import key_value_bytes
 from bytescale_ext.plan.bounds import lower_bounds
 from bytescale_ext.plan.check import check_step_plan
 from bytescale_ext.plan.cost import ModelCost
+from bytescale_ext.plan.document_slices import affordable_tokens
 from bytescale_ext.plan.planner import BALANCES, HdpPlanner
 from bytescale_ext.plan.replay import PlanSummary, replay_stages, summarize
 from bytescale_ext.plan.shapes import StepPlan
@@ -71,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_splits_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add ``--splits``, which ``check_splits`` checks; ``more`` is added to its help."""
+    """Add ``--splits`` and ``--kept-keys``, which ``check_splits`` checks; ``more`` is added to its help."""
     parser.add_argument(
         "--splits",
         type=int,
@@ -79,14 +81,31 @@ def add_splits_argument(parser: argparse.ArgumentParser, more: str = "") -> None
         metavar="K",
         help=f"slices in which each stage runs a micro-batch, as --seq1f1b-splits (1){more}",
     )
+    parser.add_argument(
+        "--kept-keys",
+        type=int,
+        metavar="TOKENS",
+        help="keys of documents of up to so many tokens are kept from slice to slice, as --hdp-kept-keys (as many as "
+        "take no more memory than 1F1B)",
+    )
 
 
-def check_splits(splits: int, num_stages: int) -> None:
-    """Raise ValueError for a number of slices that makes no sense."""
+def kept_tokens(args: argparse.Namespace, cost: ModelCost) -> int:
+    """``--kept-keys``, by default what training takes without recomputation."""
+    if args.kept_keys is not None:
+        return int(args.kept_keys)
+    key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
+    return affordable_tokens(args.stages, args.splits, args.tokens_per_rank, cost.layer_bytes, key_bytes)
+
+
+def check_splits(splits: int, num_stages: int, kept_keys: int | None = None) -> None:
+    """Raise ValueError for a number of slices that makes no sense, or keys that cannot be kept."""
     if splits < 1:
         raise ValueError(f"--splits {splits} must be at least 1")
     if splits > 1 and num_stages == 1:
         raise ValueError(f"--splits {splits} is for pipelines: slices run side by side on stages; give --stages")
+    if kept_keys is not None and (kept_keys < 0 or splits == 1):
+        raise ValueError(f"--kept-keys {kept_keys} must be at least 0, and needs --splits of 2 or more")
 
 
 def add_cost_argument(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(plan_text(plan))
     print(summary_text(plan, summarize(plan, cost.whole().both, args.tokens_multiple)))
-    print(score_text(plan, cost, args.stages, args.splits))
+    print(score_text(plan, cost, args.stages, args.splits, kept_tokens(args, cost)))
     return 0
 
 
@@ -129,7 +148,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
-    check_splits(args.splits, args.stages)
+    check_splits(args.splits, args.stages, args.kept_keys)
     kinds = ("auto", *BALANCES)
     balance = args.balance or "auto"
     if balance not in kinds:
@@ -146,6 +165,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
         balance=("pp" if args.stages > 1 else "dp") if balance == "auto" else balance,
         num_stages=args.stages,
         num_slices=args.splits,
+        kept_tokens=kept_tokens(args, cost),
         aligned=args.stages > 1,
         ranks_per_node=args.ranks_per_node,
         static_width=args.static_width,
@@ -215,11 +235,11 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
     )
 
 
-def score_text(plan: StepPlan, cost: ModelCost, num_stages: int, num_slices: int = 1) -> str:
+def score_text(plan: StepPlan, cost: ModelCost, num_stages: int, num_slices: int = 1, kept_tokens: int = 0) -> str:
     """The planned time of the step against the least time that any plan can take."""
     stages = stage_costs(cost, num_stages)
-    makespan = replay_stages(plan, stages, num_slices=num_slices).makespan
-    bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages, num_slices).largest
+    makespan = replay_stages(plan, stages, num_slices=num_slices, kept_tokens=kept_tokens).makespan
+    bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages, num_slices, kept_tokens).largest
     return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {cost.device})"
 
 

@@ -24,7 +24,14 @@ from bytescale_ext.plan.simulate import (
     static,
 )
 from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.plan import add_cost_argument, add_splits_argument, check_splits, model_cost, read_lengths
+from megatron.bytescale.cli.plan import (
+    add_cost_argument,
+    add_splits_argument,
+    check_splits,
+    kept_tokens,
+    model_cost,
+    read_lengths,
+)
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
@@ -85,19 +92,22 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--ranks", args.ranks), ("--stages", args.stages), ("--seeds", args.seeds)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
-    check_splits(args.splits, args.stages)
+    check_splits(args.splits, args.stages, args.kept_keys)
     if args.context > args.ranks * args.tokens_per_rank:
         raise ValueError(
             f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
             f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
         )
     cost = model_cost(args.cost)
-    setting = Setting(args.ranks, args.tokens_per_rank, args.context, stage_costs(cost, args.stages), args.splits)
+    kept = kept_tokens(args, cost)
+    sized = (args.ranks, args.tokens_per_rank, args.context)
+    setting = Setting(*sized, stage_costs(cost, args.stages), args.splits, kept)
     figures = compare(setting, draw_steps(args), names)
     described = {
         **({"sampler": args.sampler} if args.sampler else {"lengths": str(args.lengths)}),
         **{name: getattr(args, name) for name in ("context", "ranks", "tokens_per_rank", "global_tokens", "stages")},
         "splits": args.splits,
+        "kept_keys": kept,
         "seeds": args.seeds,
         "cost": {"file": str(args.cost) if args.cost else "bytescale_7b", "device": cost.device},
     }
@@ -136,7 +146,9 @@ def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[st
     """
     bounds = {
         num_slices: [
-            lower_bounds(step, setting.num_ranks, setting.tokens_per_rank, setting.stages, num_slices).largest
+            lower_bounds(
+                step, setting.num_ranks, setting.tokens_per_rank, setting.stages, num_slices, setting.kept_tokens
+            ).largest
             for step in steps
         ]
         for num_slices in (1, setting.num_slices)
@@ -188,7 +200,8 @@ def _cell(figure: Mapping[str, float] | None, spec: str) -> str:
 def _title(setting: Mapping[str, Any]) -> str:
     source = setting.get("sampler") or Path(setting["lengths"]).name
     stages = f" x {setting['stages']} stages" if setting["stages"] > 1 else ""
-    stages += f" in {setting['splits']} slices" if setting["splits"] > 1 else ""
+    if setting["splits"] > 1:
+        stages += f" in {setting['splits']} slices, keys kept up to {setting['kept_keys']} tokens"
     return (
         f"{source}, context {setting['context']}, {setting['ranks']} ranks{stages}, C {setting['tokens_per_rank']}, "
         f"{setting['global_tokens']} tokens a step, {setting['seeds']} seeds"

@@ -78,6 +78,14 @@ def add_planner_arguments(group: argparse._ArgumentGroup) -> None:
         help="Keep rings of up to N ranks inside nodes of N ranks. Default: from LOCAL_WORLD_SIZE.",
     )
     group.add_argument(
+        "--hdp-kept-keys",
+        type=int,
+        metavar="TOKENS",
+        help="With --seq1f1b-splits: each rank keeps the keys that it has received of documents of up to so many "
+        "tokens, so that they travel once, not again with each slice. Default: as far as that takes no more memory "
+        "than 1F1B; 0: none.",
+    )
+    group.add_argument(
         "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
     )
     group.add_argument(
@@ -180,7 +188,7 @@ def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
                 f"documents by; the next that is: {(max(size, 0) // num_ranks + 1) * num_ranks}"
             )
     chosen = {name: getattr(args, f"hdp_{name}") for name in ("plan_ahead", "plan_seconds", "check_plans_every",
-             "ranks_per_node", "static_width", "log_dir", "timeline_step")}  # fmt: skip
+             "ranks_per_node", "static_width", "log_dir", "timeline_step", "kept_keys")}  # fmt: skip
     expert_ranks = ranks_that_share_experts(args)
     aligned = num_stages > 1 or expert_ranks > 1
     balance = args.hdp_balance or "auto"

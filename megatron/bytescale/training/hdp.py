@@ -70,6 +70,9 @@ def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> 
     note = seq1f1b.one_stage_note(runtime.config.num_stages) if runtime.config.num_slices > 1 else None
     if note is not None:
         print_rank_0(f"> bytescale: {note}")
+    if runtime.slice_rule is not None:
+        kept = runtime.slice_rule.kept_tokens
+        print_rank_0(f"> bytescale: keys of documents of up to {kept:,} tokens are kept from slice to slice")
     return use_document_positions(model_chunks)
 
 

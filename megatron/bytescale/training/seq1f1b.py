@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from bytescale_ext.config import HdpConfig
 from bytescale_ext.pipeline.config import SliceConfig
+from bytescale_ext.plan.activation import key_value_bytes, layer_tensors
 from bytescale_ext.plan.cost import ModelShape, StageCost
-from bytescale_ext.plan.document_slices import SliceRule
+from bytescale_ext.plan.document_slices import SliceRule, affordable_tokens
 from bytescale_ext.plan.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from megatron.bytescale.training.refusals import Refusal
 
@@ -146,7 +147,27 @@ def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost, shape: Mo
         raise ValueError("--seq1f1b-cost does not work with --hybrid-data-parallel: give the costs as --hdp-cost")
     _check_virtual_stages(args)
     equal = {"time": cost.both, "flops": layer_cost(shape, "flops").both, "even": None}[partition]
-    return SliceRule(config.num_slices, equal, config.rows_multiple)
+    return SliceRule(config.num_slices, equal, config.rows_multiple, _kept_tokens(args, config, shape))
+
+
+def _kept_tokens(args: Any, config: HdpConfig, shape: ModelShape) -> int:
+    """The longest sequence whose keys are kept between slices: as told, or what costs no memory.
+
+    Where activations are recomputed or leave the device, a token surely keeps only its layer's input.
+    """
+    if config.kept_keys is not None:
+        return config.kept_keys
+    tensors = layer_tensors(shape, tensor_parallel=args.tensor_model_parallel_size)
+    shares = (args.swap_fraction, args.recompute_fraction)
+    if args.recompute_granularity or args.activation_policy != "none" or shares != (None, None):
+        tensors = tensors[:1]
+    return affordable_tokens(
+        config.num_stages,
+        config.num_slices,
+        config.tokens_per_rank,
+        sum(tensor.bytes_per_token for tensor in tensors),
+        key_value_bytes(shape, args.tensor_model_parallel_size),
+    )
 
 
 def slice_config(args: Any, shape: ModelShape) -> SliceConfig:
