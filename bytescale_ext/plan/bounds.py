@@ -123,7 +123,8 @@ class _Sliced:
     def seconds(self, stage: StageCost, tokens: Floats, widths: Floats) -> tuple[Floats, Floats]:
         """Forward and backward of each slice without g: [n, k] each."""
         cut = SliceShares.of(self.first.both, tokens, widths, self.num_slices, self.kept_tokens)
-        return stage.forward.slice_costs(tokens, widths, cut)[0], stage.backward.slice_costs(tokens, widths, cut)[0]
+        (forward, _), (backward, _) = stage.slice_costs(tokens, widths, cut)
+        return forward, backward
 
     def through(self, stages: Sequence[StageCost], length: float) -> float:
         """One sequence through the stages and back, with the best width from dmin to D."""

@@ -100,11 +100,13 @@ class SliceShares:
         tokens: tokens of the slice.
         exchanged: tokens whose keys go round the ring for it: its own where keys are kept, else all up to its end.
         squares: its attention, of that of the sequence.
+        kept: whether the keys of the sequence are kept: [n].
     """
 
     tokens: Floats
     exchanged: Floats
     squares: Floats
+    kept: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, cost: CostModel, lengths: Floats, widths: Floats, num_slices: int, kept_tokens: int = 0) -> SliceShares:
@@ -122,8 +124,14 @@ class SliceShares:
         ends[:, 1:-1] = np.where((widths == 1)[:, None], inner, stops)
         squares = np.where((widths == 1)[:, None], ends, ends**2)
         tokens = np.diff(ends, axis=1)
-        exchanged = np.where((lengths <= kept_tokens)[:, None], tokens, ends[:, 1:])
-        return cls(tokens, exchanged, np.diff(squares, axis=1))
+        kept = (lengths <= kept_tokens) & (num_slices > 1)
+        return cls(tokens, np.where(kept[:, None], tokens, ends[:, 1:]), np.diff(squares, axis=1), kept)
+
+    def backward(self, stage: StageCost) -> SliceShares:
+        """What travels in the backward pass: of kept keys the sums of gradients alone, which is what c has beyond the
+        forward's."""
+        share = max(0.0, 1.0 - stage.forward.c / stage.backward.c) if stage.backward.c else 1.0
+        return replace(self, exchanged=self.exchanged * np.where(self.kept, share, 1.0)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +188,8 @@ class CostModel:
 
             max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + h P' (d - 1) / d + b (P' - P) / d
 
+        Where all ranks have kept the keys of the slices before, those of its own tokens travel: P' - P for P'.
+
         Args:
             lengths, widths: tokens and ranks of each sequence: [n].
             cut: of these sequences.
@@ -221,6 +231,11 @@ class StageCost:
     def both(self) -> CostModel:
         """Forward and backward together: what a planner balances."""
         return self.forward + self.backward
+
+    def slice_costs(self, lengths: Floats, widths: Floats, cut: SliceShares) -> tuple[tuple[Floats, Floats], ...]:
+        """``CostModel.slice_costs`` forward and backward."""
+        backward = self.backward.slice_costs(lengths, widths, cut.backward(self))
+        return self.forward.slice_costs(lengths, widths, cut), backward
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class _Step:
 
     def ring_seconds(self, lengths: Floats, widths: Floats) -> Floats:
         """All slices of each sequence on each rank of its ring, without launches: [n], lengths and widths [n]."""
-        return self.cost.slice_costs(lengths, widths, self._cut(lengths, widths))[0].sum(axis=1)
+        (forward, _), (backward, _) = self.stage.slice_costs(lengths, widths, self._cut(lengths, widths))
+        return np.asarray((forward + backward).sum(axis=1))
 
     @property
     def hidden_widths(self) -> Ints:
@@ -80,7 +81,8 @@ class _Step:
         if not self.cost.c:
             return np.full(len(self.lengths), self.num_ranks)
         cut = self._cut(self.lengths.astype(np.float64), np.full(len(self.lengths), 2.0))
-        most = self.lengths * (self.cost.a / self.cost.c) * (cut.squares / cut.exchanged).min(axis=1) + 1
+        exchange = self.stage.forward.c * cut.exchanged + self.stage.backward.c * cut.backward(self.stage).exchanged
+        most = self.lengths * self.cost.a * (cut.squares / exchange).min(axis=1) + 1
         return np.minimum(most, self.num_ranks).astype(np.int64)
 
     def _cut(self, lengths: Floats, widths: Floats) -> SliceShares:

@@ -94,8 +94,9 @@ def _cell_seconds(
     return np.array(
         [
             [cost.g + np.bincount(cells, weights=each[seqs], minlength=num_cells) for each in costs.T]
-            for cost in (stage.forward, stage.backward)
-            for costs in [cost.slice_costs(lengths, widths, cut)[0]]
+            for cost, (costs, _) in zip(
+                (stage.forward, stage.backward), stage.slice_costs(lengths, widths, cut), strict=True
+            )
         ]
     )
 

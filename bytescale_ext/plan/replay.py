@@ -69,6 +69,7 @@ class StageReplay:
         own_seconds: what the slice itself costs, at most stop - start: [slices, 2, V].
         exposed_seconds: the part of it that is ring exchange which attention does not hide: [slices, 2, V].
         peak_tokens: the most tokens whose activations one stage of a rank holds at a time: [num_ranks].
+        kept_keys: the most tokens whose keys it keeps beside them, those of other ranks too: [num_ranks].
     """
 
     num_stages: int
@@ -78,6 +79,7 @@ class StageReplay:
     own_seconds: Floats
     exposed_seconds: Floats
     peak_tokens: Ints
+    kept_keys: Ints
 
     @cached_property
     def makespan(self) -> float:
@@ -184,7 +186,7 @@ def replay_stages(
     classes = (table.row_classes[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(classes.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, classes, sliced.own)
-    lanes, peaks = _lanes(table, sliced.tokens, classes, num_stages, num_chunks, group_size)
+    lanes, peaks = _lanes(table, sliced.held, classes, num_stages, num_chunks, group_size)
     before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
     fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
     nodes = _Nodes(
@@ -198,7 +200,7 @@ def replay_stages(
         raise ValueError(_deadlock_text(table, left, num_stages, num_virtual, num_slices))
     shaped = starts.reshape(seconds.shape)
     starts, stops = shaped[classes], (shaped + seconds)[classes]
-    return StageReplay(num_stages, table.counts, starts, stops, sliced.own, sliced.exposed, peaks)
+    return StageReplay(num_stages, table.counts, starts, stops, sliced.own, sliced.exposed, *peaks)
 
 
 def summarize(plan: StepPlan, cost: CostModel, tokens_multiple: int = 1) -> PlanSummary:
@@ -259,12 +261,13 @@ class _Slices:
 
     Attributes:
         own, exposed: seconds in each direction on each virtual stage, see ``StageReplay``: [slices, 2, V].
-        tokens: of the slice: [slices].
+        held: from the slice's forward to its backward, tokens whose activations are kept and tokens whose keys are:
+            [2, slices].
     """
 
     own: Floats
     exposed: Floats
-    tokens: Floats
+    held: Floats
 
     @classmethod
     def of(cls, table: ShardTable, stages: Sequence[StageCost], num_slices: int, kept_tokens: int) -> _Slices:
@@ -280,28 +283,31 @@ class _Slices:
         exposed = np.zeros_like(own)
         for cost in set(stages):
             same = [number for number, stage in enumerate(stages) if stage == cost]
+            ways = cost.slice_costs(lengths, widths, cut)
             for direction, one in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
-                costs, beyond_attention = one.slice_costs(lengths, widths, cut)
+                costs, beyond_attention = ways[direction]
                 costs += one.b * beyond_even[:, None] * cut.tokens
                 own[:, direction, same] = (one.g + of_slices(costs))[:, None]
                 exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
-        return cls(own, exposed, of_slices(table.tokens[:, None] * cut.tokens))
+        is_first = np.arange(num_slices) == 0  # keys are kept until its backward pass, the last one
+        kept = np.where(cut.kept & (widths > 1), lengths, 0.0)[:, None] * is_first
+        return cls(own, exposed, np.stack((of_slices(table.tokens[:, None] * cut.tokens), of_slices(kept))))
 
 
 def _lanes(
-    table: ShardTable, tokens: Floats, classes: Ints, num_stages: int, num_chunks: int, group_size: int | None
+    table: ShardTable, held: Floats, classes: Ints, num_stages: int, num_chunks: int, group_size: int | None
 ) -> tuple[list[tuple[Ints, Ints]], Ints]:
-    """Edges between each action of a stage and the next one, and the peak tokens of each rank.
+    """Edges between each action of a stage and the next one, and the most that each rank holds: [2, num_ranks].
 
     Nodes are numbered (class, direction, virtual stage). Ranks with equal counts have equal orders.
 
     Args:
-        tokens, classes: of each slice, micro-batch by micro-batch.
+        held, classes: of each slice, micro-batch by micro-batch.
     """
-    num_slices = len(tokens) // max(table.num_rows, 1)
+    num_slices = len(classes) // max(table.num_rows, 1)
     num_virtual = num_stages * num_chunks
     edges: list[tuple[Ints, Ints]] = []
-    peaks = np.zeros(table.num_ranks, dtype=np.int64)
+    peaks = np.zeros((2, table.num_ranks), dtype=np.int64)
     for count in np.unique(table.counts[table.counts > 0]).tolist():
         ranks = np.flatnonzero(table.counts == count)
         for stage, order in enumerate(_orders(count, num_stages, num_chunks, group_size, num_slices)):
@@ -309,8 +315,8 @@ def _lanes(
             units = table.offsets[ranks][:, None] * num_slices + place
             nodes = (classes[units] * 2 + direction) * num_virtual + chunk * num_stages + stage
             edges.append((nodes[:, :-1].ravel(), nodes[:, 1:].ravel()))
-            held = np.cumsum(tokens[units] * np.where(direction == FORWARD, 1, -1), axis=1).max(axis=1)
-            peaks[ranks] = np.maximum(peaks[ranks], np.round(held / num_chunks).astype(np.int64))
+            most = np.cumsum(held[:, units] * np.where(direction == FORWARD, 1, -1), axis=2).max(axis=2)
+            peaks[:, ranks] = np.maximum(peaks[:, ranks], np.round(most / num_chunks).astype(np.int64))
     return edges, peaks
 
 

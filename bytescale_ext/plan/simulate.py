@@ -60,6 +60,7 @@ class Outcome:
         exposed_communication: share of it in which a ring's exchange is waited for that attention does not hide.
         forwards_per_rank: micro-batches of the rank that has most.
         peak_tokens: the most tokens whose activations one device holds at a time.
+        kept_keys: the most tokens whose keys it keeps beside them from slice to slice.
         distinct_peers: ranks with which a rank exchanges keys and values; of the rank that has most.
         planning_seconds: wall time of the planner, on one core.
     """
@@ -69,6 +70,7 @@ class Outcome:
     exposed_communication: float
     forwards_per_rank: int
     peak_tokens: int
+    kept_keys: int
     distinct_peers: int
     planning_seconds: float
 
@@ -168,6 +170,7 @@ def _outcome(table: ShardTable, setting: Setting, distinct_peers: int, planning_
         exposed_communication=result.exposed_share,
         forwards_per_rank=int(table.counts.max()),
         peak_tokens=int(result.peak_tokens.max()),
+        kept_keys=int(result.kept_keys.max()),
         distinct_peers=distinct_peers,
         planning_seconds=planning_seconds,
     )
@@ -214,6 +217,7 @@ def run_groups(
         exposed_communication=float(sum(table.row_exposed(cost).sum() for cost in passes)) / device_seconds,
         forwards_per_rank=int(table.counts.max()),
         peak_tokens=int(table.row_tokens.max()),
+        kept_keys=0,
         distinct_peers=int(table.distinct_peers(folded=False).max()),
         planning_seconds=planning_seconds,
     )

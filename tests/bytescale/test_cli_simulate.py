@@ -19,7 +19,7 @@ COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1
 SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
 FIGURES = {
     "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
-    "exposed_communication", "forwards_per_rank", "peak_tokens", "distinct_peers", "planning_seconds",
+    "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "distinct_peers", "planning_seconds",
 }  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words, "--splits", 3) == 0
     value = json.loads(capsys.readouterr().out)
     sliced = value["schedulers"]
-    assert value["setting"]["splits"] == 3
+    # What slices free is 4 C - 2 C of activations of 139,000 bytes; 4 times the keys of 4,096 bytes are kept for it.
+    assert value["setting"]["splits"] == 3 and value["setting"]["kept_keys"] == 2 * 8192 * 139_000 // (4 * 4096)
     for name, figures in sliced.items():
         assert figures["makespan_over_bound"]["mean"] >= 1
         assert (figures["makespan"] == plain[name]["makespan"]) == (name == "static")
@@ -73,7 +74,13 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
         assert sliced["ours"][figure]["mean"] < plain["ours"][figure]["mean"]
     assert run(*words[:-1], "--splits", 3) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "8 ranks x 4 stages in 3 slices," in lines[0] and "time / 1F1B bound" in lines[3]
+    assert "8 ranks x 4 stages in 3 slices, keys kept up to" in lines[0] and "time / 1F1B bound" in lines[3]
+    assert "kept keys" in lines[3]
+    assert run(*words, "--splits", 3, "--kept-keys", 0) == 0
+    travelling = json.loads(capsys.readouterr().out)["schedulers"]["ours"]
+    assert travelling["kept_keys"]["worst"] == 0 < sliced["ours"]["kept_keys"]["worst"]
+    assert travelling["makespan"]["mean"] > sliced["ours"]["makespan"]["mean"]
+    assert run(*words, "--kept-keys", 5) == 2 and "needs --splits" in capsys.readouterr().err
 
 
 def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from bytescale_ext.plan.cost import (
     CostModel,
     ModelShape,
     SliceShares,
+    StageCost,
     attention_flops_per_square,
     flops_cost,
     linear_flops_per_token,
@@ -63,6 +64,28 @@ def test_sequence_cost_by_hand() -> None:
     assert cost.sequence_cost(100, 2) == 2 * 10_000 / 2 + 3 * 100 / 2  # attention is slower
 
 
+def test_a_ring_pays_h_for_what_it_receives() -> None:
+    free, cost = CostModel(a=2.0, b=3.0, c=50.0, g=7.0), CostModel(a=2.0, b=3.0, c=50.0, g=7.0, h=11.0)
+    assert cost.sequence_cost(10, 1) == free.sequence_cost(10, 1)
+    for length, width in ((10, 2), (100, 2), (100, 5)):
+        received = length * (width - 1) / width
+        assert cost.sequence_cost(length, width) == pytest.approx(free.sequence_cost(length, width) + 11 * received)
+    shard = Shard(0, ((0, 2), (5, 6)), (0, 1))
+    assert cost.shard_cost(shard, 6) == free.shard_cost(shard, 6) + 11 * 6 / 2
+    tokens, widths = np.array([10.0, 100.0, 100.0]), np.array([1.0, 2.0, 5.0])
+    one_by_one = [cost.sequence_cost(int(n), int(d)) for n, d in zip(tokens, widths, strict=True)]
+    np.testing.assert_allclose(cost.sequence_costs(tokens, widths), one_by_one)
+
+
+def test_each_slice_of_a_ring_pays_h_for_the_keys_that_travel() -> None:
+    free, cost = CostModel(a=1e-2, b=3.0, c=0.1), CostModel(a=1e-2, b=3.0, c=0.1, h=0.5)
+    tokens, widths = np.array([1000.0, 70.0]), np.array([4.0, 1.0])
+    cut = SliceShares.of(cost, tokens, widths, 3)
+    (costs, exposed), (without, same) = cost.slice_costs(tokens, widths, cut), free.slice_costs(tokens, widths, cut)
+    np.testing.assert_allclose(costs - without, [1000 * 3 / 4 * 0.5 * cut.exchanged[0], [0.0] * 3], atol=1e-9)
+    assert (exposed == same).all()
+
+
 def test_micro_batch_cost_counts_real_tokens_and_g_once() -> None:
     cost = CostModel(a=2.0, b=3.0, c=0.0, g=7.0)
     ring = Shard(1, ((0, 2), (4, 5)), (0, 1))
@@ -96,6 +119,13 @@ def test_slices_by_hand() -> None:
     exchanges = np.array([50 * end / 2, 50 * (12 - end) / 2])  # now its own alone
     np.testing.assert_allclose(costs[0], np.maximum(exchanges, attention) + 3 / 2 * np.array([end, 12 - end]))
     assert exposed[0, 1] == pytest.approx(exchanges[1] - attention[1])
+    # Backward their gradients alone travel: what c has beyond the forward's.
+    stage = StageCost(cost, replace(cost, c=80.0))
+    (forward, _), (backward, _) = stage.slice_costs(tokens, widths, kept)
+    assert (forward == costs).all()
+    np.testing.assert_allclose(backward, replace(cost, c=30.0).slice_costs(tokens, widths, kept)[0])
+    again = stage.slice_costs(tokens, widths, cut)[1][0]
+    np.testing.assert_allclose(again, stage.backward.slice_costs(tokens, widths, cut)[0])
     assert SliceShares.of(cost, tokens, widths, 2, kept_tokens=11).exchanged.tolist() == cut.exchanged.tolist()
 
 
@@ -112,4 +142,5 @@ def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
 
 
 def test_scaled_scales_everything() -> None:
-    assert CostModel(1.0, 2.0, 3.0, 4.0).scaled(2.0) == CostModel(2.0, 4.0, 6.0, 8.0)
+    assert CostModel(1.0, 2.0, 3.0, 4.0, 5.0).scaled(2.0) == CostModel(2.0, 4.0, 6.0, 8.0, 10.0)
+    assert CostModel(1.0, 2.0, 3.0, 4.0, 5.0) + CostModel(5.0, 4.0, 3.0, 2.0, 2.0) == CostModel(6.0, 6.0, 6.0, 6.0, 7.0)

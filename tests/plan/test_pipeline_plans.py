@@ -72,9 +72,23 @@ def test_uniform_slices_by_hand() -> None:
     result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4, num_slices=4)
     assert result.makespan == (6 + 3 / 4) * (4.0 + 8.0)
     assert result.peak_tokens.tolist() == [4 * 7 / 4]
+    assert result.kept_keys.tolist() == [0]  # no rings
     assert result.starts.shape == (24, 2, 4)
     assert result.starts[:5, FORWARD, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice goes back first
+
+
+def test_kept_keys_in_flight_by_hand() -> None:
+    """Three rings of 8, 4 and 8 tokens, 2 stages, 2 slices: keys stay from the first forward to the last backward."""
+    lengths, ring = (8, 4, 8), (0, 1)
+    ranks = tuple(
+        tuple(MicroBatch((Shard(seq, zigzag_ranges(lengths[seq], 2, member), ring),)) for seq in range(3))
+        for member in ring
+    )
+    plan = StepPlan(2, 8, lengths, ranks, aligned=True)
+    kept = {most: replay_stages(plan, [UNIT] * 2, num_slices=2, kept_tokens=most).kept_keys.tolist()
+            for most in (0, 4, 8)}  # fmt: skip
+    assert kept == {0: [0, 0], 4: [4, 4], 8: [12, 12]}
 
 
 def test_stage_costs_must_fill_the_chunks() -> None:

@@ -28,8 +28,9 @@ def test_the_clock_shows_what_the_replay_shows(num_stages: int, num_slices: int)
         assert isinstance(plan.ranks, PlacedRanks)
         if (plan.ranks.counts == 0).any():
             continue
-        finish = run_pipelines(slot_seconds(plan.ranks, stage, num_slices), num_stages)
-        replayed = replay_stages(plan, [stage] * num_stages, num_slices=num_slices)
+        kept = int(np.median(plan.lengths))
+        finish = run_pipelines(slot_seconds(plan.ranks, stage, num_slices, kept), num_stages)
+        replayed = replay_stages(plan, [stage] * num_stages, num_slices=num_slices, kept_tokens=kept)
         offsets = np.cumsum(replayed.counts) * num_slices
         np.testing.assert_allclose(finish, [replayed.stops[:stop][-num_slices:].max() for stop in offsets])
         # linear work is an even share of the sequence on the clock, and that of the tokens there in the replay

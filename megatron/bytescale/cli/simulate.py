@@ -52,6 +52,7 @@ _COLUMNS: Final = {
     "exposed_communication": ("exposed", ".1%"),
     "forwards_per_rank": ("forwards", ".0f"),
     "peak_tokens": ("peak tokens", ".0f"),
+    "kept_keys": ("kept keys", ".0f"),
     "distinct_peers": ("peers", ".0f"),
     "planning_seconds": ("planning s", ".4f"),
 }
@@ -175,7 +176,8 @@ def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[st
 
 def as_text(setting: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]) -> str:
     """The comparison as a table, mean and worst of each figure."""
-    columns = {name: column for name, column in _COLUMNS.items() if "1f1b" not in name or setting["splits"] > 1}
+    of_slices = ("makespan_over_1f1b_bound", "kept_keys")
+    columns = {name: column for name, column in _COLUMNS.items() if name not in of_slices or setting["splits"] > 1}
     heads = ["", *(title for title, _ in columns.values())]
     rows = [heads]
     notes = []
