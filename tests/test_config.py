@@ -40,6 +40,8 @@ def test_defaults_and_frozen() -> None:
         ({"plan_ahead": 0}, ["--hdp-plan-ahead", "got 0"]),
         ({"plan_seconds": 0.0}, ["--hdp-plan-seconds", "got 0"]),
         ({"check_plans_every": 0}, ["--hdp-check-plans-every", "got 0"]),
+        ({"kept_keys": -1, "num_slices": 2}, ["--hdp-kept-keys", "got -1"]),
+        ({"kept_keys": 5}, ["--hdp-kept-keys needs --seq1f1b-splits"]),
         ({"ranks_per_node": 0}, ["--hdp-ranks-per-node", "got 0"]),
         ({"balance": "even"}, ["--hdp-balance even", "auto, none, dp, pp, bytescale"]),
         ({"num_stages": 2}, ["--hdp-balance dp", "use auto"]),

@@ -27,6 +27,7 @@ FLAGS = [
     "--hdp-balance",
     "--hdp-cost",
     "--hdp-ranks-per-node",
+    "--hdp-kept-keys",
     "--hdp-plan-ahead",
     "--hdp-plan-seconds",
     "--hdp-check-plans-every",

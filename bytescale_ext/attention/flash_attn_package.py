@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bytescale_ext.attention.layout import CuSeqlens
+from bytescale_ext.attention.rows import CuSeqlens
 
 FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
 FLASH_ATTN_3 = "flash_attn_interface"

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytescale_ext.attention import flash_attn_package, torch_kernels
-from bytescale_ext.attention.layout import CuSeqlens
+from bytescale_ext.attention.rows import CuSeqlens
 
 Tensors2 = tuple[torch.Tensor, torch.Tensor]
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -32,64 +32,12 @@ rows of the queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
-
-from bytescale_ext.attention.rows import Rows
+from bytescale_ext.attention.rows import CuSeqlens, Rows
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
-
-
-@dataclass(frozen=True, slots=True)
-class CuSeqlens:
-    """Offsets of documents laid end to end: document i is the rows ``[offsets[i], offsets[i + 1])``.
-
-    Attributes:
-        offsets: host integers, starting at 0, not descending.
-        longest: tokens of the longest document (0 when there is none).
-    """
-
-    offsets: tuple[int, ...]
-    longest: int = field(init=False, compare=False, repr=False)
-    _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        lengths = self.lengths
-        if not self.offsets or self.offsets[0] != 0 or min(lengths, default=0) < 0:
-            raise ValueError(f"offsets must start at 0 and not descend, got {self.offsets}")
-        # Every kernel call asks for it, in every layer.
-        object.__setattr__(self, "longest", max(lengths, default=0))
-
-    @classmethod
-    def of_lengths(cls, lengths: Sequence[int]) -> CuSeqlens:
-        """The offsets of documents of these lengths."""
-        offsets = [0]
-        for length in lengths:
-            offsets.append(offsets[-1] + length)
-        return cls(tuple(offsets))
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.offsets[-1]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in pairwise(self.offsets))
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """The offsets as int32 ``[num_documents + 1]`` on a device; copied on the first call, without a sync."""
-        tensor = self._on_device.get(device)
-        if tensor is None:
-            host = torch.tensor(self.offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
-            tensor = host.to(device, non_blocking=True)
-            self._on_device[device] = tensor
-        return tensor
 
 
 @dataclass(frozen=True, slots=True)

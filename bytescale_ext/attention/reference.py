@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bytescale_ext.attention.layout import CuSeqlens
+from bytescale_ext.attention.rows import CuSeqlens
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

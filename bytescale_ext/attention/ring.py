@@ -312,10 +312,7 @@ def _backward_pass(
             block.keys.add_(total[1], grads[2])
         if kept is not None:
             source = ring_pass.source(step)
-            for sum_of_all, part, travelling_sum in zip((dk, dv), total, sums, strict=True):
-                kept.whole[source].add_(sum_of_all, part)
-                if step > 0:
-                    travelling_sum.add_(kept.own[source].take(sum_of_all))
+            _add_kept((dk, dv), total, sums if step else None, kept.whole[source], kept.own[source])
         elif step == 0:
             own = total
         if step > 0:
@@ -328,6 +325,20 @@ def _backward_pass(
             travelling.arrive(step + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
     return dq, own, sums, arriving_sums
+
+
+def _add_kept(
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    part: torch.Tensor,
+    travelling: torch.Tensor | None,
+    whole: Rows,
+    own: Rows,
+) -> None:
+    """Add gradients of a member's keys to the micro-batch's, and the slice's sum to the one that goes to the member."""
+    for index, buffer in enumerate(buffers):
+        whole.add_(buffer, part[index])
+        if travelling is not None:
+            travelling[index].add_(own.take(buffer))
 
 
 class _Travelling:

@@ -1,8 +1,8 @@
 """Layouts of the slices of a micro-batch: queries of one slice against the keys of all slices up to it.
 
 Keys lie in one buffer of the whole micro-batch, sequence after sequence, each in the order of its slices, so that a
-sequence's keys up to any slice are one interval. Of a sequence whose keys are kept the buffer holds those of all members
-of the ring, one member after the other, each so. For a ring shard A and local documents, in two slices::
+sequence's keys up to any slice are one interval. Of a sequence whose keys are kept the buffer holds those of all
+members of the ring, one member after the other, each so. For a ring shard A and local documents, in two slices::
 
     buffer    | A of slice 0 | A of slice 1 | local line                          |
     slice 0   | A front back |              | doc  doc  do |                         rows of its tensors: A, local
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, KeptKeys, RingPass, block_of, ring_pass
-from bytescale_ext.attention.rows import Rows
+from bytescale_ext.attention.layout import AttentionLayout, KeptKeys, RingPass, block_of, ring_pass
+from bytescale_ext.attention.rows import CuSeqlens, Rows
 from bytescale_ext.plan.document_slices import DocumentSlices
 from bytescale_ext.plan.shapes import zigzag_ranges
 from bytescale_ext.plan.slices import slice_ranges

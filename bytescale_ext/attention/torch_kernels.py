@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bytescale_ext.attention.layout import CuSeqlens
 from bytescale_ext.attention.reference import accumulation_dtype, reference_backward, reference_forward
+from bytescale_ext.attention.rows import CuSeqlens
 
 Tensors2 = tuple[torch.Tensor, torch.Tensor]
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

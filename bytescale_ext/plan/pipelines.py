@@ -33,6 +33,7 @@ _MOST_WORK = 15_000_000  # array entries that the search may touch: what bounds 
 _MOST_SHAPES = 20
 _ROUNDS = 2  # times that the short sequences of a shape are dealt
 _GOOD = 1.01  # a plan this near to the lower bound ends the search
+_ROOMS = (1.15, 2.0)  # for short sequences, in their tokens; twice as much always is enough
 _RAMP = 0.75  # slots at either end that are smaller than the others, as a share of the stages
 
 
@@ -297,21 +298,29 @@ def _with_shorts(step: _Step, shape: Shape, shelved: _Shelved, loads: Floats) ->
     work = step.seconds[shorts] + step.launch / pack * step.lengths[shorts]
     firsts, slots = shelved.first_ranks.copy(), shelved.slots.copy()
     firsts[shorts] = deal_by_work(work, loads)
-    slots[shorts] = _short_slots(step, shape, shelved, shorts, work, firsts[shorts])
+    for room in _ROOMS:
+        slots[shorts] = _short_slots(step, shape, shelved, shorts, work, firsts[shorts], room)
+        if (slots[shorts] >= 0).all():
+            break
     slots = _dense(firsts, slots, shelved.widths, shelved.regions)
     placed = PlacedRanks(step.num_ranks, step.lengths, firsts, shelved.widths, slots, aligned=True)
     seconds = np.bincount(firsts[shorts], weights=work, minlength=step.num_ranks).astype(np.float64)
     return placed, seconds
 
 
-def _short_slots(step: _Step, shape: Shape, shelved: _Shelved, shorts: Ints, work: Floats, ranks: Ints) -> Ints:
-    """The slot of each short sequence: shelves are filled to their height, the rest rises in front and falls behind."""
+def _short_slots(
+    step: _Step, shape: Shape, shelved: _Shelved, shorts: Ints, work: Floats, ranks: Ints, room: float
+) -> Ints:
+    """The slot of each short sequence: shelves are filled to their height, the rest rises in front and falls behind.
+
+    ``room``: of the slots at the end, in tokens of the rank's short sequences, at least. -1: no slot has room.
+    """
     front, ends = shelved.front, shelved.ends
     capacity = step.tokens_per_rank
     tokens = step.lengths[shorts]
     of_rank = np.bincount(ranks, weights=tokens, minlength=step.num_ranks)
     ramp = round(_RAMP * (1 + step.fill)) if step.num_stages > 1 else 0
-    fewest = np.ceil(2 * of_rank / capacity)  # so many always have room for all
+    fewest = np.ceil(room * of_rank / capacity)
     packs = np.ceil(of_rank / (shape.pack * capacity))
     num_ends = np.maximum(fewest, packs + ramp // 2 - front).astype(np.int64) + 1
     slot = np.arange(int((ends + num_ends).max()))

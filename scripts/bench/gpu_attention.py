@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from bytescale_ext.attention.kernels import Kernel, choose_kernel
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, ring_pass
+from bytescale_ext.attention.layout import AttentionLayout, ring_pass
 from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps
-from bytescale_ext.attention.rows import Rows
+from bytescale_ext.attention.rows import CuSeqlens, Rows
 from bytescale_ext.attention.torch_kernels import reference_documents_backward, reference_documents_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from bytescale_ext.plan.shapes import zigzag_ranges

@@ -22,7 +22,9 @@ import numpy as np
 
 from bytescale_ext.cost_file import shipped
 from bytescale_ext.data.samplers import sample_lengths
+from bytescale_ext.plan.activation import key_value_bytes
 from bytescale_ext.plan.bounds import lower_bounds
+from bytescale_ext.plan.document_slices import affordable_tokens
 from bytescale_ext.plan.exact import brute_force, solve, without_launch
 from bytescale_ext.plan.pipeline_limit import pipeline_limit
 from bytescale_ext.plan.replay import replay
@@ -30,8 +32,14 @@ from bytescale_ext.plan.simulate import Outcome, Setting, planner_of, stage_cost
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
 
 K, M = 1 << 10, 1 << 20
-SPLITS = (2, 4)  # slices of a micro-batch that are tried with pipelines
 TOKENS_PER_RANK = 8 * K
+SLICED = {
+    "ours, 2 slices": (2, None),
+    "ours, 4 slices": (4, None),
+    "ours, 8 slices": (8, None),
+    "ours, 8 slices, all keys": (8, 2 * M),
+}
+"""What is tried with pipelines: slices of a micro-batch, and up to which length keys are kept (None: the default)."""
 OUT = Path(__file__).parents[2] / "docs" / "performance.md"
 
 
@@ -79,7 +87,7 @@ class Scores:
 
     Attributes:
         bounds: of each step, without slices.
-        outcomes: by scheduler; "ours, k slices" for those in slices.
+        outcomes: by scheduler, and by the names of ``SLICED``.
         sliced_bounds: of each step in k slices, by the name in ``outcomes``.
     """
 
@@ -132,16 +140,23 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
     outcomes = {name: outcomes_of(scheduler, setting, steps) for name, scheduler in ALL.items()}
 
-    def bounds(num_slices: int) -> list[float]:
-        sizes = (case.num_ranks, TOKENS_PER_RANK, setting.stages, num_slices)
+    def bounds(num_slices: int, kept_keys: int) -> list[float]:
+        sizes = (case.num_ranks, TOKENS_PER_RANK, setting.stages, num_slices, kept_keys)
         return [lower_bounds(step, *sizes).largest for step in steps]
 
     sliced_bounds = {}
-    for num_slices in SPLITS if num_stages > 1 else ():
-        name = f"ours, {num_slices} slices"
-        outcomes[name] = outcomes_of(ALL["ours"], replace(setting, num_slices=num_slices), steps)
-        sliced_bounds[name] = bounds(num_slices)
-    return Scores(case, num_stages, bounds(1), outcomes, sliced_bounds)
+    for name, (num_slices, kept) in SLICED.items() if num_stages > 1 else ():
+        kept_keys = default_kept_keys(num_stages, num_slices) if kept is None else kept
+        sliced = replace(setting, num_slices=num_slices, kept_tokens=kept_keys)
+        outcomes[name] = outcomes_of(ALL["ours"], sliced, steps)
+        sliced_bounds[name] = bounds(num_slices, kept_keys)
+    return Scores(case, num_stages, bounds(1, 0), outcomes, sliced_bounds)
+
+
+def default_kept_keys(num_stages: int, num_slices: int) -> int:
+    """Tokens of ``--hdp-kept-keys`` where it is not given."""
+    cost = shipped("bytescale_7b")
+    return affordable_tokens(num_stages, num_slices, TOKENS_PER_RANK, cost.layer_bytes, key_value_bytes(cost.shape))
 
 
 def planning_seconds(num_ranks: int, num_sequences: int, num_seeds: int) -> tuple[int, int, list[float]]:
@@ -242,11 +257,17 @@ def page(
         "`BalancedCPScheduler`, with one launch per sub-sample and its barriers; *naive* and *bytescale* are "
         "Algorithms 1 and 2 of the paper.",
         "",
-        f"With pipelines our plans are also run in slices (`--seq1f1b-splits`; {', '.join(map(str, SPLITS))}). *time / "
-        "bound* always is over the bound of 1F1B, so that rows compare; *own bound* is the one that holds for the "
-        "slices, in which a document may be on several stages at once but each slice has an exchange and launches of "
-        "its own. *best of all* is our fastest row. Slices of one long sequence, with the models of the Seq1F1B "
-        "paper, are in `docs/seq1f1b.md`.",
+        "With pipelines our plans are also run in slices (`--seq1f1b-splits`). *time / bound* always is over the bound "
+        "of 1F1B, so that rows compare; *own bound* is the one that holds for the slices, in which a document may be "
+        "on several stages at once but each slice has an exchange and launches of its own. *best of all* is our "
+        "fastest row. Slices of one long sequence, with the models of the Seq1F1B paper, are in `docs/seq1f1b.md`.",
+        "",
+        "Keys of documents up to a length are kept from slice to slice (`--hdp-kept-keys`), by default up to the one "
+        f"at which a stage holds no more than under 1F1B: {_kept_text()}. *all keys* keeps those of every document, "
+        "which takes more. A token whose keys are kept takes "
+        f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer (*kept keys*, the most at a time) and "
+        "twice that beside them in the backward pass of its micro-batch; one whose activations are kept (*peak "
+        f"tokens*) {shipped('bytescale_7b').layer_bytes:,.0f}.",
         "",
         "## Targets",
         "",
@@ -268,6 +289,15 @@ def page(
     lines += ["| case | plan / optimum | optimum / bound of this page |", "|---|---|---|"]
     lines += [f"| {name} | {_spread(plans, 4)} | {_spread(bounds, 4)} |" for name, plans, bounds in gaps]
     return "\n".join(lines) + "\n"
+
+
+def _kept_text() -> str:
+    lengths = [
+        f"{default_kept_keys(num_stages, num_slices):,} tokens with {num_stages} stages and {num_slices} slices"
+        for num_stages in (4, 8)
+        for num_slices in (2, 4, 8)
+    ]
+    return ", ".join(lengths)
 
 
 _GAP_TEXT = (
@@ -310,12 +340,12 @@ def _case_table(score: Scores) -> list[str]:
         f"**{score.case.name}**, {score.case.global_tokens // M}M tokens a step",
         "",
         "| scheduler | time / bound | own bound | over static | over megatron-hybrid | idle % | exposed % | "
-        "forwards | peak tokens | peers | planning s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "forwards | peak tokens | kept keys | peers | planning s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, outcomes in score.outcomes.items():
         if isinstance(outcomes, str):
-            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | |")
+            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | | |")
             continue
         cells = [_spread(score.over_bound(name)), _spread(score.over_own_bound(name))]
         for other in ("static", "megatron-hybrid"):
@@ -325,6 +355,7 @@ def _case_table(score: Scores) -> list[str]:
             _spread([100 * one.exposed_communication for one in outcomes], 1),
             _spread([one.forwards_per_rank for one in outcomes], 0),
             _spread([one.peak_tokens for one in outcomes], 0),
+            _spread([one.kept_keys for one in outcomes], 0),
             _spread([one.distinct_peers for one in outcomes], 0),
             _spread([one.planning_seconds for one in outcomes]),
         ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from bytescale_ext.attention.kernels import Kernel, kernel_table
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, attention_layout
+from bytescale_ext.attention.layout import AttentionLayout, attention_layout
 from bytescale_ext.attention.reference import dense_attention
 from bytescale_ext.attention.ring import RingContext, Steps, backward_steps, forward_steps
+from bytescale_ext.attention.rows import CuSeqlens
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
 

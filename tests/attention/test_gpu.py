@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bytescale_ext.attention.kernels import choose_kernel, kernel_table, probe
-from bytescale_ext.attention.layout import CuSeqlens
 from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps, ring_attention
+from bytescale_ext.attention.rows import CuSeqlens
 from bytescale_ext.attention.torch_kernels import reference_documents_backward, reference_documents_forward
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, whole

@@ -11,7 +11,7 @@ import torch
 
 from bytescale_ext.attention import flash_attn_package, torch_kernels
 from bytescale_ext.attention.kernels import Kernel, KernelCalls, choose_kernel, counting, kernel_table, probe
-from bytescale_ext.attention.layout import CuSeqlens
+from bytescale_ext.attention.rows import CuSeqlens
 
 CPU = torch.device("cpu")
 

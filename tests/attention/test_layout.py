@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.attention.layout import AttentionLayout, CuSeqlens, RingPass, attention_layout, ring_pass
-from bytescale_ext.attention.rows import Rows
+from bytescale_ext.attention.layout import AttentionLayout, RingPass, attention_layout, ring_pass
+from bytescale_ext.attention.rows import CuSeqlens, Rows
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
 from tests.attention.cases import GROUPS, MIXED, TINY, Case

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bytescale_ext.attention.layout import CuSeqlens
 from bytescale_ext.attention.reference import (
     accumulation_dtype,
     dense_attention,
     reference_backward,
     reference_forward,
 )
+from bytescale_ext.attention.rows import CuSeqlens
 
 
 def values(*shapes: tuple[int, int]) -> list[torch.Tensor]:

@@ -143,7 +143,8 @@ def test_each_planner_flag_reaches_the_configuration() -> None:
         64, 1, 256, 4, "bytescale", ranks_per_node=2, cost_file=Path("cost.json"), plan_ahead=3, plan_seconds=1.5,
         check_plans_every=7,
     )  # fmt: skip
-    assert settled(4, *COMMON, "--seq1f1b-splits", 3)[0].num_slices == 3
+    config, _ = settled(4, *COMMON, *"--seq1f1b-splits 3 --hdp-kept-keys 0".split())
+    assert config.num_slices == 3 and config.kept_keys == 0
 
 
 def test_balance_by_itself_is_that_of_free_ranks_or_of_pipelines() -> None:
@@ -196,6 +197,7 @@ def test_transformer_engine_by_name_is_refused_on_cpu() -> None:
         "--hdp-balance none",
         "--hdp-cost cost.json",
         "--hdp-ranks-per-node 2",
+        "--hdp-kept-keys 100",
         "--hdp-plan-seconds 1",
         "--hdp-check-plans-every 5",
     ],

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from bytescale_ext.config import HdpConfig
 from bytescale_ext.pipeline.config import SliceConfig
-from megatron.bytescale.training.seq1f1b import REFUSALS, one_stage_note
+from bytescale_ext.plan.activation import key_value_bytes, layer_tensors
+from bytescale_ext.plan.cost import LLAMA_7B, flops_stage_cost
+from bytescale_ext.plan.document_slices import affordable_tokens
+from megatron.bytescale.training.seq1f1b import REFUSALS, document_slice_rule, one_stage_note
 from tests.bytescale.test_arguments import EXAMPLES as HDP_EXAMPLES
 from tests.e2e.training import MODEL, TRAIN
 from tests.harness import preload, run_ranks
 
+DOCUMENTS = HdpConfig(64, 1, 256, 4, "pp", num_stages=4, num_slices=4)
 COMMON = [*MODEL, *TRAIN, "--mock-data", "--micro-batch-size", "1", "--cpu"]
 SLICES = ["--seq1f1b-splits", "4"]
 EXAMPLES = {row.flag: HDP_EXAMPLES[row.flag] for row in REFUSALS if row.flag in HDP_EXAMPLES} | {
@@ -49,6 +56,31 @@ def settle_one(num_processes: int, words: list[str]) -> Any:
         return str(error)
     except SystemExit:
         return "argparse refuses it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "keeps_all"),
+    [
+        ({}, True),
+        ({"recompute_granularity": "full"}, False),
+        ({"activation_policy": "memo"}, False),
+        ({"swap_fraction": 0.0}, False),
+        ({"tensor_model_parallel_size": 2}, True),
+    ],
+)
+def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -> None:
+    """Under recomputation and policies a token surely keeps its layer's input alone, so hardly any key is free."""
+    values = {"seq1f1b_partition": None, "seq1f1b_cost": None, "recompute_granularity": None, "swap_fraction": None,
+              "activation_policy": "none", "recompute_fraction": None, "tensor_model_parallel_size": 1,
+              "virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_size": 4}  # fmt: skip
+    args = argparse.Namespace(**values | changes)
+    rule = document_slice_rule(args, DOCUMENTS, flops_stage_cost(LLAMA_7B, 4), LLAMA_7B)
+    whole = sum(tensor.bytes_per_token for tensor in layer_tensors(LLAMA_7B))
+    most = affordable_tokens(4, 4, 64, whole, key_value_bytes(LLAMA_7B))
+    assert most > 1000
+    assert rule.kept_tokens >= most if keeps_all else rule.kept_tokens == affordable_tokens(4, 4, 64, 8192, 4096)
+    given = document_slice_rule(args, replace(DOCUMENTS, kept_keys=7), flops_stage_cost(LLAMA_7B, 4), LLAMA_7B)
+    assert given.kept_tokens == 7
 
 
 def settled(num_processes: int, *words: object) -> Any:
