@@ -8,6 +8,8 @@ RANKS ?= 4
 UV := uv==0.13.8
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Hundreds of processes import torch and Megatron: Python keeps what it has compiled, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo   train on real text over $(RANKS) ranks and draw what happened (runs/demo/)"
@@ -36,8 +38,10 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --ranks $(RANKS)
 
+# A worker per core, each with whole files; processes share the cores, so each has one thread.
+test: export OMP_NUM_THREADS := 1
 test: $(STAMP) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -87,8 +87,10 @@ def test_three_stages(runs: Runs) -> None:
     runs.compare(3, f"{stages(3, 2)} --num-layers 3", "--seq1f1b-splits 4")
 
 
-@pytest.mark.parametrize("partition", ["even", "flops", "29,11,8"])
-@pytest.mark.parametrize("per_token", ["", "--calculate-per-token-loss"])
+@pytest.mark.parametrize(
+    ("partition", "per_token"),
+    [("even", ""), ("flops", "--calculate-per-token-loss"), ("29,11,8", ""), ("29,11,8", "--calculate-per-token-loss")],
+)
 def test_any_partition_and_both_losses(partition: str, per_token: str, runs: Runs) -> None:
     runs.compare(2, f"{stages(2, 2)} {per_token}", f"--seq1f1b-splits 3 --seq1f1b-partition {partition}")
 
