@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bytescale_ext.cost_file import shipped
+from bytescale_ext.data.samplers import sample_lengths
 from bytescale_ext.plan.cost import CostModel, StageCost
 from bytescale_ext.plan.pipelines_clock import one_forward_one_backward, run_pipelines, slot_seconds
 from bytescale_ext.plan.pipelines_shelves import RingWork, cut_regions, fill_shelves
@@ -14,6 +16,7 @@ from bytescale_ext.plan.replay import replay_stages
 from bytescale_ext.plan.schedule import stage_actions
 from bytescale_ext.plan.seq1f1b import seq1f1b_schedule
 from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.plan.simulate import stage_costs
 from tests.plan.pipelines import random_plan
 
 STAGE = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=2.0))
@@ -112,6 +115,17 @@ def test_equal_micro_batches_in_slices_have_the_textbook_bubble(num_slices: int)
     mean = 10 * free.both.sequence_cost(64, 1)
     makespan = replay_stages(plan, [free] * 4, num_slices=num_slices).makespan
     assert makespan <= 1.001 * mean * (10 + 3 / num_slices) / 10
+
+
+def test_keys_that_are_kept_make_many_slices_pay() -> None:
+    """Where prefixes travel again 8 slices are slower than none; where they are kept they are faster by far."""
+    lengths = sample_lengths("byted", 65536, 1 << 20, 1).tolist()
+    stages = stage_costs(shipped("bytescale_7b"), 8)
+    seconds = []
+    for num_slices, kept in ((1, 0), (8, 0), (8, 65536)):
+        plan = HdpPlanner(16, 8192, stages[-1], balance="pp", num_stages=8, num_slices=num_slices, kept_tokens=kept)
+        seconds.append(replay_stages(plan(lengths), stages, num_slices=num_slices, kept_tokens=kept).makespan)
+    assert seconds[1] > seconds[0] > 1.15 * seconds[2]
 
 
 def test_slots_rise_and_fall() -> None:
