@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bytescale_ext.plan.activation import Forecast
+from bytescale_ext.plan.activation_forecast import Forecast
 
 
 def draw_policies(rows: Sequence[tuple[int, str, Forecast | None]], path: Path) -> None:

@@ -36,6 +36,21 @@ class ActivationStore:
         """Whether a layer is run under the plan: it does something, and the layer is not one of the resident ones."""
         return not self.plan.is_off and layer_number <= self.num_layers - self.plan.resident_layers
 
+    def before_resident(self, layer_number: int) -> LayerRecord | None:
+        """A layer that is not under the plan is about to run forward; call it before.
+
+        The first such layer runs while the last swapped one is written, and the second waits until it has been: so
+        two layers are on the device whole, not three. Returns the record of the layer before, if that is under the
+        plan: it is to be read back when this layer's backward pass begins.
+        """
+        behind = layer_number - self._latest[0] if self._latest is not None else 0
+        if self._latest is not None and behind == 1:
+            return self._latest[1]()
+        if behind == 2:
+            self.link.settle()
+        self._latest = None  # a third layer, or another micro-batch
+        return None
+
     def new_record(self, layer_number: int, num_rows: int, parameters: frozenset[int]) -> LayerRecord:
         """The record of a layer that is about to run forward."""
         previous = None

@@ -53,13 +53,22 @@ def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: 
 
 
 def layer_tensors(
-    shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, sequence_parallel: bool = False
+    shape: ModelShape,
+    element_bytes: int = 2,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    fused_norms: bool = False,
 ) -> tuple[LayerTensor, ...]:
     """The tensors of one layer on one rank, in the order in which they are made.
 
-    Norm and activation function are taken as fused kernels, which save their input only. In a model with experts the
-    rows of the MLP are left out: what experts save is left alone on the device, and not counted here.
+    Norm and activation function are taken as fused kernels, which save their input only; the angles of rotary
+    embeddings, about one percent, are left out. With ``fused_norms`` a norm and the product behind it are one module
+    (TransformerEngine), which saves the norm's output where it cannot be rebuilt without the product: as an input. In a
+    model with experts the rows of the MLP are left out: what experts save is left alone on the device, and not counted
+    here; the norm before them is always a module of its own.
     """
+    into_qkv = "input" if fused_norms else "cheap"
+    into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
     whole = shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1)
     query = shape.num_heads * shape.head_dim / tensor_parallel
     key_value = 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
@@ -68,12 +77,12 @@ def layer_tensors(
     width = 2.0 * shape.hidden
     attention = (
         LayerTensor("layer input", "input", whole),
-        LayerTensor("input norm output", "cheap", whole, 0.0, 2 * whole),
+        LayerTensor("input norm output", into_qkv, whole, 0.0, 2 * whole),
         LayerTensor("query, key, value", "matrix", (query + key_value) * element_bytes, width * (query + key_value)),
         LayerTensor("attention output", "input", query * element_bytes),
         LayerTensor("attention log-sum-exp", "input", LSE_BYTES * shape.num_heads / tensor_parallel),
         LayerTensor("residual after attention", "matrix", whole, width * query),
-        LayerTensor("MLP norm output", "cheap", whole, 0.0, 2 * whole),
+        LayerTensor("MLP norm output", into_mlp, whole, 0.0, 2 * whole),
     )
     if shape.num_expert_layers:
         return attention
@@ -151,9 +160,12 @@ class LayerLoad:
 
     @property
     def working_bytes(self) -> float:
-        """Gradients that exist together while a layer's backward pass runs: around the activation function."""
-        inner = sum(tensor.bytes_per_token for tensor in self.tensors[-2:])
-        return self.num_tokens * (inner + 2 * self.tensors[0].bytes_per_token)
+        """Gradients that exist together while a layer's backward pass runs: of its widest tensor, and two of its input.
+
+        The gradient of the activation's output takes the place of that output, which has been used by then.
+        """
+        widest = max(tensor.bytes_per_token for tensor in self.tensors)
+        return self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token)
 
 
 def layer_load(
@@ -164,6 +176,7 @@ def layer_load(
     num_layers: int | None = None,
     element_bytes: int = 2,
     sequence_parallel: bool = False,
+    fused_norms: bool = False,
     loss_tokens: int | None = None,
 ) -> LayerLoad:
     """A sequence of ``length`` tokens on each of ``width`` ranks.
@@ -175,6 +188,7 @@ def layer_load(
         num_layers: layers of the rank; None: all.
         element_bytes: of one element of an activation.
         sequence_parallel: norms are shared out over the tensor-parallel ranks.
+        fused_norms: see ``layer_tensors``.
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
     """
     return load_of_tokens(
@@ -185,6 +199,7 @@ def layer_load(
         num_layers=num_layers,
         element_bytes=element_bytes,
         sequence_parallel=sequence_parallel,
+        fused_norms=fused_norms,
         loss_tokens=loss_tokens,
     )
 
@@ -198,6 +213,7 @@ def load_of_tokens(
     num_layers: int | None = None,
     element_bytes: int = 2,
     sequence_parallel: bool = False,
+    fused_norms: bool = False,
     loss_tokens: int | None = None,
 ) -> LayerLoad:
     """Any micro-batch of ``num_tokens`` on a rank, by the seconds of one layer; the others as in ``layer_load``."""
@@ -205,7 +221,7 @@ def load_of_tokens(
     head = 2 * cost.shape.hidden * cost.shape.vocab
     logits = num_tokens if loss_tokens is None else min(loss_tokens, num_tokens)
     return LayerLoad(
-        tensors=layer_tensors(cost.shape, element_bytes, ranks, sequence_parallel),
+        tensors=layer_tensors(cost.shape, element_bytes, ranks, sequence_parallel, fused_norms),
         num_tokens=num_tokens,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
@@ -296,56 +312,3 @@ class ActivationPlan:
         if tensor.kind == "cheap" and self.rebuild_cheap:
             return 0.0, 0.0, 1.0
         return self.swap, self.keep, self.recompute
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a plan is predicted to cost.
-
-    Attributes:
-        transfer_seconds: of one layer, one way.
-        recompute_seconds: of one layer.
-        step_seconds: forward and backward of all layers of one micro-batch, waiting for transfers included.
-        device_bytes: the most activations on the device at one time, with the logits.
-        host_bytes: the most activations in host memory at one time.
-    """
-
-    transfer_seconds: float
-    recompute_seconds: float
-    step_seconds: float
-    device_bytes: float
-    host_bytes: float
-
-    def fits(self, machine: Machine) -> bool:
-        """Whether the machine's memory holds it."""
-        slack = 1 + 1e-9
-        return self.device_bytes <= machine.device_bytes * slack and self.host_bytes <= machine.host_bytes * slack
-
-
-def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecast:
-    """Predict time and memory of one micro-batch.
-
-    A swapped layer is written to host memory while the next one computes, and read back while the one behind it runs
-    its backward pass (MEMO section 4.1, Fig. 10), so its time is the longer of both. Two layers are on the device
-    whole: the one that computes, and the one whose transfer is under way.
-    """
-    transferred = kept = recompute_seconds = 0.0
-    for tensor in load.tensors:
-        swap, keep, recompute = plan.shares(tensor)
-        transferred += swap * tensor.bytes_per_token * load.num_tokens
-        kept += keep * tensor.bytes_per_token * load.num_tokens
-        recompute_seconds += recompute * load.rebuild_seconds(tensor, machine) if recompute else 0.0
-    resident = load.num_layers if plan.is_off else min(plan.resident_layers, load.num_layers)
-    planned = load.num_layers - resident
-    transfer_seconds = transferred / machine.link_bytes_per_second
-    each = max(load.forward_seconds, transfer_seconds)
-    each += max(load.backward_seconds + recompute_seconds, transfer_seconds)
-    whole_layers = max(resident, min(RESIDENT_LAYERS, load.num_layers))
-    in_flight = load.in_flight * planned * kept + max(0, load.in_flight - 1) * resident * load.bytes_of()
-    return Forecast(
-        transfer_seconds=transfer_seconds,
-        recompute_seconds=recompute_seconds,
-        step_seconds=planned * each + resident * (load.forward_seconds + load.backward_seconds),
-        device_bytes=whole_layers * load.bytes_of() + in_flight + max(load.working_bytes, load.head_bytes),
-        host_bytes=load.in_flight * planned * transferred,
-    )

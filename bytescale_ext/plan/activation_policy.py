@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
-from bytescale_ext.plan.activation import RESIDENT_LAYERS, ActivationPlan, LayerLoad, Machine, forecast
+from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine
+from bytescale_ext.plan.activation_forecast import DeviceNeed, forecast
 
 POLICIES: Final = ("none", "memo", "priced", "offload", "auto")
 
@@ -34,8 +37,9 @@ def memo_alpha(load: LayerLoad, machine: Machine) -> float:
         if swapped_layers * always > machine.host_bytes:
             raise ValueError(
                 f"layer inputs and attention outputs of {swapped_layers} layers need "
-                f"{swapped_layers * always / 1e9:.4g} GB of host memory, and there are {machine.host_bytes / 1e9:.4g}; "
-                "give more, or use priced, which keeps on the device what host memory does not hold"
+                f"{in_gigabytes(swapped_layers * always)} GB of host memory, and there are "
+                f"{machine.host_bytes / 1e9:.4g}: give that, or use priced, which keeps on the device what host memory "
+                "does not hold"
             )
         room = min(room, machine.host_bytes / swapped_layers)
     return min(1.0, max(0.0, (room - always) / others))
@@ -55,36 +59,15 @@ def plan_offload(load: LayerLoad, machine: Machine) -> ActivationPlan:
     """ByteScale's selective offloading: the least share with which one micro-batch fits on the device.
 
     The share r of everything is swapped and nothing is recomputed (ByteScale section 5.2). Of all l layers two stay
-    whole, and (1 - r) of the others (Eq. 3). The largest share that hides behind the forward pass is
-    ``hidden_offload``; more than that is taken if memory asks for it, and the forecast shows its price.
+    whole, and (1 - r) of the others (Eq. 3). More than hides behind the forward pass is taken if memory asks for it,
+    and the forecast shows its price; by the HDP plan no more than hides is (``cost.OffloadLimits``).
     """
     resident = min(load.resident_layers, load.num_layers)
-    planned = load.in_flight * (load.num_layers - resident)
-    empty = forecast(ActivationPlan("offload", 1.0, 0.0, 1.0, False, resident), load, machine)
-    room = machine.device_bytes - empty.device_bytes
-    share = 1.0 - room / (planned * load.bytes_of()) if planned else 0.0
-    share = min(1.0, max(0.0, share))
+    if forecast(ActivationPlan("none"), load, machine).device_bytes <= machine.device_bytes:
+        return ActivationPlan("offload")
+    room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
+    share = _share(1.0 - room / load.bytes_of()) if resident < load.num_layers else 0.0
     return ActivationPlan("offload", share, 0.0, share, False, resident if share else 0)
-
-
-def hidden_offload(load: LayerLoad, machine: Machine) -> float:
-    """The largest share of a layer that is written to host memory while the next one computes (ByteScale Eq. 3)::
-
-    T(s) >= r Act(s) / min(B_d2h, B_h2d),  0 <= r <= 1
-    """
-    return min(1.0, load.forward_seconds * machine.link_bytes_per_second / load.bytes_of())
-
-
-def offload_width(length: int, tokens_per_rank: int, num_layers: int, offload: float) -> int:
-    """D(s), the fewest ranks of a sequence when a share of its activations is in host memory (ByteScale Eq. 3)::
-
-        D(s) = ceil((2 Act(s) + (1 - r) (l - 2) Act(s)) / (l Act(C)))
-
-    with Act(s) in proportion to s. A rank without swapping holds C tokens.
-    """
-    whole = min(RESIDENT_LAYERS, num_layers)
-    held = length * (whole + (1.0 - offload) * (num_layers - whole))
-    return max(1, math.ceil(held / (num_layers * tokens_per_rank) - 1e-9))
 
 
 def plan_priced(load: LayerLoad, machine: Machine) -> ActivationPlan:
@@ -95,23 +78,35 @@ def plan_priced(load: LayerLoad, machine: Machine) -> ActivationPlan:
     that moves less.
 
     Raises:
-        ValueError: no shares fit.
+        ValueError: no shares fit; names the least host memory with which some do.
     """
+    return _chosen(_priced, load, machine)
+
+
+def _priced(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+    """``plan_priced``, or None where no shares fit."""
     fewest = min(load.resident_layers, load.num_layers)
     plans = [
         ActivationPlan("priced", swap, max(0.0, 1.0 - swap - keep), input_swap, True, resident)
         for resident in range(fewest, load.num_layers)
-        for input_swap, keep, swap in _corners(load, machine, resident)
+        for input_swap, keep, swap in (_unmoved(load, machine, resident), *_corners(load, machine, resident))
     ]
     return _fastest([*plans, ActivationPlan("priced")], load, machine)
+
+
+def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
+    """(input swap, keep, swap) shares without transfers, which need one layer less on the device."""
+    room = DeviceNeed.of(load, resident, moves=False).most_kept(machine.device_bytes) - load.bytes_of("input")
+    return 0.0, _share(room / load.bytes_of("matrix")), 0.0
 
 
 def _corners(load: LayerLoad, machine: Machine, resident: int) -> Iterable[tuple[float, float, float]]:
     """(input swap, keep, swap) shares where two or more bounds meet, with ``resident`` layers kept whole."""
     planned = load.in_flight * (load.num_layers - resident)
     inputs, matrix = load.bytes_of("input"), load.bytes_of("matrix")
-    nothing_kept = ActivationPlan("priced", 0.0, 1.0, 1.0, True, resident)
-    room = (machine.device_bytes - forecast(nothing_kept, load, machine).device_bytes) / planned
+    room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
+    if room < 0:
+        return
     host, link = machine.host_bytes / planned, machine.link_bytes_per_second
     matrix_seconds = load.rebuild_seconds_of("matrix", machine)
     cheap_seconds = load.rebuild_seconds_of("cheap", machine)
@@ -134,39 +129,72 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _fastest(plans: list[ActivationPlan], load: LayerLoad, machine: Machine) -> ActivationPlan:
-    """The plan of least predicted time that fits. Raises ValueError if none does."""
-    best: tuple[tuple[float, float], ActivationPlan] | None = None
-    least = math.inf
-    for plan in plans:
-        prediction = forecast(plan, load, machine)
-        key = (prediction.step_seconds, prediction.host_bytes)
-        if prediction.host_bytes <= machine.host_bytes * (1 + 1e-9):
-            least = min(least, prediction.device_bytes)
-        if prediction.fits(machine) and (best is None or key < best[0]):
-            best = key, plan
-    if best is None:
-        raise ValueError(
-            f"activations of {load.num_tokens} tokens need {least / 1e9:.4g} GB of device memory, and there are "
-            f"{machine.device_bytes / 1e9:.4g}, with {machine.host_bytes / 1e9:.4g} GB of host memory: give more of "
-            "either, or fewer tokens"
-        )
-    return best[1]
+def _fastest(plans: list[ActivationPlan], load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+    """The plan of least predicted time that fits; of equal ones the first that needs the least host memory."""
+    fitting = [(forecast(plan, load, machine), plan) for plan in plans]
+    fitting = [(prediction, plan) for prediction, plan in fitting if prediction.fits(machine)]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda one: (one[0].step_seconds, one[0].host_bytes))[1]
+
+
+def _chosen(
+    choose: Callable[[LayerLoad, Machine], ActivationPlan | None], load: LayerLoad, machine: Machine
+) -> ActivationPlan:
+    """What ``choose`` finds. Raises ValueError where it finds nothing, with the least host memory that would do."""
+    plan = choose(load, machine)
+    if plan is not None:
+        return plan
+    everything = load.in_flight * load.num_layers * load.bytes_of()
+    needed = least_budget(lambda size: choose(load, replace(machine, host_bytes=size)) is not None, everything)
+    if needed is not None:
+        remedy = f"it fits with {in_gigabytes(needed)} GB of host memory, or more device memory, or fewer tokens"
+    else:
+        ample = replace(machine, host_bytes=everything)
+        most = forecast(ActivationPlan("none"), load, machine).device_bytes
+        least = least_budget(lambda size: choose(load, replace(ample, device_bytes=size)) is not None, most) or most
+        remedy = f"it takes {in_gigabytes(least)} GB of device memory, however much host memory, or fewer tokens"
+    raise ValueError(
+        f"activations of {load.num_tokens} tokens do not fit in {machine.device_bytes / 1e9:.4g} GB of device memory "
+        f"and {machine.host_bytes / 1e9:.4g} GB of host memory: {remedy}"
+    )
+
+
+def least_budget(works: Callable[[float], bool], most: float) -> float | None:
+    """The least of ``(0, most]`` that works, or a little more than it; None if ``most`` does not.
+
+    ``works`` is true from some budget on.
+    """
+    if not works(most):
+        return None
+    fails, precise = 0.0, 1e-6 * most
+    while most - fails > max(1e-4 * most, precise):
+        middle = (fails + most) / 2
+        fails, most = (fails, middle) if works(middle) else (middle, most)
+    return most
+
+
+def in_gigabytes(num_bytes: float) -> str:
+    """A budget to give, rounded up: what is printed works when it is given."""
+    return f"{math.ceil(num_bytes / 1e6 - 1e-9) / 1e3:.3f}"
 
 
 def plan_auto(load: LayerLoad, machine: Machine) -> ActivationPlan:
     """The policy that is predicted to be the fastest of those that fit; ties go to the simplest.
 
     Raises:
-        ValueError: none fits.
+        ValueError: none fits; names the least host memory with which one does.
     """
+    return _chosen(_auto, load, machine)
+
+
+def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+    """``plan_auto``, or None where none fits."""
     plans = [ActivationPlan("none"), plan_offload(load, machine)]
-    for make in (plan_memo, plan_priced):
-        try:
-            plans.append(make(load, machine))
-        except ValueError:
-            continue  # this one does not fit; the others may
-    return _fastest(plans, load, machine)
+    with contextlib.suppress(ValueError):  # it does not fit; others may
+        plans.append(plan_memo(load, machine))
+    priced = _priced(load, machine)
+    return _fastest([*plans, *([priced] if priced is not None else [])], load, machine)
 
 
 def given_plan(policy: str, swap: float | None, recompute: float | None, resident_layers: int) -> ActivationPlan:

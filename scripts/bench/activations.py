@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bytescale_ext.plan.activation import ActivationPlan  # noqa: E402
+from bytescale_ext.plan.activation import ActivationPlan, Machine, cost_of_rates, layer_load  # noqa: E402
+from bytescale_ext.plan.activation_forecast import forecast  # noqa: E402
+from bytescale_ext.plan.activation_policy import make_plan  # noqa: E402
 from bytescale_ext.plan.cost import ModelShape  # noqa: E402
 from megatron.bytescale.one_device import build_model, run_policy  # noqa: E402
 
@@ -30,6 +32,17 @@ SHAPE = ModelShape(
 )
 LENGTHS = [512, 300, 512, 77, 512]
 HOST_BYTES = 64 << 20
+RATES = (100e9, 100e9, 100e9)
+LINK = 5e9
+
+
+def plan_of_auto() -> ActivationPlan:
+    """What ``auto`` chooses on a machine with 0.7 of the device memory that activations need."""
+    load = layer_load(cost_of_rates(SHAPE, *RATES), LENGTHS[0], element_bytes=4)
+    whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
+    return make_plan("auto", load, Machine(0.7 * whole, HOST_BYTES, LINK))
+
+
 PLANS = {
     "none": ActivationPlan("none"),
     "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0),
@@ -38,6 +51,7 @@ PLANS = {
     "memo-alpha-0": ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2),
     "priced": ActivationPlan("priced", 0.5, 0.5, 1.0, True, 2),
     "offload": ActivationPlan("offload", 0.5, 0.0, 0.5, False, 2),
+    "auto": plan_of_auto(),
 }
 
 

@@ -4,23 +4,25 @@
 
 7B width, 8 layers, one sequence a step, forward and backward without optimizer; the same attention kernel and the same
 chunked loss in every arm; the median of 10 steps; recomputed work is not counted in MFU. Stalls, for which computing
-waits for copies, are measured in two steps more. An arm that runs out of memory says so. Megatron's fine-grained
-offload needs TransformerEngine's layers: where that is installed it runs in a process of its own.
-``gpu_activations_host_bound.py`` calls it with another model. ``--device cpu --quick`` runs tiny sizes.
+waits for copies, are measured in two steps more. An arm that runs out of memory says so. Then the longest sequence that
+some arms can train is searched, and all is held against the targets. Megatron's fine-grained offload needs
+TransformerEngine's layers: where that is installed it runs in a process of its own.
+``gpu_activations_host_bound.py`` calls it with another model. ``--device cpu --quick`` runs tiny sizes, where memory
+has a limit that is counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gc
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,115 +31,42 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
-from bytescale_ext.cost_file import read_cost  # noqa: E402
-from bytescale_ext.plan.activation import (  # noqa: E402
-    ActivationPlan,
-    LayerLoad,
-    Machine,
-    cost_of_rates,
-    forecast,
-    layer_load,
-)
-from bytescale_ext.plan.activation_policy import make_plan  # noqa: E402
+from bytescale_ext.activation.arena import HostArena  # noqa: E402
+from bytescale_ext.activation.link import make_link  # noqa: E402
+from bytescale_ext.activation.trace import AllocationTrace  # noqa: E402
+from bytescale_ext.plan.activation import ActivationPlan, Machine  # noqa: E402
+from bytescale_ext.plan.activation_forecast import forecast  # noqa: E402
 from bytescale_ext.plan.cost import ModelShape, model_flops  # noqa: E402
-from megatron.bytescale.one_device import OneDeviceModel, build_model, end_fine_grained_step  # noqa: E402
-from scripts.bench.offloaded_inputs import OffloadedInputs  # noqa: E402
+from bytescale_ext.plan.memory import liveness_bound  # noqa: E402
+from megatron.bytescale.one_device import OneDeviceModel, build_model  # noqa: E402
+from scripts.bench.activation_arms import (  # noqa: E402
+    ENGINE_WAY,
+    LOSS_TOKENS,
+    Arm,
+    Settings,
+    arms_of,
+    in_way,
+    lacks_host_memory,
+    load_of,
+)
+from scripts.bench.activation_verdicts import longest, table, verdicts  # noqa: E402
+from scripts.bench.gpu_activations_calibrate import layer_seconds  # noqa: E402
 
 SHAPE = ModelShape(8, 4096, 32, 32, 128, 11008, True, 32000)
 TINY = ModelShape(4, 64, 2, 2, 32, 128, True, 256)
 LENGTHS = (8192, 16384, 32768, 65536, 98304, 131072, 196608)
 TINY_LENGTHS = (64, 130)
-ALPHAS = (0.25, 0.5, 0.75, 1.0)
-LOSS_TOKENS = 4096
+LONGEST_ARMS = ("none", "full recompute", "full recompute, inputs on host", "keep attention output", "priced")
+MOST_TOKENS, GRANULE = 393216, 1024
+TINY_MOST_TOKENS, TINY_GRANULE, TINY_BYTES = 512, 32, 2_000_000
+LAYER_REPEATS = 3
 WARM_UP = 2
 STALL_STEPS = 2
 ENGINE_ARM = "fine-grained offload (TransformerEngine)"
-ENGINE_WAY = "engine"
-RATES = (650e12, 600e12, 500e12)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What one run of the benchmark measures."""
-
-    shape: ModelShape
-    lengths: tuple[int, ...]
-    on_cuda: bool
-    host_gb: tuple[float, ...]
-    device_gb: float
-    link_gb_per_second: float
-    num_steps: int
-    cost_file: Path | None
-    peak_flops: float
-    engine: bool = False
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to remember activations: a plan of ours, or a way of Megatron's or torch's by name."""
-
-    name: str
-    plan: ActivationPlan
-    way: str = ""
-
-
-def load_of(settings: Settings, length: int) -> LayerLoad:
-    """The micro-batch of a length, for the plans."""
-    if settings.cost_file is None:
-        cost = cost_of_rates(settings.shape, *RATES)
-    else:
-        measured = read_cost(settings.cost_file)
-        cost = replace(measured, shape=replace(measured.shape, num_layers=settings.shape.num_layers))
-    return layer_load(cost, length, loss_tokens=LOSS_TOKENS, element_bytes=2 if settings.on_cuda else 4)
-
-
-def arms_of(settings: Settings, length: int, host_gb: float, with_sweep: bool = True) -> list[Arm]:
-    """All arms of a length; a policy that cannot fit its budgets is left out."""
-    off, load = ActivationPlan("none"), load_of(settings, length)
-    machine = Machine(settings.device_gb * 1e9, host_gb * 1e9, settings.link_gb_per_second * 1e9)
-    arms = [
-        Arm("none", off),
-        Arm("full recompute", off, "full"),
-        Arm("full recompute, inputs on host", off, "full, inputs on host"),
-        Arm("recompute MLP", off, "mlp"),
-        Arm("save_on_cpu", off, "save_on_cpu"),
-        Arm("keep attention output", ActivationPlan("shares", 0.0, 1.0, 0.0)),
-        Arm("alpha 0", ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2)),
-    ]
-    for policy in ("memo", "priced"):
-        with contextlib.suppress(ValueError):
-            arms.append(Arm(policy, make_plan(policy, load, machine)))
-    tight = forecast(next(arm.plan for arm in arms if arm.name == "alpha 0"), load, machine).device_bytes
-    with contextlib.suppress(ValueError):
-        arms.append(Arm("priced, no memory to spare", make_plan("priced", load, replace(machine, device_bytes=tight))))
-    if with_sweep:
-        arms += [Arm(f"alpha {alpha:g}", ActivationPlan("memo", alpha, 1 - alpha, 1.0, False, 2)) for alpha in ALPHAS]
-    return arms
-
-
-@contextlib.contextmanager
-def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
-    """Switch on a way of Megatron's or torch's, and off again."""
-    if way == ENGINE_WAY:  # its model was built that way
-        yield
-        end_fine_grained_step()
-        return
-    config, layers = built.model.decoder.config, built.model.decoder.layers
-    try:
-        if way.startswith("full"):
-            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
-        for layer in layers:
-            layer.recompute_mlp = way == "mlp"
-        with contextlib.ExitStack() as stack:
-            if way == "save_on_cpu":
-                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=built.device.type == "cuda"))
-            if way.endswith("inputs on host"):
-                stack.enter_context(OffloadedInputs(built.store.link, len(layers)).during(built.model.decoder))
-            yield
-    finally:
-        config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
-        for layer in layers:
-            layer.recompute_mlp = False
+ENGINE_SETTING = {"NVTE_CPU_OFFLOAD_V1": "1"}
+"""Megatron asks for it from TransformerEngine 2.10 on, or weights would be offloaded too."""
+USABLE = 0.92
+"""Share of device memory that is planned with: the rest is the driver's, workspaces and gaps between blocks."""
 
 
 def one_step(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> float:
@@ -163,16 +92,31 @@ def stall_seconds(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> floa
     return link.take_stall_seconds() / STALL_STEPS
 
 
+def wanted(arms: list[Arm], settings: Settings) -> list[Arm]:
+    """Those that were asked for by name; all if none was."""
+    return [arm for arm in arms if not settings.arms or arm.name in settings.arms]
+
+
+def clean(built: OneDeviceModel, on_cuda: bool) -> None:
+    """Leave nothing of the arm before, which may have ended anywhere."""
+    built.model.zero_grad(set_to_none=False)
+    gc.collect()
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    built.store.take_counts()
+
+
 def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) -> dict[str, Any]:
-    """Figures of one arm at one length, or {"error": "out of memory"}."""
+    """Figures of one arm at one length, or {"error": why it did not run}."""
     built.store.plan = arm.plan
-    built.reset()
+    clean(built, settings.on_cuda)
+    lack = lacks_host_memory(arm, length, settings)
+    if lack is not None:
+        return {"error": lack}
     tokens = built.batch(length, seed=0)
     seconds: list[float] = []
     loss = 0.0
-    if settings.on_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     try:
         for _ in range(settings.num_steps + WARM_UP):
             begun = time.perf_counter()
@@ -184,7 +128,7 @@ def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) ->
         return {"error": "out of memory"}
     step = statistics.median(seconds[WARM_UP:])
     machine = Machine(settings.device_gb * 1e9, settings.host_gb[0] * 1e9, settings.link_gb_per_second * 1e9)
-    predicted = forecast(arm.plan, load_of(settings, length), machine)
+    predicted = forecast(arm.plan, load_of(settings, length), machine) if not arm.way else None
     return {
         "step_seconds": step,
         "stall_seconds": stalls,
@@ -197,33 +141,79 @@ def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) ->
         "overflowed_bytes": counts.overflowed_bytes // len(seconds),
         "recomputed_flops": counts.recomputed_flops // len(seconds),
         "alpha": arm.plan.swap,
-        "predicted_device_gb": predicted.device_bytes / 1e9,
-        "predicted_layers_seconds": predicted.step_seconds,
+        "predicted_peak_gb": settings.states_gb + predicted.device_bytes / 1e9 if predicted else None,
+        "predicted_layers_seconds": predicted.step_seconds if predicted else None,
     }
 
 
-def run(settings: Settings, with_sweep: bool = True) -> list[dict[str, Any]]:
-    """Rows for every host budget, length and arm; budgets are views of one arena, which is pinned once."""
-    from bytescale_ext.activation.arena import HostArena
-    from bytescale_ext.activation.link import make_link
+def step_fits(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) -> bool:
+    """Whether one step of a sequence of ``length`` tokens can be trained; on CPU within bytes that are counted."""
+    built.store.plan = arm.plan
+    clean(built, settings.on_cuda)
+    tokens = built.batch(length, seed=0)
+    if not settings.on_cuda:
+        with AllocationTrace([*built.model.parameters(), built.store.link.arena.memory]) as trace:
+            one_step(built, arm, tokens)
+        return liveness_bound(trace.requests()) <= TINY_BYTES
+    try:
+        one_step(built, arm, tokens)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
-    rows = engine_rows(settings) if settings.on_cuda and not settings.engine else []
+
+def longest_tokens(built: OneDeviceModel, settings: Settings) -> dict[str, int]:
+    """The longest trainable sequence of some arms, with the first host budget."""
+    host_gb, memory = settings.host_gb[0], built.store.link.arena.memory
+    budget = replace(settings, device_gb=TINY_BYTES / 1e9) if settings.is_tiny else settings
+
+    def fits(name: str, length: int) -> bool:
+        arm = next((arm for arm in arms_of(budget, length, host_gb, with_sweep=False) if arm.name == name), None)
+        built.store.link = make_link(HostArena(memory[: int(host_gb * 1e9)]), settings.on_cuda)
+        return arm is not None and step_fits(built, arm, length, settings)
+
+    most, granule = (TINY_MOST_TOKENS, TINY_GRANULE) if settings.is_tiny else (MOST_TOKENS, GRANULE)
+    found = {}
+    for name in (name for name in LONGEST_ARMS if not settings.arms or name in settings.arms):
+        found[name] = longest(lambda length, name=name: fits(name, length), settings.lengths[0], most, granule)
+        print(f"longest sequence of {name:32} {found[name]:8} tokens{' or more' * (found[name] == most)}", flush=True)
+    return found
+
+
+def run(settings: Settings, with_sweep: bool = True) -> dict[str, Any]:
+    """Rows for every host budget, length and arm, and what they say about the targets.
+
+    Host budgets are views of one arena, which is pinned once.
+    """
+    rows = engine_rows(settings) if settings.on_cuda and not settings.engine and not settings.arms else []
     dtype = torch.bfloat16 if settings.on_cuda else torch.float32
-    most = int(max(settings.host_gb) * 1e9)
+    most = 0 if settings.engine else int(max(settings.host_gb) * 1e9)  # the engine pins memory of its own
     built = build_model(
         settings.shape, dtype, most, LOSS_TOKENS, on_cpu=not settings.on_cuda, fine_grained_offload=settings.engine
     )
+    built.weights.clear()  # no arm changes them
     memory = built.store.link.arena.memory
     engine = [Arm(ENGINE_ARM, ActivationPlan("none"), ENGINE_WAY)]
+    layer_forward: dict[int, float] = {}
+    for length in () if settings.engine else settings.lengths:
+        built.store.plan = ActivationPlan("none")
+        layer_forward[length] = layer_seconds(built, length, LAYER_REPEATS)[0]
     for host_gb in settings.host_gb:
         for length in settings.lengths:
-            for arm in engine if settings.engine else arms_of(settings, length, host_gb, with_sweep):
+            for arm in engine if settings.engine else wanted(arms_of(settings, length, host_gb, with_sweep), settings):
                 arena = HostArena(memory[: int(host_gb * 1e9)])
                 built.store.link = make_link(arena, settings.on_cuda)  # nothing of the arm before waits in it
                 figures = measure(built, arm, length, settings)
                 rows.append({"host_budget_gb": host_gb, "num_tokens": length, "arm": arm.name, **figures})
                 print(row_text(rows[-1]), flush=True)
-    return rows
+    found = longest_tokens(built, settings) if with_sweep and not settings.engine else {}
+    first = [row for row in rows if row["host_budget_gb"] == settings.host_gb[0]]
+    told = verdicts(first, layer_forward, settings.shape.num_layers, found)
+    print(table(told), flush=True)
+    return {
+        "rows": rows, "layer_forward_seconds": layer_forward, "longest_tokens": found,
+        "targets": [asdict(one) for one in told],
+    }  # fmt: skip
 
 
 def engine_rows(settings: Settings) -> list[dict[str, Any]]:
@@ -232,7 +222,7 @@ def engine_rows(settings: Settings) -> list[dict[str, Any]]:
         print(f"{ENGINE_ARM}: TransformerEngine is not installed")
         return []
     command = [sys.executable, *sys.argv, "--engine", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENGINE_SETTING})
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         return [{"host_budget_gb": settings.host_gb[0], "num_tokens": length, "arm": ENGINE_ARM, "error": lines[-1]}
@@ -248,10 +238,11 @@ def row_text(row: dict[str, Any]) -> str:
     head = f"{row['host_budget_gb']:7.3g} GB {row['num_tokens']:8} {row['arm']:40}"
     if "error" in row:
         return f"{head} {row['error']}"
+    predicted = f" (predicted {row['predicted_peak_gb']:7.2f})" if row["predicted_peak_gb"] else ""
     stall = "-" if row["stall_seconds"] is None else f"{row['stall_seconds'] * 1e3:.2f}"
     return (
         f"{head} {row['step_seconds'] * 1e3:10.2f} ms  stall {stall:>8} ms  MFU {row['mfu']:6.1%}  "
-        f"allocated {row['peak_allocated_gb']:7.2f} reserved {row['peak_reserved_gb']:7.2f} "
+        f"allocated {row['peak_allocated_gb']:7.2f}{predicted} reserved {row['peak_reserved_gb']:7.2f} "
         f"host {row['host_gb']:7.2f} GB  loss {row['loss']:.6f}"
     )
 
@@ -265,31 +256,36 @@ def parse(
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths)
     parser.add_argument("--host-gb", type=float, nargs="+", default=host_gb)
-    parser.add_argument("--device-gb", type=float, default=110.0, help="for activations")
+    parser.add_argument("--device-gb", type=float, help="for activations (most of what parameters leave free)")
     parser.add_argument("--link-gb-per-second", type=float, default=55.0)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cost", type=Path, help="of gpu_activations_calibrate.py")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device in bf16, for MFU")
+    parser.add_argument("--arms", nargs="+", default=(), metavar="NAME", help="only these, by the names in the table")
     parser.add_argument("--engine", action="store_true", help="only Megatron's fine-grained offload")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     on_cuda = args.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
         parser.error("there is no GPU; --device cpu --quick runs tiny sizes")
-    chosen = TINY if args.quick else shape
-    return Settings(
-        chosen, TINY_LENGTHS if args.quick else tuple(args.lengths), on_cuda, (0.01,) if args.quick else
-        tuple(args.host_gb), args.device_gb, args.link_gb_per_second, 2 if args.quick else args.steps, args.cost,
-        args.peak_tflops * 1e12, args.engine,
-    ), args  # fmt: skip
+    made = Settings(
+        TINY if args.quick else shape, TINY_LENGTHS if args.quick else tuple(args.lengths), on_cuda,
+        (0.01,) if args.quick else tuple(args.host_gb), args.device_gb or 110.0, args.link_gb_per_second,
+        2 if args.quick else args.steps, args.cost, args.peak_tflops * 1e12, args.engine, args.quick,
+        tuple(args.arms),
+    )  # fmt: skip
+    if on_cuda and args.device_gb is None:
+        whole = torch.cuda.get_device_properties(0).total_memory / 1e9
+        made = replace(made, device_gb=USABLE * whole - made.states_gb)
+    return made, args
 
 
 def main() -> None:
     """Measure and print."""
     settings, args = parse(SHAPE, LENGTHS, (100.0,))
-    rows = run(settings)
+    figures = run(settings)
     if args.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

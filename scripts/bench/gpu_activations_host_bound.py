@@ -25,9 +25,9 @@ HOST_GB = (16.0, 32.0, 64.0, 100.0)
 def main() -> None:
     """Measure and print."""
     settings, args = parse(SHAPE, LENGTHS, HOST_GB)
-    rows = run(settings, with_sweep=False)
+    figures = run(settings, with_sweep=False)
     if args.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ class OffloadedInputs:
         try:
             yield
         finally:
+            while hooks:  # the decoder raised, and what comes after must not be caught
+                end()
             for handle in handles:
                 handle.remove()
             self._inputs.clear()

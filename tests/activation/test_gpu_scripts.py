@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 from bytescale_ext.cost_file import read_cost
 from tests.harness import preload, run_ranks
 
-ARMS = {"none", "full recompute", "full recompute, inputs on host", "recompute MLP", "save_on_cpu",
-        "keep attention output", "alpha 0", "memo", "priced"}  # fmt: skip
+ARMS = {"none", "full recompute", "full recompute, inputs on host", "recompute attention", "recompute MLP",
+        "save_on_cpu", "keep attention output", "alpha 0", "memo", "priced"}  # fmt: skip
 SCRIPTS = ("gpu_activations", "gpu_activations_calibrate", "gpu_activations_host_bound", "gpu_memory_plan")
 QUICK = ["script", "--device", "cpu", "--quick"]
 
@@ -46,6 +47,29 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
+    """Megatron's fine-grained offload as the script drives it, with Megatron's own layers for TransformerEngine's.
+
+    Its configuration, hooks around modules and end of a step are those of the real arm; on CPU it moves nothing.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    from megatron.bytescale import one_device
+    from scripts.bench import gpu_activations
+
+    entered: list[str] = []
+    local = one_device._layer_spec
+    one_device._layer_spec = lambda kernel, engine: local(kernel, False)
+    transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # of the engine's own
+    end = one_device.end_fine_grained_step
+    from scripts.bench import activation_arms
+
+    activation_arms.end_fine_grained_step = lambda: (entered.append("end"), end())
+    sys.argv = [*QUICK, "--engine"]
+    results = gpu_activations.run(gpu_activations.parse(gpu_activations.SHAPE, (), ())[0])
+    return {**results, "ends": len(entered)}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     preload("tests.e2e.preload")
@@ -56,13 +80,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["activations", "host bound"])
 def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]) -> None:
-    rows = found[name]
+    rows = found[name]["rows"]
     assert {row["num_tokens"] for row in rows} == {64, 130}
     for length in (64, 130):
         arms = {row["arm"]: row for row in rows if row["num_tokens"] == length}
         assert set(arms) >= ARMS
         assert {row["loss"] for row in arms.values()} == {arms["none"]["loss"]}
-        assert all(row["step_seconds"] > 0 and row["predicted_device_gb"] > 0 for row in arms.values())
+        assert all(row["step_seconds"] > 0 for row in arms.values())
+        predicted = {arm for arm, row in arms.items() if row["predicted_peak_gb"]}
+        assert predicted == {arm for arm in arms if "recompute" not in arm} - {"save_on_cpu"}
         assert arms["none"]["swapped_bytes"] == arms["save_on_cpu"]["recomputed_flops"] == 0
         assert arms["keep attention output"]["recomputed_flops"] > arms["memo"]["recomputed_flops"] >= 0
         assert arms["alpha 0"]["swapped_bytes"] > 0
@@ -71,6 +97,46 @@ def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]
         assert arms["save_on_cpu"]["stall_seconds"] is None
         assert arms["priced"]["alpha"] == 0.0  # everything fits: nothing is done
     assert ("alpha 0.5" in {row["arm"] for row in rows}) == (name == "activations")
+    assert set(found[name]["layer_forward_seconds"]) == {64, 130}
+    assert {one["what"].split(":")[0] for one in found[name]["targets"]} >= {"64", "130"}
+
+
+def test_the_longest_sequences_are_searched(found: dict[str, Any]) -> None:
+    """On CPU the limit is counted, and norms are not fused: so only the order of the arms tells something."""
+    longest = found["activations"]["longest_tokens"]
+    assert all(tokens % 32 == 0 for tokens in longest.values())
+    assert 0 < longest["none"] < longest["full recompute"] <= longest["keep attention output"] < 512
+    assert found["host bound"]["longest_tokens"] == {}
+
+
+def test_the_arm_of_fine_grained_offload_computes_the_same(found: dict[str, Any]) -> None:
+    preload("tests.e2e.preload")
+    engine = run_ranks(run_engine_arm, 1, init_group=False, timeout=120)[0]
+    losses = {row["num_tokens"]: row["loss"] for row in found["activations"]["rows"] if row["arm"] == "none"}
+    assert {row["num_tokens"]: row["loss"] for row in engine["rows"]} == losses
+    assert {row["arm"] for row in engine["rows"]} == {"fine-grained offload (TransformerEngine)"}
+    assert engine["ends"] == 2 * (2 + 2)  # every step of both lengths, to warm up or timed
+
+
+def test_a_machine_without_the_host_memory_does_not_run_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.bench import activation_arms, gpu_activations
+
+    monkeypatch.setattr(sys, "argv", QUICK)
+    settings, _ = gpu_activations.parse(gpu_activations.SHAPE, (), ())
+    arms = {arm.name: arm for arm in activation_arms.arms_of(settings, 64, 0.01)}
+    assert activation_arms.lacks_host_memory(arms["save_on_cpu"], 64, settings) is None
+    text = activation_arms.lacks_host_memory(arms["save_on_cpu"], 1 << 40, settings)
+    assert text is not None and "GB of host memory" in text
+    assert activation_arms.lacks_host_memory(arms["priced"], 1 << 40, settings) is None
+
+
+def test_arms_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.bench import activation_arms, gpu_activations
+
+    monkeypatch.setattr(sys, "argv", [*QUICK, "--arms", "priced", "full recompute"])
+    settings, _ = gpu_activations.parse(gpu_activations.SHAPE, (), ())
+    arms = gpu_activations.wanted(activation_arms.arms_of(settings, 64, 0.01), settings)
+    assert [arm.name for arm in arms] == ["full recompute", "priced"]
 
 
 def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -48,3 +49,15 @@ def test_inputs_come_back() -> None:
     assert arena.peak_bytes == 3 * 256  # all layers but the last two, 160 bytes each, aligned
     tight = OffloadedInputs(PlainLink(HostArena(torch.empty(256, dtype=torch.uint8))), 5)
     assert all(torch.equal(one, other) for one, other in zip(gradients(decoder, tight), expected, strict=True))
+
+
+def test_a_forward_pass_that_raises_leaves_no_hooks() -> None:
+    """As one that runs out of memory does; the next arm of a benchmark must not be caught."""
+    decoder, offloaded = Decoder(5), OffloadedInputs(PlainLink(HostArena(torch.empty(1 << 16, dtype=torch.uint8))), 5)
+    with pytest.raises(RuntimeError), offloaded.during(decoder):
+        decoder(torch.randn(5, 1, 7))
+    x = torch.randn(5, 1, 8, requires_grad=True)
+    saved = x.exp().grad_fn._saved_result
+    assert isinstance(saved, torch.Tensor) and offloaded.link.used_bytes == 0
+    decoder(x).sum().backward()
+    assert offloaded.link.used_bytes == 0

@@ -216,3 +216,43 @@ def test_random_shares_and_lengths() -> None:
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         store.check_empty()
+
+
+class NormProduct(torch.nn.Module):
+    """A norm and the product behind it as one module that saves the norm's output, as TransformerEngine's."""
+
+    def __init__(self, norm: torch.nn.LayerNorm, product: torch.nn.Linear) -> None:
+        super().__init__()
+        self.norm, self.product = norm, product
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.product.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(self.norm(x))
+
+
+def with_fused_norms(layers: list[ToyLayer]) -> list[ToyLayer]:
+    for layer in layers:
+        layer.qkv, layer.fc1 = NormProduct(layer.norms[0], layer.qkv), NormProduct(layer.norms[1], layer.fc1)
+        layer.norms = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+    return layers
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_norms_inside_of_stations(name: str) -> None:
+    """What they save is treated as the layer's input, as the plans for such layers count it."""
+    plan, length, float_bytes = PLANS[name], 50, 4
+    store = make_store(plan)
+    with FlopCounterMode(display=False) as counted:
+        got = results(with_fused_norms(make_layers(store)), inputs_of(length))
+    with FlopCounterMode(display=False) as plain:
+        expected = results(with_fused_norms(make_layers(None)), inputs_of(length))
+    for one, other in zip(got, expected, strict=True):
+        assert_equal(one, other, plan)
+    store.check_empty()
+    assert counted.get_total_flops() - plain.get_total_flops() == store.counts.recomputed_flops
+    if name == "memo-0":
+        widths = 16 + 16 + 4 + 2 * (16 + 1 + 1)  # input, attention with its log-sum-exp, norms with mean and deviation
+        assert store.counts.swapped_bytes == 3 * length * float_bytes * widths

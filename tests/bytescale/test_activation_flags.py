@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from bytescale_ext.cost_file import write_cost
-from bytescale_ext.plan.activation import ActivationPlan, cost_of_rates, forecast
+from bytescale_ext.plan.activation import ActivationPlan, cost_of_rates
+from bytescale_ext.plan.activation_forecast import forecast
 from bytescale_ext.plan.cost import ModelShape
+from bytescale_ext.plan.model_states import num_parameters
 from megatron.bytescale.training import activations
 
 SHAPE = ModelShape(8, 1024, 8, 8, 128, 4096, True, 32000)
@@ -30,7 +34,8 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "seq_length": 8192, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
         "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "recompute_modules": None,
-        "cuda_graph_impl": "none", "seq1f1b_splits": None, "seq1f1b_partition": None, "hybrid_data_parallel": False,
+        "cuda_graph_impl": "none", "transformer_impl": "local",
+        "seq1f1b_splits": None, "seq1f1b_partition": None, "hybrid_data_parallel": False,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value
@@ -106,17 +111,23 @@ def test_micro_batches_have_plans_of_their_own() -> None:
         (("--activation-policy", "memo", "--host-memory-gb", "1e6"), {}, "of its free memory; give at most"),
         (("--activation-policy", "memo", "--host-memory-gb", "-1"), {}, "is no amount of memory"),
         (("--activation-policy", "memo", "--host-memory-gb", "0.001"), {}, r"need 0\.\d+ GB of host memory"),
-        (("--swap-fraction", "1", "--host-memory-gb", "1"), {}, r"takes 2\.\d+ GB of host memory .* give at least"),
+        (("--swap-fraction", "1", "--host-memory-gb", "1"), {}, r"take 2\.\d+ GB of host memory.* give at least"),
         (
             ("--activation-policy", "offload", "--host-memory-gb", "0.1", "--device-memory-gb", "2.5"),
             {},
-            r"takes 1\.\d+ GB of host memory .* and --host-memory-gb is 0\.1",
+            r"take 1\.\d+ GB of host memory.* and --host-memory-gb is 0\.1",
+        ),
+        ((*MEMO, "--device-memory-gb", "0.5"), {}, r"take \d\.\d+ GB of device memory, and --device-memory-gb is 0\.5"),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "2.5", "--device-memory-gb", "0.5"),
+            {},
+            r"with 1 of the tokens swapped take \d\.\d+ GB of device memory",
         ),
         (("--activation-policy", "priced", "--host-memory-gb", "1"), {}, "needs --device-memory-gb"),
         (
             ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "0.1"),
             {},
-            r"need .* GB of device memory, and there are 0\.1",
+            r"do not fit in 0\.1 GB of device memory and 1 GB of host memory: it takes",
         ),
         (
             ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "9", "--swap-fraction", "0"),
@@ -150,6 +161,42 @@ def test_micro_batches_have_plans_of_their_own() -> None:
 def test_refusals(words: tuple[str, ...], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(*words, **settings)
+
+
+def test_the_host_budget_that_is_named_works() -> None:
+    """For each policy, the smallest one: a hundredth less is refused again."""
+    cases = {
+        ("--activation-policy", "memo"): r"need ([\d.]+) GB",
+        ("--activation-policy", "offload", "--device-memory-gb", "2.5"): r"take ([\d.]+) GB of host",
+        ("--activation-policy", "priced", "--device-memory-gb", "2.25"): r"fits with ([\d.]+) GB",
+        ("--activation-policy", "auto", "--device-memory-gb", "2.25"): r"fits with ([\d.]+) GB",
+        ("--swap-fraction", "0.5"): r"take ([\d.]+) GB of host",
+    }
+    for words, pattern in cases.items():
+        with pytest.raises(ValueError, match=pattern) as error:
+            config_of(*words, "--host-memory-gb", "0.01")
+        named = float(re.findall(pattern, str(error.value))[0])
+        config_of(*words, "--host-memory-gb", str(named))
+        with pytest.raises(ValueError, match=r"host memory"):
+            config_of(*words, "--host-memory-gb", str(0.99 * named))
+
+
+def test_an_optimizer_in_host_memory_is_counted_in() -> None:
+    free = psutil.virtual_memory().available / 1e9
+    offloads = {
+        "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True,
+        "data_parallel_size": 2, "pipeline_model_parallel_size": 1,
+    }  # fmt: skip
+    taken = activations.optimizer_host_bytes(parsed(**offloads))
+    assert taken == 16 * num_parameters(SHAPE) * 0.5 / 2
+    with pytest.raises(ValueError, match=r"beside 0\.\d+ GB of the optimizer \(--optimizer-cpu-offload\)"):
+        config_of("--activation-policy", "memo", "--host-memory-gb", f"{free - taken / 2e9}", **offloads)
+
+
+def test_norms_of_transformer_engine_are_inputs() -> None:
+    plain, fused = config_of(*MEMO).largest, config_of(*MEMO, transformer_impl="transformer_engine").largest
+    assert plain.bytes_of() == fused.bytes_of()
+    assert fused.bytes_of("input") - plain.bytes_of("input") == 2 * 2 * 1024 * 8192
 
 
 def test_experts_may_recompute_themselves() -> None:

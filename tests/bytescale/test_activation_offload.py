@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -62,12 +63,26 @@ def test_pipelines_share_host_memory_and_swap_all_layers() -> None:
     assert share > 0 and most > 8192
 
 
-def test_a_link_that_is_too_slow_asks_for_more() -> None:
+def test_a_link_that_is_too_slow_asks_for_something_else() -> None:
     with pytest.raises(
         ValueError, match=r"--seq-length 65536: a sequence of \d+ tokens, more than 5 ranks of 8192"
     ) as e:
         config_of("--host-link-gb-per-second", "0.01")
-    assert "or raise --host-memory-gb" in str(e.value)
+    assert "raising --host-memory-gb does not help, for the link is too slow" in str(e.value)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_host_budget_that_is_named_works(stages: int) -> None:
+    hdp = hdp_of(num_ranks=5, num_stages=2, balance="pp") if stages == 2 else hdp_of()
+    args = {"hdp": hdp, "pipeline_model_parallel_size": stages}
+    fast = ("--host-link-gb-per-second", "500", "--host-memory-gb")
+    with pytest.raises(ValueError, match="or give --host-memory-gb") as error:
+        config_of(*fast, "0.1", **args)
+    named = float(re.findall(r"--host-memory-gb ([\d.]+)$", str(error.value))[0])
+    assert named > 0.1
+    config_of(*fast, str(named), **args)
+    with pytest.raises(ValueError, match="or give --host-memory-gb"):
+        config_of(*fast, str(0.98 * named), **args)
 
 
 @pytest.mark.parametrize(

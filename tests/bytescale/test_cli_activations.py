@@ -34,6 +34,28 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert lengths == [str(8192 << power) for power in range(8)]
 
 
+def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model-flags", LLAMA, "--policy", "none", "--chunked-cross-entropy", 4096, "--seq-length", 8192]
+    peaks = {}
+    for ranks in (1, 4):
+        assert run(*words, "--optimizer-ranks", ranks) == 0
+        out = capsys.readouterr().out
+        row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["8192", "none"])
+        device, peaks[ranks] = float(row[7]), float(row[8])
+        states = (6 + 12 / ranks) * 6_738_415_616 / 1e9
+        assert peaks[ranks] == pytest.approx(device + states, abs=0.02)
+        assert f"peak: device, with {states:.2f} GB of parameters, gradients and optimizer states" in out
+    assert run(*words, "--optimizer-ranks", 4, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["state_bytes"] == 9 * 6_738_415_616
+
+
+def test_experts_are_said_to_be_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model-flags", f"{LLAMA} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024",
+               "--chunked-cross-entropy", 4096, "--seq-length", 8192) == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "experts are left alone" in out and "MLP first output" not in out
+
+
 def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model-flags", LLAMA, "--json", "--policy", "priced", "--chunked-cross-entropy", 1024) == 0
     value = json.loads(capsys.readouterr().out)
@@ -43,7 +65,9 @@ def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     for row in value["tensors"]:
         assert row["swap"] + row["keep"] + row["recompute"] == pytest.approx(1)
     fitting = [row["forecast"] for row in value["lengths"] if row["plan"]]
-    assert fitting and all(row["device_bytes"] <= 100e9 and row["host_bytes"] <= 100e9 * (1 + 1e-9) for row in fitting)
+    assert fitting and all(
+        row["device_bytes"] <= 100e9 * (1 + 1e-9) and row["host_bytes"] <= 100e9 * (1 + 1e-9) for row in fitting
+    )
     assert value["lengths"][-1]["plan"] is None  # a million tokens do not fit
 
 
@@ -74,12 +98,13 @@ def test_megatrons_defaults() -> None:
     ("words", "message"),
     [
         (["--seq-length", 0], "--seq-length must be positive"),
+        (["--optimizer-ranks", 0], "--optimizer-ranks must be positive"),
         (["--host-memory-gb", -1], "--host-memory-gb must be a number from 0 on"),
         (["--policy", "best"], "choose one of none, memo"),
         (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
         (["--model-flags", "--num-layers two --hidden-size 8 --num-attention-heads 2"], "--num-layers"),
         (["--policy", "memo", "--host-memory-gb", 1], "GB of host memory"),
-        (["--device-memory-gb", 1], "need .* GB of device memory"),
+        (["--device-memory-gb", 1], "it takes .* GB of device memory"),
         (["--tflops", 0, 1, 1], "--tflops must be positive"),
         (["--cost", "missing.json"], "missing.json"),
     ],

@@ -56,6 +56,10 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         (["--solver-seconds", "-1"], "--solver-seconds must be positive"),
         (["--model-flags", "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "2 layers or more"),
         (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+        (
+            ["--model-flags", "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --num-experts 2"],
+            "a plan is of a dense model",
+        ),
         (["--activation-policy", "memo"], "give --host-memory-gb"),
         (["--activation-policy", "memo", "--host-memory-gb", "1"], "needs --swap-fraction here"),
         (["--swap-fraction", "0.7", "--recompute-fraction", "0.7", "--host-memory-gb", "1"], "sum to more than 1"),

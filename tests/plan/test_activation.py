@@ -13,15 +13,13 @@ from bytescale_ext.plan.activation import (
     LayerTensor,
     Machine,
     cost_of_rates,
-    forecast,
     layer_load,
     layer_tensors,
 )
+from bytescale_ext.plan.activation_forecast import DeviceNeed, forecast
 from bytescale_ext.plan.activation_policy import (
-    hidden_offload,
     make_plan,
     memo_alpha,
-    offload_width,
     plan_auto,
     plan_memo,
     plan_offload,
@@ -257,22 +255,6 @@ def test_offload_takes_the_least_share_that_fits() -> None:
             assert not forecast(less, load, machine).fits(machine)
 
 
-def test_widths_of_offloaded_sequences() -> None:
-    assert offload_width(64, 8, 32, 0.0) == 8  # r = 0: s / C
-    assert offload_width(64 * 16, 8, 32, 1.0) == 8  # r = 1: 2 s / (l C)
-    assert offload_width(65, 8, 32, 0.0) == 9
-    assert offload_width(5, 8, 2, 1.0) == 1
-    widths = [offload_width(1000, 8, 32, share) for share in (0, 0.25, 0.5, 0.75, 1)]
-    assert widths == sorted(widths, reverse=True)
-
-
-def test_share_that_hides() -> None:
-    load = load_of(65536)
-    share = hidden_offload(load, H200)
-    assert share * load.bytes_of() / H200.link_bytes_per_second == pytest.approx(load.forward_seconds)
-    assert hidden_offload(load_of(262144), H200) == 1.0
-
-
 @pytest.mark.parametrize(
     ("shares", "message"),
     [((1.2, 0.0), "swap fraction is 1.2"), ((-0.1, 0.0), "from 0 to 1"), ((0.7, 0.5), "sum to more than 1")],
@@ -285,6 +267,31 @@ def test_bad_shares(shares: tuple[float, float], message: str) -> None:
 def test_unknown_policy() -> None:
     with pytest.raises(ValueError, match="choose one of none, memo"):
         make_plan("swap", load_of(1024), H200)
+
+
+def test_fused_norms_are_never_rebuilt() -> None:
+    kinds = {tensor.name: tensor.kind for tensor in layer_tensors(LLAMA2_7B, fused_norms=True)}
+    assert kinds["input norm output"] == kinds["MLP norm output"] == "input"
+    sparse = replace(LLAMA2_7B, num_expert_layers=32, expert_ffn_hidden=1024, num_experts=8)
+    kinds = {tensor.name: tensor.kind for tensor in layer_tensors(sparse, fused_norms=True)}
+    assert kinds["input norm output"] == "input" and kinds["MLP norm output"] == "cheap"
+    plain, fused = layer_load(COST, 65536), layer_load(COST, 65536, fused_norms=True)
+    assert plan_memo(fused, H200).swap < plan_memo(plain, H200).swap
+
+
+def test_device_memory_at_its_two_peaks() -> None:
+    """By hand, in layers: 8 of them, 2 resident; what is kept of the others is a quarter."""
+    load = load_of(65536, 8)
+    layer, edge = load.bytes_of(), max(load.working_bytes, load.head_bytes)
+    need = DeviceNeed.of(load, 2, moves=True)
+    assert need.device_bytes(0.25 * layer) == pytest.approx(2 * layer + 6 * 0.25 * layer + edge)
+    alone = DeviceNeed.of(load, 0, moves=False)
+    in_backward = layer + 7 * 0.25 * layer + load.working_bytes
+    assert alone.device_bytes(0.25 * layer) == pytest.approx(max(in_backward, 8 * 0.25 * layer + edge))
+    for one in (need, alone, DeviceNeed.of(load, 3, moves=True, copies=5e9)):
+        for kept in (0.0, 0.1 * layer, 0.9 * layer):
+            assert one.most_kept(one.device_bytes(kept)) == pytest.approx(kept, abs=1.0)
+        assert one.most_kept(0.5 * one.device_bytes(0.0)) < 0
 
 
 def test_experts_are_left_alone() -> None:

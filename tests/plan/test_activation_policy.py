@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
 
-from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine, cost_of_rates, forecast, layer_load
+from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation_forecast import forecast
 from bytescale_ext.plan.activation_policy import (
     POLICIES,
     given_plan,
-    hidden_offload,
+    in_gigabytes,
+    least_budget,
     make_plan,
     memo_alpha,
-    offload_width,
     plan_offload,
 )
 from bytescale_ext.plan.cost import LLAMA_7B
@@ -93,8 +95,11 @@ def test_memo_swaps_as_much_as_its_bounds_allow_and_no_more() -> None:
 def test_memo_says_how_much_host_memory_it_lacks() -> None:
     load = layer_load(COST, 65536)
     needed = 30 * load.bytes_of("input")
-    with pytest.raises(ValueError, match=f"30 layers need {needed / 1e9:.4g} GB of host memory.*use priced"):
+    with pytest.raises(ValueError, match=r"30 layers need \d+\.\d+ GB of host memory.*use priced") as error:
         memo_alpha(load, Machine(1e12, needed * 0.99))
+    named = 1e9 * float(re.findall(r"need ([\d.]+) GB", str(error.value))[0])
+    assert needed <= named < needed + 2e6
+    memo_alpha(load, Machine(1e12, named))
     assert memo_alpha(load, Machine(1e12, needed * 1.01)) < 0.05
     assert memo_alpha(replace(load, num_layers=2), Machine(1e12, 0.0)) > 0  # both layers stay: the host holds nothing
 
@@ -114,28 +119,27 @@ def test_offloading_grows_as_the_device_shrinks_and_fills_it_exactly() -> None:
     assert shares == sorted(shares) and shares[0] == shares[1] == pytest.approx(0.0, abs=1e-9) and 0 < shares[2] < 1
 
 
-def test_the_share_that_hides_grows_with_length_and_link() -> None:
-    shares = [hidden_offload(layer_load(COST, 2**power), Machine(1.0, 1.0, 10e9)) for power in range(10, 21)]
-    assert shares == sorted(shares) and shares[0] < 0.5 and shares[-1] == 1
-    load = layer_load(COST, 4096)
-    slow, fast = (hidden_offload(load, Machine(1.0, 1.0, speed)) for speed in (1e9, 2e9))
-    assert fast == pytest.approx(2 * slow)
+@pytest.mark.parametrize("policy", ["priced", "auto"])
+def test_what_fits_nowhere_names_the_host_memory_that_would_do(policy: str) -> None:
+    load = layer_load(COST, 65536, loss_tokens=1024)
+    with pytest.raises(ValueError, match="65536 tokens do not fit in 1 GB of device memory.*however much") as error:
+        make_plan(policy, load, Machine(1e9, 1e9))
+    named = 1e9 * float(re.findall(r"takes ([\d.]+) GB", str(error.value))[0])
+    make_plan(policy, load, Machine(named, 1e15))
+    with pytest.raises(ValueError, match="it fits with .* GB of host memory") as error:
+        make_plan(policy, load, Machine(30e9, 1e9))
+    named = 1e9 * float(re.findall(r"fits with ([\d.]+) GB", str(error.value))[0])
+    make_plan(policy, load, Machine(30e9, named))
+    with pytest.raises(ValueError, match="do not fit"):
+        make_plan(policy, load, Machine(30e9, 0.99 * named))
 
 
-def test_widths_with_offloading_are_between_two_layers_and_all() -> None:
-    for length in (1, 100, 8192, 8193, 100_000, 1 << 20):
-        widths = [offload_width(length, 8192, 32, tenths / 10) for tenths in range(11)]
-        assert widths == sorted(widths, reverse=True)
-        assert widths[0] == max(1, -(-length // 8192))
-        assert widths[-1] == max(1, -(-2 * length // (32 * 8192)))
-    assert offload_width(100_000, 8192, 2, 1.0) == offload_width(100_000, 8192, 2, 0.0)
-
-
-def test_what_fits_nowhere_says_what_is_missing() -> None:
-    load = layer_load(COST, 65536)
-    for policy in ("priced", "auto"):
-        with pytest.raises(ValueError, match="65536 tokens need .* GB of device memory.*fewer tokens"):
-            make_plan(policy, load, Machine(1e9, 1e9))
+def test_least_budgets() -> None:
+    assert least_budget(lambda size: size >= 3.0, 1000.0) == pytest.approx(3.0, rel=1e-3)
+    assert least_budget(lambda size: size >= 3.0, 1000.0) >= 3.0
+    assert least_budget(lambda size: True, 1000.0) <= 1e-3
+    assert least_budget(lambda size: False, 1000.0) is None
+    assert in_gigabytes(2_000_000_100) == "2.001" and in_gigabytes(2_000_000_000) == "2.000"
 
 
 def test_given_shares() -> None:

@@ -6,22 +6,17 @@ import argparse
 import json
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bytescale_ext.cost_file import check_same_model, read_cost, shipped
-from bytescale_ext.plan.activation import (
-    ActivationPlan,
-    Forecast,
-    LayerLoad,
-    Machine,
-    cost_of_rates,
-    forecast,
-    layer_load,
-)
+from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation_forecast import Forecast, forecast
 from bytescale_ext.plan.activation_policy import POLICIES, make_plan
 from bytescale_ext.plan.cost import ModelCost, ModelShape
+from bytescale_ext.plan.model_states import state_bytes
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
@@ -35,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-flags",
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; others in it are passed over (default: the model of "
-        "the cost file)",
+        help="Megatron's flags of the model in one quoted string; others in it are passed over, and with --num-experts "
+        "all layers have experts (default: the model of the cost file)",
     )
     parser.add_argument(
         "--cost",
@@ -49,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="auto", metavar="P", help=f"one of {', '.join(POLICIES)} (default: auto)")
     parser.add_argument("--device-memory-gb", type=float, default=100.0, metavar="G", help="for activations (100)")
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
+    parser.add_argument(
+        "--optimizer-ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
+    )
     parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
     parser.add_argument(
         "--tflops",
@@ -84,17 +86,22 @@ def run(args: argparse.Namespace) -> int:
         draw_policies([(length, policy, found[1] if found else None) for length, policy, found in rows], args.plot)
     shown = [(length, found) for length, policy, found in rows if policy == args.policy]
     if args.json:
-        print(json.dumps(as_json(args.seq_length, plan, load, machine, shown)))
+        states = states_of(args, cost)
+        print(json.dumps({**as_json(args.seq_length, plan, load, machine, shown), "state_bytes": states}))
         return 0
     print(tensor_table(plan, load, machine))
     print(f"\n{plan_text(plan)}\n")
-    print(length_table(shown, lambda length: load_of(args, cost, length)))
+    states = states_of(args, cost)
+    print(length_table(shown, lambda length: load_of(args, cost, length), states))
+    print(f"\npeak: device, with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
+    if cost.shape.num_expert_layers:
+        print("experts are left alone: what they save and their parameters stay on the device and are not counted here")
     return 0
 
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ValueError for an option that is not a positive number."""
-    for name in ("seq_length", "ring_width", "link_gb_per_second", "chunked_cross_entropy"):
+    for name in ("seq_length", "ring_width", "optimizer_ranks", "link_gb_per_second", "chunked_cross_entropy"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -120,7 +127,7 @@ def shape_of_flags(flags: str) -> ModelShape:
     """The sizes in a string of Megatron's flags, with Megatron's defaults. Raises ValueError for a missing one."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
-                 "kv-channels", "vocab-size"):  # fmt: skip
+                 "kv-channels", "vocab-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--swiglu", action="store_true")
     try:
@@ -132,6 +139,10 @@ def shape_of_flags(flags: str) -> ModelShape:
             raise ValueError(f"--model-flags needs a positive --{name.replace('_', '-')}")
     ffn = found.ffn_hidden_size or (64 * (found.hidden_size * 8 // 3 // 64) if found.swiglu else 4 * found.hidden_size)
     heads = found.num_attention_heads
+    experts = {}
+    if found.num_experts:
+        width = (found.moe_router_topk or 2) * (found.moe_ffn_hidden_size or ffn)
+        experts = {"num_expert_layers": found.num_layers, "expert_ffn_hidden": width, "num_experts": found.num_experts}
     return ModelShape(
         num_layers=found.num_layers,
         hidden=found.hidden_size,
@@ -141,12 +152,19 @@ def shape_of_flags(flags: str) -> ModelShape:
         ffn_hidden=ffn,
         gated=found.swiglu,
         vocab=found.vocab_size or 32000,
+        **experts,
     )
 
 
 def load_of(args: argparse.Namespace, cost: ModelCost, length: int) -> LayerLoad:
     """A sequence of ``length`` tokens on the ranks of its ring."""
     return layer_load(cost, length, args.ring_width, loss_tokens=args.chunked_cross_entropy)
+
+
+def states_of(args: argparse.Namespace, cost: ModelCost) -> float:
+    """Bytes of parameters, gradients and optimizer states of one process."""
+    element_bytes = 4 if cost.dtype == "float32" else 2
+    return state_bytes(cost.shape, element_bytes, cost.tensor_parallel, args.optimizer_ranks)
 
 
 def predict(policy: str, load: LayerLoad, machine: Machine) -> tuple[ActivationPlan, Forecast] | None:
@@ -180,10 +198,14 @@ def plan_text(plan: ActivationPlan) -> str:
     )
 
 
-def length_table(rows: list[tuple[int, tuple[ActivationPlan, Forecast] | None]], load_at: Any) -> str:
-    """A row for each length: the plan's shares, times in milliseconds, memory in GB."""
+def length_table(
+    rows: list[tuple[int, tuple[ActivationPlan, Forecast] | None]],
+    load_at: Callable[[int], LayerLoad],
+    states: float,
+) -> str:
+    """A row for each length: the plan's shares, times in milliseconds, memory in GB; ``states`` are in the peak."""
     lines = [f"{'tokens':>8} {'policy':>8} {'alpha':>6} {'kept':>6} {'layer ms':>9} {'transfer ms':>11} "
-             f"{'step ms':>10} {'device GB':>9} {'host GB':>8}"]  # fmt: skip
+             f"{'step ms':>10} {'device GB':>9} {'peak GB':>8} {'host GB':>8}"]  # fmt: skip
     for length, found in rows:
         if found is None:
             lines.append(f"{length:8} does not fit")
@@ -194,7 +216,7 @@ def length_table(rows: list[tuple[int, tuple[ActivationPlan, Forecast] | None]],
         lines.append(
             f"{length:8} {plan.policy:>8} {plan.swap:6.3f} {plan.keep:6.3f} {milliseconds[0]:9.2f} "
             f"{milliseconds[1]:11.2f} {milliseconds[2]:10.1f} {predicted.device_bytes / 1e9:9.2f} "
-            f"{predicted.host_bytes / 1e9:8.2f}"
+            f"{(predicted.device_bytes + states) / 1e9:8.2f} {predicted.host_bytes / 1e9:8.2f}"
         )
     return "\n".join(lines)
 

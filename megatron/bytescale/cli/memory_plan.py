@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Record, plan and print. Raises ValueError for sizes that are none, or a file that cannot be written."""
     shape = shape_of_flags(args.model_flags)
+    if shape.num_experts:
+        raise ValueError("--model-flags has --num-experts: a plan is of a dense model; remove it")
     if shape.num_layers < 2:
         raise ValueError("--model-flags needs 2 layers or more: their passes are planned once for all")
     for name in ("seq_length", "chunked_cross_entropy", "solver_seconds"):

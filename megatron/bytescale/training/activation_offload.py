@@ -15,6 +15,7 @@ import numpy as np
 
 from bytescale_ext.config import HdpConfig
 from bytescale_ext.plan.activation import RESIDENT_LAYERS, LayerLoad, Machine
+from bytescale_ext.plan.activation_policy import in_gigabytes, least_budget
 from bytescale_ext.plan.cost import ModelCost, OffloadLimits, StageCost
 from bytescale_ext.plan.hdp import least_widths
 from megatron.bytescale.training import seq1f1b
@@ -43,6 +44,19 @@ class PlannedOffload:
         sizes = np.array(lengths, dtype=np.int64)
         widths = least_widths(sizes, hdp.num_ranks, hdp.tokens_per_rank, hdp.rows_multiple, limits, self.cost.forward)
         return [int(width) for width in widths]
+
+    def with_host_bytes(self, host_bytes: float) -> PlannedOffload:
+        """The same with another budget."""
+        return replace(self, limits=replace(self.limits, host_bytes=host_bytes))
+
+    def problem(self) -> str | None:
+        """What does not fit of sequences up to the longest, in words, or None."""
+        longest = self.hdp.longest_sequence
+        try:
+            self.least_ranks([*range(1, longest, -(-longest // _CHECKED_LENGTHS)), longest])
+        except ValueError as error:
+            return str(error).split(" has ", 1)[-1]
+        return None
 
     def described(self) -> str:
         """What offloading does for the longest sequence, in one line."""
@@ -107,12 +121,13 @@ def planned_offload(
         host_bytes=host_bytes * hdp.num_stages / load.in_flight,
     )
     planned = PlannedOffload(limits, cost.stage(load.num_layers, has_head=True), hdp)
-    step = -(-hdp.longest_sequence // _CHECKED_LENGTHS)
-    try:
-        planned.least_ranks([*range(1, hdp.longest_sequence, step), hdp.longest_sequence])
-    except ValueError as error:
-        text = str(error).split(" has ", 1)[-1]
-        raise ValueError(
-            f"--seq-length {hdp.longest_sequence}: a sequence of {text}; or raise --host-memory-gb"
-        ) from None
-    return planned
+    problem = planned.problem()
+    if problem is None:
+        return planned
+    per_byte = limits.host_bytes / machine.host_bytes if machine.host_bytes else 1.0
+    everything = hdp.longest_sequence * limits.layer_bytes_per_token * limits.num_layers
+    needed = least_budget(lambda size: planned.with_host_bytes(size).problem() is None, everything * hdp.num_stages)
+    remedy = "raising --host-memory-gb does not help, for the link is too slow to carry more"
+    if needed is not None:
+        remedy = f"or give --host-memory-gb {in_gigabytes(needed / per_byte)}"
+    raise ValueError(f"--seq-length {hdp.longest_sequence}: a sequence of {problem}; {remedy}")

@@ -18,7 +18,8 @@ from bytescale_ext.activation.arena import allocate_arena
 from bytescale_ext.activation.link import make_link
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.metrics import activations_text
-from bytescale_ext.plan.activation import LayerLoad, forecast
+from bytescale_ext.plan.activation import LayerLoad
+from bytescale_ext.plan.activation_forecast import forecast
 from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
 from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 from megatron.bytescale.runtime import HdpRuntime

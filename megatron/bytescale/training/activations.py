@@ -19,17 +19,21 @@ from bytescale_ext.plan.activation import (
     LayerLoad,
     Machine,
     cost_of_rates,
-    forecast,
     load_of_tokens,
 )
-from bytescale_ext.plan.activation_policy import POLICIES, given_plan, make_plan
+from bytescale_ext.plan.activation_forecast import forecast
+from bytescale_ext.plan.activation_policy import POLICIES, given_plan, in_gigabytes, make_plan
 from bytescale_ext.plan.cost import ModelCost
 from bytescale_ext.plan.memory_step import StepMemory
+from bytescale_ext.plan.model_states import num_parameters
 from megatron.bytescale.training import seq1f1b
 from megatron.bytescale.training.activation_offload import PlannedOffload, planned_offload, plans_offload
 
 RATES = (650e12, 600e12, 500e12)
 """FLOPs per second of matrix products, attention forward and backward, where nothing was measured: one H200."""
+
+OFFLOADED_PARAMETER_BYTES = 16
+"""Of a parameter whose optimizer states Megatron holds in host memory, in float32."""
 
 _LEFT_ALONE = {"moe", "moe_act", "shared_experts"}
 _OWN_RECOMPUTE = "the policy recomputes: choose one"
@@ -46,16 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "outputs go to host memory, and as much of the rest as the link carries; what is left is recomputed, attention "
         "never. priced: likewise, but what is cheap to rebuild is never moved and free device memory is used. offload: "
         "a share of everything goes to host memory; with --hybrid-data-parallel the plan gives each micro-batch its "
-        "own, so that a long sequence needs fewer ranks. auto: the one with the least predicted time.",
+        "own, so that a long sequence needs fewer ranks. auto: the one with the least predicted time. Default: none. "
+        "`bytescale activations` prints what each does to a model.",
     )
     texts = {
         "--swap-fraction F": "Swap this share of the tokens. With memo and priced it is their alpha; with none, the "
         "share of all tensors.",
-        "--recompute-fraction F": "Recompute this share of the tokens, without attention. What neither swaps nor "
-        "recomputes stays on the device.",
-        "--host-memory-gb G": "Host memory of each process for activations: taken once, never more.",
-        "--device-memory-gb G": "Device memory for activations, beside model states: what priced, offload and auto "
-        "plan with; not offload with --hybrid-data-parallel, where --hdp-tokens-per-rank says it.",
+        "--recompute-fraction F": "Recompute this share of the tokens, without attention: 1 alone is full recompute "
+        "except attention. What neither swaps nor recomputes stays on the device.",
+        "--host-memory-gb G": "Host memory of each process for activations: taken once, when training starts, and "
+        "never more. Whatever swaps needs it.",
+        "--device-memory-gb G": "The most device memory for activations, beside parameters, gradients and optimizer "
+        "states: priced, offload and auto plan with it, and need it; not offload with --hybrid-data-parallel, where "
+        "--hdp-tokens-per-rank says it.",
         "--host-link-gb-per-second B": "Speed between device and pinned host memory, one way (55).",
     }
     for words, text in texts.items():
@@ -78,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunked-cross-entropy",
         type=int,
         metavar="TOKENS",
-        help="Compute output layer and loss for TOKENS tokens at a time, and once more in the backward pass.",
+        help="Compute output layer and loss for TOKENS tokens at a time, and once more in the backward pass: so the "
+        "logits of a long sequence never exist together. Needs no policy.",
     )
 
 
@@ -99,7 +107,7 @@ class ActivationConfig:
         in_flight: see ``LayerLoad``.
         element_bytes: of one element of an activation.
         loss_tokens: tokens whose logits exist together, or None.
-        sequence_parallel: see ``layer_tensors``.
+        sequence_parallel, fused_norms: see ``layer_tensors``.
         offload: what the HDP plan offloads within, where it names the shares; else None.
         memory: the plan of ``--memory-plan``, or None.
     """
@@ -118,6 +126,7 @@ class ActivationConfig:
     element_bytes: int
     loss_tokens: int | None
     sequence_parallel: bool
+    fused_norms: bool = False
     offload: PlannedOffload | None = None
     memory: StepMemory | None = None
 
@@ -131,6 +140,7 @@ class ActivationConfig:
             num_layers=self.layers_of_stage,
             element_bytes=self.element_bytes,
             sequence_parallel=self.sequence_parallel,
+            fused_norms=self.fused_norms,
             loss_tokens=self.loss_tokens,
         )
         return replace(load, resident_layers=self.resident_layers, in_flight=self.in_flight)
@@ -239,17 +249,12 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
         element_bytes=args.params_dtype.itemsize,
         loss_tokens=args.chunked_cross_entropy,
         sequence_parallel=args.sequence_parallel,
+        fused_norms=args.transformer_impl == "transformer_engine",
     )
     if hdp is not None and plans_offload(args):
         config = replace(config, offload=planned_offload(args, hdp, machine, config.cost, config.largest))
-    plan = config.plan(config.largest)  # it must fit
-    needed = forecast(plan, config.largest, machine).host_bytes
-    if needed > machine.host_bytes * (1 + 1e-9):
-        raise ValueError(
-            f"swapping {plan.swap:.3g} of the tokens takes {needed / 1e9:.4g} GB of host memory for micro-batches of "
-            f"{config.largest.num_tokens} tokens, and --host-memory-gb is {machine.host_bytes / 1e9:.4g}: give at "
-            "least that, or swap less"
-        )
+    plan = config.plan(config.largest)
+    check_fits(plan, config.largest, machine)
     if args.memory_plan is None:
         return config
     if config.offload is not None:
@@ -257,6 +262,22 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
     from megatron.bytescale.training.activation_memory import read_memory_plan  # imports torch, as flags must not
 
     return replace(config, memory=read_memory_plan(args, config.largest.num_tokens, plan))
+
+
+def check_fits(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> None:
+    """Raise ValueError where the largest micro-batch takes more than a budget, with the budget that would do."""
+    needed = forecast(plan, load, machine)
+    what = f"micro-batches of {load.num_tokens} tokens with {plan.swap:.3g} of the tokens swapped"
+    if needed.host_bytes > machine.host_bytes * (1 + 1e-9):
+        raise ValueError(
+            f"{what} take {in_gigabytes(needed.host_bytes)} GB of host memory, and --host-memory-gb is "
+            f"{machine.host_bytes / 1e9:.4g}: give at least that, or swap less"
+        )
+    if needed.device_bytes > machine.device_bytes * (1 + 1e-9):
+        raise ValueError(
+            f"{what} take {in_gigabytes(needed.device_bytes)} GB of device memory, and --device-memory-gb is "
+            f"{machine.device_bytes / 1e9:.4g}: give at least that, or fewer tokens, or a policy that keeps less"
+        )
 
 
 def slices_of(args: argparse.Namespace, hdp: HdpConfig | None) -> tuple[int, ...]:
@@ -312,14 +333,27 @@ def machine_of(args: argparse.Namespace) -> Machine:
     if not 0 < link < math.inf:
         raise ValueError(f"--host-link-gb-per-second {link:g} must be positive")
     host = args.host_memory_gb or 0.0
-    free = psutil.virtual_memory().available / 1e9 / local_processes()
+    optimizer = optimizer_host_bytes(args) / 1e9
+    free = max(0.0, psutil.virtual_memory().available / 1e9 / local_processes() - optimizer)
     if host > free:
+        beside = f" beside {optimizer:.4g} GB of the optimizer (--optimizer-cpu-offload)" if optimizer else ""
         raise ValueError(
             f"--host-memory-gb {host:g} for each of {local_processes()} processes of this machine: each has "
-            f"{free:.4g} GB of its free memory; give at most that"
+            f"{free:.4g} GB of its free memory{beside}; give at most that"
         )
     device = math.inf if args.device_memory_gb is None else args.device_memory_gb
     return Machine(device * 1e9, host * 1e9, link * 1e9)
+
+
+def optimizer_host_bytes(args: argparse.Namespace) -> float:
+    """Host memory that the optimizer will take of a process: a copy, two moments and a gradient of each parameter."""
+    if not getattr(args, "optimizer_cpu_offload", False):
+        return 0.0
+    from megatron.bytescale.runtime import model_shape  # imports Megatron, and flags are added before that
+
+    parameters = num_parameters(model_shape(args), args.tensor_model_parallel_size)
+    parameters /= args.pipeline_model_parallel_size * (args.data_parallel_size if args.use_distributed_optimizer else 1)
+    return OFFLOADED_PARAMETER_BYTES * args.optimizer_offload_fraction * parameters
 
 
 def local_processes() -> int:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_remote_arguments(parser)
     seq1f1b.add_arguments(parser)
     activations.add_arguments(parser)
+    mend_help(parser)
     return parser
+
+
+def mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the bare percent signs in help texts: Megatron 0.19.2 has one, and ``--help`` ended with an error."""
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
 
 
 def add_planner_arguments(group: argparse._ArgumentGroup) -> None:

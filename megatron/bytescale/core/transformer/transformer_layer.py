@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -57,9 +58,10 @@ class PlannedTransformerLayer(TransformerLayer):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """[rows, b, h] -> (output [rows, b, h], context), as Megatron's layer."""
-        is_planned = self.training and torch.is_grad_enabled() and self.activations.is_planned(self.layer_number)
-        if not is_planned:
+        if not self.training or not torch.is_grad_enabled():
             return super().forward(hidden_states, *args, **kwargs)
+        if not self.activations.is_planned(self.layer_number):
+            return self._forward_resident(hidden_states, *args, **kwargs)
         assert not args, f"{len(args)=}"
         if memory_order(hidden_states)[0] != 0:
             hidden_states = hidden_states.contiguous()
@@ -71,6 +73,15 @@ class PlannedTransformerLayer(TransformerLayer):
             result = super().forward(hidden_states, **kwargs)
         record.rebuild = partial(self._rebuild, kwargs)
         record.close()
+        return result
+
+    def _forward_resident(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer of which everything is kept; the layer before is read back while its backward pass runs."""
+        record = self.activations.before_resident(self.layer_number)
+        result = super().forward(*args, **kwargs)
+        if record is not None and result[0].requires_grad:
+            before = weakref.ref(record)
+            result[0].register_hook(lambda gradient: _prefetch(before()))
         return result
 
     @contextlib.contextmanager
@@ -98,7 +109,15 @@ class PlannedTransformerLayer(TransformerLayer):
                 super().forward(inputs, **kwargs)
             except RebuiltAll:
                 return
+            finally:
+                self.mlp_norm_manager = None  # Megatron's layer drops it where it ends, which this run does not reach
         raise AssertionError("a layer was run again and did not reach its last station")
+
+
+def _prefetch(record: LayerRecord | None) -> None:
+    """Begin to read a layer back, if it is still there."""
+    if record is not None:
+        record.prefetch()
 
 
 def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> torch.Tensor | None:

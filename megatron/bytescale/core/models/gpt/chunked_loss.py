@@ -1,4 +1,9 @@
-"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist together."""
+"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist together.
+
+Both are Megatron's own, called for some tokens at a time, so that every setting of them holds: tensor and sequence
+parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and cut-cross-entropy
+take the weight past them (docs/activations.md).
+"""
 
 from __future__ import annotations
 

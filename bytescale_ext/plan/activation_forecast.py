@@ -1,0 +1,107 @@
+"""What a plan is predicted to cost: time, and memory of device and host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a plan is predicted to cost.
+
+    Attributes:
+        transfer_seconds: of one layer, one way.
+        recompute_seconds: of one layer.
+        step_seconds: forward and backward of all layers of one micro-batch, waiting for transfers included.
+        device_bytes: the most activations on the device at one time, with the logits.
+        host_bytes: the most activations in host memory at one time.
+    """
+
+    transfer_seconds: float
+    recompute_seconds: float
+    step_seconds: float
+    device_bytes: float
+    host_bytes: float
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether the machine's memory holds it."""
+        slack = 1 + 1e-9
+        return self.device_bytes <= machine.device_bytes * slack and self.host_bytes <= machine.host_bytes * slack
+
+
+def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecast:
+    """Predict time and memory of one micro-batch.
+
+    A swapped layer is written to host memory while the next one computes, and read back while the one behind it runs
+    its backward pass (MEMO section 4.1, Fig. 10), so its time is the longer of both. For memory see ``DeviceNeed``.
+    """
+    transferred = kept = recompute_seconds = 0.0
+    for tensor in load.tensors:
+        swap, keep, recompute = plan.shares(tensor)
+        transferred += swap * tensor.bytes_per_token * load.num_tokens
+        kept += keep * tensor.bytes_per_token * load.num_tokens
+        recompute_seconds += recompute * load.rebuild_seconds(tensor, machine) if recompute else 0.0
+    resident = load.num_layers if plan.is_off else min(plan.resident_layers, load.num_layers)
+    planned = load.num_layers - resident
+    transfer_seconds = transferred / machine.link_bytes_per_second
+    each = max(load.forward_seconds, transfer_seconds)
+    each += max(load.backward_seconds + recompute_seconds, transfer_seconds)
+    copies = 0.0
+    if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
+        copies = plan.recompute * load.bytes_of("matrix", "cheap")
+    need = DeviceNeed.of(load, resident, moves=transferred > 0, copies=copies)
+    return Forecast(
+        transfer_seconds=transfer_seconds,
+        recompute_seconds=recompute_seconds,
+        step_seconds=planned * each + resident * (load.forward_seconds + load.backward_seconds),
+        device_bytes=need.device_bytes(kept),
+        host_bytes=load.in_flight * planned * transferred,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeed:
+    """Device memory of activations when it is needed most: at the loss, or in the backward pass of a planned layer.
+
+    Each is some bytes, and what is kept of a layer for a number of layers. At the loss the resident layers are there
+    whole, or else the layer that is on its way to the host. In the backward pass of a planned layer that layer is
+    whole, and the one that is read back meanwhile, if anything is moved; beside them are gradients, or before that
+    copies: where some rows of a tensor are rebuilt they are first a tensor of their own.
+    """
+
+    at_loss: float
+    layers_at_loss: int
+    in_backward: float
+    layers_in_backward: int
+
+    @classmethod
+    def of(cls, load: LayerLoad, resident: int, moves: bool, copies: float = 0.0) -> DeviceNeed:
+        """The need of a load with ``resident`` layers kept whole; ``copies``: bytes, see above."""
+        layer, planned = load.bytes_of(), load.num_layers - resident
+        whole = min(2 if moves else 1, planned)
+        earlier = (load.in_flight - 1) * resident * layer
+        on_its_way = 1 if moves and not resident else 0
+        return cls(
+            at_loss=earlier + (resident + on_its_way) * layer + max(load.working_bytes, load.head_bytes),
+            layers_at_loss=load.in_flight * planned - on_its_way,
+            in_backward=earlier + whole * layer + max(load.working_bytes, copies) if planned else 0.0,
+            layers_in_backward=load.in_flight * planned - whole,
+        )
+
+    def device_bytes(self, kept: float) -> float:
+        """With ``kept`` bytes of each planned layer on the device."""
+        return max(self.at_loss + self.layers_at_loss * kept, self.in_backward + self.layers_in_backward * kept)
+
+    def most_kept(self, device_bytes: float) -> float:
+        """Bytes of each planned layer that may be kept; negative where there is no room for none."""
+        limits = [
+            (device_bytes - fixed) / layers if layers else math.copysign(math.inf, device_bytes - fixed)
+            for fixed, layers in (
+                (self.at_loss, self.layers_at_loss),
+                (self.in_backward, self.layers_in_backward),
+            )
+        ]
+        return min(limits)
