@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ class StepClock:
     unless the step is traced.
     """
 
-    def __init__(self, on_cuda: bool) -> None:
+    def __init__(self, on_cuda: bool, busy_time: Callable[[], float] = time.thread_time) -> None:
+        """``busy_time``: the processor time to note."""
         self.on_cuda = on_cuda
+        self.busy_time = busy_time
         self.traced = False
         self.marks: list[Mark] = []
 
@@ -52,7 +54,7 @@ class StepClock:
                 torch.cuda.synchronize()
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-        self.marks.append(Mark(kind, micro_batch, time.time(), time.thread_time(), event))
+        self.marks.append(Mark(kind, micro_batch, time.time(), self.busy_time(), event))
 
     def work_seconds(self) -> float:
         """Seconds of forward and backward passes; what a rank waits in them for its rings is left out on CPU."""

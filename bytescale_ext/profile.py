@@ -4,14 +4,16 @@ Micro-batches of one rank are timed in models of one and of a few layers, so tha
 
     seconds = layers x (a sum(s^2) + b sum(s) + g) + head x sum(s) + rest
 
-fitted by least squares of the relative error, with no constant below zero. The formula is ``CostModel``'s.
+fitted by least squares of the relative error, with no constant below zero. The formula is ``CostModel``'s. Where
+several ranks measure together, sequences that they share in a ring take longer than this divided by the ranks; the
+rest is the ring's own constant, h.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
@@ -30,17 +32,18 @@ LEAST_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One micro-batch of whole sequences of these lengths, on one rank, in a model of ``num_layers`` layers."""
+    """One micro-batch of sequences of these lengths, each on ``width`` ranks, in a model of ``num_layers`` layers."""
 
     num_layers: int
     lengths: tuple[int, ...]
     forward_seconds: float
     backward_seconds: float
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One direction's constants, in seconds: ``layer`` of one layer (c is 0), head per token, rest per micro-batch."""
+    """One direction's constants, in seconds: ``layer`` of one layer, head per token, rest per micro-batch."""
 
     layer: CostModel
     head: float
@@ -48,7 +51,13 @@ class Fit:
 
     def whole_layer(self, num_layers: int) -> CostModel:
         """The layer of a model of ``num_layers``, with its share of what a micro-batch costs outside of layers."""
-        return CostModel(self.layer.a, self.layer.b, self.layer.c, self.layer.g + self.rest / num_layers)
+        return replace(self.layer, g=self.layer.g + self.rest / num_layers)
+
+    def seconds(self, timing: Timing) -> float:
+        """What the constants say of a micro-batch."""
+        layers = self.whole_layer(timing.num_layers).scaled(timing.num_layers)
+        work = sum(layers.sequence_cost(length, timing.width) for length in timing.lengths)
+        return layers.g + work + self.head * sum(timing.lengths) / timing.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +68,7 @@ class Prediction:
     lengths: tuple[int, ...]
     measured_seconds: float
     predicted_seconds: float
+    width: int = 1
 
     @property
     def error(self) -> float:
@@ -100,6 +110,16 @@ def unseen_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
+def ring_lengths(max_tokens: int, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sequences that all ranks share in a ring: those that the fit sees, and others.
+
+    A rank holds a quarter to a half of ``max_tokens``, as a sequence is shared because it is long: what a ring costs
+    beside its tokens, once for each message, is in h as it is at such lengths.
+    """
+    whole = max_tokens * num_ranks // 2
+    return (whole, whole * 3 // 4, whole // 2), (whole * 7 // 8, whole * 5 // 8)
+
+
 def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
     """Forward and backward constants.
 
@@ -117,6 +137,33 @@ def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
             )
         fits.append(Fit(CostModel(a=a, b=b, g=g), head, rest))
     return fits[0], fits[1]
+
+
+def fit_rings(
+    fits: tuple[Fit, Fit], timings: Sequence[Timing], received_seconds: tuple[float, float]
+) -> tuple[Fit, Fit]:
+    """The constants with c and h.
+
+    Args:
+        fits: forward, backward, of whole sequences.
+        timings: of rings. Those whose exchange is longer than their attention say nothing of h, as it would be
+            counted twice; where no other is left, h is 0.
+        received_seconds: c, of the bare exchange: forward, backward.
+    """
+    found = []
+    for fit, c, direction in zip(fits, received_seconds, ("forward", "backward"), strict=True):
+        fit = replace(fit, layer=replace(fit.layer, c=c))
+        with_unit = replace(fit, layer=replace(fit.layer, h=1.0))
+        factors, excess = [0.0], [0.0]
+        for timing in timings:
+            if any(c * (timing.width - 1) > fit.layer.a * length for length in timing.lengths):
+                continue
+            measured, without = getattr(timing, f"{direction}_seconds"), fit.seconds(timing)
+            factors.append((with_unit.seconds(timing) - without) / measured)
+            excess.append(1.0 - without / measured)
+        h = float(np.dot(factors, excess)) / (float(np.dot(factors, factors)) or 1.0)
+        found.append(replace(fit, layer=replace(fit.layer, h=max(0.0, h))))
+    return found[0], found[1]
 
 
 def _features(timings: Sequence[Timing]) -> Floats:
@@ -153,20 +200,14 @@ def predictions(fits: tuple[Fit, Fit], timings: Sequence[Timing]) -> list[Predic
     """What the constants say of each measured micro-batch."""
     found = []
     for timing in timings:
-        predicted = 0.0
-        for fit in fits:
-            layers = fit.whole_layer(timing.num_layers).scaled(timing.num_layers)
-            predicted += layers.g + sum(layers.sequence_cost(length, 1) for length in timing.lengths)
-            predicted += fit.head * sum(timing.lengths)
-        measured = timing.forward_seconds + timing.backward_seconds
-        found.append(Prediction(timing.num_layers, timing.lengths, measured, predicted))
+        measured, predicted = timing.forward_seconds + timing.backward_seconds, sum(fit.seconds(timing) for fit in fits)
+        found.append(Prediction(timing.num_layers, timing.lengths, measured, predicted, timing.width))
     return found
 
 
 def model_cost(
     fits: tuple[Fit, Fit],
     shape: ModelShape,
-    ring_seconds: tuple[float, float],
     kept_bytes: tuple[float, float],
     device: str,
     dtype: str,
@@ -176,8 +217,7 @@ def model_cost(
     """The content of a cost file.
 
     Args:
-        fits: forward, backward.
-        ring_seconds: for each token whose keys and values a rank receives in one layer: forward, backward.
+        fits: forward, backward, with c and h.
         kept_bytes: of one token in one layer until its backward pass: without and with full recompute.
     """
     forward, backward = (fit.whole_layer(shape.num_layers) for fit in fits)
@@ -187,8 +227,8 @@ def model_cost(
         dtype=dtype,
         tensor_parallel=tensor_parallel,
         source=source,
-        forward=CostModel(forward.a, forward.b, ring_seconds[0], forward.g),
-        backward=CostModel(backward.a, backward.b, ring_seconds[1], backward.g),
+        forward=forward,
+        backward=backward,
         head_forward=fits[0].head,
         head_backward=fits[1].head,
         layer_bytes=kept_bytes[0],
@@ -219,7 +259,8 @@ def prediction_table(found: Sequence[Prediction]) -> str:
     lines = [f"{'layers':>6}  {'measured ms':>11}  {'predicted ms':>12}  {'error':>7}  tokens of its sequences"]
     for one in found:
         times = f"{1e3 * one.measured_seconds:11.2f}  {1e3 * one.predicted_seconds:12.2f}  {one.error:+7.1%}"
-        lines.append(f"{one.num_layers:6d}  {times}  {lengths_text(one.lengths)}")
+        ring = f", a ring of {one.width} ranks" if one.width > 1 else ""
+        lines.append(f"{one.num_layers:6d}  {times}  {lengths_text(one.lengths)}{ring}")
     return "\n".join(lines)
 
 

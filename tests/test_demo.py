@@ -11,6 +11,7 @@ from rich.console import Console
 
 from scripts import demo
 from scripts.bench import hdp_e2e
+from scripts.bench.launch import printed_by
 from tests.harness import preload, run_ranks
 
 
@@ -98,6 +99,27 @@ def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(demo.Demo, "command", property(lambda self: [demo.sys.executable, "-c", script]))
     with pytest.raises(RuntimeError, match="(?s)exit code 3.*train.log.*the cause"):
         demo.train(demo.Demo(1, on_cpu=True, folder=tmp_path), Console())
+
+
+def test_arms_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = hdp_e2e.arm_flags(tmp_path / "cost.json", 2)
+    assert tuple(flags) == hdp_e2e.ARMS
+    assert flags["hdp"] == ["--hdp-cost", str(tmp_path / "cost.json")] and flags["static"][-1] == "2"
+    seen: list[list[str]] = []
+    monkeypatch.setattr(hdp_e2e, "printed_by", seen.append)
+    one = demo.Demo(2, on_cpu=True, folder=tmp_path)
+    hdp_e2e.measure_cost(one, tmp_path / "cost.json")
+    (command,) = seen
+    script = command.index("--no-python") + 1
+    assert command[: script - 1] == one.command[: script - 1] and "--nproc-per-node=2" in command[:script]
+    assert command[script].endswith("bytescale") and command[script + 1] == "profile"
+    assert command[command.index("--") + 1 :] == one.flags
+
+
+def test_a_command_that_fails_shows_the_end_of_what_it_printed() -> None:
+    assert printed_by([demo.sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]) == "1\n"
+    with pytest.raises(RuntimeError, match="(?s)exit code 3.*the cause"):
+        printed_by([demo.sys.executable, "-c", "import sys; print('the cause'); sys.exit(3)"])
 
 
 def test_benchmark_compares_equal_steps() -> None:

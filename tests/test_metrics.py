@@ -47,6 +47,15 @@ def test_a_step_without_work_took_none() -> None:
     assert StepClock(on_cuda=False).work_seconds() == 0.0
 
 
+def test_the_processor_time_to_note_may_be_another() -> None:
+    readings = iter([1.0, 2.0, 4.5])
+    clock = StepClock(on_cuda=False, busy_time=readings.__next__)
+    clock.begin(traced=False)
+    for kind in ("forward", "end"):
+        clock.mark(kind)
+    assert clock.work_seconds() == 2.5
+
+
 def test_begin_forgets_the_last_step() -> None:
     clock = clock_of(*STEP)
     clock.begin(traced=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from bytescale_ext.profile import (
     Timing,
     errors_text,
     fit_constants,
+    fit_rings,
     fit_timings,
     fitted_lengths,
     lengths_text,
@@ -22,6 +24,7 @@ from bytescale_ext.profile import (
     prediction_table,
     predictions,
     ring_bytes_per_token,
+    ring_lengths,
     unseen_lengths,
 )
 
@@ -101,6 +104,61 @@ def test_noise_is_refused() -> None:
         fit_timings(flat)
 
 
+RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7), CostModel(0.0, 0.0, c=9e-8, h=8e-7))
+
+
+def ring_timings(lengths: Sequence[int], width: int, noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
+    """A rank's share of each sequence, and what the ring adds for the tokens that it receives."""
+    made = []
+    for layers in LAYERS:
+        for length in lengths:
+            received = length * (width - 1) / width
+            times = []
+            for fit, ring in zip((FORWARD, BACKWARD), RING, strict=True):
+                layer = max(fit.layer.a * length**2 / width, ring.c * received) + fit.layer.b * length / width
+                head = fit.head * length / width + fit.rest
+                times.append((layers * (layer + fit.layer.g + ring.h * received) + head) * noise())
+            made.append(Timing(layers, (length,), *times, width))
+    return made
+
+
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_rings_give_back_their_constants(width: int) -> None:
+    c = (RING[0].c, RING[1].c)
+    seen, unseen = ring_lengths(32768, width)
+    found = fit_rings((FORWARD, BACKWARD), ring_timings(seen, width), c)
+    for fit, true, ring in zip(found, (FORWARD, BACKWARD), RING, strict=True):
+        assert fit.layer.h == pytest.approx(ring.h)
+        assert replace(fit, layer=replace(fit.layer, c=0.0, h=0.0)) == true
+    errors = [one.error for one in predictions(found, ring_timings(unseen, width))]
+    assert errors == pytest.approx([0.0] * len(errors), abs=1e-12)
+
+
+def test_noisy_rings() -> None:
+    generator = np.random.default_rng(0)
+    made = ring_timings(ring_lengths(32768, 2)[0], 2, lambda: 1 + 0.01 * generator.standard_normal())
+    found = fit_rings((FORWARD, BACKWARD), made, (0.0, 0.0))
+    assert found[1].layer.h == pytest.approx(RING[1].h, rel=0.15)
+
+
+def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
+    """Their time is explained by c; it would be counted twice."""
+    slow = (1e-3, 1e-3)
+    made = ring_timings([1000, 2000], 2)
+    assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), made, slow)] == [0.0, 0.0]
+    fast = ring_timings([1_000_000_000], 2)  # whose attention is longer even than that
+    both = fit_rings((FORWARD, BACKWARD), [*made, *fast], slow)
+    alone = fit_rings((FORWARD, BACKWARD), fast, slow)
+    assert both == alone and alone[0].layer.h > 0
+
+
+def test_without_rings_h_is_0() -> None:
+    found = fit_rings((FORWARD, BACKWARD), [], (2e-7, 6e-7))
+    assert [(fit.layer.c, fit.layer.h) for fit in found] == [(2e-7, 0.0), (6e-7, 0.0)]
+    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([4096], 2)]
+    assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), faster, (0.0, 0.0))] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("max_tokens", [64, 100, 4096, 32768])
 def test_measured_lengths(max_tokens: int) -> None:
     fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
@@ -110,6 +168,11 @@ def test_measured_lengths(max_tokens: int) -> None:
     assert sum(len(pack) > 1 for pack in fitted) >= 5  # micro-batches of training are packs
     assert any(len(pack) > 1 for pack in unseen) and any(len(pack) == 1 for pack in unseen)
     assert max(sum(pack) for pack in fitted) == max_tokens
+    for num_ranks in (2, 3, 8):
+        seen, others = ring_lengths(max_tokens, num_ranks)
+        for length in (*seen, *others):
+            assert max_tokens // 4 <= length / num_ranks <= max_tokens // 2
+        assert not set(seen) & set(others)
 
 
 def test_too_few_tokens_to_tell_lengths_apart() -> None:
@@ -118,9 +181,11 @@ def test_too_few_tokens_to_tell_lengths_apart() -> None:
 
 
 def test_the_cost_file_of_a_fit() -> None:
-    cost = model_cost((FORWARD, BACKWARD), SHAPE, (2e-7, 6e-7), (139e3, 8192.0), "a GPU", "bfloat16", 1, "test")
-    assert cost.forward == CostModel(4e-11, 1.6e-6, 2e-7, 1e-4 + 3e-4 / 32)
-    assert cost.backward == CostModel(1e-10, 3.2e-6, 6e-7, 2e-4 + 5e-4 / 32)
+    fits = fit_rings((FORWARD, BACKWARD), ring_timings([32768], 2), (3e-8, 9e-8))
+    cost = model_cost(fits, SHAPE, (139e3, 8192.0), "a GPU", "bfloat16", 1, "test")
+    assert cost.forward == CostModel(4e-11, 1.6e-6, 3e-8, 1e-4 + 3e-4 / 32, fits[0].layer.h)
+    assert cost.backward == CostModel(1e-10, 3.2e-6, 9e-8, 2e-4 + 5e-4 / 32, fits[1].layer.h)
+    assert cost.forward.h == pytest.approx(5e-7)
     # the whole model costs what the formula of the module says
     for fit, whole in ((FORWARD, cost.whole().forward), (BACKWARD, cost.whole().backward)):
         expected = seconds(fit, 32, (4096, 512))
@@ -137,9 +202,14 @@ def test_ring_bytes_by_hand() -> None:
 
 def test_texts() -> None:
     assert lengths_text((2048, 512, 512, 512, 7)) == "2048 + 3 x 512 + 7"
-    found = [Prediction(1, (64,), 0.010, 0.011), Prediction(3, (8, 8), 0.020, 0.019), Prediction(3, (9,), 0.02, 0.02)]
+    found = [
+        Prediction(1, (64,), 0.010, 0.011),
+        Prediction(3, (8, 8), 0.020, 0.019),
+        Prediction(3, (9,), 0.02, 0.02, 2),
+    ]
     assert errors_text(found) == "median 5.0%, worst 10.0%"
     table = prediction_table(found).splitlines()
     assert len(table) == 4
     assert table[1].split() == ["1", "10.00", "11.00", "+10.0%", "64"]
     assert table[2].endswith("2 x 8") and "-5.0%" in table[2]
+    assert table[3].endswith("9, a ring of 2 ranks")

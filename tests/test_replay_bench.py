@@ -77,13 +77,8 @@ def rows(*ratios: float) -> list[replay.Row]:
     ]
 
 
-def step(measured: float, busy: float | None = 0.8) -> dict[str, float | None]:
-    return {
-        "measured_seconds": measured,
-        "predicted_seconds": 1.0,
-        "measured_busy_seconds": busy,
-        "predicted_busy_seconds": 0.9,
-    }
+def step(measured: float) -> dict[str, float]:
+    return {"measured_seconds": measured, "predicted_seconds": 1.0, "thread_seconds": 0.7, "process_seconds": 0.8}
 
 
 def test_summary_by_hand() -> None:
@@ -91,12 +86,10 @@ def test_summary_by_hand() -> None:
     assert found["micro_batches"] == {
         "count": 4, "median_ratio": pytest.approx(1.025), "worst_ratio": 0.5, "within_target": 0.5,
     }  # fmt: skip
-    assert found["step"]["ratio"] == pytest.approx(0.8)
-    assert found["step"]["busy_ratio"] == pytest.approx(1.125)
+    assert found["step"] == {**step(1.25), "ratio": pytest.approx(0.8)}
     assert not found["reached"]
     assert replay.summarize(rows(1.0, 1.05), step(1.05))["reached"]
     assert not replay.summarize(rows(1.2, 1.2), step(1.0))["reached"]
-    assert replay.summarize(rows(1.0), step(1.0, None))["step"]["busy_ratio"] is None
 
 
 @pytest.mark.timeout(280)
@@ -116,5 +109,7 @@ def test_a_tiny_run() -> None:
     assert figures["setting"]["num_ranks"] == 2 and figures["setting"]["cost"] == str(cost)
     assert any(len(row["members"]) == 2 for row in figures["rows"])  # a ring
     assert all(row["measured_seconds"] > 0 for row in figures["rows"])
-    assert figures["step"]["measured_seconds"] > 0 < figures["step"]["busy_ratio"]
+    step = figures["step"]
+    assert 0 < step["thread_seconds"] <= step["process_seconds"] and step["measured_seconds"] > 0
+    assert "own thread" in done.stdout and "waiting" in done.stdout
     assert f"of {len(figures['rows'])} within 10%" in done.stdout

@@ -53,12 +53,17 @@ def target_widths(lengths: Ints, least: Ints, target: float, cost: CostModel, mo
     sizes = lengths.astype(np.float64)
     seconds = max(target - cost.g, 1e-300)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        computing = (cost.a * sizes * sizes + cost.b * sizes) / seconds
-        # receiving: c s (d - 1) / d + b s / d <= seconds; wider helps only while b > c
-        receiving = np.where(cost.c * sizes < seconds, (cost.b - cost.c) * sizes / (seconds - cost.c * sizes), 0.0)
+        # computing: (a s^2 + b s) / d + h s (d - 1) / d <= seconds
+        joining = cost.h * sizes
+        computing = np.where(
+            joining < seconds, (cost.a * sizes * sizes + cost.b * sizes - joining) / (seconds - joining), np.inf
+        )
+        # receiving: (c + h) s (d - 1) / d + b s / d <= seconds; wider helps only while b > c + h
+        ring = cost.c + cost.h
+        receiving = np.where(ring * sizes < seconds, (cost.b - ring) * sizes / (seconds - ring * sizes), 0.0)
         hidden = sizes * cost.a / cost.c + 1 if cost.c else np.full(len(sizes), np.inf)
     wanted = np.maximum(computing, receiving)
-    unreachable = (wanted > hidden) & ((cost.c * sizes >= seconds) | (cost.b <= cost.c))
+    unreachable = (wanted > hidden) & ((ring * sizes >= seconds) | (cost.b <= ring))
     wanted = np.where(unreachable, np.floor(hidden), wanted)
     widths = np.clip(np.ceil(np.minimum(wanted, most)), least, np.minimum(lengths, most)).astype(np.int64)
     return np.asarray(np.minimum.accumulate(widths))

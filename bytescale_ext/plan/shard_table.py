@@ -79,8 +79,7 @@ class ShardTable:
     def row_costs(self, cost: CostModel) -> Floats:
         """``CostModel.micro_batch_cost`` of each micro-batch: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
-        attention = np.maximum(cost.a * lengths * lengths, cost.c * lengths * (widths - 1)) / widths
-        shards = attention + cost.b * self.tokens
+        shards = cost.attention_costs(lengths, widths) + cost.b * self.tokens
         return np.asarray(cost.g + np.bincount(self.rows, weights=shards, minlength=self.num_rows))
 
     def row_exposed(self, cost: CostModel) -> Floats:

@@ -54,7 +54,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.optimizer:get_megatron_optimizer",
         wrap=wrap_get_megatron_optimizer,
         feature="--hybrid-data-parallel",
-        why="without TransformerEngine a sharded optimizer cannot load a checkpoint; no hook lies before loading",
+        why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook lies before",
         source_hash="b473223298c4",
         aliases=("megatron.training.training",),
     ),

@@ -1,9 +1,11 @@
-"""Hybrid data parallelism with the balance planner, with the naive one, and static context parallelism, on 4 ranks.
+"""Hybrid data parallelism with the balance planner, with the naive one, and static context parallelism, for real.
 
 All arms train the demo's model on the demo's corpus with the same documents in the same steps, through the same
-code. ``naive`` balances tokens, not work (``--hdp-balance none``); ``static`` cuts every document of a pack of 4C
-tokens over all four ranks, as ``--context-parallel-size 4`` does. The arms take turns, so that a slow minute of the
-machine meets all of them.
+code. ``hdp`` balances the seconds that its ranks measure first (``bytescale profile``, ``--hdp-cost``); ``naive``
+balances tokens, not work (``--hdp-balance none``); ``static`` cuts every document of a pack over all D ranks, as
+``--context-parallel-size D`` does. The arms take turns, so that a slow minute of the machine meets all of them. There
+are as many ranks as have a GPU, or else a core, of their own, four at most: where two share a core, one that waits
+for the other costs nothing.
 
     .venv/bin/python scripts/bench/hdp_e2e.py [--json]
 """
@@ -14,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,27 +26,32 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from rich.console import Console  # noqa: E402
 
+from scripts.bench.launch import printed_by  # noqa: E402
 from scripts.demo import Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
 
-NUM_RANKS = 4
+MOST_RANKS = 4
 FIGURES = ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_step", "measured_imbalance")
-ARMS = {"hdp": [], "naive": ["--hdp-balance", "none"], "static": ["--hdp-static-width", str(NUM_RANKS)]}
+ARMS = ("hdp", "naive", "static")
+
+
+def arm_flags(cost: Path, num_ranks: int) -> dict[str, list[str]]:
+    """What each arm adds to the training command."""
+    added = (["--hdp-cost", str(cost)], ["--hdp-balance", "none"], ["--hdp-static-width", str(num_ranks)])
+    return dict(zip(ARMS, added, strict=True))
+
+
+def measure_cost(demo: Demo, path: Path) -> None:
+    """Write the cost file of the demo's model, measured by all its ranks at once."""
+    torchrun, script = demo.command[: -1 - len(demo.flags)], str(Path(sys.executable).parent / "bytescale")
+    settings = ["--output", str(path), "--max-tokens", "4096", "--repeats", "3"]
+    printed_by([*torchrun, "--no-python", script, "profile", *settings, "--", *demo.flags])
 
 
 def run_arm(demo: Demo, flags: list[str], num_steps: int) -> list[dict[str, Any]]:
     """Train one arm and return the metrics of each step."""
     with tempfile.TemporaryDirectory() as folder:
         settings = ["--train-iters", str(num_steps), "--hdp-log-dir", folder, "--tensorboard-dir", folder]
-        done = subprocess.run(
-            [*demo.command, *settings, *flags],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"training ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
+        printed_by([*demo.command, *settings, *flags])
         return read_metrics(Path(folder) / "metrics.jsonl")
 
 
@@ -76,14 +82,23 @@ def _speedup(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[s
 def main() -> int:
     """Run the arms in turn, print the table and, with --json, one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not counted (%(default)s)")
+    parser.add_argument("--ranks", type=int, help="(one for each GPU, or core, 4 at most)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each run, the first not counted (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each arm (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()
-    demo = Demo(NUM_RANKS, on_cpu=num_gpus() < NUM_RANKS, folder=ROOT / "runs" / "demo")
+    on_cpu = num_gpus() < 2
+    available = (os.cpu_count() or 2) if on_cpu else num_gpus()
+    num_ranks = args.ranks or min(max(2, available), MOST_RANKS)
+    demo = Demo(num_ranks, on_cpu, folder=ROOT / "runs" / "demo")
     build_corpora(demo, Console(stderr=True))
-    rounds = [{arm: run_arm(demo, flags, args.steps) for arm, flags in ARMS.items()} for _ in range(args.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        cost = Path(folder) / "cost.json"
+        measure_cost(demo, cost)
+        arms = arm_flags(cost, num_ranks)
+        rounds = [{arm: run_arm(demo, flags, args.steps) for arm, flags in arms.items()} for _ in range(args.rounds)]
     figures = compare(rounds)
+    print(f"{num_ranks} {demo.device} ranks, {os.cpu_count()} cores")
     print(f"{'':10}{'tokens/s':>12}{'MB sent/step':>14}{'attention calls/step':>22}{'imbalance':>11}")
     for arm, values in figures["arms"].items():
         print(
@@ -97,7 +112,7 @@ def main() -> int:
         )
     print(f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most")
     if args.json:
-        print(json.dumps(figures))
+        print(json.dumps({"num_ranks": num_ranks, **figures}))
     return 0
 
 

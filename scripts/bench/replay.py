@@ -1,10 +1,12 @@
 """Is the cost model right? A plan's micro-batches and its whole step, run for real and replayed in the simulator.
 
 Two CPU ranks (two GPUs where there are, one rank on a single GPU) train the demo's model on made-up documents: short
-ones in packs, and with two ranks long ones that share a ring. The cost file is measured in the same run on the same
-ranks, or given with ``--cost``. First the micro-batches run one by one, all ranks beginning each together; then the
-step runs as in training, every rank at its own pace, and ends with its slowest rank. Gradients are not reduced. Times
-are the least of some repeats, since other work on the machine only ever adds time.
+ones in packs, and with two ranks long ones that share a ring. The cost file is measured first, by the same ranks as in
+``bytescale profile``, or given with ``--cost``. Then the micro-batches run one by one, all ranks beginning each
+together, and the step as in training, every rank at its own pace, until its slowest rank has ended. Gradients are not
+reduced. What is measured is wall time, the least of some repeats, since other work on the machine only ever adds time:
+two CPU ranks need two cores which nothing else uses. Where the time of a step goes is printed too: processor time of
+the slowest rank's own thread, that of the threads that carry its messages, and waiting.
 
     .venv/bin/python scripts/bench/replay.py [--cost cost.json] [--json]
 """
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +106,11 @@ def class_rows(plan: StepPlan, both: CostModel) -> list[Row]:
     return sorted(rows, key=lambda row: (row.level, row.members))
 
 
-def summarize(rows: Sequence[Row], step: dict[str, float | None]) -> dict[str, Any]:
+def summarize(rows: Sequence[Row], step: dict[str, float]) -> dict[str, Any]:
     """The figures of one run; the worst ratio is the one farthest from 1 by its factor."""
     ratios = [row.ratio for row in rows]
     median = statistics.median(ratios)
-    measured, predicted = step["measured_seconds"], step["predicted_seconds"]
-    busy, predicted_busy = step["measured_busy_seconds"], step["predicted_busy_seconds"]
-    assert measured is not None and predicted is not None and predicted_busy is not None, f"{step=}"
-    ratio = predicted / measured
+    ratio = step["predicted_seconds"] / step["measured_seconds"]
     return {
         "micro_batches": {
             "count": len(rows),
@@ -119,7 +118,7 @@ def summarize(rows: Sequence[Row], step: dict[str, float | None]) -> dict[str, A
             "worst_ratio": max(ratios, key=lambda one: abs(math.log(one))),
             "within_target": sum(abs(one - 1) <= TARGET for one in ratios) / len(ratios),
         },
-        "step": {**step, "ratio": ratio, "busy_ratio": predicted_busy / busy if busy else None},
+        "step": {**step, "ratio": ratio},
         "reached": abs(median - 1) <= TARGET and abs(ratio - 1) <= TARGET,
     }
 
@@ -136,20 +135,15 @@ def run_rank(args: argparse.Namespace) -> int:
     from megatron.bytescale.training.profile import build_model, prepare
 
     with quiet():
-        subject = prepare(MODEL if on_cpu else [*MODEL, "--bf16"], 2 * args.tokens_per_rank, on_cpu, world)
+        subject = prepare(MODEL if on_cpu else [*MODEL, "--bf16"], 2 * args.tokens_per_rank, on_cpu)
         model = build_model(subject, subject.shape.num_layers)
         cost = run_cost(args, subject)
         stage = cost.whole()
         lengths = step_lengths(args.num_sequences, world, args.tokens_per_rank, args.seed)
         plan = HdpPlanner(world, args.tokens_per_rank, stage, balance=args.balance)(lengths)
         rows = time_rows(subject, model, plan, class_rows(plan, stage.both), args.repeats)
-        measured, busy = time_step(subject, model, plan, args.repeats)
-    step = {
-        "measured_seconds": measured,
-        "predicted_seconds": replay_stages(plan, [stage]).makespan,
-        "measured_busy_seconds": busy if on_cpu else None,
-        "predicted_busy_seconds": max(replay(plan, stage.both).rank_seconds),
-    }
+        measured = time_step(subject, model, plan, args.repeats)
+    step = {"predicted_seconds": replay_stages(plan, [stage]).makespan, **measured}
     if dist.get_rank() == 0:
         show(args, cost, rows, summarize(rows, step))
     dist.barrier()
@@ -159,25 +153,12 @@ def run_rank(args: argparse.Namespace) -> int:
 
 def run_cost(args: argparse.Namespace, subject: Any) -> ModelCost:
     """The cost file that was given, or one measured by all ranks at once, as they all work in a step too."""
-    import torch.distributed as dist
-
-    from bytescale_ext import profile
     from bytescale_ext.cost_file import check_same_model, read_cost
-    from bytescale_ext.profile_ring import exchanged_bytes_per_second
-    from megatron.bytescale.training.profile import kept_bytes_per_token, time_packs
+    from megatron.bytescale.cli.profile import measured_cost
 
     if args.cost is not None:
-        cost = read_cost(args.cost)
-        return check_same_model(cost, subject.shape, subject.tensor_parallel, subject.dtype, args.cost)
-    mine = time_packs(subject, profile.fitted_lengths(2 * args.tokens_per_rank), args.repeats)
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    fits = profile.fit_timings([timing for timings in everyones for timing in timings])
-    comm = subject.runtime.comm
-    rate = exchanged_bytes_per_second(comm, subject.runtime.device) if comm.size > 1 else math.inf
-    kept = kept_bytes_per_token(subject, args.tokens_per_rank)
-    where = (subject.device, subject.dtype, subject.tensor_parallel, "measured in this run")
-    return profile.model_cost(fits, subject.shape, subject.ring_seconds(rate), kept, *where)
+        return check_same_model(read_cost(args.cost), subject.shape, subject.tensor_parallel, subject.dtype, args.cost)
+    return measured_cost(subject, 2 * args.tokens_per_rank, args.repeats)[0]
 
 
 def time_rows(subject: Any, model: Any, plan: StepPlan, rows: Sequence[Row], repeats: int) -> list[Row]:
@@ -200,17 +181,15 @@ def time_rows(subject: Any, model: Any, plan: StepPlan, rows: Sequence[Row], rep
             if runtime.clock.on_cuda:
                 torch.cuda.synchronize()
             if repeat >= 0:
-                seconds[repeat, mine[level]] = sum(seconds_between(marks, subject))
+                seconds[repeat, mine[level]] = sum(seconds_between(marks, subject, by_wall=True))
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, seconds.min(axis=0).tolist())
-    return [
-        Row(row.members, row.level, row.num_tokens, row.predicted_seconds, max(everyones[r][i] for r, i in row.members))
-        for row in rows
-    ]
+    dist.all_gather_object(everyones, seconds)
+    slowest = {row: np.max([everyones[rank][:, index] for rank, index in row.members], axis=0) for row in rows}
+    return [replace(row, measured_seconds=float(slowest[row].min())) for row in rows]
 
 
-def time_step(subject: Any, model: Any, plan: StepPlan, repeats: int) -> tuple[float, float]:
-    """Of the whole step: wall seconds of its slowest rank, and processor seconds of its busiest. Collective."""
+def time_step(subject: Any, model: Any, plan: StepPlan, repeats: int) -> dict[str, float]:
+    """Seconds of the whole step, the fastest of ``repeats``, and where its slowest rank spent them. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -220,17 +199,18 @@ def time_step(subject: Any, model: Any, plan: StepPlan, repeats: int) -> tuple[f
     rounds = []
     for _ in range(repeats):
         dist.barrier()
-        begun, begun_busy = time.perf_counter(), time.thread_time()
+        clocks = (time.perf_counter, time.thread_time, time.process_time)
+        begun = [clock() for clock in clocks]
         for packed in micro_batches:
             run_micro_batch(subject.runtime, model, packed)
         if subject.runtime.clock.on_cuda:
             torch.cuda.synchronize()
-        mine = (time.perf_counter() - begun, time.thread_time() - begun_busy)
+        mine = [clock() - start for clock, start in zip(clocks, begun, strict=True)]
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
-        rounds.append(np.max(everyones, axis=0))
-    wall, busy = np.min(rounds, axis=0).tolist()
-    return wall, busy
+        rounds.append(max(everyones))
+    wall, thread, process = min(rounds)
+    return {"measured_seconds": wall, "thread_seconds": thread, "process_seconds": process}
 
 
 def show(args: argparse.Namespace, cost: ModelCost, rows: Sequence[Row], figures: dict[str, Any]) -> None:
@@ -250,10 +230,12 @@ def show(args: argparse.Namespace, cost: ModelCost, rows: Sequence[Row], figures
         f"step: measured {1e3 * step['measured_seconds']:.1f} ms, predicted {1e3 * step['predicted_seconds']:.1f} ms, "
         f"predicted / measured {step['ratio']:.3f}"
     )
-    if step["busy_ratio"] is not None:
+    if cost.device.startswith("CPU"):
+        own, carrying = step["thread_seconds"], step["process_seconds"] - step["thread_seconds"]
+        waiting = step["measured_seconds"] - step["process_seconds"]
         print(
-            f"      of it processor time of the busiest rank: measured {1e3 * step['measured_busy_seconds']:.1f} ms, "
-            f"predicted / measured {step['busy_ratio']:.3f} (far from the one above where other programs run)"
+            f"      of it the slowest rank's own thread {1e3 * own:.1f} ms, its other threads {1e3 * carrying:.1f} ms, "
+            f"waiting {1e3 * waiting:.1f} ms (for its partner, or for a core that others use)"
         )
     if args.json:
         setting = {name: value for name, value in vars(args).items() if name not in ("json", "cost")}
@@ -271,7 +253,7 @@ def main() -> int:
         "--num-sequences", type=int, default=32, metavar="N", help="sequences of the step (%(default)s)"
     )
     parser.add_argument("--balance", choices=BALANCES, default="dp", help="planner (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="the least of N counts (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=8, metavar="N", help="the least of N counts (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()

@@ -17,7 +17,6 @@ import os
 import re
 import runpy
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from bytescale_ext.attention.slice_layout import SliceLayout, sample_layouts  # 
 from bytescale_ext.plan.cost import CostModel  # noqa: E402
 from bytescale_ext.plan.seq1f1b import peak_slices  # noqa: E402
 from bytescale_ext.plan.slices import slice_lengths, slice_ranges  # noqa: E402
+from scripts.bench.launch import printed_by  # noqa: E402
 from scripts.bench.saved_bytes import SavedBytes  # noqa: E402
 
 
@@ -116,17 +116,7 @@ def train(num_stages: int, num_micro_batches: int, num_tokens: int, lengths: tup
     words += ["--mock-data", "--cpu", "--no-one-logger"]
     words.append(f"--seq1f1b-partition={','.join(map(str, lengths))}")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]
-    done = subprocess.run(
-        [*launch, __file__, "--rank", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"training ended with exit code {done.returncode}:\n{done.stdout[-3000:]}")
-    return done.stdout
+    return printed_by([*launch, __file__, "--rank", *words])
 
 
 def rank_main(argv: list[str]) -> None:

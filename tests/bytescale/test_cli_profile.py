@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -81,8 +83,17 @@ def test_the_ring_is_measured_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
     from bytescale_ext import profile_ring
 
     monkeypatch.setattr(profile_ring, "bytes_per_second_of_two_processes", lambda on_cuda: 7.0)
-    assert profile.ring_rate(5e9, on_cpu=True) == (5e9, "as given with --ring-bytes-per-second")
-    assert profile.ring_rate(None, on_cpu=True) == (7.0, "measured between two processes on CPU")
+    monkeypatch.setattr(profile_ring, "exchanged_bytes_per_second", lambda comm, device: 10.0 * comm.size)
+
+    def subject(num_ranks: int, process: int = 0) -> Any:
+        comm, clock = SimpleNamespace(size=num_ranks), SimpleNamespace(on_cuda=False)
+        runtime = SimpleNamespace(comm=comm, clock=clock, device="cpu")
+        return SimpleNamespace(runtime=runtime, args=SimpleNamespace(rank=process))
+
+    assert profile.ring_rate(5e9, subject(2)) == (5e9, "as given with --ring-bytes-per-second")
+    assert profile.ring_rate(None, subject(1)) == (7.0, "measured between two processes on CPU")
+    assert profile.ring_rate(None, subject(1, process=1)) == (1.0, "measured by the first process")
+    assert profile.ring_rate(None, subject(4, process=1)) == (40.0, "measured by 4 ranks")
 
 
 @pytest.mark.timeout(240)

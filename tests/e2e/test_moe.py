@@ -44,6 +44,7 @@ EXACT = (
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
 EP2 = ["--expert-model-parallel-size", 2]
+PP2 = ["--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]
 CASES: dict[str, tuple[int, list[object]]] = {
     "plain": (4, []),
     "allgather": (4, ["--moe-token-dispatcher-type", "allgather"]),
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # the experts of one HDP rank
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
-    "ep2-pp2": (4, [*EP2, "--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128, "--overlap-grad-reduce"]),
+    "ep2-pp2": (4, [*EP2, *PP2, "--overlap-grad-reduce"]),  # the first stage has no experts
 }
 
 
@@ -204,6 +205,21 @@ def test_auxiliary_loss_changes_the_routers_gradient(aux_oracle: tuple[Outcome, 
     run_oracle(lone_documents, tmp_path, "--train-iters", 1)
     key = next(key for key in aux_oracle[1] if key.endswith("router.weight"))
     assert relative_error(gradients(tmp_path, Sizes.of([]))[0, 0][key], aux_oracle[1][key]) > 100 * TOLERANCE
+
+
+def test_sharded_and_resumed_where_a_stage_has_no_experts(
+    corpus: Path, oracle: tuple[Outcome, Any], tmp_path: Path
+) -> None:
+    def part(*flags: object) -> Outcome:
+        return train(4, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED, *EP2, *PP2,
+                     "--train-iters", 3, *flags, entry=partial(with_equal_weights, None))  # fmt: skip
+
+    whole = part().losses
+    assert whole == pytest.approx(oracle[0].losses[:3], rel=TOLERANCE)
+    for kind in ("torch", "torch_dist"):
+        save = tmp_path / kind
+        assert part("--ckpt-format", kind, "--save", save, "--exit-interval", 2).losses == whole[:2]
+        assert part("--ckpt-format", kind, "--load", save).losses == pytest.approx(whole[2:], rel=TOLERANCE)
 
 
 def test_resumed_with_other_expert_ranks(corpus: Path, tmp_path: Path) -> None:

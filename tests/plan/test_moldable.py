@@ -16,9 +16,17 @@ def ints(values: list[int]) -> np.ndarray:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 2000), st.integers(1, 40), st.floats(0.5, 500.0), st.just(0.0) | st.floats(1e-3, 0.3))
-def test_target_widths_are_the_fewest_that_are_fast_enough(length: int, most: int, target: float, c: float) -> None:
-    cost = CostModel(a=1e-3, b=0.1, c=c, g=0.3)
+@given(
+    st.integers(1, 2000),
+    st.integers(1, 40),
+    st.floats(0.5, 500.0),
+    st.just(0.0) | st.floats(1e-3, 0.3),
+    st.just(0.0) | st.floats(1e-3, 0.09),
+)
+def test_target_widths_are_the_fewest_that_are_fast_enough(
+    length: int, most: int, target: float, c: float, h: float
+) -> None:
+    cost = CostModel(a=1e-3, b=0.1, c=c, g=0.3, h=h)
     width = int(target_widths(ints([length]), ints([1]), target, cost, most)[0])
     times = {other: cost.sequence_cost(length, other) + cost.g for other in range(1, min(most, length) + 1)}
     fast = [other for other, seconds in times.items() if seconds <= target * (1 + 1e-9)]

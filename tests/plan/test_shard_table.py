@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan
 from bytescale_ext.plan.shard_table import ShardTable
 from tests.plan.pipelines import random_plan
 
-COST = CostModel(a=0.013, b=1.1, c=0.9, g=2.5)
+COST = CostModel(a=0.013, b=1.1, c=0.9, g=2.5, h=0.3)
 SEEDS = range(12)
 
 
@@ -37,7 +39,7 @@ def test_tokens_and_costs_are_those_of_each_micro_batch(seed: int) -> None:
 def test_what_is_exposed_is_what_an_exchange_adds(seed: int) -> None:
     plan = plan_of(seed)
     table = ShardTable.of(plan)
-    free = CostModel(COST.a, COST.b, 0.0, COST.g)
+    free = replace(COST, c=0.0)
     np.testing.assert_allclose(table.row_exposed(COST), table.row_costs(COST) - table.row_costs(free), atol=1e-9)
     assert not table.row_exposed(free).any()
 

@@ -18,7 +18,10 @@ from bytescale_ext.profile import fitted_lengths
 
 NAME = "profile"
 HELP = "measure what this model's layers cost on this device, one GPU or CPU, and write a cost file"
-EXAMPLE = "bytescale profile --output cost.json -- $TRAINING_FLAGS"
+EXAMPLE = (
+    "bytescale profile --output cost.json -- $TRAINING_FLAGS; by N ranks at once, to measure their rings too: "
+    "torchrun --nproc-per-node N --no-python bytescale profile --output cost.json -- $TRAINING_FLAGS"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,44 +105,69 @@ def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Any
     # Here and not above: importing Megatron takes seconds, and --help should not.
     import torch
 
-    from bytescale_ext import profile
-    from megatron.bytescale.training.profile import kept_bytes_per_token, prepare, time_packs
+    from megatron.bytescale.training.profile import prepare
 
     max_tokens = (4096 if on_cpu else 32768) if args.max_tokens is None else args.max_tokens
-    fitted, unseen = fitted_lengths(max_tokens), profile.unseen_lengths(max_tokens)
     subject = prepare([*args.flags, *(["--cpu"] if args.cpu else [])], max_tokens, on_cpu)
-    timings = time_packs(subject, [*fitted, *unseen], args.repeats)
-    seen = [timing for timing in timings if timing.lengths in fitted]
-    fits = profile.fit_timings(seen)
-    found = profile.predictions(fits, [timing for timing in timings if timing.lengths not in fitted])
-    kept = kept_bytes_per_token(subject, max_tokens // 4)
-    rank = int(subject.args.rank)
+    cost, found = measured_cost(subject, max_tokens, args.repeats, args.ring_bytes_per_second)
     torch.distributed.destroy_process_group()
-    rate, how = ring_rate(args.ring_bytes_per_second, on_cpu) if rank == 0 else (1.0, "")
+    return cost, found, int(subject.args.rank)
+
+
+def measured_cost(
+    subject: Any, max_tokens: int, repeats: int, ring_bytes_per_second: float | None = None
+) -> tuple[ModelCost, list[Any]]:
+    """Costs by micro-batches of up to ``max_tokens``, and what they predict of lengths that the fit did not see.
+
+    Collective over all processes; the costs are equal on all, but for the speed of a ring that tensor-parallel ranks
+    of one HDP rank measure: that is right on the first.
+    """
+    import torch
+
+    from bytescale_ext import profile
+    from megatron.bytescale.training.profile import kept_bytes_per_token, time_packs
+
+    num_ranks = subject.runtime.config.num_ranks
+    fitted, unseen = fitted_lengths(max_tokens), profile.unseen_lengths(max_tokens)
+    ring_fitted, ring_unseen = profile.ring_lengths(max_tokens, num_ranks) if num_ranks > 1 else ((), ())
+    timings = time_packs(subject, [*fitted, *unseen], repeats, [*ring_fitted, *ring_unseen])
+    seen = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
+    rings = [timing for timing in timings if timing.width > 1 and timing.lengths[0] in ring_fitted]
+    others = [timing for timing in timings if timing not in seen and timing not in rings]
+    rate, how = ring_rate(ring_bytes_per_second, subject)
+    fits = profile.fit_rings(profile.fit_timings(seen), rings, subject.ring_seconds(rate))
+    found = profile.predictions(fits, others)
     recompute = subject.args.recompute_granularity
+    what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
     assert subject.runtime.kernel is not None
     source = (
         f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.kernel.name}: "
-        f"{len(seen)} micro-batches of up to {max_tokens} tokens in models of {profile.LAYERS[0]} and "
-        f"{profile.LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; other lengths predicted "
-        f"with an error of {profile.errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
+        f"{what} of up to {max_tokens} tokens in models "
+        f"of {profile.LAYERS[0]} and {profile.LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
+        f"other lengths predicted with an error of {profile.errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
     )
+    kept = kept_bytes_per_token(subject, max_tokens // 4)
     where = (subject.device, subject.dtype, subject.tensor_parallel, source)
-    return profile.model_cost(fits, subject.shape, subject.ring_seconds(rate), kept, *where), found, rank
+    return profile.model_cost(fits, subject.shape, kept, *where), found
 
 
-def ring_rate(given: float | None, on_cpu: bool) -> tuple[float, str]:
-    """Bytes per second between ranks of a ring, and how that is known."""
+def ring_rate(given: float | None, subject: Any) -> tuple[float, str]:
+    """Bytes per second between ranks of a ring, and how that is known. Collective where there are several HDP ranks."""
     import torch
 
-    from bytescale_ext.profile_ring import bytes_per_second_of_two_processes, host_copy_bytes_per_second
+    from bytescale_ext import profile_ring
 
+    comm, on_cpu = subject.runtime.comm, not subject.runtime.clock.on_cuda
     if given is not None:
         return given, "as given with --ring-bytes-per-second"
+    if comm.size > 1:
+        return profile_ring.exchanged_bytes_per_second(comm, subject.runtime.device), f"measured by {comm.size} ranks"
+    if int(subject.args.rank):
+        return 1.0, "measured by the first process"
     if on_cpu or torch.cuda.device_count() > 1:
         where = "processes on CPU" if on_cpu else "GPUs of this machine"
-        return bytes_per_second_of_two_processes(not on_cpu), f"measured between two {where}"
-    return host_copy_bytes_per_second(), "taken from copies to host memory, as there is one GPU"
+        return profile_ring.bytes_per_second_of_two_processes(not on_cpu), f"measured between two {where}"
+    return profile_ring.host_copy_bytes_per_second(), "taken from copies to host memory, as there is one GPU"
 
 
 def report_text(cost: ModelCost, found: Sequence[Any]) -> str:
@@ -150,6 +178,7 @@ def report_text(cost: ModelCost, found: Sequence[Any]) -> str:
         ("attention, ps per token squared", "a", 1e12),
         ("linear, ns per token", "b", 1e9),
         ("ring, ns per token received", "c", 1e9),
+        ("ring, ns per token, never hidden", "h", 1e9),
         ("fixed, us per micro-batch", "g", 1e6),
     ]
     lines = [f"{cost.device}, {cost.dtype}", "", f"{'one layer':<34} {'forward':>12} {'backward':>12}"]

@@ -1,5 +1,7 @@
 """Times real micro-batches in Megatron's real model, for ``bytescale profile``: what training runs, without a step.
 
+Several HDP ranks measure at once, as they work in a step too: on a shared memory, clock and bus.
+
 A training command is taken as it is. What does not change a layer's time (data, checkpoints, pipeline stages, the
 number of layers) is put aside; the rest of Megatron's arguments holds, recomputation included.
 """
@@ -11,6 +13,7 @@ import contextlib
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +31,9 @@ from bytescale_ext.attention.reference import accumulation_dtype
 from bytescale_ext.data.loader import StepBatch
 from bytescale_ext.data.packed import PackedMicroBatch
 from bytescale_ext.data.units import units_of
-from bytescale_ext.metrics import Mark
+from bytescale_ext.metrics import Mark, StepClock
 from bytescale_ext.plan.cost import ModelShape
-from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan
+from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
 from bytescale_ext.profile import LAYERS, Timing, ring_bytes_per_token
 from megatron.bytescale.runtime import HdpRuntime, model_shape
 from megatron.bytescale.training import arguments, hdp
@@ -105,42 +108,44 @@ class RandomTokens:
         return f"made-up document {sample_id}"
 
 
-def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool, num_ranks: int = 1) -> Subject:
+def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
     """Parse a training command, join the process group and set Megatron up; once in a process.
 
-    With tensor parallelism ``torchrun`` starts a process for each of its ranks, and ``num_ranks`` times as many for
-    a profile of several HDP ranks.
+    With tensor parallelism ``torchrun`` starts a process for each of its ranks, and a multiple of that for a profile
+    of several HDP ranks.
 
     Raises:
-        ValueError: a flag that cannot be profiled, or another number of processes than it needs.
+        ValueError: a flag that cannot be profiled, or a number of processes that does not fit it.
     """
     with _command_line(["bytescale profile", *flags]):
-        args, config = arguments.parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens, num_ranks=num_ranks))
+        args, config = arguments.parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens))
     assert config is not None
     _join(args, on_cpu)
-    subject = Subject(args, hdp.create_runtime(args, config), model_shape(args), config.tokens_per_rank)
+    runtime = hdp.create_runtime(args, config)
+    runtime.clock = StepClock(runtime.clock.on_cuda, time.process_time)
+    subject = Subject(args, runtime, model_shape(args), config.tokens_per_rank)
     parallel_state.initialize_model_parallel(subject.tensor_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     return subject
 
 
-def _settle(args: argparse.Namespace, max_tokens: int, num_ranks: int) -> None:
+def _settle(args: argparse.Namespace, max_tokens: int) -> None:
     """Put aside what a profile has no use for. Raises ValueError for what it cannot measure."""
     if args.num_experts:
         raise ValueError("--num-experts: a cost file has no entry for experts; train without --hdp-cost")
     if args.recompute_method == "block":
         raise ValueError("--recompute-method block: layers differ in their cost; profile with uniform, or without")
-    needed = args.tensor_model_parallel_size * num_ranks
-    if args.world_size != needed:
+    needed = args.tensor_model_parallel_size
+    if args.world_size % needed:
         raise ValueError(
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} needs {needed} processes and there are "
+            f"--tensor-model-parallel-size {needed} needs {needed} processes, or a multiple, and there are "
             f"{args.world_size}: torchrun --nproc-per-node {needed} --no-python bytescale profile ..."
         )
     ours = [name for name in vars(args) if name.startswith("hdp_") and name != "hdp_attention_kernel"]
     vars(args).update(ASIDE | dict.fromkeys(ours))
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     args.hdp_tokens_per_rank = max_tokens + -max_tokens % multiple
-    args.global_batch_size = num_ranks
+    args.global_batch_size = args.world_size // needed
     args.seq_length = args.hdp_tokens_per_rank
     args.max_position_embeddings = max(args.max_position_embeddings or 0, args.seq_length)
     args.lr = args.lr or 1e-4
@@ -183,16 +188,19 @@ def build_model(subject: Subject, num_layers: int) -> Any:
     return model
 
 
-def local_plan(packs: Sequence[Sequence[int]], num_ranks: int, capacity: int) -> StepPlan:
-    """Every rank runs a micro-batch of each pack, all its own."""
-    lengths: list[int] = []
+def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], num_ranks: int, capacity: int) -> StepPlan:
+    """Every rank runs a micro-batch of each pack, all its own, and its share of each sequence that all share."""
+    everyone = tuple(range(num_ranks))
+    lengths = list(rings)
     ranks = []
-    for rank in range(num_ranks):
+    for rank in everyone:
         micro_batches = []
         for pack in packs:
             shards = [Shard(len(lengths) + i, ((0, length),), (rank,)) for i, length in enumerate(pack)]
             micro_batches.append(MicroBatch(tuple(shards)))
             lengths.extend(pack)
+        shares = (zigzag_ranges(length, num_ranks, rank) for length in rings)
+        micro_batches += [MicroBatch((Shard(seq, share, everyone),)) for seq, share in enumerate(shares)]
         ranks.append(tuple(micro_batches))
     return StepPlan(num_ranks, capacity, tuple(lengths), tuple(ranks))
 
@@ -219,45 +227,53 @@ def run_micro_batch(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -
     return list(runtime.clock.marks)
 
 
-def seconds_between(marks: Sequence[Mark], subject: Subject) -> tuple[float, float]:
+def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = False) -> tuple[float, float]:
     """Forward and backward seconds of ``run_micro_batch``; on CUDA once the device is synchronised.
 
-    On CPU it is the thread's processor time, which other programs disturb least; wall time where torch computes in
-    several threads, or tensor-parallel ranks wait for each other.
+    On CPU it is the processor time of this process, which other programs disturb least: also that of the threads which
+    carry its messages, as they run on the rank's core. Wall time is taken where torch computes in several threads or
+    tensor-parallel ranks wait for each other, or if it is asked for (``by_wall``).
     """
     forward, backward, end = marks[-3:]
     if subject.runtime.clock.on_cuda:
         first, second = forward.event.elapsed_time(backward.event), backward.event.elapsed_time(end.event)
         return first / 1e3, second / 1e3
-    is_alone = torch.get_num_threads() == 1 and subject.tensor_parallel == 1
+    is_alone = torch.get_num_threads() == 1 and subject.tensor_parallel == 1 and not by_wall
     name = "busy_seconds" if is_alone else "wall_seconds"
     times = [getattr(mark, name) for mark in (forward, backward, end)]
     return times[1] - times[0], times[2] - times[1]
 
 
-def time_packs(subject: Subject, packs: Sequence[Sequence[int]], repeats: int) -> list[Timing]:
-    """Times of each pack in models of ``LAYERS`` layers: the least of ``repeats`` rounds after one to warm up.
+def time_packs(
+    subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[int] = ()
+) -> list[Timing]:
+    """Times of each pack, and of each sequence that two or more HDP ranks all share in a ring, in models of ``LAYERS``.
 
-    A round runs all packs once, so that a slow moment of the machine does not fall on one of them. Other work on
-    the machine only ever adds time, so the least is the truest. Collective over tensor-parallel ranks.
+    Each is the least of ``repeats`` rounds after one to warm up. A round runs everything once, so that a slow moment of
+    the machine does not fall on one of them; other work on the machine only ever adds time, so the least is the truest.
+    Collective; each time is the mean over all ranks. On CPU, that of a ring is what its exchange costs each processor;
+    that a rank waits for its neighbour is not in it.
     """
     runtime = subject.runtime
-    timings = []
-    for num_layers in LAYERS:
-        model = build_model(subject, num_layers)
-        plan = local_plan(packs, runtime.config.num_ranks, subject.capacity)
-        micro_batches = begin_plan(subject, plan)
-        rounds = []
-        for _ in range(repeats + 1):
-            marks = [run_micro_batch(runtime, model, packed) for packed in micro_batches]
-            if runtime.clock.on_cuda:
-                torch.cuda.synchronize()
-            rounds.append([seconds_between(one, subject) for one in marks])
-        least = np.array(rounds[1:]).min(axis=0)
-        for pack, (forward, backward) in zip(packs, least.tolist(), strict=True):
-            timings.append(Timing(num_layers, tuple(pack), forward, backward))
+    models = [build_model(subject, num_layers) for num_layers in LAYERS]
+    micro_batches = begin_plan(subject, profile_plan(packs, rings, runtime.config.num_ranks, subject.capacity))
+    rounds = []
+    for _ in range(repeats + 1):
+        marks = [run_micro_batch(runtime, model, packed) for model in models for packed in micro_batches]
+        if runtime.clock.on_cuda:
+            torch.cuda.synchronize()
+        rounds.append([seconds_between(one, subject) for one in marks])
     runtime.step = None
-    return timings
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, np.array(rounds[1:]).min(axis=0))
+    kinds = [(tuple(pack), 1) for pack in packs] + [((length,), runtime.config.num_ranks) for length in rings]
+    named = [(num_layers, *kind) for num_layers in LAYERS for kind in kinds]
+    return [
+        Timing(num_layers, lengths, forward, backward, width)
+        for (num_layers, lengths, width), (forward, backward) in zip(
+            named, np.mean(everyones, axis=0).tolist(), strict=True
+        )
+    ]
 
 
 def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:
@@ -269,7 +285,7 @@ def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, floa
         for full in (False, True):
             config.recompute_granularity = "full" if full else _partial_recompute(subject.args)
             config.recompute_method, config.recompute_num_layers = ("uniform", 1) if full else (None, None)
-            plan = local_plan([(num_tokens,)], subject.runtime.config.num_ranks, subject.capacity)
+            plan = profile_plan([(num_tokens,)], (), subject.runtime.config.num_ranks, subject.capacity)
             (packed,) = begin_plan(subject, plan)
             found[full, num_layers] = _kept_bytes(subject.runtime, model, packed)
     subject.runtime.step = None

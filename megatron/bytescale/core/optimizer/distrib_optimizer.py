@@ -1,5 +1,5 @@
-"""Loading an optimizer: one over torch's own Adam (neither TransformerEngine nor Apex) is made able to, and one that
-keeps its state otherwise than the checkpoint says so.
+"""Saving and loading an optimizer: one over torch's own Adam (neither TransformerEngine nor Apex) is made able to, and
+one that keeps its state otherwise than the checkpoint says so.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 
 
 def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
-    """Build Megatron's optimizer, and prepare it, and each ``DistributedOptimizer`` over torch's Adam, for loading.
+    """Build Megatron's optimizer, and prepare it, and each ``DistributedOptimizer`` over torch's Adam, for checkpoints.
 
-    Such an optimizer cannot load a checkpoint otherwise: Megatron asks it for its step before torch has made any
-    state, looks for the step among the tensors that are sharded, copies into parameters that require gradients
-    (``--ckpt-format torch``), and lets all parameters share one step tensor, which each of them would count up.
+    Such an optimizer cannot load one otherwise: Megatron asks it for its step before torch has made any state, looks
+    for the step among the tensors that are sharded, copies into parameters that require gradients (``--ckpt-format
+    torch``), and lets all parameters share one step tensor, which each of them would count up. Nor can it save one
+    where it has no parameters, as that of the experts on a pipeline stage without any: Megatron finds no step there.
     """
 
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -32,6 +33,10 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
                 one._set_main_param_and_optimizer_states = partial(  # type: ignore[method-assign]
                     set_all_but_step, one._set_main_param_and_optimizer_states
                 )
+                if not inner.state and one is not parts[0]:
+                    one.state_dict = partial(  # type: ignore[method-assign]
+                        state_dict_with_step, one.state_dict, inner, parts[0].optimizer
+                    )
         return optimizer
 
     return get_megatron_optimizer
@@ -69,6 +74,15 @@ def begin_state(optimizer: torch.optim.Adam) -> None:
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
+
+
+def state_dict_with_step(original: Callable[[], Any], empty: torch.optim.Adam, other: torch.optim.Adam) -> Any:
+    """``DistributedOptimizer.state_dict`` over ``empty``, which has no parameters: its step is that of ``other``."""
+    empty.state["step"] = next(iter(other.state.values()))  # type: ignore[index]
+    try:
+        return original()
+    finally:
+        empty.state.clear()
 
 
 def separate_steps(optimizer: torch.optim.Optimizer) -> None:
