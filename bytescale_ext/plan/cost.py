@@ -110,21 +110,18 @@ class SliceShares:
 
     @classmethod
     def of(cls, cost: CostModel, lengths: Floats, widths: Floats, num_slices: int, kept_tokens: int = 0) -> SliceShares:
-        """Slices of equal cost: slice j ends at the P with ``a P^2 + b P = (a s^2 + b s) (j + 1) / k``.
+        """Slices of equal cost (``CostModel.end_of_share``), before they are rounded to whole tokens.
 
-        That is the cut of ``slices.slice_lengths`` (Seq1F1B section 3.3) before it is rounded to whole tokens. A
-        sequence on one rank is cut together with the others of its micro-batch: it counts as k equal parts. Keys of
+        A sequence on one rank is cut together with the others of its micro-batch: it counts as k equal parts. Keys of
         sequences of at most ``kept_tokens`` tokens are kept (``document_slices.SliceRule``).
         """
-        inner = np.arange(1, num_slices) / num_slices
-        targets = (cost.a * lengths**2 + cost.b * lengths)[:, None] * inner
-        stops = 2 * targets / (cost.b + np.sqrt(cost.b**2 + 4 * cost.a * targets)) / lengths[:, None]
+        inner, kept = np.arange(1, num_slices) / num_slices, (lengths <= kept_tokens) & (num_slices > 1)
+        stops = cost.end_of_share(lengths[:, None], inner, np.where(kept, widths, 1)[:, None]) / lengths[:, None]
         ends = np.zeros((len(lengths), num_slices + 1))
         ends[:, -1] = 1.0
         ends[:, 1:-1] = np.where((widths == 1)[:, None], inner, stops)
         squares = np.where((widths == 1)[:, None], ends, ends**2)
         tokens = np.diff(ends, axis=1)
-        kept = (lengths <= kept_tokens) & (num_slices > 1)
         return cls(tokens, np.where(kept[:, None], tokens, ends[:, 1:]), np.diff(squares, axis=1), kept)
 
     def backward(self, stage: StageCost) -> SliceShares:
@@ -180,6 +177,21 @@ class CostModel:
         received = lengths * (widths - 1)
         return np.asarray((np.maximum(self.a * lengths * lengths, self.c * received) + self.h * received) / widths)
 
+    def end_of_share(self, lengths: Floats, shares: Floats, widths: Floats) -> Floats:
+        """The tokens in which this share of a sequence's cost lies (Seq1F1B, Sun et al. 2024, section 3.3).
+
+        Token P costs ``max(2 a P, c (d - 1)) + b`` on d ranks that keep keys: up to some P exchange takes longer.
+        """
+        exchange = self.c * (widths - 1)
+        kink = np.minimum(exchange / max(2 * self.a, 1e-300), lengths)
+        extra = exchange * kink - self.a * kink**2
+        targets = shares * (self.a * lengths**2 + self.b * lengths + extra)
+        squares = np.maximum(targets - extra, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):  # where b is 0, in the one of the two that is not taken
+            before = targets / (exchange + self.b)
+            beyond = 2 * squares / (self.b + np.sqrt(self.b**2 + 4 * self.a * squares))
+        return np.asarray(np.where(before < kink, before, beyond))
+
     def slice_costs(self, lengths: Floats, widths: Floats, cut: SliceShares) -> tuple[Floats, Floats]:
         """Each slice of many sequences on each of their ranks, without the ``g`` of each slice of a micro-batch.
 
@@ -190,12 +202,8 @@ class CostModel:
 
         Where all ranks have kept the keys of the slices before, those of its own tokens travel: P' - P for P'.
 
-        Args:
-            lengths, widths: tokens and ranks of each sequence: [n].
-            cut: of these sequences.
-
-        Returns:
-            Costs, and the part of them that is exchange which attention does not hide: [n, k] both.
+        ``lengths``, ``widths``: tokens and ranks of each sequence: [n]. Returns costs, and the part of them that is
+        exchange which attention does not hide: [n, k] both.
         """
         attention = (self.a * lengths * lengths / widths)[:, None] * cut.squares
         exchange = (self.c * lengths * (widths - 1) / widths)[:, None] * cut.exchanged

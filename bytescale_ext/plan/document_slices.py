@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from bytescale_ext.plan.cost import CostModel
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
-from bytescale_ext.plan.slices import end_of_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class SliceRule:
 
     Attributes:
         num_slices: k.
-        cost: what slices are equal in; only ``a`` and ``b`` matter. None: tokens.
+        cost: what slices are equal in: ``a``, ``b`` and, where keys are kept, ``c``. None: tokens.
         rows_multiple: local documents are cut such that a slice's tokens are a multiple of this, where they can be:
             the tensor-parallel size under sequence parallelism.
         kept_tokens: keys of sequences of at most so many tokens are kept (see the module).
@@ -100,24 +101,30 @@ class SliceRule:
         """
         shards = micro_batch.shards
         num_rings = sum(len(shard.ring) > 1 for shard in shards)
-        ring_ends = tuple(self._ring_ends(lengths[shard.seq], len(shard.ring)) for shard in shards[:num_rings])
+        kept = frozenset(n for n, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= self.kept_tokens)
+        ring_ends = tuple(
+            self._ring_ends(lengths[shard.seq], len(shard.ring), number in kept)
+            for number, shard in enumerate(shards[:num_rings])
+        )
         before = [
             sum(end // len(shard.ring) for end, shard in zip(ends, shards, strict=False))
             for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.num_slices - 1)
         ]
         line = _line(shards[num_rings:])
-        kept = frozenset(n for n, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= self.kept_tokens)
         return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept)
 
-    def _ring_ends(self, length: int, width: int) -> tuple[int, ...]:
+    def _ring_ends(self, length: int, width: int, is_kept: bool) -> tuple[int, ...]:
         """Ends of the slices of a ring's sequence, ascending; slices of a short one may be empty."""
         grain = math.lcm(2, self.rows_multiple) * width
-        inner = (self._end(length, index) // grain * grain for index in range(1, self.num_slices))
+        shares = (index / self.num_slices for index in range(1, self.num_slices))
+        inner = (self._end(length, share, width if is_kept else 1) // grain * grain for share in shares)
         return (*(int(end) for end in inner), length)
 
-    def _end(self, length: int, index: int) -> float:
-        share = index / self.num_slices
-        return length * share if self.cost is None else end_of_share(self.cost, length, share)
+    def _end(self, length: int, share: float, width: int = 1) -> float:
+        """Where a share of the cost of a sequence ends whose keys ``width`` ranks exchange once."""
+        if self.cost is None:
+            return length * share
+        return float(self.cost.end_of_share(*(np.array(float(one)) for one in (length, share, width))))
 
     def _local_ends(self, line: Sequence[int], ring_tokens: Sequence[int]) -> tuple[int, ...]:
         """Ends on the local line, where its documents lie between the tokens of ``line``.
@@ -143,8 +150,7 @@ class SliceRule:
         """The token of the line before which ``target`` of its cost lies; it is in this document."""
         share = (target - costs[number]) / (costs[number + 1] - costs[number])
         length = line[number + 1] - line[number]
-        inside = length * share if self.cost is None else end_of_share(self.cost, length, share)
-        return line[number] + inside
+        return line[number] + self._end(length, share)
 
 
 def affordable_tokens(

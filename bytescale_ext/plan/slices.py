@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+import numpy as np
+
 from bytescale_ext.plan.cost import (
     ATTENTION_BACKWARD_PER_FORWARD,
     BACKWARD_PER_FORWARD,
@@ -103,7 +105,8 @@ def slice_lengths(
     else:
         if cost is None:
             raise ValueError(f"partition {partition!r} needs the cost of tokens; only even and explicit slices do not")
-        ends = [end_of_share(cost, num_tokens, index / num_slices) for index in range(1, num_slices)]
+        shares = np.arange(1, num_slices) / num_slices
+        ends = cost.end_of_share(np.array(float(num_tokens)), shares, np.ones(1)).tolist()
     tiles = math.lcm(multiple, TILE)
     grain = tiles if num_tokens >= 64 * tiles * num_slices and num_tokens % tiles == 0 else multiple
     return _rounded(ends, num_tokens, grain)
@@ -135,14 +138,6 @@ def layer_cost(shape: ModelShape, partition: str, measured: ModelCost | None = N
     b = (linear_flops_per_token(shape) - 2.0 * shape.hidden * shape.vocab) / shape.num_layers
     attention_factor = ATTENTION_BACKWARD_PER_FORWARD if partition == "time" else BACKWARD_PER_FORWARD
     return StageCost(CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b))
-
-
-def end_of_share(cost: CostModel, num_tokens: int, share: float) -> float:
-    """The P with ``a P^2 + b P = share * (a S^2 + b S)``."""
-    target = share * (cost.a * num_tokens**2 + cost.b * num_tokens)
-    if not cost.a:
-        return target / cost.b
-    return (math.sqrt(cost.b**2 + 4 * cost.a * target) - cost.b) / (2 * cost.a)
 
 
 def _rounded(ends: Sequence[float], num_tokens: int, grain: int) -> tuple[int, ...]:

@@ -228,7 +228,7 @@ def test_memory_is_flat_over_fifty_steps_of_changing_lengths() -> None:
     preload("tests.e2e.preload")
     found = run_ranks(run_fifty_steps, 1, timeout=120)[0]
     assert found["left"] == [0] * 50
-    assert found["most"][20:40] == found["most"][:20] and len(set(found["most"])) > 5
+    assert found["most"][20:40] == pytest.approx(found["most"][:20], rel=0.01) and len(set(found["most"])) > 5
     assert found["arena"][-1] == found["arena"][20]
 
 

@@ -116,9 +116,9 @@ def test_slices_by_hand() -> None:
     assert exposed[1].tolist() == [0, 0]
     kept = SliceShares.of(cost, tokens, widths, 2, kept_tokens=12)
     costs, exposed = cost.slice_costs(tokens, widths, kept)
-    exchanges = np.array([50 * end / 2, 50 * (12 - end) / 2])  # now its own alone
-    np.testing.assert_allclose(costs[0], np.maximum(exchanges, attention) + 3 / 2 * np.array([end, 12 - end]))
-    assert exposed[0, 1] == pytest.approx(exchanges[1] - attention[1])
+    # Now its own keys alone travel, for all tokens longer than their attention takes: 50 > 2 * 2 * 12. Equal halves.
+    np.testing.assert_allclose(costs[0], [50 * 6 / 2 + 3 * 6 / 2] * 2)
+    np.testing.assert_allclose(exposed[0], [150 - 6**2, 150 - (12**2 - 6**2)])
     # Backward their gradients alone travel: what c has beyond the forward's.
     stage = StageCost(cost, replace(cost, c=80.0))
     (forward, _), (backward, _) = stage.slice_costs(tokens, widths, kept)
@@ -127,6 +127,20 @@ def test_slices_by_hand() -> None:
     again = stage.slice_costs(tokens, widths, cut)[1][0]
     np.testing.assert_allclose(again, stage.backward.slice_costs(tokens, widths, cut)[0])
     assert SliceShares.of(cost, tokens, widths, 2, kept_tokens=11).exchanged.tolist() == cut.exchanged.tolist()
+
+
+@pytest.mark.parametrize(
+    "cost", [CostModel(2.0, 3.0, 5.0), CostModel(2.0, 0.0, 9.0), CostModel(1.0, 3.0, 900.0)], ids=str
+)
+@pytest.mark.parametrize("width", [1, 2, 8])
+def test_shares_end_where_the_sum_over_tokens_does(cost: CostModel, width: int) -> None:
+    """Against a sum over small steps of what each token costs."""
+    length, shares = 50.0, np.array([0.1, 0.5, 0.9])
+    middles = (np.arange(100_000) + 0.5) * length / 100_000
+    costs = np.cumsum(np.maximum(2 * cost.a * middles, cost.c * (width - 1)) + cost.b)
+    expected = np.interp(shares * costs[-1], costs, middles)
+    found = cost.end_of_share(np.array(length), shares, np.array(float(width)))
+    np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
 def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
