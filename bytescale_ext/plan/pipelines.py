@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _MOST_WORK = 15_000_000  # array entries that the search may touch: what bounds its time
-_MOST_SHAPES = 24
+_MOST_SHAPES = 32
 _ROUNDS = 2  # times that the short sequences of a shape are dealt
 _GOOD = 1.01  # a plan this near to the lower bound ends the search
 _ROOMS = (1.15, 2.0)  # for short sequences, in their tokens; twice as much always is enough
