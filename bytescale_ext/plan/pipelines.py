@@ -29,11 +29,11 @@ from bytescale_ext.plan.placed import PlacedRanks
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_MOST_WORK = 15_000_000  # array entries that the search may touch: what bounds its time
+_MOST_WORK = 30_000_000  # array entries that the search may touch: what bounds its time
 _MOST_SHAPES = 32
 _ROUNDS = 2  # times that the short sequences of a shape are dealt
 _GOOD = 1.01  # a plan this near to the lower bound ends the search
-_ROOMS = (1.15, 2.0)  # for short sequences, in their tokens; twice as much always is enough
+_ROOMS = (1.02, 1.15, 2.0)  # for short sequences, in their tokens; twice as much always is enough
 _RAMP = 0.75  # slots at either end that are smaller than the others, as a share of the stages
 
 
@@ -145,18 +145,19 @@ def _best_shape(step: _Step, should_stop: ShouldStop) -> PlacedRanks:
     )
     tries = list(STARTS if step.num_slices == 1 else SLICED_STARTS)
     best = _timed(step, tries[0])
-    left = min(_MOST_SHAPES, _MOST_WORK // step.size(best.placed)) - 1
+    work = step.size(best.placed)
     seen = {best.shape}
     while tries:
         for shape in tries:
             if shape in seen:
                 continue
-            if left <= 0 or best.seconds <= _GOOD * bound:
+            if len(seen) >= _MOST_SHAPES or work >= _MOST_WORK or best.seconds <= _GOOD * bound:
                 return best.placed
             stop_if(should_stop)
             seen.add(shape)
-            left -= 1
-            best = min(best, _timed(step, shape), key=lambda timed: timed.seconds)
+            timed = _timed(step, shape)
+            work += step.size(timed.placed)
+            best = min(best, timed, key=lambda timed: timed.seconds)
         tries = [replace(best.shape, **{name: value}) for name, values in CHOICES.items() for value in values]
         tries = [shape for shape in tries if shape not in seen]
     return best.placed
@@ -322,7 +323,7 @@ def _short_slots(
     ramp = round(_RAMP * (1 + step.fill)) if step.num_stages > 1 else 0
     fewest = np.ceil(room * of_rank / capacity)
     packs = np.ceil(of_rank / (shape.pack * capacity))
-    num_ends = np.maximum(fewest, packs + ramp // 2 - front).astype(np.int64) + 1
+    num_ends = np.maximum(fewest, packs + ramp // 2 - front).astype(np.int64)
     slot = np.arange(int((ends + num_ends).max()))
     wishes = np.full((step.num_ranks, len(slot)), -np.inf)
     wishes[:, : shelved.wishes.shape[1]] = shelved.wishes

@@ -38,6 +38,7 @@ SLICED = {
     "ours, 4 slices": (4, None),
     "ours, 8 slices": (8, None),
     "ours, 8 slices, all keys": (8, 2 * M),
+    "ours, 12 slices, all keys": (12, 2 * M),
 }
 """What is tried with pipelines: slices of a micro-batch, and up to which length keys are kept (None: the default)."""
 OUT = Path(__file__).parents[2] / "docs" / "performance.md"

@@ -189,9 +189,9 @@ DIGESTS = [
     "b5b5502584d570cf",
     "81ae3ac8f52ea5b0",
     "f8b1c41e2b901460",
-    "d138f2405974b704",
-    "e48acba6041437a0",
-    "bad112f2748d6e7a",
+    "94f6655f0bb4d808",
+    "70cad86aacace931",
+    "bfd77029031bcc1e",
 ]
 
 
