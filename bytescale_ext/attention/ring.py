@@ -352,13 +352,14 @@ class _Travelling:
         self._buffers = (k, v)
         self._pass = ring_pass
         self._comm = comm
-        self._here = torch.stack((ring_pass.sent_keys.take(k), ring_pass.sent_keys.take(v)))
-        self._next = self._here
+        self._here = self._next = k[:0]  # nothing yet; kept keys do not travel in the backward pass
 
     def post(self, step: int) -> Pending | None:
         """Send the keys of this step on and start receiving those of the next; nothing after the last step."""
         if step == self._pass.width - 1:
             return None
+        if step == 0:
+            self._here = torch.stack([self._pass.sent_keys.take(buffer) for buffer in self._buffers])
         rows = self._pass.travelling(self._pass.source(step + 1))
         self._next = self._here.new_empty((2, rows, *self._here.shape[2:]))
         return self._comm.exchange([(self._here, self._pass.next_rank)], [(self._next, self._pass.previous_rank)])

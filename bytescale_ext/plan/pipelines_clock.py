@@ -54,10 +54,7 @@ def slot_seconds(placed: PlacedRanks, stage: StageCost, num_slices: int = 1, kep
     last = np.full(num_ranks, -1, dtype=np.int64)
     np.maximum.at(last, ranks, placed.orders[seqs])
     absent = last < np.arange(num_slots)[:, None]
-    cut = SliceShares.of(
-        stage.both, placed.lengths.astype(np.float64), placed.widths.astype(np.float64), num_slices, kept_tokens
-    )
-    sums = _cell_seconds(placed, seqs, cells, stage, cut, num_slots * num_ranks)
+    sums = _cell_seconds(placed, seqs, cells, stage, (num_slices, kept_tokens), num_slots * num_ranks)
     slowest = np.maximum.reduceat(sums, np.flatnonzero(is_first), axis=-1)[..., np.cumsum(is_first) - 1]
     seconds = np.where(absent[:, None], 0.0, slowest.reshape(2, num_slices, num_slots, num_ranks).swapaxes(1, 2))
     return SlotSeconds(
@@ -87,10 +84,14 @@ def run_pipelines(slots: SlotSeconds, num_stages: int) -> Floats:
 
 
 def _cell_seconds(
-    placed: PlacedRanks, seqs: Ints, cells: Ints, stage: StageCost, cut: SliceShares, num_cells: int
+    placed: PlacedRanks, seqs: Ints, cells: Ints, stage: StageCost, slicing: tuple[int, int], num_cells: int
 ) -> Floats:
-    """Seconds of each rank's own shards of each slot, forward and backward: [2, slices, cells]."""
+    """Seconds of each rank's own shards of each slot, forward and backward: [2, slices, cells].
+
+    ``slicing``: how many slices, and up to which length keys are kept.
+    """
     lengths, widths = placed.lengths.astype(np.float64), placed.widths.astype(np.float64)
+    cut = SliceShares.of(stage.both, lengths, widths, *slicing)
     return np.array(
         [
             [cost.g + np.bincount(cells, weights=each[seqs], minlength=num_cells) for each in costs.T]
