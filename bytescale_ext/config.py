@@ -46,6 +46,7 @@ class HdpConfig:
         num_slices: slices that each micro-batch is run in (Seq1F1B); 1: it is not cut.
         kept_keys: keys of rings' sequences up to this length are kept between slices; None: up to the length that
             costs no memory (``document_slices.affordable_tokens``).
+        eager: slices run in the eager order (``plan.seq1f1b.SliceSchedule``).
         expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
         ranks_per_node: HDP ranks of a node, or None when they do not fill nodes evenly.
         cost_file: measured costs of the model (``bytescale profile``), or None to balance FLOPs.
@@ -69,6 +70,7 @@ class HdpConfig:
     num_stages: int = 1
     num_slices: int = 1
     kept_keys: int | None = None
+    eager: bool = False
     expert_ranks: int = 1
     ranks_per_node: int | None = None
     cost_file: Path | None = None

@@ -43,6 +43,7 @@ FLAGS = [
     "--seq1f1b-splits",
     "--seq1f1b-partition",
     "--seq1f1b-cost",
+    "--seq1f1b-eager",
     "--activation-policy",
     "--swap-fraction",
     "--recompute-fraction",

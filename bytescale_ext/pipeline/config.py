@@ -17,12 +17,14 @@ class SliceConfig:
         num_stages: pipeline stages.
         num_chunks: virtual stages of each.
         row_shares: ranks that share the rows between layers: the tensor-parallel size under sequence parallelism.
+        eager: see ``SliceSchedule``.
     """
 
     lengths: tuple[int, ...]
     num_stages: int
     num_chunks: int = 1
     row_shares: int = 1
+    eager: bool = False
 
     @property
     def num_slices(self) -> int:
@@ -41,4 +43,4 @@ class SliceConfig:
 
     def schedule(self, num_micro_batches: int) -> SliceSchedule:
         """The checked schedule of a step. Raises ValueError where virtual stages do not run so many micro-batches."""
-        return checked_schedule(self.num_stages, num_micro_batches, self.num_slices, self.num_chunks)
+        return checked_schedule(self.num_stages, num_micro_batches, self.num_slices, self.num_chunks, self.eager)

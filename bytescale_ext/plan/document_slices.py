@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from bytescale_ext.plan.cost import CostModel
+from bytescale_ext.plan.seq1f1b import num_warm_up
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
 
 
@@ -154,24 +155,40 @@ class SliceRule:
 
 
 def affordable_tokens(
-    num_stages: int, num_slices: int, tokens_per_rank: int, layer_bytes: float, key_bytes: float
+    num_stages: int,
+    num_slices: int,
+    tokens_per_rank: int,
+    layer_bytes: float,
+    key_bytes: float,
+    eager: bool = False,
 ) -> int:
     """The longest sequence whose keys a rank can keep without holding more than under 1F1B.
 
-    1F1B holds the activations of p micro-batches of C tokens on its first stage, Seq1F1B those of p - 1 + k slices
-    (Sun et al. 2024, section 3.2), so slices free ``(p - (p - 1 + k) / k) C`` tokens in each layer. The slices in
-    flight belong to at most ``1 + ceil((p - 1) / k)`` micro-batches, each of which may keep keys; the one in its
-    backward pass has their gradients beside them, in float32: twice the bytes of keys in half precision.
+    1F1B holds the activations of p micro-batches of C tokens on its first stage, Seq1F1B those of ``n = p - 1 + k``
+    slices (Sun et al. 2024, section 3.2), the eager order of p - 1 more. So ``(p - n / k) C`` tokens are freed in each
+    layer, and may be taken by ``kept_bytes``.
 
     Args:
         num_stages, num_slices: p and k.
         tokens_per_rank: C.
         layer_bytes: activations that a token keeps in a layer.
         key_bytes: key and value of a token in a layer.
+        eager: the order, see ``seq1f1b.SliceSchedule``.
     """
-    freed = (num_stages - (num_stages - 1 + num_slices) / num_slices) * tokens_per_rank * layer_bytes
-    in_flight = 1 + -(-(num_stages - 1) // num_slices)
-    return max(0, int(freed / (key_bytes * (in_flight + 2))))
+    held = num_warm_up(num_stages, 0, num_slices, eager=eager) + 1
+    freed = (num_stages - held / num_slices) * tokens_per_rank * layer_bytes
+    return max(0, int(freed / kept_bytes(num_stages, num_slices, 1, key_bytes, eager)))
+
+
+def kept_bytes(num_stages: int, num_slices: int, num_tokens: int, key_bytes: float, eager: bool = False) -> float:
+    """The most bytes in a layer when each micro-batch has a sequence of so many tokens whose keys are kept.
+
+    The n slices in flight belong to at most ``1 + ceil((n - 1) / k)`` micro-batches. The one in its backward pass has
+    gradients beside its keys, in float32: twice the bytes of keys in half precision.
+    """
+    held = num_warm_up(num_stages, 0, num_slices, eager=eager) + 1
+    in_flight = 1 + -(-(held - 1) // num_slices)
+    return (in_flight + 2) * num_tokens * key_bytes
 
 
 def _range(ends: Sequence[int], index: int) -> tuple[int, int]:

@@ -50,6 +50,7 @@ class _Step:
     num_slices: int
     kept_tokens: int
     node: int
+    eager: bool
 
     @property
     def cost(self) -> CostModel:
@@ -105,6 +106,7 @@ def place_pipelined(
     num_slices: int,
     kept_tokens: int,
     node: int,
+    eager: bool = False,
     should_stop: ShouldStop = None,
 ) -> PlacedRanks:
     """Place a step in aligned slots for the shortest time of all pipelines.
@@ -119,13 +121,14 @@ def place_pipelined(
         num_slices: k slices of each slot.
         kept_tokens: keys of rings' sequences up to this length are kept between slices.
         node: HDP ranks of a node.
+        eager: slices run in the eager order, see ``seq1f1b.SliceSchedule``.
         should_stop: see ``HdpPlanner``.
     """
     if not len(lengths):
         return PlacedRanks(num_ranks, lengths, lengths, lengths, lengths, aligned=True)
     in_order = np.argsort(-lengths, kind="stable")
     sized = (lengths[in_order], least[in_order], num_ranks, tokens_per_rank)
-    step = _Step(*sized, stage, num_stages, num_slices, kept_tokens, node)
+    step = _Step(*sized, stage, num_stages, num_slices, kept_tokens, node, eager)
     placed = _best_shape(step, should_stop)
     back = np.argsort(in_order, kind="stable")
     return replace(
@@ -179,7 +182,8 @@ def _timed(step: _Step, shape: Shape) -> _Timed:
         placed, short_seconds = _with_shorts(step, shape, shelved, estimate)
         if step.size(placed) > _MOST_WORK:  # too large for any search
             return _Timed(shape, placed, np.inf)
-        finish = run_pipelines(slot_seconds(placed, step.stage, step.num_slices, step.kept_tokens), step.num_stages)
+        slots = slot_seconds(placed, step.stage, step.num_slices, step.kept_tokens)
+        finish = run_pipelines(slots, step.num_stages, step.eager)
         timed = _Timed(shape, placed, float(finish.max()))
         best = timed if best is None or timed.seconds < best.seconds else best
         estimate = finish - short_seconds

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.cost import SliceShares, StageCost
 from bytescale_ext.plan.placed import PlacedRanks
+from bytescale_ext.plan.seq1f1b import num_warm_up
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -65,13 +66,14 @@ def slot_seconds(placed: PlacedRanks, stage: StageCost, num_slices: int = 1, kep
     )
 
 
-def run_pipelines(slots: SlotSeconds, num_stages: int) -> Floats:
-    """When the last backward of each rank ends: [num_ranks]."""
+def run_pipelines(slots: SlotSeconds, num_stages: int, eager: bool = False) -> Floats:
+    """When the last backward of each rank ends: [num_ranks]. ``eager``: see ``seq1f1b.SliceSchedule``."""
     _, num_units, num_ranks = slots.seconds.shape
     free = np.zeros((num_stages, num_ranks))
     arrived = np.zeros((num_units, num_ranks))  # end of the latest action of each slice
     all_alone, all_present = bool(slots.opens.all()), not slots.absent.any()
-    for kinds, units, stages in one_forward_one_backward(num_stages, num_units // slots.num_slices, slots.num_slices):
+    waves = one_forward_one_backward(num_stages, num_units // slots.num_slices, slots.num_slices, eager)
+    for kinds, units, stages in waves:
         starts = np.maximum(free[stages], arrived[units])
         if not all_alone:
             first = slots.opens[units].ravel()
@@ -104,14 +106,14 @@ def _cell_seconds(
 
 @lru_cache(maxsize=64)
 def one_forward_one_backward(
-    num_stages: int, num_slots: int, num_slices: int = 1
+    num_stages: int, num_slots: int, num_slices: int = 1, eager: bool = False
 ) -> tuple[tuple[Ints, Ints, Ints], ...]:
     """(0 forward or 1 backward, slice, stage) of all actions: in waves of actions that do not need each other."""
     num_units = num_slots * num_slices
     backwards = [unit + num_slices - 1 - 2 * (unit % num_slices) for unit in range(num_units)]
     lanes = []
     for stage in range(num_stages):
-        ahead = min(num_stages - 1 - stage + num_slices - 1, num_units)
+        ahead = min(num_warm_up(num_stages, stage, num_slices, eager=eager), num_units)
         lane = [(0, unit) for unit in range(ahead)]
         for number, unit in enumerate(backwards):
             lane += [(0, ahead + number)] if ahead + number < num_units else []

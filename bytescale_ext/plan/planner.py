@@ -34,6 +34,7 @@ class HdpPlanner:
         num_stages: pipeline stages.
         num_slices: slices in which each stage runs a micro-batch; ``pp`` plans for them, the others do not.
         kept_tokens: keys of rings' sequences up to this length are kept between slices; the others travel again.
+        eager: slices run in the eager order, see ``seq1f1b.SliceSchedule``.
         aligned: the plan must have aligned slots (pipelines, expert parallelism); ``pp`` always has them.
         ranks_per_node: small rings of ``dp`` and ``pp`` stay inside nodes of this many HDP ranks; None: one node.
         static_width: plan static context parallelism of this width instead, to compare with.
@@ -50,6 +51,7 @@ class HdpPlanner:
     num_stages: int = 1
     num_slices: int = 1
     kept_tokens: int = 0
+    eager: bool = False
     aligned: bool = False
     ranks_per_node: int | None = None
     static_width: int | None = None
@@ -93,7 +95,7 @@ class HdpPlanner:
         node = min(self.ranks_per_node or self.num_ranks, self.num_ranks)
         if self.balance == "pp":
             pipeline = (self.cost, self.num_stages, self.num_slices, self.kept_tokens)
-            placed = place_pipelined(*step, *pipeline, node, should_stop)
+            placed = place_pipelined(*step, *pipeline, node, self.eager, should_stop)
         elif self.balance == "bytescale":
             placed = place_algorithm2(*step, self.cost.both, self.needs_aligned, should_stop)
         else:

@@ -9,9 +9,9 @@ of this holds for each slice, in the order of ``bytescale_ext.plan.seq1f1b``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
 
 import numpy as np
@@ -156,6 +156,7 @@ def replay_stages(
     p2p_seconds: float = 0.0,
     num_slices: int = 1,
     kept_tokens: int = 0,
+    eager: bool = False,
 ) -> StageReplay:
     """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
 
@@ -170,6 +171,7 @@ def replay_stages(
         p2p_seconds: time of a message between virtual stages on different devices.
         num_slices: k slices of each micro-batch, cut for equal cost (forward and backward) of the first stage.
         kept_tokens: keys of rings' sequences up to this length are kept between slices.
+        eager: slices run in the eager order, see ``SliceSchedule``.
 
     Raises:
         ValueError: the stages wait for each other for ever; the number of stages is no multiple of the chunks; or
@@ -186,7 +188,8 @@ def replay_stages(
     classes = (table.row_classes[:, None] * num_slices + np.arange(num_slices)).ravel()
     seconds = np.zeros((int(classes.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, classes, sliced.own)
-    lanes, peaks = _lanes(table, sliced.held, classes, num_stages, num_chunks, group_size)
+    orders = partial(_orders, num_stages, num_chunks, group_size, num_slices, eager)
+    lanes, peaks = _lanes(table, sliced.held, classes, num_virtual, orders)
     before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
     fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
     nodes = _Nodes(
@@ -295,7 +298,7 @@ class _Slices:
 
 
 def _lanes(
-    table: ShardTable, held: Floats, classes: Ints, num_stages: int, num_chunks: int, group_size: int | None
+    table: ShardTable, held: Floats, classes: Ints, num_virtual: int, orders: Callable[[int], list[Ints]]
 ) -> tuple[list[tuple[Ints, Ints]], Ints]:
     """Edges between each action of a stage and the next one, and the most that each rank holds: [2, num_ranks].
 
@@ -303,27 +306,31 @@ def _lanes(
 
     Args:
         held, classes: of each slice, micro-batch by micro-batch.
+        orders: what each stage of a pipeline of so many micro-batches runs.
     """
     num_slices = len(classes) // max(table.num_rows, 1)
-    num_virtual = num_stages * num_chunks
     edges: list[tuple[Ints, Ints]] = []
     peaks = np.zeros((2, table.num_ranks), dtype=np.int64)
     for count in np.unique(table.counts[table.counts > 0]).tolist():
         ranks = np.flatnonzero(table.counts == count)
-        for stage, order in enumerate(_orders(count, num_stages, num_chunks, group_size, num_slices)):
+        of_stages = orders(count)
+        num_stages = len(of_stages)
+        for stage, order in enumerate(of_stages):
             direction, place, chunk = order.T
             units = table.offsets[ranks][:, None] * num_slices + place
             nodes = (classes[units] * 2 + direction) * num_virtual + chunk * num_stages + stage
             edges.append((nodes[:, :-1].ravel(), nodes[:, 1:].ravel()))
             most = np.cumsum(held[:, units] * np.where(direction == FORWARD, 1, -1), axis=2).max(axis=2)
-            peaks[:, ranks] = np.maximum(peaks[:, ranks], np.round(most / num_chunks).astype(np.int64))
+            peaks[:, ranks] = np.maximum(peaks[:, ranks], np.round(most * num_stages / num_virtual).astype(np.int64))
     return edges, peaks
 
 
-def _orders(count: int, num_stages: int, num_chunks: int, group_size: int | None, num_slices: int) -> list[Ints]:
+def _orders(
+    num_stages: int, num_chunks: int, group_size: int | None, num_slices: int, eager: bool, count: int
+) -> list[Ints]:
     """What each stage of a pipeline of ``count`` micro-batches runs: (direction, slice of the pipeline, chunk) each."""
     if num_slices > 1:
-        lanes = seq1f1b_schedule(num_stages, count, num_slices).stages
+        lanes = seq1f1b_schedule(num_stages, count, num_slices, eager=eager).stages
         return [
             np.array([("FB".index(one.kind), one.micro_batch * num_slices + one.slice_index, 0) for one in lane])
             for lane in lanes

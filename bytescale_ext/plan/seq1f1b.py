@@ -9,6 +9,10 @@ slice's keys and values are used by all later ones. For 2 stages, 2 micro-batche
 With k slices a stage runs k - 1 more forwards before its first backward than 1F1B does. Megatron's own schedule
 functions give these orders for ``num_micro_batches * num_slices`` micro-batches once they are told so.
 One slice is Megatron's 1F1B, and its interleaved 1F1B with several chunks.
+
+1F1B lets a stage be one forward ahead of the next stage, so whatever takes longer on one of them is waited for on
+the other. An eager schedule lets it be two ahead (eager 1F1B, Zhuang et al. 2023, "On Optimizing the Communication of
+Model Parallelism", section 4, there to hide messages): slices that differ in time then pass without waiting.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class SliceSchedule:
         num_chunks: v, virtual stages of each stage; chunk c of stage s holds part ``c * p + s`` of the layers.
         group_size: with virtual stages, slices that pass a chunk before the next chunk has its turn
             (Megatron's ``microbatch_group_size_per_vp_stage``, counted in slices); 1 without.
+        eager: a stage runs two forwards ahead of the next stage, not one.
         stages: the actions of each stage. Not part of the constructor's usual use: ``seq1f1b_schedule`` makes them.
     """
 
@@ -52,11 +57,12 @@ class SliceSchedule:
     num_slices: int
     num_chunks: int
     group_size: int
+    eager: bool
     stages: tuple[tuple[Action, ...], ...] = field(repr=False)
 
     def __str__(self) -> str:
         """A table that ``parse_schedule`` reads back: a line of sizes, then a line of actions for each stage."""
-        sizes = " ".join(f"{name} {getattr(self, name)}" for name in _SIZES)
+        sizes = " ".join(f"{name} {int(getattr(self, name))}" for name in _SIZES)
         width = max(len(str(action)) for stage in self.stages for action in stage)
         rows = (
             f"stage {index:<3} {' '.join(f'{action!s:<{width}}' for action in stage).rstrip()}"
@@ -65,18 +71,24 @@ class SliceSchedule:
         return "\n".join((sizes, *rows))
 
 
-_SIZES: Final = ("num_stages", "num_micro_batches", "num_slices", "num_chunks", "group_size")
+_SIZES: Final = ("num_stages", "num_micro_batches", "num_slices", "num_chunks", "group_size", "eager")
 _ACTION: Final = re.compile(r"([FB])(\d+)\.(\d+)(?:/(\d+))?")
 
 
 def seq1f1b_schedule(
-    num_stages: int, num_micro_batches: int, num_slices: int = 1, num_chunks: int = 1, group_size: int | None = None
+    num_stages: int,
+    num_micro_batches: int,
+    num_slices: int = 1,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    eager: bool = False,
 ) -> SliceSchedule:
     """The Seq1F1B schedule; Seq1F1B-I with several chunks.
 
     Args:
         num_stages, num_micro_batches, num_slices, num_chunks: see ``SliceSchedule``.
         group_size: see there; None: ``slice_group_size``, the one that keeps memory least.
+        eager: see there; not with virtual stages, whose order has it already.
 
     Raises:
         ValueError: a size is not positive, or the sizes do not fit virtual stages (the message says what does).
@@ -87,6 +99,8 @@ def seq1f1b_schedule(
             raise ValueError(f"the number of {name} is {value}; it must be at least 1")
     group = 1
     if num_chunks > 1:
+        if eager:
+            raise ValueError("virtual stages run two forwards ahead as it is: leave eager out")
         group = group_size or slice_group_size(num_stages, num_slices)
         check_groups(num_stages, num_micro_batches, num_slices, group)
     turns = chunk_turns(num_micro_batches * num_slices, num_chunks, group)
@@ -97,20 +111,24 @@ def seq1f1b_schedule(
     ]
     stages = []
     for stage in range(num_stages):
-        num_first = min(num_warm_up(num_stages, stage, num_slices, num_chunks, group), len(forwards))
+        num_first = min(num_warm_up(num_stages, stage, num_slices, num_chunks, group, eager), len(forwards))
         actions = forwards[:num_first]
         for number, backward in enumerate(backwards):
             actions += forwards[num_first + number : num_first + number + 1]
             actions.append(backward)
         stages.append(tuple(actions))
-    return SliceSchedule(num_stages, num_micro_batches, num_slices, num_chunks, group, tuple(stages))
+    return SliceSchedule(num_stages, num_micro_batches, num_slices, num_chunks, group, eager, tuple(stages))
 
 
-def num_warm_up(num_stages: int, stage: int, num_slices: int, num_chunks: int = 1, group_size: int = 1) -> int:
-    """Forwards of a stage before its first "one forward, one backward": k - 1 more than Megatron's own schedules."""
+def num_warm_up(num_stages: int, stage: int, num_slices: int, num_chunks: int = 1, group_size: int = 1,
+                eager: bool = False) -> int:  # fmt: skip
+    """Forwards of a stage before its first "one forward, one backward": k - 1 more than Megatron's own schedules.
+
+    An eager one has as many more as there are stages behind it.
+    """
     behind = num_stages - stage - 1
     megatron = behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * group_size
-    return megatron + num_slices - 1
+    return megatron + num_slices - 1 + behind * eager
 
 
 def slice_group_size(num_stages: int, num_slices: int) -> int:
@@ -172,7 +190,8 @@ def parse_schedule(text: str) -> SliceSchedule:
         stages.append(tuple(_action(match) for match in matches if match is not None))
     if len(stages) != sizes["num_stages"]:
         raise ValueError(f"not a schedule: {sizes['num_stages']} stages are named and {len(stages)} are given")
-    return SliceSchedule(**sizes, stages=tuple(stages))
+    eager = bool(sizes.pop("eager"))
+    return SliceSchedule(**sizes, eager=eager, stages=tuple(stages))
 
 
 def _action(match: re.Match[str]) -> Action:
@@ -189,10 +208,11 @@ def bubble_of_equal_costs(num_stages: int, num_micro_batches: int, num_slices: i
 
 
 def peak_slices(num_stages: int, stage: int, num_micro_batches: int, num_slices: int = 1,
-                num_chunks: int = 1, group_size: int = 1) -> int:  # fmt: skip
+                num_chunks: int = 1, group_size: int = 1, eager: bool = False) -> int:  # fmt: skip
     """Most slices (times chunks) whose activations a stage holds at once: warm-up and one, or all there are.
 
-    Without virtual stages p - stage + k - 1, so (p - stage + k - 1) / k micro-batches (Seq1F1B, section 3.4).
+    Without virtual stages p - stage + k - 1, so (p - stage + k - 1) / k micro-batches (Seq1F1B, section 3.4); eager,
+    2 (p - stage) + k - 2.
     """
     total = num_micro_batches * num_slices * num_chunks
-    return min(total, num_warm_up(num_stages, stage, num_slices, num_chunks, group_size) + 1)
+    return min(total, num_warm_up(num_stages, stage, num_slices, num_chunks, group_size, eager) + 1)

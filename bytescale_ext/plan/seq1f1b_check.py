@@ -11,9 +11,11 @@ from bytescale_ext.plan.seq1f1b_simulate import peak_held, simulate_slices
 
 
 @cache
-def checked_schedule(num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int = 1) -> SliceSchedule:
+def checked_schedule(
+    num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int = 1, eager: bool = False
+) -> SliceSchedule:
     """The proven Seq1F1B schedule of these sizes, made once. Raises as ``seq1f1b_schedule``."""
-    schedule = seq1f1b_schedule(num_stages, num_micro_batches, num_slices, num_chunks)
+    schedule = seq1f1b_schedule(num_stages, num_micro_batches, num_slices, num_chunks, eager=eager)
     check_slice_schedule(schedule)
     return schedule
 
@@ -40,7 +42,8 @@ def check_slice_schedule(schedule: SliceSchedule) -> None:
     check_messages(schedule)
     for stage in range(schedule.num_stages):
         sizes = (schedule.num_micro_batches, schedule.num_slices, schedule.num_chunks, schedule.group_size)
-        allowed, held = peak_slices(schedule.num_stages, stage, *sizes), peak_held(schedule, stage)
+        allowed = peak_slices(schedule.num_stages, stage, *sizes, schedule.eager)
+        held = peak_held(schedule, stage)
         if held > allowed:
             raise _broken(schedule, stage, f"it holds the activations of {held:.0f} slices at once, not {allowed}")
 

@@ -43,7 +43,7 @@ class ScheduleFigures:
     """One schedule and what it comes to.
 
     Attributes:
-        name: "1F1B", "1F1B-I", "Seq1F1B" or "Seq1F1B-I", with the partition where there are slices.
+        name: "1F1B", "1F1B-I", "Seq1F1B" or "Seq1F1B-I", with the partition where there are slices, and "eager".
         slices: tokens of each slice.
         bubble: simulated share of idle time; slices are costed by time whatever the partition.
         bubble_of_equal_costs: by the formula.
@@ -67,12 +67,12 @@ class ScheduleFigures:
         return asdict(self)
 
 
-def schedule_name(num_slices: int, num_chunks: int, partition: Partition) -> str:
+def schedule_name(num_slices: int, num_chunks: int, partition: Partition, eager: bool = False) -> str:
     """The schedule's name in the papers, and how slices are cut."""
-    interleaved = "-I" if num_chunks > 1 else ""
+    interleaved, order = "-I" if num_chunks > 1 else "", " eager" if eager else ""
     if num_slices == 1:
-        return f"1F1B{interleaved}"
-    return f"Seq1F1B{interleaved} {partition if isinstance(partition, str) else 'explicit'}"
+        return f"1F1B{interleaved}{order}"
+    return f"Seq1F1B{interleaved} {partition if isinstance(partition, str) else 'explicit'}{order}"
 
 
 def simulated(model: SliceModel, schedule: SliceSchedule, lengths: tuple[int, ...]) -> Simulated:
@@ -95,16 +95,22 @@ def lengths_of(model: SliceModel, num_slices: int, partition: Partition) -> tupl
 
 
 def figures_of(
-    model: SliceModel, num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int, partition: Partition
+    model: SliceModel,
+    num_stages: int,
+    num_micro_batches: int,
+    num_slices: int,
+    num_chunks: int,
+    partition: Partition,
+    eager: bool = False,
 ) -> ScheduleFigures:
     """Make, simulate and measure one schedule. Raises ValueError for sizes that do not fit."""
-    schedule = seq1f1b_schedule(num_stages, num_micro_batches, num_slices, num_chunks)
+    schedule = seq1f1b_schedule(num_stages, num_micro_batches, num_slices, num_chunks, eager=eager)
     lengths = lengths_of(model, num_slices, partition)
     result = simulated(model, schedule, lengths)
     tokens = peak_held(schedule, 0, [float(length) for length in lengths])
     layers = model.shape.num_layers / (num_stages * num_chunks)
     return ScheduleFigures(
-        name=schedule_name(num_slices, num_chunks, partition),
+        name=schedule_name(num_slices, num_chunks, partition, eager),
         slices=lengths,
         bubble=result.bubble,
         bubble_of_equal_costs=bubble_of_equal_costs(num_stages, num_micro_batches, num_slices, num_chunks),
@@ -116,14 +122,24 @@ def figures_of(
 
 
 def compared(
-    model: SliceModel, num_stages: int, num_micro_batches: int, num_slices: int, num_chunks: int, partition: Partition
+    model: SliceModel,
+    num_stages: int,
+    num_micro_batches: int,
+    num_slices: int,
+    num_chunks: int,
+    partition: Partition,
+    eager: bool = False,
 ) -> tuple[ScheduleFigures, ...]:
     """1F1B and Seq1F1B, each without and with ``num_chunks`` virtual stages, and Seq1F1B of even slices beside it.
 
-    Rows of virtual stages are left out with one chunk or up to two stages, which Megatron does not interleave.
+    Rows of virtual stages are left out with one chunk or up to two stages, which Megatron does not interleave. With
+    ``eager`` Seq1F1B in the eager order is added.
     """
     chunks = (1, num_chunks) if num_chunks > 1 and num_stages > 2 else (1,)
     partitions = dict.fromkeys(("even", partition)) if num_slices > 1 else {}
     rows: list[tuple[int, int, Partition]] = [(1, count, "even") for count in chunks]
     rows += [(num_slices, count, kind) for count in chunks for kind in partitions]
-    return tuple(figures_of(model, num_stages, num_micro_batches, *row) for row in rows)
+    figures = [figures_of(model, num_stages, num_micro_batches, *row) for row in rows]
+    if eager:
+        figures.append(figures_of(model, num_stages, num_micro_batches, num_slices, 1, partition, eager))
+    return tuple(figures)

@@ -3,6 +3,10 @@
 Megatron 0.19.2 posts a batch after each forward or backward and waits for all of it before it goes on, so a batch of
 one stage must meet its other halves in time. ``check_messages`` runs all batches against each other, and
 ``received_actions`` gives what takes each tensor that a stage receives, in order.
+
+In an eager schedule the stage before is two forwards ahead, so a stage asks for each input one batch earlier than
+Megatron would and waits for it where Megatron asks (``p2p_communication.ShapedP2PCommunicator``). ``check_messages``
+lets it wait at once, which is harder.
 """
 
 from __future__ import annotations
@@ -92,6 +96,10 @@ class _Stage:
         self.forward = iter(incoming(schedule, stage, "F"))
         self.backward = iter(incoming(schedule, stage, "B"))
 
+    def first(self) -> Batch:
+        """What is asked for before anything else: an eager stage's first input."""
+        return self.batch(receives_forward=self.schedule.eager)
+
     def batch(
         self, sent: Sequence[Action] = (), receives_forward: bool = False, receives_backward: bool = False
     ) -> Batch:
@@ -113,7 +121,7 @@ def _batches(schedule: SliceSchedule, stage: int) -> Iterator[Batch]:
 def num_first_forwards(schedule: SliceSchedule, stage: int) -> int:
     """Forwards that Megatron's functions run and send one by one, before the first "one forward, one backward"."""
     total = schedule.num_micro_batches * schedule.num_slices * schedule.num_chunks
-    sizes = (schedule.num_slices, schedule.num_chunks, schedule.group_size)
+    sizes = (schedule.num_slices, schedule.num_chunks, schedule.group_size, schedule.eager)
     return min(total, num_warm_up(schedule.num_stages, stage, *sizes))
 
 
@@ -123,6 +131,7 @@ def _batches_of_one_chunk(schedule: SliceSchedule, stage: int) -> Iterator[Batch
     own = _Stage(schedule, stage)
     num_first = num_first_forwards(schedule, stage)
     steady, last = actions[num_first : len(actions) - num_first], actions[len(actions) - num_first :]
+    yield own.first()
     for action in actions[:num_first]:
         yield own.batch(receives_forward=True)
         yield own.batch([action])

@@ -40,6 +40,7 @@ class Setting:
         stages: cost of each pipeline stage; one without pipelines.
         num_slices: k slices of each micro-batch (Seq1F1B) of the schedulers ``SLICED``; the others run 1F1B.
         kept_tokens: keys of rings' sequences up to this length are kept between slices.
+        eager: slices run in the eager order, see ``seq1f1b.SliceSchedule``.
     """
 
     num_ranks: int
@@ -48,6 +49,7 @@ class Setting:
     stages: tuple[StageCost, ...]
     num_slices: int = 1
     kept_tokens: int = 0
+    eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ def planner_of(setting: Setting, balance: str) -> HdpPlanner:
         num_stages=len(setting.stages),
         num_slices=setting.num_slices,
         kept_tokens=setting.kept_tokens,
+        eager=setting.eager,
         aligned=len(setting.stages) > 1,
     )
 
@@ -163,7 +166,13 @@ def _planned(lengths: Sequence[int], setting: Setting, balance: str) -> Outcome:
 
 
 def _outcome(table: ShardTable, setting: Setting, distinct_peers: int, planning_seconds: float) -> Outcome:
-    result = replay_stages(table, setting.stages, num_slices=setting.num_slices, kept_tokens=setting.kept_tokens)
+    result = replay_stages(
+        table,
+        setting.stages,
+        num_slices=setting.num_slices,
+        kept_tokens=setting.kept_tokens,
+        eager=setting.eager,
+    )
     return Outcome(
         makespan=result.makespan,
         idle_share=result.idle_share,

@@ -18,6 +18,7 @@ from bytescale_ext.plan.cost import ModelShape, OffloadLimits, StageCost
 from bytescale_ext.plan.document_slices import SliceRule
 from bytescale_ext.plan.planner import HdpPlanner
 from megatron.bytescale.core.datasets.remote import RemoteData
+from megatron.bytescale.core.parallel_state import StageLinks
 
 
 @dataclass
@@ -31,6 +32,7 @@ class HdpRuntime:
         kernel: the attention kernel; set when the model is built.
         kernel_calls: how often it was called since the last step.
         comm: the ring communicator; set when the model is built.
+        links: groups of neighbouring stages, with ``--seq1f1b-eager``; set when the model is built.
         slice_rule: how micro-batches are cut into slices (``--seq1f1b-splits``), or None.
         remote: what loads text, with ``--hdp-loader ray``.
         activations: what layers share under an activation policy, or None.
@@ -48,6 +50,7 @@ class HdpRuntime:
     kernel: Kernel | None = None
     kernel_calls: KernelCalls = field(default_factory=KernelCalls)
     comm: RingComm | None = None
+    links: StageLinks | None = None
     slice_rule: SliceRule | None = None
     remote: RemoteData | None = None
     activations: ActivationStore | None = None
@@ -83,6 +86,7 @@ class HdpRuntime:
             num_stages=config.num_stages,
             num_slices=config.num_slices,
             kept_tokens=0 if self.slice_rule is None else self.slice_rule.kept_tokens,
+            eager=config.eager,
             aligned=config.aligned,
             ranks_per_node=config.ranks_per_node,
             static_width=config.static_width,

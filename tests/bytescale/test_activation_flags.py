@@ -35,7 +35,7 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "recompute_modules": None,
         "cuda_graph_impl": "none", "transformer_impl": "local",
-        "seq1f1b_splits": None, "seq1f1b_partition": None, "hybrid_data_parallel": False,
+        "seq1f1b_splits": None, "seq1f1b_partition": None, "seq1f1b_eager": False, "hybrid_data_parallel": False,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value

@@ -65,8 +65,8 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words, "--splits", 3) == 0
     value = json.loads(capsys.readouterr().out)
     sliced = value["schedulers"]
-    # What slices free is 4 C - 2 C of activations of 139,000 bytes; 4 times the keys of 4,096 bytes are kept for it.
-    assert value["setting"]["splits"] == 3 and value["setting"]["kept_keys"] == 2 * 8192 * 139_000 // (4 * 4096)
+    # What slices free is 4 C - 2 C of activations of 139,000 bytes; 5 times the keys of 4,096 bytes are kept for it.
+    assert value["setting"]["splits"] == 3 and value["setting"]["kept_keys"] == 2 * 8192 * 139_000 // (5 * 4096)
     for name, figures in sliced.items():
         assert figures["makespan_over_bound"]["mean"] >= 1
         assert (figures["makespan"] == plain[name]["makespan"]) == (name == "static")
@@ -80,7 +80,13 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     travelling = json.loads(capsys.readouterr().out)["schedulers"]["ours"]
     assert travelling["kept_keys"]["worst"] == 0 < sliced["ours"]["kept_keys"]["worst"]
     assert travelling["makespan"]["mean"] > sliced["ours"]["makespan"]["mean"]
-    assert run(*words, "--kept-keys", 5) == 2 and "needs --splits" in capsys.readouterr().err
+    assert run(*words, "--splits", 3, "--eager") == 0
+    eager = json.loads(capsys.readouterr().out)
+    assert eager["setting"]["eager"] and eager["setting"]["kept_keys"] == 8192 * 139_000 // (6 * 4096)
+    assert eager["schedulers"]["ours"]["makespan"]["mean"] < sliced["ours"]["makespan"]["mean"]
+    assert eager["schedulers"]["ours"]["peak_tokens"]["mean"] > sliced["ours"]["peak_tokens"]["mean"]
+    for option in (("--kept-keys", 5), ("--eager",)):
+        assert run(*words, *option) == 2 and "needs --splits" in capsys.readouterr().err
 
 
 def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

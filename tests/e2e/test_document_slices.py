@@ -56,10 +56,12 @@ CASES = {
     "pp2-even-full": Case(4, 4, 2, [*FULL, "--seq1f1b-partition", "even"], balance="pp"),
     "pp2-one-idle": Case(2, 8, 2, SHARDED, num_idle=1),
     "pp4-selective-flops": Case(3, 8, 4, [*SELECTIVE, "--seq1f1b-partition", "flops"], balance="pp"),
+    "pp4-eager": Case(3, 8, 4, ["--seq1f1b-eager"], balance="pp", num_evaluations=2),
     "tp2-pp2": Case(5, 8, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], tp_size=2,
                     balance="bytescale"),
     "pp1": Case(2, 2, 1, FULL),
-    "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150"], balance="pp", kept_keys="up to 150 tokens"),
+    "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150", "--seq1f1b-eager"], balance="pp",
+                          kept_keys="up to 150 tokens"),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT, *UNALIGNED], num_chunks=2, num_evaluations=2),
 }  # fmt: skip
 
@@ -105,7 +107,8 @@ def check_order(case: Case, outcomes: list[Outcome]) -> None:
         for plan, done in zip(plans, actions, strict=True):
             group = slice_group_size(case.num_stages, case.num_slices) // case.num_slices
             count = micro_batch_counts(plan, multiple=group if case.num_chunks > 1 else 1)[hdp_rank]
-            schedule = seq1f1b_schedule(case.num_stages, count, case.num_slices, case.num_chunks)
+            is_eager = "--seq1f1b-eager" in case.flags
+            schedule = seq1f1b_schedule(case.num_stages, count, case.num_slices, case.num_chunks, eager=is_eager)
             expected = [(one.kind, one.micro_batch * case.num_slices + one.slice_index, one.chunk)
                         for one in schedule.stages[stage]]  # fmt: skip
             assert [tuple(one) for one in done] == expected

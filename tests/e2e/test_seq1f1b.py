@@ -83,6 +83,12 @@ def test_slices_train_as_whole_micro_batches(p: int, m: int, k: int, runs: Runs)
     assert p > 1 or "one pipeline stage has no idle time" in outcome.text  # the first rank says it, the last is read
 
 
+@pytest.mark.parametrize(("p", "m", "k"), [(2, 5, 3), (4, 5, 3), (4, 1, 5)])
+def test_the_eager_order(p: int, m: int, k: int, runs: Runs) -> None:
+    """More slices than all stages run ahead, and fewer."""
+    runs.compare(p, stages(p, m), f"--seq1f1b-splits {k} --seq1f1b-eager")
+
+
 def test_three_stages(runs: Runs) -> None:
     runs.compare(3, f"{stages(3, 2)} --num-layers 3", "--seq1f1b-splits 4")
 

@@ -9,6 +9,7 @@ import pytest
 
 from bytescale_ext.plan.cost import CostModel
 from bytescale_ext.plan.document_slices import DocumentSlices, SliceRule, affordable_tokens
+from bytescale_ext.plan.seq1f1b import peak_slices, seq1f1b_schedule
 from bytescale_ext.plan.shapes import MicroBatch, Shard, zigzag_ranges
 
 COST = CostModel(0.1, 1.0)
@@ -90,12 +91,29 @@ def test_keys_of_sequences_up_to_a_length_are_kept() -> None:
 
 
 def test_kept_keys_take_no_more_memory_than_1f1b() -> None:
-    """4 stages, 4 slices: 7/4 C instead of 4 C; keys in 2 micro-batches, and float32 gradients of one, for 2.25 C."""
+    """4 stages, 4 slices: 7/4 C instead of 4 C; keys in 3 micro-batches, and float32 gradients of one, for 2.25 C."""
     kept = affordable_tokens(4, 4, 1000, 170.0, 5.0)
-    assert kept == 2.25 * 1000 * 170 / (4 * 5)
+    assert kept == 2.25 * 1000 * 170 / (5 * 5)
+    assert affordable_tokens(4, 4, 1000, 170.0, 5.0, eager=True) == 1.5 * 1000 * 170 / (6 * 5)  # 10/4 C, 4 of them
+    assert affordable_tokens(4, 2, 1000, 170.0, 5.0, eager=True) == 0  # 8 slices are 4 micro-batches
     assert affordable_tokens(4, 1, 1000, 170.0, 5.0) == 0  # nothing is freed
     assert affordable_tokens(1, 4, 1000, 170.0, 5.0) == 0
     assert affordable_tokens(8, 8, 1000, 170.0, 5.0) > kept
+
+
+@pytest.mark.parametrize(("num_stages", "eager"), [(2, False), (4, False), (7, False), (4, True), (8, True)])
+@pytest.mark.parametrize("num_slices", [2, 3, 8, 12])
+def test_the_micro_batches_in_flight_are_those_of_the_schedule(num_stages: int, num_slices: int, eager: bool) -> None:
+    """What the rule counts with, against the first stage's schedule: those begun and not ended."""
+    begun, most = set(), 0
+    for action in seq1f1b_schedule(num_stages, 12, num_slices, eager=eager).stages[0]:
+        begun.add(action.micro_batch)
+        most = max(most, len(begun))
+        if action.kind == "B" and not action.slice_index:
+            begun.remove(action.micro_batch)
+    held = peak_slices(num_stages, 0, 12, num_slices, eager=eager)
+    freed = max(0.0, (num_stages - held / num_slices) * 2520 * 100)
+    assert affordable_tokens(num_stages, num_slices, 2520, 100.0, 1.0, eager) == int(freed / (most + 2))
 
 
 def test_the_offload_share_is_that_of_the_micro_batch() -> None:

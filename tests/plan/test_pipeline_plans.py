@@ -78,6 +78,13 @@ def test_uniform_slices_by_hand() -> None:
     assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice goes back first
 
 
+def test_eager_slices_by_hand() -> None:
+    """Of equal slices none waits, so it takes as long, and p - 1 more are held."""
+    result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4, num_slices=4, eager=True)
+    assert result.makespan == (6 + 3 / 4) * (4.0 + 8.0)
+    assert result.peak_tokens.tolist() == [4 * 10 / 4]
+
+
 def test_kept_keys_in_flight_by_hand() -> None:
     """Three rings of 8, 4 and 8 tokens, 2 stages, 2 slices: keys stay from the first forward to the last backward."""
     lengths, ring = (8, 4, 8), (0, 1)
@@ -122,7 +129,7 @@ def test_2000_aligned_plans_never_deadlock() -> None:
     for _ in range(2000):
         plan = random_plan(random, int(random.integers(2, 7)), int(random.integers(2, 9)))
         num_stages, num_slices = int(random.integers(2, 6)), int(random.choice([1, 1, 2, 3, 5]))
-        result = replay_stages(plan, [STAGE] * num_stages, num_slices=num_slices)
+        result = replay_stages(plan, [STAGE] * num_stages, num_slices=num_slices, eager=bool(random.integers(2)))
         assert (result.makespan > 0) == bool(plan.lengths)
         assert len(result.starts) == result.counts.sum() * num_slices
 

@@ -22,8 +22,20 @@ from tests.plan.pipelines import random_plan
 STAGE = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=2.0))
 
 
-@pytest.mark.parametrize(("num_stages", "num_slices"), [(1, 1), (2, 1), (3, 1), (8, 1), (3, 2), (4, 4)])
-def test_the_clock_shows_what_the_replay_shows(num_stages: int, num_slices: int) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "num_slices", "eager"),
+    [
+        (1, 1, False),
+        (2, 1, False),
+        (3, 1, False),
+        (8, 1, False),
+        (3, 2, False),
+        (4, 4, False),
+        (2, 3, True),
+        (4, 2, True),
+    ],
+)
+def test_the_clock_shows_what_the_replay_shows(num_stages: int, num_slices: int, eager: bool) -> None:
     random = np.random.default_rng(num_stages)
     stage = StageCost(CostModel(a=0.01, b=0.0, c=0.3, g=2.0), CostModel(a=0.025, b=0.0, c=0.6, g=2.0))  # b: see below
     for _ in range(15):
@@ -32,13 +44,13 @@ def test_the_clock_shows_what_the_replay_shows(num_stages: int, num_slices: int)
         if (plan.ranks.counts == 0).any():
             continue
         kept = int(np.median(plan.lengths))
-        finish = run_pipelines(slot_seconds(plan.ranks, stage, num_slices, kept), num_stages)
-        replayed = replay_stages(plan, [stage] * num_stages, num_slices=num_slices, kept_tokens=kept)
+        finish = run_pipelines(slot_seconds(plan.ranks, stage, num_slices, kept), num_stages, eager)
+        replayed = replay_stages(plan, [stage] * num_stages, num_slices=num_slices, kept_tokens=kept, eager=eager)
         offsets = np.cumsum(replayed.counts) * num_slices
         np.testing.assert_allclose(finish, [replayed.stops[:stop][-num_slices:].max() for stop in offsets])
         # linear work is an even share of the sequence on the clock, and that of the tokens there in the replay
-        rounded = replay_stages(plan, [STAGE] * num_stages, num_slices=num_slices).makespan
-        clock = run_pipelines(slot_seconds(plan.ranks, STAGE, num_slices), num_stages)
+        rounded = replay_stages(plan, [STAGE] * num_stages, num_slices=num_slices, eager=eager).makespan
+        clock = run_pipelines(slot_seconds(plan.ranks, STAGE, num_slices), num_stages, eager)
         assert clock.max() == pytest.approx(rounded, rel=0.02)
 
 
@@ -53,13 +65,17 @@ def test_waves_are_megatrons_order(num_stages: int, num_slots: int) -> None:
         assert lane == [(action.kind, action.micro_batch) for action in stage_actions(num_slots, stage, num_stages)]
 
 
-@pytest.mark.parametrize(("num_stages", "num_slots", "num_slices"), [(1, 3, 2), (4, 2, 3), (3, 7, 4)])
-def test_waves_of_slices_are_seq1f1bs_order(num_stages: int, num_slots: int, num_slices: int) -> None:
+@pytest.mark.parametrize(
+    ("num_stages", "num_slots", "num_slices", "eager"),
+    [(1, 3, 2, False), (4, 2, 3, False), (3, 7, 4, False), (3, 7, 4, True), (4, 2, 3, True)],
+)
+def test_waves_of_slices_are_seq1f1bs_order(num_stages: int, num_slots: int, num_slices: int, eager: bool) -> None:
     lanes: list[list[tuple[str, int, int]]] = [[] for _ in range(num_stages)]
-    for kinds, units, stages in one_forward_one_backward(num_stages, num_slots, num_slices):
+    for kinds, units, stages in one_forward_one_backward(num_stages, num_slots, num_slices, eager):
         for kind, unit, stage in zip(kinds.tolist(), units.tolist(), stages.tolist(), strict=True):
             lanes[stage].append(("FB"[kind], *divmod(unit, num_slices)))
-    for lane, actions in zip(lanes, seq1f1b_schedule(num_stages, num_slots, num_slices).stages, strict=True):
+    schedule = seq1f1b_schedule(num_stages, num_slots, num_slices, eager=eager)
+    for lane, actions in zip(lanes, schedule.stages, strict=True):
         assert lane == [tuple(action)[:3] for action in actions]
 
 

@@ -36,7 +36,7 @@ def equal(schedule: SliceSchedule) -> Simulated:
 
 def test_the_order_of_two_stages() -> None:
     assert str(seq1f1b_schedule(2, 2, 2)).splitlines() == [
-        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1",
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 0",
         "stage 0   F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0",
         "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
     ]
@@ -114,6 +114,37 @@ def test_sizes_are_positive(sizes: tuple[int, int, int, int]) -> None:
 def test_warm_up_is_k_minus_one_longer() -> None:
     assert [num_warm_up(4, stage, 4) for stage in range(4)] == [6, 5, 4, 3]
     assert num_warm_up(4, 1, 3, 2, 6) == 4 + 6 + 2
+    assert [num_warm_up(4, stage, 4, eager=True) for stage in range(4)] == [9, 7, 5, 3]
+
+
+def test_the_eager_order_of_two_stages() -> None:
+    """Stage 0 is two forwards ahead of stage 1, and holds a slice more."""
+    schedule = seq1f1b_schedule(2, 2, 2, eager=True)
+    assert str(schedule).splitlines() == [
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 1",
+        "stage 0   F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0",
+        "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
+    ]
+    assert parse_schedule(str(schedule)) == schedule
+    with pytest.raises(ValueError, match="leave eager out"):
+        seq1f1b_schedule(3, 3, 2, 2, eager=True)
+
+
+@pytest.mark.parametrize(("p", "m", "k"), [(2, 5, 3), (4, 8, 4), (4, 2, 6), (6, 5, 1)])
+def test_an_eager_pipeline_of_equal_slices_is_as_fast_and_holds_more(p: int, m: int, k: int) -> None:
+    schedule = seq1f1b_schedule(p, m, k, eager=True)
+    assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k), abs=1e-12)
+    for stage in range(p):
+        assert (
+            peak_held(schedule, stage) == peak_slices(p, stage, m, k, eager=True) == min(2 * (p - stage) + k - 2, m * k)
+        )
+
+
+def test_an_eager_pipeline_of_unequal_slices_waits_less() -> None:
+    """Slices of 4 micro-batches that cost 1 to 4: 1F1B makes both neighbours of a dear slice wait for it."""
+    costs = lambda stage, action: (1.0 + 3.0 * (action.micro_batch % 2)) * (1.0 if action.kind == "F" else 2.0)  # noqa: E731
+    plain, eager = (simulate_slices(seq1f1b_schedule(4, 8, 4, eager=is_eager), costs) for is_eager in (False, True))
+    assert eager.makespan < 0.95 * plain.makespan
 
 
 def test_actions_print_short() -> None:

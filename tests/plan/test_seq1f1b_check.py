@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,15 @@ from bytescale_ext.plan.slices import PARTITIONS, slice_costs, slice_lengths
 NUM_RANDOM = 5000
 
 
-def random_sizes(rng: random.Random) -> tuple[int, int, int, int, int]:
-    """(p, m, k, v, group) that fit: any without virtual stages, whole groups and half-full last ones with them."""
+def random_schedule(rng: random.Random) -> SliceSchedule:
+    """Any sizes without virtual stages, and eager or not; whole groups and half-full last ones with them."""
     while True:
         p, m, k = rng.randint(1, 6), rng.randint(1, 5), rng.randint(1, 8)
         v = rng.choice((1, 1, 2, 3)) if p > 2 and m * k < 24 else 1
         group = slice_group_size(p, k) + k * rng.choice((0, 0, 1))
         rest = m * k % group
         if v == 1 or (m * k >= group and (not rest or rest >= p)):
-            return p, m, k, v, group
+            return seq1f1b_schedule(p, m, k, v, group if v > 1 else None, eager=v == 1 and rng.random() < 0.5)
 
 
 def random_lengths(rng: random.Random, num_slices: int) -> tuple[int, ...]:
@@ -40,10 +41,10 @@ def random_lengths(rng: random.Random, num_slices: int) -> tuple[int, ...]:
 def test_random_schedules_are_sound_and_run(part: int) -> None:
     rng = random.Random(part)
     for _ in range(NUM_RANDOM // 10):
-        p, m, k, v, group = random_sizes(rng)
-        schedule = seq1f1b_schedule(p, m, k, v, group if v > 1 else None)
+        schedule = random_schedule(rng)
         check_slice_schedule(schedule)
-        costs = slice_costs(random_lengths(rng, k), CostModel(0.1, 1.0))
+        p, m, v = schedule.num_stages, schedule.num_micro_batches, schedule.num_chunks
+        costs = slice_costs(random_lengths(rng, schedule.num_slices), CostModel(0.1, 1.0))
         result = simulate_slices(schedule, lambda stage, action, costs=costs: costs[action.slice_index])
         assert result.makespan >= max(result.busy) and 0 <= result.bubble < 1
         assert max(result.busy) == pytest.approx(2 * m * v * sum(costs))
@@ -58,8 +59,8 @@ def with_stage(schedule: SliceSchedule, stage: int, actions: list[Action]) -> Sl
     return replace(schedule, stages=tuple(stages))
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (3, 2, 3, 1), (1, 2, 3, 1), (3, 2, 3, 2)])
-def test_every_swap_of_neighbours_is_refused(sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 1), (3, 2, 3, 1), (1, 2, 3, 1), (3, 2, 3, 2), (3, 3, 3, 1, None, True)])
+def test_every_swap_of_neighbours_is_refused(sizes: tuple[Any, ...]) -> None:
     """No two neighbouring actions of a stage may change places: the order is the only one that Megatron runs."""
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
@@ -126,7 +127,7 @@ def test_a_group_that_cuts_micro_batches_is_refused() -> None:
         )
         for stage in uncut.stages
     )
-    broken = SliceSchedule(4, 4, 3, 2, 4, stages)
+    broken = SliceSchedule(4, 4, 3, 2, 4, False, stages)
     with pytest.raises(PlanError):
         check_slice_schedule(broken)
 

@@ -21,9 +21,9 @@ from bytescale_ext.plan.seq1f1b_messages import (
 from bytescale_ext.plan.seq1f1b_simulate import needs
 
 SIZES = [
-    (p, m, k, v)
-    for p, m, k, v in product((2, 3, 4), (4, 8), (1, 2, 4), (1, 2))
-    if v == 1 or (p > 2 and (m * k) % p == 0)
+    (p, m, k, v, None, eager)
+    for p, m, k, v, eager in product((2, 3, 4), (4, 8), (1, 2, 4), (1, 2), (False, True))
+    if v == 1 or (p > 2 and (m * k) % p == 0 and not eager)
 ]
 
 

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_splits_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add ``--splits`` and ``--kept-keys``, which ``check_splits`` checks; ``more`` is added to its help."""
+    """Add ``--splits`` (``more``: of its help), ``--kept-keys`` and ``--eager``, which ``check_splits`` checks."""
     parser.add_argument(
         "--splits",
         type=int,
@@ -88,6 +88,9 @@ def add_splits_argument(parser: argparse.ArgumentParser, more: str = "") -> None
         help="keys of documents of up to so many tokens are kept from slice to slice, as --hdp-kept-keys (as many as "
         "take no more memory than 1F1B)",
     )
+    parser.add_argument(
+        "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
+    )
 
 
 def kept_tokens(args: argparse.Namespace, cost: ModelCost) -> int:
@@ -95,17 +98,20 @@ def kept_tokens(args: argparse.Namespace, cost: ModelCost) -> int:
     if args.kept_keys is not None:
         return int(args.kept_keys)
     key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
-    return affordable_tokens(args.stages, args.splits, args.tokens_per_rank, cost.layer_bytes, key_bytes)
+    sizes = (args.stages, args.splits, args.tokens_per_rank)
+    return affordable_tokens(*sizes, cost.layer_bytes, key_bytes, args.eager)
 
 
-def check_splits(splits: int, num_stages: int, kept_keys: int | None = None) -> None:
-    """Raise ValueError for a number of slices that makes no sense, or keys that cannot be kept."""
+def check_splits(splits: int, num_stages: int, kept_keys: int | None = None, eager: bool = False) -> None:
+    """Raise ValueError for a number of slices that makes no sense, or for what needs slices."""
     if splits < 1:
         raise ValueError(f"--splits {splits} must be at least 1")
     if splits > 1 and num_stages == 1:
         raise ValueError(f"--splits {splits} is for pipelines: slices run side by side on stages; give --stages")
     if kept_keys is not None and (kept_keys < 0 or splits == 1):
         raise ValueError(f"--kept-keys {kept_keys} must be at least 0, and needs --splits of 2 or more")
+    if eager and splits == 1:
+        raise ValueError("--eager needs --splits of 2 or more")
 
 
 def add_cost_argument(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(plan_text(plan))
     print(summary_text(plan, summarize(plan, cost.whole().both, args.tokens_multiple)))
-    print(score_text(plan, cost, args.stages, args.splits, kept_tokens(args, cost)))
+    print(score_text(plan, cost, args.stages, args.splits, kept_tokens(args, cost), args.eager))
     return 0
 
 
@@ -148,7 +154,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
-    check_splits(args.splits, args.stages, args.kept_keys)
+    check_splits(args.splits, args.stages, args.kept_keys, args.eager)
     kinds = ("auto", *BALANCES)
     balance = args.balance or "auto"
     if balance not in kinds:
@@ -166,6 +172,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
         num_stages=args.stages,
         num_slices=args.splits,
         kept_tokens=kept_tokens(args, cost),
+        eager=args.eager,
         aligned=args.stages > 1,
         ranks_per_node=args.ranks_per_node,
         static_width=args.static_width,
@@ -235,10 +242,12 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
     )
 
 
-def score_text(plan: StepPlan, cost: ModelCost, num_stages: int, num_slices: int = 1, kept_tokens: int = 0) -> str:
+def score_text(
+    plan: StepPlan, cost: ModelCost, num_stages: int, num_slices: int = 1, kept_tokens: int = 0, eager: bool = False
+) -> str:
     """The planned time of the step against the least time that any plan can take."""
     stages = stage_costs(cost, num_stages)
-    makespan = replay_stages(plan, stages, num_slices=num_slices, kept_tokens=kept_tokens).makespan
+    makespan = replay_stages(plan, stages, num_slices=num_slices, kept_tokens=kept_tokens, eager=eager).makespan
     bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages, num_slices, kept_tokens).largest
     return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {cost.device})"
 

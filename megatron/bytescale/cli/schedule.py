@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
     parser.add_argument("--splits", type=int, default=1, metavar="K", help="slices of each micro-batch (default: 1)")
+    parser.add_argument(
+        "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
+    )
     parser.add_argument("--vpp", type=int, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
     parser.add_argument(
         "--seq1f1b-partition",
@@ -59,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
     if args.vpp > 1 and args.pp <= 2:
         raise ValueError(f"--vpp {args.vpp} needs --pp of 3 or more, not {args.pp}: Megatron interleaves no two stages")
     model = _model(args)
-    schedule = seq1f1b_schedule(args.pp, args.microbatches, args.splits, args.vpp)
+    schedule = seq1f1b_schedule(args.pp, args.microbatches, args.splits, args.vpp, eager=args.eager)
     check_slice_schedule(schedule)
     sizes = (args.pp, args.microbatches, args.splits, args.vpp)
-    rows = compared(model, *sizes, partition) if args.compare else (figures_of(model, *sizes, partition),)
+    make_rows = compared if args.compare else lambda *settings: (figures_of(*settings),)
+    rows = make_rows(model, *sizes, partition, args.eager)
     if args.plot is not None:
         _draw(args.plot, model, schedule, partition)
     if args.json:
@@ -107,10 +111,10 @@ def figures_text(figures: ScheduleFigures, schedule: SliceSchedule) -> str:
 
 def table_text(rows: Sequence[ScheduleFigures]) -> str:
     """Schedules one below another."""
-    head = f"{'schedule':<18} {'bubble':>7} {'formula':>8} {'time/ideal':>10} {'slices':>7}"
+    head = f"{'schedule':<22} {'bubble':>7} {'formula':>8} {'time/ideal':>10} {'slices':>7}"
     head += f" {'micro-batches':>14} {'GiB':>8}"
     lines = [
-        f"{row.name:<18} {row.bubble:>7.4f} {row.bubble_of_equal_costs:>8.4f} {row.relative_time:>10.3f} "
+        f"{row.name:<22} {row.bubble:>7.4f} {row.bubble_of_equal_costs:>8.4f} {row.relative_time:>10.3f} "
         f"{row.peak_slices:>7} {row.peak_micro_batches:>14.2f} {row.activation_bytes / 2**30:>8.2f}"
         for row in rows
     ]
@@ -126,5 +130,5 @@ def _draw(path: Path, model: SliceModel, schedule: SliceSchedule, partition: Par
     from bytescale_ext.pipeline.pictures import draw_schedule
 
     result = simulated(model, schedule, lengths_of(model, schedule.num_slices, partition))
-    name = schedule_name(schedule.num_slices, schedule.num_chunks, partition)
+    name = schedule_name(schedule.num_slices, schedule.num_chunks, partition, schedule.eager)
     draw_schedule(result, path, f"{name}: {schedule.num_stages} stages, idle {result.bubble:.1%}")

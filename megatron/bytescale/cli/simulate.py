@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--ranks", args.ranks), ("--stages", args.stages), ("--seeds", args.seeds)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
-    check_splits(args.splits, args.stages, args.kept_keys)
+    check_splits(args.splits, args.stages, args.kept_keys, args.eager)
     if args.context > args.ranks * args.tokens_per_rank:
         raise ValueError(
             f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
@@ -102,13 +102,14 @@ def run(args: argparse.Namespace) -> int:
     cost = model_cost(args.cost)
     kept = kept_tokens(args, cost)
     sized = (args.ranks, args.tokens_per_rank, args.context)
-    setting = Setting(*sized, stage_costs(cost, args.stages), args.splits, kept)
+    setting = Setting(*sized, stage_costs(cost, args.stages), args.splits, kept, args.eager)
     figures = compare(setting, draw_steps(args), names)
     described = {
         **({"sampler": args.sampler} if args.sampler else {"lengths": str(args.lengths)}),
         **{name: getattr(args, name) for name in ("context", "ranks", "tokens_per_rank", "global_tokens", "stages")},
         "splits": args.splits,
         "kept_keys": kept,
+        "eager": args.eager,
         "seeds": args.seeds,
         "cost": {"file": str(args.cost) if args.cost else "bytescale_7b", "device": cost.device},
     }
@@ -203,7 +204,8 @@ def _title(setting: Mapping[str, Any]) -> str:
     source = setting.get("sampler") or Path(setting["lengths"]).name
     stages = f" x {setting['stages']} stages" if setting["stages"] > 1 else ""
     if setting["splits"] > 1:
-        stages += f" in {setting['splits']} slices, keys kept up to {setting['kept_keys']} tokens"
+        slices = "eager slices" if setting["eager"] else "slices"
+        stages += f" in {setting['splits']} {slices}, keys kept up to {setting['kept_keys']} tokens"
     return (
         f"{source}, context {setting['context']}, {setting['ranks']} ranks{stages}, C {setting['tokens_per_rank']}, "
         f"{setting['global_tokens']} tokens a step, {setting['seeds']} seeds"

@@ -233,7 +233,7 @@ def activation_config(args: argparse.Namespace, hdp: HdpConfig | None) -> Activa
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     micro_batch_tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
     slices = slices_of(args, hdp)
-    in_flight = stages * (2 if virtual > 1 else 1) + len(slices) - 1
+    in_flight = stages * (2 if virtual > 1 else 1) + len(slices) - 1 + (stages - 1) * args.seq1f1b_eager
     config = ActivationConfig(
         policy=args.activation_policy,
         swap=args.swap_fraction,

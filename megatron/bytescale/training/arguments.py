@@ -209,6 +209,7 @@ def hdp_config(args: argparse.Namespace) -> HdpConfig | None:
         balance=("pp" if aligned else "dp") if balance == "auto" else balance,
         num_stages=num_stages,
         num_slices=args.seq1f1b_splits or 1,
+        eager=args.seq1f1b_eager,
         expert_ranks=expert_ranks,
         cost_file=args.hdp_cost,
         kernel=args.hdp_attention_kernel,

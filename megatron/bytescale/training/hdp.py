@@ -35,7 +35,7 @@ from megatron.bytescale.core.datasets.document_dataset import SampleSource, buil
 from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
-from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
+from megatron.bytescale.core.parallel_state import create_ring_comm, create_stage_links, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import check_schedules
 from megatron.bytescale.core.transformer.moe.router import padding_mask
@@ -67,12 +67,14 @@ def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> 
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     runtime.kernel, runtime.kernel_calls = counting(kernel)
     runtime.comm = create_ring_comm(runtime.device, args.distributed_timeout_minutes)
+    if runtime.config.eager:
+        runtime.links = create_stage_links(args.distributed_timeout_minutes)
     note = seq1f1b.one_stage_note(runtime.config.num_stages) if runtime.config.num_slices > 1 else None
     if note is not None:
         print_rank_0(f"> bytescale: {note}")
     if runtime.slice_rule is not None:
         kept = runtime.slice_rule.kept_tokens
-        print_rank_0(f"> bytescale: keys of documents of up to {kept:,} tokens are kept from slice to slice")
+        print_rank_0(f"> bytescale: {seq1f1b.kept_note(args, runtime.config, kept, model_shape(args))}")
     return use_document_positions(model_chunks)
 
 

@@ -11,7 +11,7 @@ from bytescale_ext.config import HdpConfig
 from bytescale_ext.pipeline.config import SliceConfig
 from bytescale_ext.plan.activation import key_value_bytes, layer_tensors
 from bytescale_ext.plan.cost import ModelShape, StageCost
-from bytescale_ext.plan.document_slices import SliceRule, affordable_tokens
+from bytescale_ext.plan.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from megatron.bytescale.training.refusals import Refusal
 
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Measured costs of this model on this hardware, by `bytescale profile`, for the partition time. "
         "Default: FLOPs, with attention's backward pass at 2.5 times its forward pass.",
+    )
+    group.add_argument(
+        "--seq1f1b-eager",
+        action="store_true",
+        help="Each stage runs two forwards ahead of the next one, not one, so that slices which differ in time do not "
+        "wait for each other. Faster, and holds the activations of up to (stages - 1) / K micro-batches more.",
     )
 
 
@@ -116,11 +122,13 @@ def set_defaults(args: argparse.Namespace) -> None:
     Raises ValueError, naming the flag.
     """
     if args.seq1f1b_splits is None:
-        for name in ("seq1f1b_partition", "seq1f1b_cost"):
-            if getattr(args, name) is not None:
+        for name in ("seq1f1b_partition", "seq1f1b_cost", "seq1f1b_eager"):
+            if getattr(args, name):
                 raise ValueError(f"--{name.replace('_', '-')} needs --seq1f1b-splits")
     elif args.seq1f1b_splits < 1:
         raise ValueError(f"--seq1f1b-splits {args.seq1f1b_splits} must be at least 1; 1 does not cut micro-batches")
+    if args.seq1f1b_eager:
+        _check_eager(args)
     if not is_on(args):
         return
     for refusal in REFUSALS:
@@ -130,6 +138,16 @@ def set_defaults(args: argparse.Namespace) -> None:
         raise ValueError(f"--seq1f1b-cost has no effect on --seq1f1b-partition {args.seq1f1b_partition}; use time")
     args.create_attention_mask_in_dataloader = False  # masks of whole sequences; ours follow from the slices
     args.overlap_p2p_comm = False  # messages in batches: their order is what the schedule was checked for
+
+
+def _check_eager(args: Any) -> None:
+    if args.seq1f1b_splits == 1:
+        raise ValueError("--seq1f1b-eager needs --seq1f1b-splits of 2 or more")
+    if args.pipeline_model_parallel_size == 1:
+        raise ValueError("--seq1f1b-eager needs a --pipeline-model-parallel-size of 2 or more")
+    chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    if any(getattr(args, name) for name in chunks):
+        raise ValueError("--seq1f1b-eager does not work with virtual stages, which run two forwards ahead as it is")
 
 
 def document_slice_rule(args: Any, config: HdpConfig, cost: StageCost, shape: ModelShape) -> SliceRule:
@@ -167,6 +185,24 @@ def _kept_tokens(args: Any, config: HdpConfig, shape: ModelShape) -> int:
         config.tokens_per_rank,
         sum(tensor.bytes_per_token for tensor in tensors),
         key_value_bytes(shape, args.tensor_model_parallel_size),
+        config.eager,
+    )
+
+
+def kept_note(args: Any, config: HdpConfig, kept_tokens: int, shape: ModelShape) -> str:
+    """What to tell the user once of keys that are kept between slices."""
+    note = f"keys of documents of up to {kept_tokens:,} tokens are kept from slice to slice"
+    longest = config.longest_sequence
+    if kept_tokens >= longest or config.num_stages == 1:
+        return note
+    sizes = (config.num_stages, config.num_slices, longest)
+    key_bytes = key_value_bytes(shape, args.tensor_model_parallel_size)
+    layers = -(-args.num_layers // config.num_stages)
+    num_bytes = layers * kept_bytes(*sizes, key_bytes, config.eager)
+    return (
+        f"{note}. Longer ones send theirs again with each slice, which may take longer than slices save: with "
+        f"--hdp-kept-keys {longest} none does, for up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
+        "or use fewer slices (`bytescale simulate` compares)"
     )
 
 
@@ -186,7 +222,7 @@ def slice_config(args: Any, shape: ModelShape) -> SliceConfig:
         raise ValueError(
             "--seq1f1b-splits with virtual stages does not work with --rampup-batch-size: remove one of them"
         )
-    config = SliceConfig(lengths, num_stages, num_chunks, row_shares)
+    config = SliceConfig(lengths, num_stages, num_chunks, row_shares, args.seq1f1b_eager)
     if not args.rampup_batch_size:
         config.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     if args.eval_iters and args.eval_global_batch_size:

@@ -15,6 +15,7 @@ from megatron.training.utils import print_rank_0
 from bytescale_ext.attention.kernels import choose_kernel
 from bytescale_ext.plan.slices import slice_ranges
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
+from megatron.bytescale.core.parallel_state import create_stage_links
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceRuntime
 from megatron.bytescale.runtime import model_shape
 from megatron.bytescale.training import stock
@@ -45,6 +46,8 @@ def _prepare_model(runtime: SliceRuntime, model_chunks: list[torch.nn.Module]) -
     runtime.kernel, reason, _ = choose_kernel(device, args.params_dtype, args.kv_channels)
     print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
     print_rank_0(f"> bytescale: slices of {' '.join(map(str, runtime.config.lengths))} tokens")
+    if runtime.config.eager:
+        runtime.links = create_stage_links(args.distributed_timeout_minutes)
     note = one_stage_note(runtime.config.num_stages)
     if note is not None:
         print_rank_0(f"> bytescale: {note}")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from bytescale_ext.metrics import StepClock
+from bytescale_ext.parallel.p2p import WorksPending
 from bytescale_ext.plan.schedule import receive_order
+from megatron.bytescale.core.parallel_state import StageLinks
 
 
 class ShapedP2PCommunicator(P2PCommunicator):
@@ -30,16 +34,35 @@ class ShapedP2PCommunicator(P2PCommunicator):
         self._from_previous: Iterator[int] = iter(())
         self._from_next: Iterator[int] = iter(())
         self._batch = 1
+        self._num_first: int | None = None
         self._clock = clock
 
-    def expect(self, from_previous: Iterable[int], from_next: Iterable[int], batch: int = 1) -> None:
-        """Rows of each tensor to come from the stage before and the stage after, in order; samples side by side."""
+    def expect(
+        self, from_previous: Iterable[int], from_next: Iterable[int], batch: int = 1, num_first: int | None = None
+    ) -> None:
+        """What is to come.
+
+        Args:
+            from_previous, from_next: rows of each tensor from the stage before and the stage after, in order.
+            batch: samples side by side.
+            num_first: forwards before the first "one forward, one backward", where they are not Megatron's own.
+        """
         self._from_previous, self._from_next, self._batch = iter(from_previous), iter(from_next), batch
+        self._num_first = num_first
+
+    @property
+    def total_stages(self) -> int:
+        """Megatron's warm-up is as long as there are stages after the own one, so many of which there seem to be."""
+        stages = int(super().total_stages)
+        return stages if self._num_first is None else int(self.current_stage) + 1 + self._num_first
 
     def _communicate(self, **kwargs: Any) -> Any:
+        self._mark_wait()
+        return super()._communicate(**kwargs)
+
+    def _mark_wait(self) -> None:
         if self._clock is not None:
             self._clock.mark("wait")
-        return super()._communicate(**kwargs)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -55,6 +78,77 @@ class ShapedP2PCommunicator(P2PCommunicator):
         """At the end of a step: every tensor of the plan has come."""
         left = list(self._from_previous), list(self._from_next) if with_backward else []
         assert left == ([], []), f"{left=}"
+
+
+class EagerP2PCommunicator(ShapedP2PCommunicator):
+    """The communicator of an eager schedule (``plan.seq1f1b``), in which the stage before is two forwards ahead.
+
+    Megatron would wait for an input together with the gradient that it sends back, and one forward of the two would be
+    lost. So each input is asked for where Megatron asks for the one before it, and waited for where Megatron asks for
+    it. Without virtual stages, so each exchange is with one neighbour.
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: Any, links: StageLinks, clock: StepClock | None = None
+    ) -> None:
+        """``links``: what exchanges go through."""
+        super().__init__(pp_group, config, clock)
+        self._links = links
+        self._asked: _Exchange | None = None
+
+    def _communicate(self, **kwargs: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        self._mark_wait()
+        output, gradient = kwargs["tensor_send_next"], kwargs["tensor_send_prev"]
+        if output is not None or kwargs["recv_next"]:
+            assert gradient is None and not kwargs["recv_prev"], "an exchange with both neighbours"
+            return None, self._with_next(output, kwargs["recv_next"]).wait(), None
+        if not kwargs["recv_prev"]:
+            self._with_previous(gradient, False).wait()
+            return None, None, None
+        asked = self._asked or self._with_previous(None, True)
+        self._asked = self._with_previous(gradient, True)
+        if self._asked.received is None:  # that was the last input
+            self._asked.wait()
+            self._asked = None
+        return asked.wait(), None, None
+
+    def _with_previous(self, gradient: torch.Tensor | None, receives: bool) -> _Exchange:
+        rows = next(self._from_previous, None) if receives else None
+        return self._start(self._links.before, self.prev_rank, gradient, rows)
+
+    def _with_next(self, output: torch.Tensor | None, receives: bool) -> _Exchange:
+        return self._start(self._links.after, self.next_rank, output, next(self._from_next) if receives else None)
+
+    def _start(
+        self, group: dist.ProcessGroup | None, peer: int, sent: torch.Tensor | None, rows: int | None
+    ) -> _Exchange:
+        """Send, and ask for a tensor of so many rows, as one batch."""
+        received = None
+        if rows is not None:
+            shape = (rows, self._batch, self.config.hidden_size)
+            dtype = self.config.pipeline_dtype
+            received = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
+        ends = ((dist.isend, sent), (dist.irecv, received))
+        operations = [dist.P2POp(act, tensor, peer, group) for act, tensor in ends if tensor is not None]
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        return _Exchange(received, WorksPending(works, [operation.tensor for operation in operations]))
+
+    def check_all_received(self, with_backward: bool) -> None:
+        """At the end of a step: every tensor of the plan has come, and was waited for."""
+        super().check_all_received(with_backward)
+        assert self._asked is None, f"{self._asked=}"
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """With one neighbour: what will have been received once it is waited for."""
+
+    received: torch.Tensor | None
+    pending: WorksPending
+
+    def wait(self) -> torch.Tensor | None:
+        self.pending.wait()
+        return self.received
 
 
 class PlannedP2PCommunicator(ShapedP2PCommunicator):

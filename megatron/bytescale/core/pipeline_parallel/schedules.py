@@ -24,9 +24,9 @@ from bytescale_ext.plan.schedule import micro_batch_counts
 from bytescale_ext.plan.seq1f1b_check import checked_schedule
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import PlannedP2PCommunicator
 from megatron.bytescale.core.pipeline_parallel.seq1f1b import (
-    SliceP2PCommunicator,
     SliceStep,
     run_in_slices,
+    slice_communicator,
 )
 from megatron.bytescale.runtime import HdpRuntime
 from megatron.bytescale.training.agreement import agree_on_plan
@@ -90,15 +90,16 @@ def run_slices(
     A rank's order depends on nothing but the numbers of micro-batch and slice, so what holds for aligned micro-batches
     of pipelines with different counts holds for aligned slices: nobody waits in a circle.
     """
-    num_slices = runtime.config.num_slices
+    config, num_slices = runtime.config, runtime.config.num_slices
     slices = micro_batches_of_step(runtime, chunks)
-    order = checked_schedule(runtime.config.num_stages, len(slices) // num_slices, num_slices, len(chunks))
+    order = checked_schedule(config.num_stages, len(slices) // num_slices, num_slices, len(chunks), config.eager)
     step = SliceStep.of(order, training)
     shares = _row_shares(chunks)
-    communicator = SliceP2PCommunicator(
+    communicator = slice_communicator(
         get_model_config(chunks[0]),
         order,
         lambda action: slices[action.micro_batch * num_slices + action.slice_index].num_rows // shares,
+        runtime.links,
         clock=runtime.clock if training else None,
     )
     data = [

@@ -27,10 +27,11 @@ from bytescale_ext.attention.slice_layout import SliceLayout, sample_layouts
 from bytescale_ext.metrics import StepClock
 from bytescale_ext.pipeline.config import SliceConfig
 from bytescale_ext.plan.seq1f1b import Action, SliceSchedule
-from bytescale_ext.plan.seq1f1b_messages import received_actions
+from bytescale_ext.plan.seq1f1b_messages import num_first_forwards, received_actions
 from bytescale_ext.plan.slices import slice_ranges
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
-from megatron.bytescale.core.pipeline_parallel.p2p_communication import ShapedP2PCommunicator
+from megatron.bytescale.core.parallel_state import StageLinks
+from megatron.bytescale.core.pipeline_parallel.p2p_communication import EagerP2PCommunicator, ShapedP2PCommunicator
 from megatron.bytescale.registry import source_hash
 
 SCHEDULES: Final = {
@@ -51,36 +52,44 @@ class SliceRuntime:
         config: what the user asked for.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name; None where a stage has none.
         kernel: the attention kernel; set when the model is built.
+        links: see ``HdpRuntime``.
         comm: nobody: samples have no rings.
     """
 
     config: SliceConfig
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]]
     kernel: Kernel | None = None
+    links: StageLinks | None = None
     comm: None = None
 
 
-class SliceP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator of a step of slices, with the longer warm-up."""
+def slice_communicator(
+    config: Any,
+    schedule: SliceSchedule,
+    num_rows: Callable[[Action], int],
+    links: StageLinks | None,
+    batch: int = 1,
+    clock: StepClock | None = None,
+) -> ShapedP2PCommunicator:
+    """The communicator of a step of slices.
 
-    def __init__(
-        self,
-        config: Any,
-        schedule: SliceSchedule,
-        num_rows: Callable[[Action], int],
-        batch: int = 1,
-        clock: StepClock | None = None,
-    ) -> None:
-        """``num_rows``: of the tensor that an action takes, as it lies in memory; ``batch`` samples side by side."""
-        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config, clock)
-        self._num_slices = schedule.num_slices
-        from_previous, from_next = received_actions(schedule, self.pp_group.rank())
-        self.expect(map(num_rows, from_previous), map(num_rows, from_next), batch)
-
-    @property
-    def total_stages(self) -> int:
-        """Stages, and as many more as the warm-up is longer: Megatron takes its number of forwards from here."""
-        return int(super().total_stages) + self._num_slices - 1
+    Args:
+        config: Megatron's, of the model.
+        schedule: what the stages run.
+        num_rows: of the tensor that an action takes, as it lies in memory.
+        links: what an eager schedule goes through.
+        batch: samples side by side.
+        clock: see ``ShapedP2PCommunicator``.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    communicator = ShapedP2PCommunicator(group, config, clock)
+    if schedule.eager:
+        assert links is not None
+        communicator = EagerP2PCommunicator(group, config, links, clock)
+    stage = communicator.current_stage
+    from_previous, from_next = (map(num_rows, actions) for actions in received_actions(schedule, stage))
+    communicator.expect(from_previous, from_next, batch, num_first_forwards(schedule, stage))
+    return communicator
 
 
 @dataclass
@@ -195,8 +204,12 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: SliceR
             step = SliceStep.of(schedule, training=not kwargs.get("forward_only", False))
             layouts = sample_layouts(config.lengths, micro_batch_size)
             rows = [length // config.row_shares for length in config.lengths]
-            communicator = SliceP2PCommunicator(
-                get_model_config(chunks[0]), schedule, lambda action: rows[action.slice_index], micro_batch_size
+            communicator = slice_communicator(
+                get_model_config(chunks[0]),
+                schedule,
+                lambda action: rows[action.slice_index],
+                runtime.links,
+                micro_batch_size,
             )
             return run_in_slices(
                 megatron,
@@ -230,7 +243,7 @@ def run_in_slices(
     megatron: Callable[..., Any],
     step: SliceStep,
     schedule: SliceSchedule,
-    communicator: SliceP2PCommunicator,
+    communicator: ShapedP2PCommunicator,
     **kwargs: Any,
 ) -> Any:
     """Run a step by one of Megatron's schedule functions; ``kwargs`` are its own, without the number of micro-batches.
