@@ -55,7 +55,8 @@ def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tu
         num_rows: rows of the tensors of each slice; what is beyond its tokens is padding.
     """
     regions = [0, *accumulate(_num_keys(cut, number) for number in range(len(cut.micro_batch.shards)))]
-    return tuple(_layout(cut, index, rank, num_rows[index], regions) for index in range(cut.num_slices))
+    begins = [_member_begins(cut, number, regions[number]) for number in range(len(cut.ring_ends))]
+    return tuple(_layout(cut, index, rank, num_rows[index], regions, begins) for index in range(cut.num_slices))
 
 
 def _num_keys(cut: DocumentSlices, number: int) -> int:
@@ -63,8 +64,30 @@ def _num_keys(cut: DocumentSlices, number: int) -> int:
     return cut.ring_ends[number][-1] if number in cut.kept else cut.micro_batch.shards[number].num_tokens
 
 
-def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: Sequence[int]) -> SliceLayout:
-    """``regions``: where each shard's keys begin in the buffer, and where the last one's end."""
+def _member_begins(cut: DocumentSlices, number: int, region: int) -> list[int]:
+    """Where the keys of each member of a shard's ring begin in the buffer: all of them there, or mine alone."""
+    width = len(cut.micro_batch.shards[number].ring)
+    if number not in cut.kept:
+        return [region] * width
+    return list(
+        accumulate((_share(cut.ring_ends[number], width, member) for member in range(width - 1)), initial=region)
+    )
+
+
+def _layout(
+    cut: DocumentSlices,
+    index: int,
+    rank: int,
+    num_rows: int,
+    regions: Sequence[int],
+    begins: Sequence[Sequence[int]],
+) -> SliceLayout:
+    """The layout of one slice.
+
+    Args:
+        regions: where each shard's keys begin in the buffer, and where the last one's end.
+        begins: of each ring shard, see ``_member_begins``.
+    """
     num_rings = len(cut.ring_ends)
     shards = cut.micro_batch.shards[:num_rings]
     groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
@@ -72,7 +95,7 @@ def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: 
     row = 0
     for number, shard in enumerate(shards):
         groups.setdefault((shard.ring, number in cut.kept), []).append(number)
-        begin, own, stop = _member_keys(cut, index, number, shard.ring.index(rank), rank, regions[number])
+        begin, own, stop = _member_keys(cut, index, number, shard.ring.index(rank), begins)
         in_slice.append((row, row + stop - own))
         in_buffer.append((own, stop))
         row += stop - own
@@ -82,7 +105,7 @@ def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: 
         if all(start == stop for start, stop in ranges):
             continue
         keys = [
-            [_member_keys(cut, index, number, member, rank, regions[number]) for number in numbers]
+            [_member_keys(cut, index, number, member, begins) for number in numbers]
             for member in (range(len(ring)) if is_kept else [ring.index(rank)])
         ]
         whole = tuple(Rows.of((begin, stop) for begin, _, stop in of_member) for of_member in keys)
@@ -107,20 +130,15 @@ def _layout(cut: DocumentSlices, index: int, rank: int, num_rows: int, regions: 
 
 
 def _member_keys(
-    cut: DocumentSlices, index: int, number: int, member: int, rank: int, region: int
+    cut: DocumentSlices, index: int, number: int, member: int, begins: Sequence[Sequence[int]]
 ) -> tuple[int, int, int]:
     """Rows of the buffer for a member of a ring: where its keys begin, where those of the slice do and where they end.
 
-    ``region``: where the shard's keys begin; keys of other members than ``rank`` are there if they are kept.
+    Keys of other members are there if they are kept.
     """
-    shard = cut.micro_batch.shards[number]
-    width = len(shard.ring)
+    width = len(cut.micro_batch.shards[number].ring)
     start, stop = cut.ring_range(number, index)
-    begin = region
-    if number in cut.kept:
-        begin += sum(_share(cut.ring_ends[number], width, other) for other in range(member))
-    else:
-        assert shard.ring[member] == rank, f"{shard=} {member=} {rank=}"
+    begin = begins[number][member]
     own = begin + start // width
     return begin, own, own + sum(b - a for a, b in zigzag_ranges(stop - start, width, member))
 

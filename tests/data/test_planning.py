@@ -1,11 +1,17 @@
+"""One plan of a step: in its time, and in a process of its own."""
+
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from bytescale_ext.data import planning
-from bytescale_ext.data.planning import plan_in_time
+from bytescale_ext.data.planning import PlannerInProcess, plan_in_time
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost import CostModel, StageCost
 from bytescale_ext.plan.planner import HdpPlanner
@@ -76,3 +82,87 @@ def test_every_planner_stops_and_has_a_simple_plan(monkeypatch: pytest.MonkeyPat
     plan, fell_back = plan_in_time(planner, lengths, 0.5)
     assert plan.ranks == (planner.fallback(lengths) if fell_back else planner(lengths)).ranks
     assert fell_back == (balance != "none")  # the simple plan is what "none" makes
+
+
+COST = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=2.0))
+SLICED = HdpPlanner(8, 64, COST, balance="pp", num_stages=2, num_slices=3, kept_tokens=100, eager=True)
+STEP = (*[200, 130, 90] * 8, *[9] * 60)
+
+
+class Dreamer:
+    """Sleeps for as many seconds as the first length, in whatever process it is."""
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        time.sleep(lengths[0])
+        return StepPlan(1, os.getpid(), tuple(lengths), ((),))
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        return StepPlan(1, 8, tuple(lengths), ((),))
+
+
+def started(planner: PlannerInProcess) -> int:
+    """The process that plans; the first plan is made here."""
+    planner(STEP if planner._planner is SLICED else (0,))
+    planner(STEP if planner._planner is SLICED else (0,))
+    assert planner._process is not None and planner._process.poll() is None
+    return planner._process.pid
+
+
+@pytest.mark.timeout(60)
+def test_a_process_makes_the_same_plans() -> None:
+    planner = PlannerInProcess(SLICED, slow_seconds=-1.0)
+    assert planner(STEP).digest() == SLICED(STEP).digest() and planner._process is None
+    for lengths in (STEP, STEP[::-1], [64] * 40):
+        plan = planner(lengths, lambda: False)
+        assert plan.digest() == SLICED(lengths).digest() and plan.lengths == tuple(lengths)
+        assert list(plan.ranks) == list(SLICED(lengths).ranks)
+    assert planner._process is not None
+    assert planner.fallback(STEP).digest() == SLICED.fallback(STEP).digest()
+
+
+def test_quick_plans_need_no_process() -> None:
+    planner = PlannerInProcess(Dreamer(), slow_seconds=1000.0)
+    for _ in range(3):
+        assert planner((0,)).tokens_per_rank == os.getpid()
+    assert planner._process is None
+
+
+@pytest.mark.timeout(60)
+def test_what_the_planner_raises_is_raised_here_and_the_next_plan_is_made() -> None:
+    planner = PlannerInProcess(SLICED, slow_seconds=-1.0)
+    process = started(planner)
+    with pytest.raises(ValueError, match="sequence 1 has 5000 tokens, more than 8 ranks of 64 tokens hold"):
+        planner((3, 5000))
+    assert planner(STEP).digest() == SLICED(STEP).digest()
+    assert planner._process is not None and planner._process.pid == process
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_told_to_stop_is_left_alone_no_longer() -> None:
+    """A plan of 1000 seconds is given up, and the next one does not wait for it."""
+    planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
+    process = started(planner)
+    plan, fell_back = plan_in_time(planner, (1000,), 0.1)
+    assert fell_back and plan.tokens_per_rank == 8
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    assert planner((0,), lambda: False).tokens_per_rank not in (os.getpid(), process)
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_loses_nothing() -> None:
+    planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
+    process = started(planner)
+    os.kill(process, signal.SIGKILL)
+    assert planner((0,)).tokens_per_rank == os.getpid()  # here
+    assert planner((0,)).tokens_per_rank not in (os.getpid(), process)  # and then in a new one
+
+
+@pytest.mark.timeout(60)
+def test_the_process_ends_with_its_planner() -> None:
+    planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
+    process = started(planner)
+    del planner
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)

@@ -24,6 +24,7 @@ from bytescale_ext.cost_file import check_same_model, read_cost
 from bytescale_ext.data.lengths import check_indexed_dataset, check_token_ids
 from bytescale_ext.data.loader import StepLoader, StepsAhead
 from bytescale_ext.data.packed import PackedMicroBatch
+from bytescale_ext.data.planning import PlannerInProcess
 from bytescale_ext.data.remote import checked_plan
 from bytescale_ext.data.remote_loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.metrics import StepClock
@@ -135,7 +136,7 @@ def step_loader(
         )
     return StepLoader(
         source,
-        runtime.planner(),
+        PlannerInProcess(runtime.planner()),
         hdp_rank(),
         consumed_samples=consumed,
         samples_per_step=batch,
