@@ -103,8 +103,12 @@ def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch:
 
 def test_arms_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = hdp_e2e.arm_flags(tmp_path / "cost.json", 2)
-    assert tuple(flags) == hdp_e2e.ARMS
+    assert tuple(flags) == ("hdp", "naive", "static")
     assert flags["hdp"] == ["--hdp-cost", str(tmp_path / "cost.json")] and flags["static"][-1] == "2"
+    piped = hdp_e2e.arm_flags(tmp_path / "cost.json", 4, 2)
+    assert tuple(piped) == ("eager", "slices", "1f1b")
+    assert piped["1f1b"][2:] == ["--pipeline-model-parallel-size", "2", "--hdp-tokens-per-rank", "4096"]
+    assert piped["slices"] == [*piped["1f1b"], "--seq1f1b-splits", "4"]
     seen: list[list[str]] = []
     monkeypatch.setattr(hdp_e2e, "printed_by", seen.append)
     one = demo.Demo(2, on_cpu=True, folder=tmp_path)

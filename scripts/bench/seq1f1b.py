@@ -1,6 +1,7 @@
 """Seq1F1B measured: speed of a pipeline in slices, activations of its first stage, cost of slices themselves.
 
-(a) 2 stages, 2 micro-batches of one long sequence: 1F1B, even slices, slices of equal time (calibrated here), in turns.
+(a) 2 stages, 2 micro-batches of one long sequence: 1F1B, even slices, slices of equal time (calibrated here), the same
+    in the eager order, in turns.
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
 
@@ -102,7 +103,7 @@ def measured_cost(layer: Layer, sizes: Sizes, num_tokens: int) -> CostModel:
 
 
 def train(num_stages: int, num_micro_batches: int, num_tokens: int, lengths: tuple[int, ...], steps: int, sizes: Sizes,
-          layers_per_stage: int) -> str:  # fmt: skip
+          layers_per_stage: int, eager: bool = False) -> str:  # fmt: skip
     """Train in ``num_stages`` processes; what they printed."""
     flags = {
         "num-layers": layers_per_stage * num_stages, "hidden-size": sizes.hidden, "ffn-hidden-size": sizes.ffn_hidden,
@@ -113,7 +114,7 @@ def train(num_stages: int, num_micro_batches: int, num_tokens: int, lengths: tup
         "eval-interval": 1000, "num-workers": 0, "split": "100,0,0", "seq1f1b-splits": len(lengths),
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
-    words += ["--mock-data", "--cpu", "--no-one-logger"]
+    words += ["--mock-data", "--cpu", "--no-one-logger", *["--seq1f1b-eager"] * eager]
     words.append(f"--seq1f1b-partition={','.join(map(str, lengths))}")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]
     return printed_by([*launch, __file__, "--rank", *words])
@@ -138,10 +139,11 @@ def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: in
         "even": slice_lengths(num_tokens, num_slices, "even"),
         "time": slice_lengths(num_tokens, num_slices, "time", cost),
     }
+    arms["eager"] = arms["time"]
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, lengths in arms.items():
-            text = train(2, 2, num_tokens, lengths, steps, sizes, 2)
+            text = train(2, 2, num_tokens, lengths, steps, sizes, 2, eager=name == "eager")
             found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
             seconds[name] += [float(value) / 1000 for value in found[1:]]
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -150,6 +152,7 @@ def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: in
         "step_seconds": median,
         "speedup_even": median["1f1b"] / median["even"],
         "speedup_time_balanced": median["1f1b"] / median["time"],
+        "speedup_eager": median["1f1b"] / median["eager"],
     }
 
 
