@@ -16,7 +16,7 @@ from typing import IO, Protocol, cast
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.shapes import StepPlan
 
-_SLOW_SECONDS = 0.05  # a plan that takes longer is worth a process
+_SLOW_SECONDS = 0.05  # of processor time: a plan that takes more is worth a process
 _LOOK_SECONDS = 0.02  # between two looks at should_stop
 _PACKAGES = Path(__file__).parents[2]
 
@@ -53,24 +53,26 @@ class PlannerInProcess:
     """
 
     def __init__(self, planner: Planner, slow_seconds: float = _SLOW_SECONDS) -> None:
-        """``planner`` can be pickled; ``slow_seconds``: what a plan may take before the process is started."""
+        """``planner`` can be pickled; ``slow_seconds``: processor time that plans may take here."""
         self._planner = planner
         self._slow_seconds = slow_seconds
         self._is_slow = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None
+        self._end: weakref.finalize[..., PlannerInProcess] | None = None
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
         """See ``Planner``; raises what the planner raised."""
         if not self._is_slow:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return self._planner(lengths, should_stop)
             finally:
-                self._is_slow = time.perf_counter() - began > self._slow_seconds
+                self._is_slow = time.thread_time() - began > self._slow_seconds
         try:
             answer = self._ask(lengths, should_stop)
         except (OSError, EOFError, pickle.UnpicklingError):  # it has ended
+            if self._end is not None and not self._end.alive:  # and so does the interpreter
+                raise
             self._close()
             return self._planner(lengths, should_stop)
         if isinstance(answer, Exception):
@@ -106,8 +108,9 @@ class PlannerInProcess:
         return process
 
     def _close(self) -> None:
-        self._end()
-        self._process = None
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
