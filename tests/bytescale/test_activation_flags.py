@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from bytescale_ext.config import HdpConfig
 from bytescale_ext.cost_file import write_cost
 from bytescale_ext.plan.activation import ActivationPlan, cost_of_rates
 from bytescale_ext.plan.activation_forecast import forecast
@@ -75,6 +76,11 @@ def test_a_given_share_is_that_of_all_micro_batches() -> None:
 def test_a_pipeline_counts_its_micro_batches_in_flight() -> None:
     load = config_of(*MEMO, pipeline_model_parallel_size=4).largest
     assert (load.num_layers, load.in_flight, load.resident_layers) == (2, 4, 0)
+    hdp = HdpConfig(8192, 1, 8192, 4, "pp", num_stages=4, num_slices=8)
+    for eager, slices in ((False, 4 + 8 - 1), (True, 4 + 8 - 1 + 3)):
+        args = parsed(*MEMO, pipeline_model_parallel_size=4, seq1f1b_splits=8, seq1f1b_eager=eager)
+        config = activations.activation_config(args, hdp)
+        assert config is not None and config.largest.in_flight == slices
 
 
 def test_measured_costs(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
         [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES, "--seq1f1b-splits", "3"],
     ),
     "slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES]),
+    "eager-slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES, "--seq1f1b-eager"]),
 }
 HOST = ["--host-memory-gb", "0.02"]
 POLICIES: dict[str, list[str]] = {
@@ -77,6 +78,7 @@ RUNS = [
     ("plain-grouped-pipeline", "priced"),
     ("slices-pipeline", "memo"),
     ("slices-pipeline", "priced"),
+    ("eager-slices-pipeline", "memo"),
 ]
 
 
