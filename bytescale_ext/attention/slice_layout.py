@@ -55,7 +55,7 @@ def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tu
         num_rows: rows of the tensors of each slice; what is beyond its tokens is padding.
     """
     regions = [0, *accumulate(_num_keys(cut, number) for number in range(len(cut.micro_batch.shards)))]
-    begins = [_member_begins(cut, number, regions[number]) for number in range(len(cut.ring_ends))]
+    begins = [_member_begins(cut, number, rank, regions[number]) for number in range(len(cut.ring_ends))]
     return tuple(_layout(cut, index, rank, num_rows[index], regions, begins) for index in range(cut.num_slices))
 
 
@@ -64,14 +64,13 @@ def _num_keys(cut: DocumentSlices, number: int) -> int:
     return cut.ring_ends[number][-1] if number in cut.kept else cut.micro_batch.shards[number].num_tokens
 
 
-def _member_begins(cut: DocumentSlices, number: int, region: int) -> list[int]:
-    """Where the keys of each member of a shard's ring begin in the buffer: all of them there, or mine alone."""
-    width = len(cut.micro_batch.shards[number].ring)
+def _member_begins(cut: DocumentSlices, number: int, rank: int, region: int) -> dict[int, int]:
+    """Where the keys of each member of a shard's ring begin in the buffer: of all if they are kept, else mine alone."""
+    ring = cut.micro_batch.shards[number].ring
     if number not in cut.kept:
-        return [region] * width
-    return list(
-        accumulate((_share(cut.ring_ends[number], width, member) for member in range(width - 1)), initial=region)
-    )
+        return {ring.index(rank): region}
+    shares = (_share(cut.ring_ends[number], len(ring), member) for member in range(len(ring) - 1))
+    return dict(enumerate(accumulate(shares, initial=region)))
 
 
 def _layout(
@@ -80,7 +79,7 @@ def _layout(
     rank: int,
     num_rows: int,
     regions: Sequence[int],
-    begins: Sequence[Sequence[int]],
+    begins: Sequence[dict[int, int]],
 ) -> SliceLayout:
     """The layout of one slice.
 
@@ -130,11 +129,11 @@ def _layout(
 
 
 def _member_keys(
-    cut: DocumentSlices, index: int, number: int, member: int, begins: Sequence[Sequence[int]]
+    cut: DocumentSlices, index: int, number: int, member: int, begins: Sequence[dict[int, int]]
 ) -> tuple[int, int, int]:
     """Rows of the buffer for a member of a ring: where its keys begin, where those of the slice do and where they end.
 
-    Keys of other members are there if they are kept.
+    ``begins``: see ``_member_begins``.
     """
     width = len(cut.micro_batch.shards[number].ring)
     start, stop = cut.ring_range(number, index)

@@ -183,8 +183,8 @@ def affordable_tokens(
 def kept_bytes(num_stages: int, num_slices: int, num_tokens: int, key_bytes: float, eager: bool = False) -> float:
     """The most bytes in a layer when each micro-batch has a sequence of so many tokens whose keys are kept.
 
-    The n slices in flight belong to at most ``1 + ceil((n - 1) / k)`` micro-batches. The one in its backward pass has
-    gradients beside its keys, in float32: twice the bytes of keys in half precision.
+    The n slices in flight (see ``affordable_tokens``) belong to at most ``1 + ceil((n - 1) / k)`` micro-batches.
+    The one in its backward pass has gradients beside its keys, in float32: twice the bytes of keys in half precision.
     """
     held = num_warm_up(num_stages, 0, num_slices, eager=eager) + 1
     in_flight = 1 + -(-(held - 1) // num_slices)

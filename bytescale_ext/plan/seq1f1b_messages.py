@@ -5,7 +5,7 @@ one stage must meet its other halves in time. ``check_messages`` runs all batche
 ``received_actions`` gives what takes each tensor that a stage receives, in order.
 
 In an eager schedule the stage before is two forwards ahead, so a stage asks for each input one batch earlier than
-Megatron would and waits for it where Megatron asks (``p2p_communication.ShapedP2PCommunicator``). ``check_messages``
+Megatron would and waits for it where Megatron asks (``p2p_communication.EagerP2PCommunicator``). ``check_messages``
 lets it wait at once, which is harder.
 """
 
@@ -96,10 +96,6 @@ class _Stage:
         self.forward = iter(incoming(schedule, stage, "F"))
         self.backward = iter(incoming(schedule, stage, "B"))
 
-    def first(self) -> Batch:
-        """What is asked for before anything else: an eager stage's first input."""
-        return self.batch(receives_forward=self.schedule.eager)
-
     def batch(
         self, sent: Sequence[Action] = (), receives_forward: bool = False, receives_backward: bool = False
     ) -> Batch:
@@ -131,7 +127,7 @@ def _batches_of_one_chunk(schedule: SliceSchedule, stage: int) -> Iterator[Batch
     own = _Stage(schedule, stage)
     num_first = num_first_forwards(schedule, stage)
     steady, last = actions[num_first : len(actions) - num_first], actions[len(actions) - num_first :]
-    yield own.first()
+    yield own.batch(receives_forward=schedule.eager)
     for action in actions[:num_first]:
         yield own.batch(receives_forward=True)
         yield own.batch([action])

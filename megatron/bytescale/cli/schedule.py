@@ -64,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
     model = _model(args)
     schedule = seq1f1b_schedule(args.pp, args.microbatches, args.splits, args.vpp, eager=args.eager)
     check_slice_schedule(schedule)
-    sizes = (args.pp, args.microbatches, args.splits, args.vpp)
-    make_rows = compared if args.compare else lambda *settings: (figures_of(*settings),)
-    rows = make_rows(model, *sizes, partition, args.eager)
+    settings = (model, args.pp, args.microbatches, args.splits, args.vpp, partition, args.eager)
+    rows = compared(*settings) if args.compare else (figures_of(*settings),)
     if args.plot is not None:
         _draw(args.plot, model, schedule, partition)
     if args.json:

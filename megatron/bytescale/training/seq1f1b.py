@@ -123,7 +123,7 @@ def set_defaults(args: argparse.Namespace) -> None:
     """
     if args.seq1f1b_splits is None:
         for name in ("seq1f1b_partition", "seq1f1b_cost", "seq1f1b_eager"):
-            if getattr(args, name):
+            if getattr(args, name) not in (None, False):
                 raise ValueError(f"--{name.replace('_', '-')} needs --seq1f1b-splits")
     elif args.seq1f1b_splits < 1:
         raise ValueError(f"--seq1f1b-splits {args.seq1f1b_splits} must be at least 1; 1 does not cut micro-batches")

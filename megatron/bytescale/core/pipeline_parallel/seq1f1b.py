@@ -82,10 +82,12 @@ def slice_communicator(
         clock: see ``ShapedP2PCommunicator``.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
-    communicator = ShapedP2PCommunicator(group, config, clock)
+    communicator: ShapedP2PCommunicator
     if schedule.eager:
         assert links is not None
         communicator = EagerP2PCommunicator(group, config, links, clock)
+    else:
+        communicator = ShapedP2PCommunicator(group, config, clock)
     stage = communicator.current_stage
     from_previous, from_next = (map(num_rows, actions) for actions in received_actions(schedule, stage))
     communicator.expect(from_previous, from_next, batch, num_first_forwards(schedule, stage))
