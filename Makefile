@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint setup pins clean
+.PHONY: help demo check test lint setup pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -13,7 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo   train on real text over $(RANKS) ranks and draw what happened (runs/demo/)"
-	@echo "make test   everything: lint, types, tests"
+	@echo "make check  lint, types, and the tests that start no processes: before each commit"
+	@echo "make test   everything: lint, types, all tests"
 	@echo "make setup  make .venv with pinned dependencies"
 
 setup: $(STAMP)
@@ -38,10 +39,15 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --ranks $(RANKS)
 
-# A worker per core, each with whole files; processes share the cores, so each has one thread.
-test: export OMP_NUM_THREADS := 1
+# A worker per core, each with whole files, in the order of tests/conftest.py; each process has one thread.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+test check: export OMP_NUM_THREADS := 1
+
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(PYTEST)
+
+check: $(STAMP) lint
+	$(PYTEST) -m "not ranks"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

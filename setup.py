@@ -7,5 +7,5 @@ from setuptools import find_namespace_packages, setup
 
 setup(
     packages=find_namespace_packages(include=["megatron.bytescale*", "bytescale_ext*"]),
-    package_data={"bytescale_ext.costs": ["*.json"]},
+    package_data={"bytescale_ext.measure.costs": ["*.json"]},
 )

@@ -1,1 +1,1 @@
-"""ByteScale without Megatron: plans (pure), data, attention and communication (torch)."""
+"""Plans (pure), data, attention, activations and communication; nothing here imports Megatron."""

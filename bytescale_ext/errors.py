@@ -1,4 +1,4 @@
-"""The errors a user meets. Bad input is a plain ``ValueError``; a broken plan is a ``PlanError``."""
+"""The errors that a user meets. Bad input is a plain ``ValueError``; a broken plan is a ``PlanError``."""
 
 
 class PlanError(ValueError):
@@ -6,4 +6,4 @@ class PlanError(ValueError):
 
 
 class OutOfTime(RuntimeError):
-    """A planner was told to stop before it had a plan; ``HdpPlanner.fallback`` has one at once."""
+    """A planner reached its time limit before it had a plan; ``HdpPlanner.fallback`` returns one immediately."""

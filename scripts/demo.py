@@ -1,4 +1,4 @@
-"""``make demo``: real text, real Megatron, several ranks, and a picture of what happened. Writes runs/demo/."""
+"""``make demo``: trains on real text with several ranks and draws the loss and a timeline. Writes runs/demo/."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale_ext.pictures import draw_loss, draw_timeline
-from bytescale_ext.timeline import COMPUTE_KINDS, read_spans, write_perfetto
+from bytescale_ext.draw.charts import draw_loss
+from bytescale_ext.draw.timeline import draw_timeline
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_spans, write_perfetto
 
 ROOT = Path(__file__).resolve().parent.parent
-# What is read, and its share of the samples: Python files are long, C headers short.
+# (share of the samples, files, tokens) of each corpus: Python files are long, C headers short.
 CORPORA = {"python": (0.35, "*.py", 20_000_000), "headers": (0.65, "*.h", 8_000_000)}
 TIMELINE_STEP = 8
 MODEL = (
@@ -42,7 +43,7 @@ QUIET = ("ignore::UserWarning", "ignore::SyntaxWarning", "ignore::FutureWarning"
 
 @dataclass(frozen=True)
 class Demo:
-    """One demo: how many ranks, on what, and where its files go."""
+    """Number of ranks, device and folder of a demo."""
 
     num_ranks: int
     on_cpu: bool
@@ -50,16 +51,16 @@ class Demo:
 
     @property
     def device(self) -> str:
-        """What the ranks run on."""
+        """Name of the ranks' device."""
         return "CPU" if self.on_cpu else "GPU"
 
     def corpus(self, name: str) -> Path:
-        """The prefix of a corpus."""
+        """Return the prefix of a corpus."""
         return self.folder / "corpus" / name
 
     @property
     def flags(self) -> list[str]:
-        """The flags of pretrain_gpt_hdp.py. C is a quarter of the context, whatever the number of ranks."""
+        """The flags of pretrain_gpt_hdp.py. C is a quarter of the context, or more where few ranks must hold it."""
         context = int(CONTEXT[1])
         blend = [str(part) for name, (share, _, _) in CORPORA.items() for part in (share, self.corpus(name))]
         flags = [*MODEL, *CONTEXT, *TRAIN, "--data-path", *blend, "--hybrid-data-parallel"]
@@ -76,25 +77,25 @@ class Demo:
 
     @property
     def key(self) -> str:
-        """Changes whenever the command does, so that a finished run is only skipped when it is this one."""
+        """Hash of the command; only a finished run with the same hash is skipped."""
         return hashlib.sha256("\0".join(self.command[1:]).encode()).hexdigest()[:16]
 
 
 def num_gpus() -> int:
-    """GPUs that torch sees."""
+    """Return the number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def build_corpora(demo: Demo, console: Console) -> None:
-    """Write each corpus from the source files of this environment's packages, unless it is there."""
+    """Write each missing corpus from the source files of this environment's packages."""
     for name, (_, pattern, num_tokens) in CORPORA.items():
         prefix = demo.corpus(name)
         if prefix.with_suffix(".idx").exists():
-            console.print(f"corpus: {shown(prefix)} is there")
+            console.print(f"corpus: {shown(prefix)} exists")
             continue
-        command = [str(Path(sys.executable).parent / "bytescale"), "corpus", "--out", str(prefix), "--json",
+        command = [str(Path(sys.executable).parent / "bytescale"), "corpus", "--output", str(prefix), "--json",
                    "--from", sysconfig.get_path("purelib"), "--glob", pattern, "--tokens", str(num_tokens)]  # fmt: skip
         with console.status(f"corpus: reading the {pattern} files of this environment"):
             done = subprocess.run(command, capture_output=True, text=True)
@@ -108,11 +109,11 @@ def build_corpora(demo: Demo, console: Console) -> None:
 
 
 def train(demo: Demo, console: Console) -> None:
-    """Run the training command; a progress bar here, Megatron's log in the run's folder."""
+    """Run the training command with a progress bar; Megatron's log goes to the folder of the run."""
     log, metrics_path = demo.folder / "train.log", demo.folder / "metrics.jsonl"
     for stale in (metrics_path, *(demo.folder / "timeline").glob("rank*.jsonl")):
         stale.unlink(missing_ok=True)
-    # Less than one processor thread each would only make ranks wait for each other's.
+    # With more threads than cores, ranks wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ",".join(QUIET)}
     total = int(TRAIN[TRAIN.index("--train-iters") + 1])
     columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total}", TimeRemainingColumn(),
@@ -137,14 +138,14 @@ def train(demo: Demo, console: Console) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are whole."""
+    """Return the complete lines of metrics.jsonl."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def draw(demo: Demo, steps: Sequence[dict[str, Any]]) -> None:
-    """loss.png, timeline.png and timeline.json."""
+    """Write loss.png, timeline.png and timeline.json."""
     draw_loss([s["iteration"] for s in steps], [s["lm loss"] for s in steps], demo.folder / "loss.png")
     spans = read_spans(demo.folder / "timeline", TIMELINE_STEP)
     title = f"step {TIMELINE_STEP} on {demo.num_ranks} {demo.device} ranks"
@@ -153,7 +154,7 @@ def draw(demo: Demo, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def summarize(demo: Demo, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of the run; rates leave the first step out, which warms up."""
+    """Return the figures of the run; means leave out the first step, which warms up."""
     steady = steps[1:] or steps
     mean = {name: sum(s[name] for s in steady) / len(steady) for name in
             ("tokens_per_second", "planned_imbalance", "measured_imbalance", "padding_share")}  # fmt: skip
@@ -174,7 +175,7 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
-    """The summary for a person."""
+    """Print the summary as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     shortest, longest = summary["shortest_and_longest_of_timeline"]
     rows = {
@@ -196,18 +197,20 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be said."""
+    """Return a path relative to the working directory."""
     return os.path.relpath(path, Path.cwd())
 
 
 def main() -> int:
-    """Build, train, draw, tell. A second call skips what is done."""
+    """Build the corpora, train, draw and summarize. A second call skips finished parts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="how many (%(default)s); on GPUs if there is one for each")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="number of ranks (%(default)s); on GPUs if there are enough"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
     args = parser.parse_args()
     console = Console()
-    demo = Demo(args.ranks, on_cpu=num_gpus() < args.ranks, folder=args.out.resolve())
+    demo = Demo(args.ranks, on_cpu=num_gpus() < args.ranks, folder=args.output.resolve())
     demo.folder.mkdir(parents=True, exist_ok=True)
     summary_path = demo.folder / "summary.json"
     try:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Trains a GPT on this machine with hybrid data parallelism: on its GPUs, or on CPU ranks where there are none.
 #
-#   make setup                                       # once
-#   .venv/bin/bytescale corpus --out data/python     # once: real text to train on
-#   scripts/train_local.sh                           # with the values below
+#   make setup                                          # once
+#   .venv/bin/bytescale corpus --output data/python     # once: real text to train on
+#   scripts/train_local.sh                              # with the values below
 #   LAYERS=2 HIDDEN=128 FFN=352 HEADS=4 KV_HEADS=2 ITERS=50 scripts/train_local.sh --lr 1e-3
 #
-# Arguments are passed on to pretrain_gpt_hdp.py after those of this script, so they win. DRY_RUN=1 prints the command
-# and runs nothing. A run goes on from the last checkpoint in $OUT; SIGTERM makes it save and end.
-# Exit code: torchrun's, but 2 when arguments or data were refused (torchrun makes 1 of every rank's code).
+# Arguments go to pretrain_gpt_hdp.py after the flags of this script and override them. DRY_RUN=1 only prints the
+# command. A run continues from the last checkpoint in $OUT; on SIGTERM it saves and ends.
+# Exit code: torchrun's, or 2 when arguments or data were refused (torchrun turns every exit code of a rank into 1).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bin=$root/.venv/bin
@@ -17,7 +17,7 @@ if [[ ! -x $bin/torchrun ]]; then
   exit 2
 fi
 
-# Where it runs. GPUS is what torch sees; GPUS=0 trains on CPU.
+# The devices. GPUS defaults to the number that torch sees; GPUS=0 trains on CPU.
 GPUS=${GPUS:-$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')}
 RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 4))}
 # The model.
@@ -69,26 +69,27 @@ if [[ ${DRY_RUN:-0} != 0 ]]; then
   exit 0
 fi
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads than cores make ranks wait for each other
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # with more threads than cores, ranks wait for each other
 mkdir -p "$OUT"
 log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
 mkfifo "$log.pipe"
-(trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when nobody writes any more, not before
+(trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when the last writer has closed the pipe
 copy=$!
 "${command[@]}" >"$log.pipe" 2>&1 &
 torchrun=$!
-# torchrun hands SIGTERM to the ranks, which save and end. Ctrl-C reaches torchrun by itself.
+# torchrun passes SIGTERM on to the ranks, which save and end. Ctrl-C reaches torchrun directly.
 trap 'kill -TERM "$torchrun"' TERM
 trap : INT
 status=0
 wait "$torchrun" || status=$?
-while kill -0 "$torchrun" 2>/dev/null; do # a trap has ended the wait, not torchrun
+while kill -0 "$torchrun" 2>/dev/null; do # a trap ended the wait while torchrun still runs
   status=0
   wait "$torchrun" || status=$?
 done
 wait "$copy"
 rm "$log.pipe"
-if ((status)) && grep -m 1 '^pretrain_gpt_hdp.py: error: ' "$log" >&2; then # said again: torchrun says much after it
+# Printed again, because torchrun prints much after it.
+if ((status)) && grep -m 1 '^pretrain_gpt_hdp.py: error: ' "$log" >&2; then
   exit 2
 fi
 exit "$status"

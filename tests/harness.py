@@ -10,8 +10,8 @@
 
 What it does:
 
-- Processes are forked from a server that has already imported torch (about 0.1 s each; the server itself starts at
-  the first call and takes some seconds). ``preload("megatron.training")`` gives the server more to import.
+- Processes are forked from a server that has imported torch, Megatron and this project, so a rank starts warm, in
+  about 0.1 s. The server starts at the first call, takes some seconds, and serves all tests of the test process.
 - Each rank has one thread, the gloo group ``torch.distributed.group.WORLD`` and RANK, WORLD_SIZE, LOCAL_RANK set.
   The group meets through a file, so no port is taken. ``init_group=False`` leaves the group to the function;
   ``world`` is then only a number.
@@ -20,6 +20,8 @@ What it does:
   fail because of it.
 - If ranks hang, ``TimeoutError`` names them and shows where each of them stands.
 - When ``run_ranks`` returns or raises, every process it started is gone, and their children too.
+- Only tests that carry the mark ``ranks`` may call it. ``conftest.py`` sets the mark on each test that reaches
+  ``run_ranks`` by name; a test that hides the call gets an error that says so.
 
 What ranks print goes to the terminal of the test run. A test that changes global state in a rank needs no clean-up:
 each call has fresh processes.
@@ -48,7 +50,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ALWAYS_PRELOADED = (
+PRELOADED = (
     "torch",
     "torch.distributed",
     # These two are imported when torch.utils.checkpoint.checkpoint and torch.autograd.grad are first called, with
@@ -58,9 +60,18 @@ ALWAYS_PRELOADED = (
     "numpy",
     "pytest",
     "hypothesis",
+    "tests.e2e.preload",
 )
+# Many times what any test needs on a slow machine: only a hang lasts so long.
+HANG_SECONDS = 400.0
 # Reports of ranks that fail together arrive in any order; this long we wait for an earlier one.
-SECONDS_FOR_EARLIER_FAILURES = 0.5
+SECONDS_FOR_EARLIER_FAILURES = 2.0
+SECONDS_FOR_STACKS = 20.0
+SECONDS_TO_END = 60.0
+
+
+# Whether the test that runs has the mark "ranks"; conftest.py sets it before each test.
+may_start_ranks = True
 
 
 class RanksFailed(RuntimeError):
@@ -95,26 +106,11 @@ class RankProcess:
     report: Report | None = None
 
 
-def preload(*modules: str) -> None:
-    """Have the fork server import modules once, so that ranks need not (e.g. ``"megatron.training"``).
-
-    Call it before ``run_ranks``, e.g. from a module-scoped fixture. A server that lacks one of them is stopped, and
-    the next ``run_ranks`` starts a new one with the old and the new modules. A module that does not import is left
-    to the ranks.
-    """
-    server = multiprocessing.forkserver._forkserver
-    before = [module for module in server._preload_modules if module != "__main__"]
-    wanted = list(dict.fromkeys([*ALWAYS_PRELOADED, *before, *modules]))
-    if wanted != server._preload_modules:
-        server._stop()
-        multiprocessing.set_forkserver_preload(wanted)
-
-
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = HANG_SECONDS,
     init_group: bool = True,
     may_die: Collection[int] = (),
 ) -> list[Any]:
@@ -131,8 +127,11 @@ def run_ranks(
     Raises:
         RanksFailed: a rank raised (the message holds its traceback) or died.
         TimeoutError: ranks had not finished in time; the message names them and holds their stacks.
+        RuntimeError: the test that runs is not marked ``ranks``.
     """
-    preload()
+    if not may_start_ranks:
+        raise RuntimeError("this test starts ranks without the mark: add @pytest.mark.ranks")
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[RankProcess] = []
@@ -187,7 +186,7 @@ def _receive(item: RankProcess, rank: int, may_die: bool) -> Report:
     try:
         item.report = pickle.loads(item.reports.recv_bytes())
     except EOFError:
-        item.process.join(5)
+        item.process.join(SECONDS_TO_END)
         error = None if may_die else f"the process ended without a report, exit code {item.process.exitcode}"
         item.report = Report(rank, error=error, at_seconds=time.monotonic())
     return item.report
@@ -199,13 +198,20 @@ def _describe_hang(open_ranks: dict[int, RankProcess], timeout: float) -> str:
         with suppress(ProcessLookupError):
             os.kill(item.process.pid or 0, signal.SIGUSR1)
     lines = [f"ranks {sorted(open_ranks)} did not finish in {timeout:g} s"]
-    end = time.monotonic() + 2.0
+    end = time.monotonic() + SECONDS_FOR_STACKS
     for rank, item in sorted(open_ranks.items()):
-        while time.monotonic() < end and not (item.stack_file.exists() and item.stack_file.stat().st_size):
-            time.sleep(0.02)
-        stack = item.stack_file.read_text() if item.stack_file.exists() else "(not started)"
-        lines.append(f"--- rank {rank}\n{stack}")
+        lines.append(f"--- rank {rank}\n{_read_stack(item.stack_file, end)}")
     return "\n".join(lines)
+
+
+def _read_stack(file: Path, end: float) -> str:
+    """Return what a rank wrote, once it is there and no longer grows; at ``end`` what there is."""
+    stack = ""
+    while True:
+        before, stack = stack, file.read_text() if file.exists() else ""
+        if time.monotonic() > end or (stack and stack == before):
+            return stack or "(no stack)"
+        time.sleep(0.1)
 
 
 def _end_all(ranks: list[RankProcess]) -> None:
@@ -216,10 +222,10 @@ def _end_all(ranks: list[RankProcess]) -> None:
         # A rank that has reported ends when it sees this.
         item.reports.close()
     for item in ranks:
-        item.process.join(10)
+        item.process.join(SECONDS_TO_END)
         if item.process.is_alive():
             _kill(item.process)
-            item.process.join(10)
+            item.process.join(SECONDS_TO_END)
         with suppress(ProcessLookupError, PermissionError):  # what a rank started and left behind
             os.killpg(item.process.pid or 0, signal.SIGKILL)
 
@@ -268,7 +274,7 @@ def _rank_main(
 
 
 def _tie_to_parent() -> None:
-    """Lead an own process group, and on Linux die with the fork server, which dies with the test run."""
+    """Lead a process group, and on Linux die with the fork server, which dies with the test run."""
     with suppress(OSError):
         os.setpgid(0, 0)
     if sys.platform == "linux":

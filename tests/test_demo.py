@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from scripts import demo
-from scripts.bench import hdp_e2e
-from scripts.bench.launch import printed_by
-from tests.harness import preload, run_ranks
+from scripts.bench.plan import hdp_e2e
+from scripts.bench.plan.launch import printed_by
+from tests.harness import run_ranks
 
 
 def step(iteration: int, **changed: Any) -> dict[str, Any]:
@@ -43,17 +43,17 @@ def write_timeline(folder: Path) -> None:
 def parse_flags(rank: int, world: int, argv: list[str]) -> tuple[int, int]:
     import sys
 
-    from megatron.bytescale.training import arguments
+    from megatron.bytescale.arguments.parse import parse
+    from megatron.bytescale.arguments.resolve import resolve
 
     sys.argv = ["pretrain_gpt_hdp.py", *argv]
-    args, config = arguments.parse(sys.argv, on_cpu=True)
-    assert config is not None
-    return config.tokens_per_rank, args.train_iters
+    args = parse(sys.argv, on_cpu=True)
+    cluster = resolve(args).cluster
+    return cluster.tokens_per_rank, args.train_iters
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_flags_are_taken_by_megatron(num_ranks: int, tmp_path: Path) -> None:
-    preload("tests.e2e.preload")
     flags = demo.Demo(num_ranks, on_cpu=True, folder=tmp_path).flags
     capacity, num_steps = run_ranks(parse_flags, num_ranks, flags)[0]
     assert capacity * num_ranks >= int(demo.CONTEXT[1])
@@ -84,7 +84,8 @@ def test_summary_and_pictures(tmp_path: Path) -> None:
     console = Console(record=True, width=160)
     demo.show(run, summary, console)
     text = console.export_text()
-    assert "5.000 -> 3.000 in 3 steps" in text and "rings of 1, 2 ranks" in text
+    assert "5.000 -> 3.000 in 3 steps" in text
+    assert "rings of 1, 2 ranks" in text
 
 
 def test_half_a_line_of_metrics_is_left_for_later(tmp_path: Path) -> None:
@@ -97,32 +98,35 @@ def test_half_a_line_of_metrics_is_left_for_later(tmp_path: Path) -> None:
 def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; print('the cause'); sys.exit(3)"
     monkeypatch.setattr(demo.Demo, "command", property(lambda self: [demo.sys.executable, "-c", script]))
-    with pytest.raises(RuntimeError, match="(?s)exit code 3.*train.log.*the cause"):
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 3.*train.log.*the cause"):
         demo.train(demo.Demo(1, on_cpu=True, folder=tmp_path), Console())
 
 
 def test_arms_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = hdp_e2e.arm_flags(tmp_path / "cost.json", 2)
     assert tuple(flags) == ("hdp", "naive", "static")
-    assert flags["hdp"] == ["--hdp-cost", str(tmp_path / "cost.json")] and flags["static"][-1] == "2"
+    assert flags["hdp"] == ["--cost-file", str(tmp_path / "cost.json")]
+    assert flags["static"][-1] == "2"
     piped = hdp_e2e.arm_flags(tmp_path / "cost.json", 4, 2)
     assert tuple(piped) == ("eager", "slices", "1f1b")
     assert piped["1f1b"][2:] == ["--pipeline-model-parallel-size", "2", "--hdp-tokens-per-rank", "4096"]
-    assert piped["slices"] == [*piped["1f1b"], "--seq1f1b-splits", "4"]
+    assert piped["slices"] == [*piped["1f1b"], "--seq1f1b-slices", "4"]
     seen: list[list[str]] = []
     monkeypatch.setattr(hdp_e2e, "printed_by", seen.append)
     one = demo.Demo(2, on_cpu=True, folder=tmp_path)
     hdp_e2e.measure_cost(one, tmp_path / "cost.json")
     (command,) = seen
     script = command.index("--no-python") + 1
-    assert command[: script - 1] == one.command[: script - 1] and "--nproc-per-node=2" in command[:script]
-    assert command[script].endswith("bytescale") and command[script + 1] == "profile"
+    assert command[: script - 1] == one.command[: script - 1]
+    assert "--nproc-per-node=2" in command[:script]
+    assert command[script].endswith("bytescale")
+    assert command[script + 1] == "profile"
     assert command[command.index("--") + 1 :] == one.flags
 
 
 def test_a_command_that_fails_shows_the_end_of_what_it_printed() -> None:
     assert printed_by([demo.sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]) == "1\n"
-    with pytest.raises(RuntimeError, match="(?s)exit code 3.*the cause"):
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 3.*the cause"):
         printed_by([demo.sys.executable, "-c", "import sys; print('the cause'); sys.exit(3)"])
 
 

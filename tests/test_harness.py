@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import harness
+from tests.conftest import starts_processes
 from tests.harness import RanksFailed, run_ranks
 
 
@@ -30,10 +33,12 @@ def fail_on_one(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def die_on_two(rank: int, world: int) -> int:
-    dist.barrier()  # a rank that dies while others still connect to it would not be the first to fail
+def die_on_two(rank: int, world: int, folder: str) -> int:
+    dist.barrier()
+    Path(folder, str(rank)).touch()
     if rank == 2:
-        time.sleep(1.0)  # the others have left the barrier
+        while len(os.listdir(folder)) < world:  # in the barrier, another rank would fail with it
+            time.sleep(0.01)
         os._exit(7)
     return rank
 
@@ -78,20 +83,60 @@ def test_first_failing_rank_is_named_with_its_traceback() -> None:
     assert "fail_on_one" in str(caught.value)
 
 
-def test_a_rank_that_dies_is_named() -> None:
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
     with pytest.raises(RanksFailed, match="exit code 7") as caught:
-        run_ranks(die_on_two, 3)
+        run_ranks(die_on_two, 3, str(tmp_path / "first"))
     assert caught.value.rank == 2
-    assert run_ranks(die_on_two, 3, may_die={2}) == [0, 1, None]
+    assert run_ranks(die_on_two, 3, str(tmp_path / "second"), may_die={2}) == [0, 1, None]
+
+
+class Runner:
+    """Starts ranks in a method."""
+
+    def start(self) -> None:
+        run_ranks(environment, 2)
+
+
+def start_by_method() -> None:
+    Runner().start()
+
+
+def start_by_module() -> None:
+    harness.run_ranks(environment, 2)
+
+
+def start_python() -> None:
+    subprocess.run([sys.executable, "-c", ""], check=True)
+
+
+def start_in_nested_function() -> list[None]:
+    return [start_by_method() for _ in range(2)]
+
+
+@pytest.mark.parametrize("function", [start_by_method, start_by_module, start_python, start_in_nested_function, Runner])
+def test_functions_that_start_processes_are_found(function: object) -> None:
+    assert starts_processes(function)
+    assert not starts_processes(is_running)
+
+
+def test_a_test_without_the_mark_cannot_start_ranks() -> None:
+    hidden = getattr(harness, "run_" + "ranks")
+    with pytest.raises(RuntimeError, match=r"without the mark: add @pytest.mark.ranks"):
+        hidden(environment, 2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_hang_is_ended_and_shown(tmp_path) -> None:
+def test_a_hang_is_ended_and_shown(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
+    began = time.monotonic()
+    run_ranks(environment, 2)
+    start_seconds = time.monotonic() - began  # on a machine that is busy now, the ranks below start as slowly
     with pytest.raises(TimeoutError, match=r"ranks \[0\b.*did not finish") as caught:
-        run_ranks(hang_on_zero, 2, str(pid_file), timeout=4)
+        run_ranks(hang_on_zero, 2, str(pid_file), timeout=3 + 5 * start_seconds)
     assert "wait_for_ever" in str(caught.value)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     for pid in map(int, pid_file.read_text().split()):
         while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)

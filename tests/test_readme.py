@@ -1,4 +1,4 @@
-"""What the papers say is so: flags, paths, commands and launch lines."""
+"""README and docs name flags, paths, commands and launch lines that exist."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron.bytescale import cli
-from megatron.bytescale.training.arguments import add_arguments
-from megatron.bytescale.training.refusals import REFUSALS
-from tests.harness import preload, run_ranks
+from megatron.bytescale.arguments.parse import add_arguments
+from megatron.bytescale.arguments.refusals import REFUSALS
+from tests.harness import run_ranks
+from tests.tree import patch_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -40,7 +41,7 @@ def code_lines(text: str) -> list[str]:
 def test_readme_is_short_and_names_no_figure_without_its_place() -> None:
     text = README.read_text()
     assert len(text.splitlines()) < 220
-    assert "<!-- measured: hdp_e2e -->" in text or "scripts/bench/hdp_e2e.py" in text
+    assert "<!-- measured: hdp_e2e -->" in text or "scripts/bench/plan/hdp_e2e.py" in text
 
 
 def test_readme_tells_of_every_flag_of_ours_and_of_no_other() -> None:
@@ -86,9 +87,11 @@ def test_the_tree_of_the_architecture_page_is_whole() -> None:
 
 
 def test_the_architecture_page_names_every_patch() -> None:
-    patched = re.findall(r'target="[\w.]+:(\w+)"', (ROOT / "megatron" / "bytescale" / "patches.py").read_text())
-    told = re.findall(r"patch: `(\w+)`", (ROOT / "docs" / "architecture.md").read_text())
-    assert patched and sorted(told) == sorted(patched)
+    replaced = [row for row in patch_rows() if "wrap" in row and row["features"] != "(CPU,)"]
+    patched = {row["target"].strip("'").partition(":")[2] for row in replaced}
+    told = re.findall(r"patch: `([\w.]+)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert patched
+    assert set(told) == patched
 
 
 @pytest.mark.parametrize("paper", PAPERS[:2], ids=lambda path: path.name)
@@ -97,7 +100,8 @@ def test_make_targets_exist(paper: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z]+)`", text))
     named |= {line.split()[1] for line in code_lines(text) if line.startswith("make ")}
-    assert named and named <= targets
+    assert named
+    assert named <= targets
 
 
 def test_console_commands_parse() -> None:
@@ -110,7 +114,7 @@ def test_console_commands_parse() -> None:
 
 
 def test_figures_of_the_log_line_are_explained() -> None:
-    from bytescale_ext.metrics import IntervalMetrics, RankStep
+    from bytescale_ext.measure.metrics import IntervalMetrics, RankStep
 
     ranks = [RankStep(1.0, 1.0, 2.0, 100.0, 100.0, 0.0, 1e6), RankStep(1.5, 1.0, 3.0, 100.0, 110.0, 0.0, 1e6)]
     line = IntervalMetrics.of(1, 1, 1.0, ranks).line()
@@ -123,7 +127,8 @@ def launch_lines() -> tuple[list[str], list[str]]:
     """(before, after): the words of both launch lines."""
     lines = [shlex.split(line) for line in code_lines(README.read_text()) if line.startswith("torchrun ")]
     before, after = lines
-    assert "pretrain_gpt.py" in before and "pretrain_gpt_hdp.py" in after
+    assert "pretrain_gpt.py" in before
+    assert "pretrain_gpt_hdp.py" in after
     return before, after
 
 
@@ -133,18 +138,18 @@ def parse_launch_line(rank: int, world: int, words: list[str], num_ranks: int) -
     sys.argv = ["pretrain_gpt_hdp.py", *words]
     from megatron.training.arguments import parse_args
 
-    from megatron.bytescale.training import arguments
+    from megatron.bytescale import features
+    from megatron.bytescale.arguments.model_shape import cluster
 
     args = parse_args(add_arguments)
     if not args.hybrid_data_parallel:
         return "parsed"
-    config = arguments.hdp_config(args)
-    assert config is not None
-    return f"{config.num_ranks} ranks of {config.tokens_per_rank} tokens"
+    features.check(args)
+    ranks = cluster(args)
+    return f"{ranks.num_ranks} ranks of {ranks.tokens_per_rank} tokens"
 
 
 def parsed(words: list[str]) -> str:
-    preload("tests.e2e.preload")
     num_ranks = int(words[words.index("--nproc-per-node") + 1])
     flags = words[next(i for i, word in enumerate(words) if word.endswith(".py")) + 1 :]
     return str(run_ranks(parse_launch_line, 1, flags, num_ranks, init_group=False)[0])

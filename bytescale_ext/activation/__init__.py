@@ -1,1 +1,1 @@
-"""What is remembered of a layer between its forward and its backward pass, and the memory that it takes."""
+"""Keep, swap or recompute the activations of a layer, and the memory that they take."""

@@ -1,7 +1,7 @@
 """Host memory for swapped activations: one block of fixed size, handed out in parts.
 
-It is allocated once and never grows. On a machine with GPUs it is pinned, by registration: torch's own pinned
-allocator rounds each block up to a power of two, which would cost up to half of a large budget.
+The block is allocated once and never grows. With a GPU it is pinned by registration, because torch's own pinned
+allocator rounds each block up to a power of two and could waste half of a large budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 ALIGNMENT = 256
-"""Bytes; parts begin at multiples of it, so that any element type fits and copies run at full speed."""
+"""Bytes. Parts start at multiples of it, so that any element type fits and copies run at full speed."""
 
 SMALLEST_ARENA = 1 << 20
 
@@ -29,12 +29,12 @@ class Block:
 
 
 class HostArena:
-    """Sub-allocates one block of host memory: best fit, neighbours that are free are joined.
+    """Sub-allocates one block of host memory by best fit; free neighbours are joined.
 
     Attributes:
-        memory: the block, uint8.
+        memory: the block [n], uint8.
         used_bytes: handed out now.
-        peak_bytes: the most that was handed out at one time.
+        peak_bytes: the most handed out at one time.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -47,11 +47,11 @@ class HostArena:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds in all."""
+        """Size of the whole block."""
         return self.memory.numel()
 
     def take(self, num_bytes: int) -> Block | None:
-        """A part of at least ``num_bytes``, or None where no free part is large enough."""
+        """Hand out a part of at least ``num_bytes``; None if no free part is large enough."""
         needed = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         fitting = [(size, index) for index, size in enumerate(self._sizes) if size >= needed]
         if not fitting:
@@ -68,7 +68,7 @@ class HostArena:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Make a part free again. Each is given back once."""
+        """Free a part. Each part is given back once."""
         index = bisect.bisect_left(self._starts, block.start)
         after = self._starts[index] if index < len(self._starts) else self.num_bytes
         before = self._starts[index - 1] + self._sizes[index - 1] if index else 0
@@ -81,25 +81,25 @@ class HostArena:
             self._join(index - 1)
 
     def _join(self, index: int) -> None:
-        """Join a free part and the next one if nothing is between them."""
+        """Join a free part and the next one if they touch."""
         if index + 1 < len(self._starts) and self._starts[index] + self._sizes[index] == self._starts[index + 1]:
             self._sizes[index] += self._sizes[index + 1]
             del self._starts[index + 1], self._sizes[index + 1]
 
     def view(self, block: Block, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A part as a tensor; ``shape`` may need less than the part holds."""
+        """Return a part as a tensor; ``shape`` may need fewer bytes than the part has."""
         num_bytes = math.prod(shape) * dtype.itemsize
         assert num_bytes <= block.num_bytes, f"{shape=} {dtype=} {block=}"
         return self.memory[block.start : block.start + num_bytes].view(dtype).view(shape)
 
 
 def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch.Tensor] | None = None) -> HostArena:
-    """An arena of ``num_bytes``, or of half as often as it takes, with a warning, where so much cannot be had.
+    """Allocate an arena of ``num_bytes``; halve the size, with a warning, until the allocation succeeds.
 
     Args:
-        num_bytes: the budget; 0 gives an arena that hands out nothing.
+        num_bytes: the budget; an arena of 0 bytes hands out nothing.
         pinned: register it with CUDA, so that copies run beside computing.
-        allocate: makes the memory and raises RuntimeError where it cannot; None: torch and CUDA.
+        allocate: returns the memory [n], uint8, or raises RuntimeError; None: torch and CUDA.
     """
     allocate = allocate or (_pinned_memory if pinned else _plain_memory)
     size = num_bytes
@@ -112,8 +112,8 @@ def allocate_arena(num_bytes: int, pinned: bool, allocate: Callable[[int], torch
         break
     if size < num_bytes:
         warnings.warn(
-            f"{num_bytes / 1e9:.4g} GB of {'pinned ' if pinned else ''}host memory for activations could not be had; "
-            f"going on with {size / 1e9:.4g} GB: what does not fit stays on the device",
+            f"{num_bytes / 1e9:.4g} GB of {'pinned ' if pinned else ''}host memory for activations is not free; "
+            f"continuing with {size / 1e9:.4g} GB: the rest stays on the device",
             stacklevel=2,
         )
     return HostArena(memory if size else torch.empty(0, dtype=torch.uint8))

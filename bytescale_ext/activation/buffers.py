@@ -1,8 +1,8 @@
-"""Rounding buffers: device memory that swapped layers come back to in turn (MEMO section 4.1).
+"""Rounding buffers: device memory that swapped layers are read back to in turn (MEMO section 4.1).
 
-While a layer in one buffer runs its backward pass, the layer before it is read into the other. Without them the
-caching allocator finds memory anew for every tensor of every layer. They are taken when a layer comes back and given
-up when the next micro-batch begins: in its forward pass they would only be in the way.
+While a layer in one buffer runs its backward pass, the layer before it is read into the other. Without buffers the
+caching allocator finds new memory for every tensor of every layer. Buffers are allocated when a layer is read back and
+released when the next micro-batch starts, because its forward pass needs the memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ NUM_BUFFERS = 2
 
 
 class Holder(Protocol):
-    """Who uses a buffer."""
+    """The user of a buffer."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is still in use."""
+        """Whether the buffer is still in use."""
         ...
 
 
 class RoundingBuffers:
     """Two buffers of ``num_bytes`` each.
 
-    A buffer is free again when all tensors of its layer have been asked for. That is soon enough: who asks next is
-    another layer's backward pass, and its copies wait for what the compute stream was given before.
+    A buffer is free again when autograd has asked for all tensors of its layer. That is safe: the next user is another
+    layer's backward pass, and its copies wait for all work queued on the compute stream.
 
     Attributes:
-        num_taken, num_refused: how often one was given, or none was free or large enough.
+        num_taken, num_refused: how often ``take`` found a buffer, and how often none was free or large enough.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -48,11 +48,11 @@ class RoundingBuffers:
 
     @staticmethod
     def bytes_of(sizes: Sequence[int]) -> int:
-        """Bytes of a buffer that holds parts of these sizes."""
+        """Return the bytes of a buffer for parts of these sizes."""
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     def take(self, holder: Holder, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Parts of ``sizes`` bytes, uint8, of a buffer that is free; None where none is, or they are too large."""
+        """Return parts [size] of these sizes, uint8, of a free buffer; None if no buffer is free or large enough."""
         if not sizes:
             return []
         for index in range(NUM_BUFFERS):
@@ -68,7 +68,7 @@ class RoundingBuffers:
         return None
 
     def release(self) -> None:
-        """Give up buffers that no layer uses, at a time when no backward pass runs."""
+        """Release unused buffers; call it while no backward pass runs."""
         for index in range(NUM_BUFFERS):
             if self._is_free(index):
                 self._buffers[index] = None
@@ -87,7 +87,7 @@ class RoundingBuffers:
 
 
 def reserve(num_bytes: int, device: torch.device) -> None:
-    """Have the caching allocator hold one free segment of ``num_bytes``; warns where the device has no such one."""
+    """Make the caching allocator hold one free segment of ``num_bytes``; warn if the device has no room for it."""
     if num_bytes <= 0:
         return
     try:

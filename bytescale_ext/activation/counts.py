@@ -1,23 +1,23 @@
-"""What a plan does to the rows of a micro-batch, and what was done."""
+"""The rows that a plan swaps, keeps and rebuilds, and counts of what was moved and rebuilt."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytescale_ext.plan.activation import ActivationPlan
+from bytescale_ext.plan.activation.plan import ActivationPlan
 
 
 @dataclass
 class Counts:
-    """What one process moved and rebuilt since the counts were set to zero.
+    """The bytes and FLOPs of one process since the last reset.
 
     Attributes:
         swapped_bytes: written to host memory.
-        kept_bytes: left on the device, of layers under a plan.
+        kept_bytes: left on the device, in layers under a plan.
         recomputed_bytes: dropped, and rebuilt in the backward pass.
-        recomputed_flops: of the matrix products that rebuilt them.
-        overflowed_bytes: of those kept, what the plan swaps and the arena had no room for.
-        restored_bytes: the most device memory that the swapped tensors of one layer came back to.
+        recomputed_flops: of the matrix products that rebuilt dropped rows.
+        overflowed_bytes: the part of ``kept_bytes`` that the plan swaps but the arena had no room for.
+        restored_bytes: the most device memory that the swapped tensors of one layer were read back to.
     """
 
     swapped_bytes: int = 0
@@ -38,7 +38,7 @@ class RowSplit:
 
 
 def split_rows(plan: ActivationPlan, num_rows: int) -> RowSplit:
-    """The rows of ``num_rows`` that a plan swaps, keeps and rebuilds."""
+    """Split ``num_rows`` rows into swapped, kept and rebuilt ones."""
     recomputed = round(plan.recompute * num_rows)
     swapped = min(round(plan.swap * num_rows), num_rows - recomputed)
     if plan.keep < 1e-9:

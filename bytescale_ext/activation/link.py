@@ -1,9 +1,9 @@
-"""Copies between a device and the host arena: plain ones on CPU, on streams of their own on a GPU.
+"""Copies between a device and the host arena: at once on CPU, on separate streams on a GPU.
 
-On a GPU nothing waits on the host. The forward pass writes a layer while the next one computes; the pass after that
-makes the compute stream wait until the first is written, so memory does not grow when the bus is slow (the two
-rounding buffers of MEMO, section 4.1). Tensors are held until then: the caching allocator hands their memory out
-again in the order of the compute stream, which has waited.
+On a GPU the host never waits. The forward pass writes a layer while the next one computes; one layer later the compute
+stream waits until that write is done, so memory does not grow when the bus is slow (the two rounding buffers of MEMO,
+section 4.1). Tensors are held until then, because the caching allocator reuses memory in the order of the compute
+stream.
 """
 
 from __future__ import annotations
@@ -11,22 +11,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from bytescale_ext.activation.arena import Block, HostArena
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""(destination, source) of each copy."""
+"""(destination, source) of each copy, of one shape."""
+
+Ticket = torch.cuda.Event | None
+"""Stands for copies that another call can wait for; None: they are done."""
+
+LAYERS_UNDER_WAY = 1
+"""Layers that may be written to the host while computing goes on; with one more, computing waits."""
 
 
 class Link(Protocol):
-    """How copies are made. ``ticket`` is what one call gives another to wait for.
+    """The interface of copies.
 
     Attributes:
         arena: the host memory.
-        timed: measure for how long computing waits for copies.
+        timed: measure how long computing waits for copies.
     """
 
     arena: HostArena
@@ -34,41 +40,41 @@ class Link(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Of the arena, without what is only waiting for a copy to end."""
+        """Used bytes of the arena, without parts that only wait for a copy to end."""
         ...
 
     def take(self, num_bytes: int) -> Block | None:
-        """A part of the arena, or None."""
+        """Return a part of the arena, or None."""
         ...
 
-    def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Any:
-        """Begin copies to the host; ``held`` may be dropped by the caller. Returns a ticket."""
+    def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Ticket:
+        """Start copies to the host, of any shapes, and hold the tensors ``held`` meanwhile. Returns a ticket."""
         ...
 
-    def read(self, pairs: Pairs, written: Any) -> Any:
-        """Begin copies from the host after the writes of a ticket. Returns a ticket."""
+    def read(self, pairs: Pairs, written: Ticket) -> Ticket:
+        """Start copies from the host, of any shapes, after the writes of a ticket. Returns a ticket."""
         ...
 
-    def wait(self, ticket: Any) -> None:
-        """What is computed from now on comes after the copies of a ticket."""
+    def wait(self, ticket: Ticket) -> None:
+        """Make all further computing wait for the copies of a ticket."""
         ...
 
     def settle(self) -> None:
-        """Hold nothing any longer for copies to the host."""
+        """Make computing wait for all writes, and hold no more tensors."""
         ...
 
-    def give_back(self, block: Block, ticket: Any) -> None:
-        """Free a part of the arena, once the copies of a ticket are done."""
+    def give_back(self, block: Block, ticket: Ticket) -> None:
+        """Free a part of the arena after the copies of a ticket."""
         ...
 
     def take_stall_seconds(self) -> float:
-        """For how long computing has waited for copies since the last call, where it is ``timed``."""
+        """Return how long computing has waited for copies since the last call, if ``timed``."""
         ...
 
 
 @dataclass
 class PlainLink:
-    """Copies at once; for CPU."""
+    """Copies at once, for CPU."""
 
     arena: HostArena
     timed: bool = False
@@ -84,28 +90,28 @@ class PlainLink:
         return self.arena.take(num_bytes)
 
     def write(self, pairs: Pairs, held: list[torch.Tensor]) -> None:
-        """See ``Link``."""
+        """See ``Link`` for shapes."""
         begun = time.perf_counter()
         for destination, source in pairs:
             destination.copy_(source)
         self._stall_seconds += time.perf_counter() - begun if self.timed else 0.0
 
-    def read(self, pairs: Pairs, written: Any) -> None:
-        """See ``Link``."""
+    def read(self, pairs: Pairs, written: Ticket) -> None:
+        """See ``Link`` for shapes."""
         self.write(pairs, [])
 
-    def wait(self, ticket: Any) -> None:
-        """See ``Link``; nothing is ever under way."""
+    def wait(self, ticket: Ticket) -> None:
+        """See ``Link``; copies are already done."""
 
     def settle(self) -> None:
-        """See ``Link``; nothing is ever held."""
+        """See ``Link``; no tensors are held."""
 
-    def give_back(self, block: Block, ticket: Any) -> None:
+    def give_back(self, block: Block, ticket: Ticket) -> None:
         """See ``Link``."""
         self.arena.give_back(block)
 
     def take_stall_seconds(self) -> float:
-        """See ``Link``; every copy is waited for."""
+        """See ``Link``; computing waits for every copy."""
         seconds, self._stall_seconds = self._stall_seconds, 0.0
         return seconds
 
@@ -116,18 +122,16 @@ class CudaLink:
 
     Attributes:
         arena: pinned.
-        layers_under_way: layers that may be on their way to the host while computing goes on; one more waits.
-        timed: put an event before and after each wait of the compute stream.
+        timed: record an event before and after each wait of the compute stream.
     """
 
     arena: HostArena
     timed: bool = False
-    layers_under_way: int = 1
-    to_host: Any = field(default_factory=lambda: torch.cuda.Stream())
-    to_device: Any = field(default_factory=lambda: torch.cuda.Stream())
-    _held: deque[tuple[Any, list[torch.Tensor]]] = field(default_factory=deque)
-    _freeing: deque[tuple[Any, Block]] = field(default_factory=deque)
-    _stalls: list[tuple[Any, Any]] = field(default_factory=list)
+    to_host: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
+    to_device: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
+    _held: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = field(default_factory=deque)
+    _freeing: deque[tuple[torch.cuda.Event, Block]] = field(default_factory=deque)
+    _stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @property
     def used_bytes(self) -> int:
@@ -135,7 +139,7 @@ class CudaLink:
         return self.arena.used_bytes - sum(block.num_bytes for _, block in self._freeing)
 
     def take(self, num_bytes: int) -> Block | None:
-        """See ``Link``. A part that is still being read from is handed out last; then the next write waits."""
+        """See ``Link``. A part that is still being read is handed out last; then the next write waits for it."""
         while self._freeing and self._freeing[0][0].query():
             self.arena.give_back(self._freeing.popleft()[1])
         block = self.arena.take(num_bytes)
@@ -146,20 +150,20 @@ class CudaLink:
             block = self.arena.take(num_bytes)
         return block
 
-    def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Any:
-        """See ``Link``."""
+    def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Ticket:
+        """See ``Link`` for shapes."""
         self.to_host.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.to_host):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
         done = self.to_host.record_event()
         self._held.append((done, held))
-        while len(self._held) > self.layers_under_way:
+        while len(self._held) > LAYERS_UNDER_WAY:
             self.wait(self._held.popleft()[0])
         return done
 
-    def read(self, pairs: Pairs, written: Any) -> Any:
-        """See ``Link``. Destinations were allocated on the compute stream, so their memory is free only behind it."""
+    def read(self, pairs: Pairs, written: Ticket) -> Ticket:
+        """See ``Link`` for shapes. Waits for the compute stream, which may still use the memory of the destinations."""
         self.to_device.wait_stream(torch.cuda.current_stream())
         if written is not None:
             self.to_device.wait_event(written)
@@ -168,7 +172,7 @@ class CudaLink:
                 destination.copy_(source, non_blocking=True)
         return self.to_device.record_event()
 
-    def wait(self, ticket: Any) -> None:
+    def wait(self, ticket: Ticket) -> None:
         """See ``Link``."""
         if ticket is None:
             return
@@ -185,7 +189,7 @@ class CudaLink:
         while self._held:
             self.wait(self._held.popleft()[0])
 
-    def give_back(self, block: Block, ticket: Any) -> None:
+    def give_back(self, block: Block, ticket: Ticket) -> None:
         """See ``Link``."""
         if ticket is None:
             self.arena.give_back(block)
@@ -201,5 +205,5 @@ class CudaLink:
 
 
 def make_link(arena: HostArena, on_cuda: bool) -> Link:
-    """The link of this device."""
+    """Return the link of this device."""
     return CudaLink(arena) if on_cuda else PlainLink(arena)

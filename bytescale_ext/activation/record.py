@@ -1,12 +1,12 @@
-"""What one layer has to remember of one micro-batch, and how it comes back.
+"""The saved tensors of one layer and one micro-batch, between its forward and its backward pass.
 
-While a layer runs forward, every tensor that autograd saves is handed to its ``LayerRecord``, which gives a ``Slip``
-in return; autograd keeps the slip. After the forward pass the record swaps, keeps and drops what its plan says. In
-the backward pass the first slip that is asked for brings all of the layer back: swapped rows are read, dropped ones
-rebuilt by running the token-wise parts of the layer again, for these rows only.
+While a layer runs forward, autograd hands every tensor that it saves to the ``LayerRecord`` and keeps a ``SavedTensor``
+instead. After the forward pass the record swaps, keeps and drops rows as the plan says. In the backward pass the first
+``SavedTensor.restore`` brings back the whole layer: swapped rows are read, and dropped rows are rebuilt by running the
+token-wise parts of the layer again, for these rows only.
 
-Tensors are known by name of the *station* where they pass (the modules that multiply matrices, and attention) or by
-the order in which autograd saves them between stations, which is the same in every run of the layer.
+A tensor is known by the *hook point* that it passes (a module that multiplies matrices, or attention), or by the order
+in which autograd saves tensors between hook points, which is the same in every run of the layer.
 """
 
 from __future__ import annotations
@@ -14,88 +14,77 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from bytescale_ext.activation.arena import Block
 from bytescale_ext.activation.buffers import RoundingBuffers
 from bytescale_ext.activation.counts import Counts, split_rows
-from bytescale_ext.activation.link import Link
+from bytescale_ext.activation.link import Link, Pairs, Ticket
 from bytescale_ext.activation.region import (
     Region,
-    Shape,
+    StoredRegion,
+    TensorView,
     elements_of,
     in_memory_order,
     memory_order,
     num_bytes,
     region_of,
 )
-from bytescale_ext.plan.activation import ActivationPlan
+from bytescale_ext.plan.activation.plan import ActivationPlan
 
 
 @dataclass
-class Item:
-    """The elements of one region: where they are now, and who still needs them.
+class SavedTensor:
+    """The object that autograd keeps in place of a tensor: the tensor itself, or a view of a stored region."""
 
-    Attributes:
-        kind: "input" (never recomputed), "token" (rebuilt by the order or station) or "product" (output of a station
-            that is fed into the rebuilding).
-        shape: how ``source`` looks onto them.
-        source: the tensor, until the record is closed to new ones.
-        rows: of the outermost dim in memory, (repeats, rows): the tokens of each tensor-parallel rank in turn.
-        uses: slips that have not been redeemed.
-        kept: rows on the device, [repeats, k, ...].
-        written: rows in the arena, [repeats, w, ...].
-        elements: all of it, [n], between its return and its last use.
-    """
-
-    kind: str
-    shape: Shape
-    source: torch.Tensor | None
-    rows: tuple[int, int]
-    uses: int = 0
-    kept: torch.Tensor | None = None
-    written: torch.Tensor | None = None
-    elements: torch.Tensor | None = None
-    num_elements: int = 0
-    dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    def by_rows(self, elements: torch.Tensor) -> torch.Tensor:
-        """Elements [n] of whole rows as [repeats, rows, row]."""
-        return elements.view(self.rows[0], -1, self.num_elements // (self.rows[0] * self.rows[1]))
-
-
-@dataclass
-class Slip:
-    """What autograd keeps in place of a tensor."""
-
-    record: LayerRecord | None = None
     tensor: torch.Tensor | None = None
-    item: Item | None = None
-    shape: Shape | None = None
+    record: LayerRecord | None = None
+    region: StoredRegion | None = None
+    view: TensorView | None = None
 
-    def redeem(self) -> torch.Tensor:
-        """The tensor; the first call for a layer brings all of it back. Each slip is redeemed once."""
-        if self.item is None:
+    def restore(self) -> torch.Tensor:
+        """Return the tensor in its shape. The first call for a layer brings back all of it; each is restored once."""
+        if self.region is None:
             assert self.tensor is not None, "this activation was given back already"
             return self.tensor
         record, self.record = self.record, None
-        assert record is not None and self.shape is not None, "a layer with an activation policy has one backward pass"
-        return record.redeem(self.item, self.shape)
+        assert record is not None and self.view is not None, "a layer with an activation policy has one backward pass"
+        return record.tensor_of(self.region, self.view)
+
+
+@dataclass
+class _HeldParts:
+    """The parts of the arena that a record holds, and the last copies from or to them."""
+
+    blocks: list[Block] = field(default_factory=list)
+    last_copy: Ticket = None
+
+    def give_back(self, link: Link) -> None:
+        """Free the parts after the last copies."""
+        for block in self.blocks:
+            link.give_back(block, self.last_copy)
+        self.blocks.clear()
 
 
 class LayerRecord:
-    """The memory of one layer and one micro-batch.
+    """The saved tensors of one layer and one micro-batch.
 
     Args:
-        plan: what is swapped, kept and recomputed.
+        plan: the shares to swap, keep and recompute.
         num_rows: tokens of this rank (under sequence parallelism: its share of them).
         link: to the host arena.
         parameters: addresses of the storages of the layer's parameters, which are never copied.
-        counts: where figures are added.
-        previous: the record of the layer before, which is read back while this one runs backward; or None.
-        buffers: device memory that swapped rows come back to; None: new memory each time.
+        counts: figures are added here.
+        buffers: device memory for swapped rows that are read back; None: new memory each time.
+
+    Attributes:
+        previous: the record of the layer before, which is read back while this layer runs backward; or None.
+        rebuild: runs the layer again for the rows from ``first_row`` on; set by the layer.
+        regions: stored, in the order in which they were met.
+        hook_points: regions that pass a hook point, by its name.
+        notes: other outputs of a hook point, by its name.
+        saved_between: regions saved between hook points, in order; None: nothing to rebuild.
     """
 
     def __init__(
@@ -105,7 +94,6 @@ class LayerRecord:
         link: Link,
         parameters: frozenset[int],
         counts: Counts,
-        previous: LayerRecord | None = None,
         buffers: RoundingBuffers | None = None,
     ) -> None:
         self.plan = plan
@@ -114,88 +102,87 @@ class LayerRecord:
         self.parameters = parameters
         self.counts = counts
         self.buffers = buffers
-        self.previous = weakref.ref(previous) if previous is not None else None
+        self.previous: weakref.ref[LayerRecord] | None = None
         self.rebuild: Callable[[LayerRecord], None] | None = None
-        self.items: list[Item] = []
-        self.stations: dict[str, Item] = {}  # tensors that pass a station, by name
-        self.notes: dict[str, Any] = {}  # what a station returns beside tensors
-        self.saved_between: list[Item | None] = []  # between stations, in their order; None: nothing to rebuild
-        self._regions: dict[Region, Item] = {}
-        self._held: list[torch.Tensor] = []  # so that no address is used twice while the layer runs
-        self._blocks: list[Any] = []
-        self._written: Any = None
-        self._reading: Any = None
+        self.regions: list[StoredRegion] = []
+        self.hook_points: dict[str, StoredRegion] = {}
+        self.notes: dict[str, object] = {}
+        self.saved_between: list[StoredRegion | None] = []
+        self._by_key: dict[Region, StoredRegion] = {}
+        self._held: list[torch.Tensor] = []  # alive, so that no address is used twice while the layer runs
+        self._held_parts = _HeldParts()
+        self._written: Ticket = None
+        self._reading: tuple[Ticket] | None = None  # a ticket may be None
         self._restored = False
         self._rebuilt = 0
-        self._release = weakref.finalize(self, _give_back_all, link, self._blocks)
+        self._release = weakref.finalize(self, self._held_parts.give_back, link)
 
     # While the layer runs forward.
 
-    def item_of(self, tensor: torch.Tensor, kind: str) -> Item | None:
-        """The item of a tensor: one that is there already, or a new one. None if it cannot be stored by rows."""
-        region = region_of(tensor)
-        if region is None:
+    def stored(self, tensor: torch.Tensor, kind: str) -> StoredRegion | None:
+        """Return the known region of a tensor of any shape, or a new one; None if it cannot be stored by rows."""
+        key = region_of(tensor)
+        if key is None:
             return None
-        if region in self._regions:
-            return self._regions[region]
+        if key in self._by_key:
+            return self._by_key[key]
         outermost = memory_order(tensor)[0] if tensor.dim() else -1
         rows = (1, tensor.shape[outermost]) if tensor.dim() else (1, 1)
         if kind != "input":
             if outermost != 0 or tensor.shape[0] % self.split.total:
                 return None
             rows = (tensor.shape[0] // self.split.total, self.split.total)
-        item = Item(kind, Shape.of(tensor), tensor.detach(), rows)
-        item.num_elements, item.dtype, item.device = tensor.numel(), tensor.dtype, tensor.device
-        self._regions[region] = item
-        self.items.append(item)
-        return item
+        region = StoredRegion(kind, TensorView.of(tensor), tensor.detach(), rows)
+        self._by_key[key] = region
+        self.regions.append(region)
+        return region
 
-    def pass_station(self, name: str, tensor: torch.Tensor, kind: str) -> None:
-        """Note a tensor that goes into or comes out of a station."""
-        item = self.item_of(tensor, kind)
+    def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        """Note a tensor [rows, ...] that enters or leaves a hook point."""
+        region = self.stored(tensor, kind)
         by_rows = bool(tensor.dim()) and memory_order(tensor)[0] == 0 and not tensor.shape[0] % self.split.total
-        assert item is not None and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
-        self.stations[name] = item
+        assert region is not None and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
+        self.hook_points[name] = region
 
-    def save_between(self, tensor: torch.Tensor) -> Slip:
-        """A slip for a tensor that is saved between stations."""
+    def save_between(self, tensor: torch.Tensor) -> SavedTensor:
+        """Save a tensor of any shape between hook points."""
         if self._is_parameter(tensor):
             self.saved_between.append(None)
-            return Slip(tensor=tensor.detach())
-        known = self.find(tensor)
-        item = known or self.item_of(tensor, "token")
-        self.saved_between.append(item if known is None else None)
-        return self._slip(tensor, item)
+            return SavedTensor(tensor.detach())
+        known = self._find(tensor)
+        region = known or self.stored(tensor, "token")
+        self.saved_between.append(region if known is None else None)
+        return self._saved(tensor, region)
 
-    def save_inside(self, tensor: torch.Tensor, kind: str = "") -> Slip:
-        """A slip for a tensor that is saved inside a station: an item that is known, else of ``kind``, else left."""
+    def save_inside(self, tensor: torch.Tensor, kind: str = "") -> SavedTensor:
+        """Save a tensor of any shape inside a hook point: in a known region, a new one of ``kind``, or as it is."""
         if self._is_parameter(tensor):
-            return Slip(tensor=tensor.detach())
-        item = self.find(tensor)
-        if item is None and kind:
-            item = self.item_of(tensor, kind)
-        return self._slip(tensor, item)
+            return SavedTensor(tensor.detach())
+        region = self._find(tensor)
+        if region is None and kind:
+            region = self.stored(tensor, kind)
+        return self._saved(tensor, region)
 
-    def find(self, tensor: torch.Tensor) -> Item | None:
-        """The item that a tensor is a view of, if there is one."""
-        region = region_of(tensor)
-        return self._regions.get(region) if region is not None else None
+    def _find(self, tensor: torch.Tensor) -> StoredRegion | None:
+        """Return the region of a tensor if it is known."""
+        key = region_of(tensor)
+        return self._by_key.get(key) if key is not None else None
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.parameters
 
-    def _slip(self, tensor: torch.Tensor, item: Item | None) -> Slip:
-        if item is None:
+    def _saved(self, tensor: torch.Tensor, region: StoredRegion | None) -> SavedTensor:
+        if region is None:
             self._held.append(tensor.detach())
             self.counts.kept_bytes += num_bytes(tensor)
-            return Slip(tensor=tensor.detach())
-        item.uses += 1
-        return Slip(self, item=item, shape=Shape.of(tensor))
+            return SavedTensor(tensor.detach())
+        region.uses += 1
+        return SavedTensor(None, self, region, TensorView.of(tensor))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a tensor of it is still to be asked for."""
-        return any(item.uses for item in self.items)
+        """Whether autograd has not asked for all tensors yet."""
+        return any(region.uses for region in self.regions)
 
     @property
     def rebuilds(self) -> bool:
@@ -204,42 +191,37 @@ class LayerRecord:
 
     @property
     def first_row(self) -> int:
-        """The first row that is computed again between stations."""
+        """The first row that is computed again between hook points."""
         return 0 if self.plan.rebuild_cheap else self.split.kept
 
     def close(self) -> None:
-        """The layer has run: swap, keep and drop. Copies to the host begin."""
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Swap, keep and drop rows after the layer has run; starts the copies to the host."""
+        pairs: Pairs = []
         sources: list[torch.Tensor] = []
         needed = {"input"} | ({"product"} if self.rebuilds else set())
-        for item in self.items:
-            source, item.source = item.source, None
+        for region in self.regions:
+            source, region.source = region.source, None
             assert source is not None
-            if item.uses or (item.kind in needed and self.rebuilds):
+            if region.uses or (region.kind in needed and self.rebuilds):
                 written = len(pairs)
-                self._store(item, in_memory_order(source), pairs)
+                self._store(region, in_memory_order(source), pairs)
                 sources += [source] * (len(pairs) - written)
-        self._regions.clear()
+        self._by_key.clear()
         self._held.clear()
         if pairs:
             self._written = self.link.write(pairs, sources)
-            self._set_tickets(self._written)
+            self._held_parts.last_copy = self._written
 
-    def _set_tickets(self, ticket: Any) -> None:
-        """The parts of the arena are free after these copies."""
-        for entry in self._blocks:
-            entry[1] = ticket
-
-    def _store(self, item: Item, source: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Split the rows of one item; ``source`` has its dims in memory order."""
-        repeats, rows = item.rows
-        if item.kind == "input":
+    def _store(self, region: StoredRegion, source: torch.Tensor, pairs: Pairs) -> None:
+        """Split the rows of one region; ``source`` has its dims in memory order."""
+        repeats, rows = region.rows
+        if region.kind == "input":
             swapped, kept = round(self.plan.input_swap * rows), rows
-        elif item.kind == "token" and self.plan.rebuild_cheap:
+        elif region.kind == "token" and self.plan.rebuild_cheap:
             swapped = kept = 0
         else:
             swapped, kept = self.split.swapped, self.split.kept
-        self.counts.recomputed_bytes += num_bytes(source) * (rows - kept) // rows if item.uses else 0
+        self.counts.recomputed_bytes += num_bytes(source) * (rows - kept) // rows if region.uses else 0
         if not kept:
             return
         by_rows = source.unflatten(0, (repeats, rows)) if source.dim() else source.view(1, 1)
@@ -249,62 +231,63 @@ class LayerRecord:
             block = self.link.take(num_bytes(part))
             if block is None:
                 self.counts.overflowed_bytes += num_bytes(part)
-                swapped = 0  # the arena is full: these rows stay
+                swapped = 0  # the arena is full: these rows stay on the device
             else:
-                item.written = self.link.arena.view(block, tuple(part.shape), item.dtype)
-                pairs.append((item.written, part))
-                self._blocks.append([block, None])
+                region.written = self.link.arena.view(block, tuple(part.shape), region.dtype)
+                pairs.append((region.written, part))
+                self._held_parts.blocks.append(block)
                 self.counts.swapped_bytes += num_bytes(part)
         if kept > swapped:
             part = by_rows[:, swapped:kept]
-            item.kept = part if not swapped and kept == rows else part.clone()
+            region.kept = part if not swapped and kept == rows else part.clone()
             self.counts.kept_bytes += num_bytes(part)
 
     # In the backward pass.
 
-    def redeem(self, item: Item, shape: Shape) -> torch.Tensor:
-        """A view of an item, all of which is brought back first; its memory is free after its last use."""
+    def tensor_of(self, region: StoredRegion, view: TensorView) -> torch.Tensor:
+        """Return a tensor in its shape, restoring the layer first; its region is freed after the last use."""
         if not self._restored:
             self.restore()
-        assert item.elements is not None, f"{item.kind=} {shape=}"
-        tensor = shape.view_as_saved(item.elements)
-        item.uses -= 1
-        if not item.uses:
-            item.elements = None
+        assert region.elements is not None, f"{region.kind=} {view=}"
+        tensor = view.apply_as_saved(region.elements)
+        region.uses -= 1
+        if not region.uses:
+            region.elements = None
         return tensor
 
     def prefetch(self) -> None:
-        """Begin to read the swapped rows; nothing happens the second time."""
+        """Start reading the swapped rows; a second call does nothing."""
         if self._reading is not None or self._restored:
             return
         pairs = []
-        for item, elements in self._memory_of_swapped():
-            item.elements = elements
-            assert item.written is not None
-            rows = item.by_rows(elements)[:, : item.written.shape[1]]
-            pairs.append((rows, item.written.reshape(rows.shape)))
+        for region, elements in self._memory_of_swapped():
+            region.elements = elements
+            assert region.written is not None
+            rows = region.by_rows(elements)[:, : region.written.shape[1]]
+            pairs.append((rows, region.written.reshape(rows.shape)))
         self._reading = (self.link.read(pairs, self._written),)
-        self._set_tickets(self._reading[0])
+        self._held_parts.last_copy = self._reading[0]
 
-    def _memory_of_swapped(self) -> list[tuple[Item, torch.Tensor]]:
-        """Memory [n] for each item of which rows are in the arena: in a rounding buffer if there is one, or new."""
-        swapped = [item for item in self.items if item.written is not None]
-        sizes = [item.num_elements * item.dtype.itemsize for item in swapped]
+    def _memory_of_swapped(self) -> list[tuple[StoredRegion, torch.Tensor]]:
+        """Return each region with rows in the arena, and device memory [n] for it: in a rounding buffer, or new."""
+        swapped = [region for region in self.regions if region.written is not None]
+        sizes = [region.num_bytes for region in swapped]
         self.counts.restored_bytes = max(self.counts.restored_bytes, RoundingBuffers.bytes_of(sizes))
         parts = self.buffers.take(self, sizes) if self.buffers is not None else None
         if parts is not None:
-            return [(item, part.view(item.dtype)) for item, part in zip(swapped, parts, strict=True)]
-        return [(item, torch.empty(item.num_elements, dtype=item.dtype, device=item.device)) for item in swapped]
+            return [(region, part.view(region.dtype)) for region, part in zip(swapped, parts, strict=True)]
+        return [(region, region.allocate()) for region in swapped]
 
     def restore(self) -> None:
-        """Bring everything back, and let the layer before begin to."""
+        """Bring back all regions, and start reading the layer before."""
         self.link.settle()
         self.prefetch()
         self._restored = True
+        assert self._reading is not None
         self.link.wait(self._reading[0])
         self._release()
-        for item in self.items:
-            self._add_kept(item)
+        for region in self.regions:
+            region.rejoin_kept()
         previous = self.previous() if self.previous is not None else None
         if previous is not None:
             previous.prefetch()
@@ -312,75 +295,47 @@ class LayerRecord:
             assert self.rebuild is not None
             self._rebuilt = 0
             self.rebuild(self)
-        for item in self.items:
-            if not item.uses:
-                item.elements = None
+        for region in self.regions:
+            if not region.uses:
+                region.elements = None
         self.rebuild = None
-
-    def _add_kept(self, item: Item) -> None:
-        """Put the rows that stayed beside those that were read."""
-        kept, item.kept, written, item.written = item.kept, None, item.written, None
-        if kept is None:
-            return
-        if kept.shape[1] == item.rows[1]:
-            item.elements = kept.reshape(-1)
-            return
-        if item.elements is None:
-            item.elements = torch.empty(item.num_elements, dtype=item.dtype, device=item.device)
-        first = written.shape[1] if written is not None else 0
-        rows = item.by_rows(item.elements)
-        rows[:, first : first + kept.shape[1]] = kept.reshape(rows.shape[0], kept.shape[1], -1)
 
     # While the layer is rebuilt, from ``first_row`` on.
 
-    def rows_from(self, item: Item, first_row: int) -> torch.Tensor:
-        """The rows of an item from ``first_row`` on, end to end, with the dims of its tensor in memory order."""
-        assert item.elements is not None
-        rows = item.elements.view(-1, self.split.total, item.num_elements // item.shape.sizes[0])
-        return rows[:, first_row:].reshape(-1, *item.shape.sizes[1:])
+    def rows_from(self, name: str, first_row: int) -> torch.Tensor:
+        """Return the rows from ``first_row`` on at a hook point, [repeats * rows, ...] with dims in memory order."""
+        region = self.hook_points[name]
+        assert region.elements is not None, f"{name=}"
+        rows = region.elements.view(-1, self.split.total, region.num_elements // region.view.sizes[0])
+        return rows[:, first_row:].reshape(-1, *region.view.sizes[1:])
 
     def rebuild_between(self, tensor: torch.Tensor) -> None:
-        """A tensor that is saved between stations while the layer runs again: the next one in order."""
-        item = self.saved_between[self._rebuilt]
+        """Take the next tensor [rows, ...] that is saved between hook points while the layer runs again."""
+        region = self.saved_between[self._rebuilt]
         self._rebuilt += 1
-        if item is not None:
-            self.rebuild_item(item, tensor)
+        if region is not None:
+            self._rebuild_region(region, tensor)
 
-    def rebuild_station(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor at a station while the layer runs again."""
-        item = self.stations[name]
-        if item.kind == "token":
-            self.rebuild_item(item, tensor)
+    def rebuild_hook_point(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the tensor [rows, ...] at a hook point while the layer runs again."""
+        region = self.hook_points[name]
+        if region.kind == "token":
+            self._rebuild_region(region, tensor)
 
-    def rebuild_item(self, item: Item, tensor: torch.Tensor) -> None:
-        """Take the rows from ``first_row`` on out of ``tensor``."""
-        if not item.uses:
+    def _rebuild_region(self, region: StoredRegion, tensor: torch.Tensor) -> None:
+        """Take the rows from ``first_row`` on from ``tensor``."""
+        if not region.uses:
             return
-        first = self.first_row
         elements = elements_of(tensor.detach())
-        if first == 0:
-            item.elements = elements
-            return
-        if item.elements is None:
-            item.elements = torch.empty(item.num_elements, dtype=item.dtype, device=item.device)
-        rows = item.by_rows(item.elements)
-        rows[:, first:] = elements.view(rows.shape[0], -1, rows.shape[2])
+        if self.first_row == 0:
+            region.elements = elements
+        else:
+            region.put_rows(self.first_row, elements)
 
     def product(self, name: str, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The output of a station while the layer runs again: known rows as they are, others by ``compute(first)``."""
-        item = self.stations[name]
+        """Return the output [rows, ...] of a hook point: known rows as they are, others from ``compute(first)``."""
+        region = self.hook_points[name]
         if self.split.kept < self.split.total:
-            rest = elements_of(compute(self.split.kept))
-            if item.elements is None:
-                item.elements = torch.empty(item.num_elements, dtype=item.dtype, device=item.device)
-            rows = item.by_rows(item.elements)
-            rows[:, self.split.kept :] = rest.view(rows.shape[0], -1, rows.shape[2])
-        assert item.elements is not None
-        return item.shape.view(item.elements)
-
-
-def _give_back_all(link: Link, blocks: list[Any]) -> None:
-    """Free the parts of the arena that a record holds, after its last copies."""
-    for block, ticket in blocks:
-        link.give_back(block, ticket)
-    blocks.clear()
+            region.put_rows(self.split.kept, elements_of(compute(self.split.kept)))
+        assert region.elements is not None, f"{name=}"
+        return region.view.apply(region.elements)

@@ -1,20 +1,20 @@
-"""Which memory a tensor covers, whatever its shape: so that views of the same memory are stored once.
+"""The memory that a tensor covers, without its shape, so that views of the same memory are stored once.
 
-A tensor's elements lie in memory in some order; a *region* names the elements without the shape. A tensor and its
-reshaped or transposed views have one region. What is stored of a region is its elements in memory order, end to end.
+A *region* names the elements of a tensor. A tensor and its reshaped or transposed views have the same region. Its
+elements are stored end to end, in memory order.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a tensor.
+    """The elements of a tensor, as a key.
 
     Attributes:
         storage: address of the storage.
@@ -30,12 +30,12 @@ class Region:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dims of a tensor from the outermost in memory to the innermost; dims of size one keep to their neighbours."""
+    """Return the dims of a tensor of any shape from the outermost in memory inwards; dims of size 1 stay in place."""
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-_stride(tensor, dim), dim)))
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:
-    """The stride of a dim; for one of size 1, whose stride means nothing, that of the elements inside it."""
+    """Return the stride of a dim. The stride of a dim of size 1 means nothing: return the extent of the dims inside."""
     if tensor.shape[dim] != 1:
         return tensor.stride(dim)
     inner = [tensor.stride(d) * tensor.shape[d] for d in range(dim + 1, tensor.dim()) if tensor.shape[d] != 1]
@@ -43,7 +43,7 @@ def _stride(tensor: torch.Tensor, dim: int) -> int:
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
-    """The region of a tensor, or None where elements share memory (expanded tensors), or there are none."""
+    """Return the region of a tensor of any shape; None if it is empty, or elements share memory (expanded ones)."""
     if not tensor.numel():
         return None
     extents: list[tuple[int, int]] = []
@@ -62,8 +62,8 @@ def region_of(tensor: torch.Tensor) -> Region | None:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How a tensor looks onto its region's elements.
+class TensorView:
+    """The shape of a tensor over the elements of its region.
 
     Attributes:
         sizes: of the tensor.
@@ -76,12 +76,12 @@ class Shape:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Shape:
-        """The shape of a tensor that has a region."""
+    def of(cls, tensor: torch.Tensor) -> TensorView:
+        """Return the view of a tensor of any shape that has a region."""
         return cls(tuple(tensor.shape), memory_order(tensor), tensor.stride())
 
-    def view(self, elements: torch.Tensor) -> torch.Tensor:
-        """The tensor over ``elements`` [n], the region's elements end to end."""
+    def apply(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return the tensor over ``elements`` [n], the region's elements end to end."""
         strides = [0] * len(self.sizes)
         step = 1
         for dim in reversed(self.order):
@@ -90,18 +90,19 @@ class Shape:
         assert step == elements.numel(), f"{self.sizes=} {elements.shape=}"
         return elements.as_strided(self.sizes, strides)
 
-    def view_as_saved(self, elements: torch.Tensor) -> torch.Tensor:
-        """As ``view``. On CPU with the strides of the saved tensor: torch's vector and scalar loops round differently,
-        and which of them runs depends on gaps between the elements.
+    def apply_as_saved(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return the tensor over ``elements`` [n]; on CPU with the strides of the saved tensor.
+
+        Gaps between elements decide whether torch runs its vector or its scalar loop, and the two round differently.
         """
-        tensor = self.view(elements)
+        tensor = self.apply(elements)
         if tensor.device.type != "cpu" or region_extents(self.sizes, self.order, self.strides) == 1:
             return tensor
         return torch.empty_strided(self.sizes, self.strides, dtype=tensor.dtype).copy_(tensor)
 
 
 def region_extents(sizes: tuple[int, ...], order: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """In how many nested steps the elements of a tensor lie; 1 when they are end to end."""
+    """Count the nested strides of a tensor's elements; 1 when they lie end to end."""
     found: list[tuple[int, int]] = []
     for dim in order:
         if sizes[dim] == 1:
@@ -114,15 +115,79 @@ def region_extents(sizes: tuple[int, ...], order: tuple[int, ...], strides: tupl
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor with its dims in memory order."""
+    """Return a view of a tensor of any shape with its dims in memory order."""
     return tensor.permute(memory_order(tensor))
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor end to end, [n]; a view where they already are."""
+    """Return the elements of a tensor end to end, [n]; a view if they already lie so."""
     return in_memory_order(tensor).reshape(-1)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of the elements of a tensor of any shape."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+@dataclass
+class StoredRegion:
+    """The elements of one region: their place now, and the number of tensors that autograd will still ask for.
+
+    Attributes:
+        kind: "input" (never recomputed), "token" (rebuilt between hook points, or at one) or "product" (output of a
+            hook point that is an input of the rebuilding).
+        view: the shape of ``source``.
+        source: the tensor, until the layer has run forward.
+        rows: of the outermost dim in memory, (repeats, rows): the tokens of each tensor-parallel rank in turn.
+        uses: saved tensors that autograd has not asked for yet.
+        kept: rows on the device, [repeats, k, ...].
+        written: rows in the arena, [repeats, w, ...].
+        elements: all elements, [n], from their return to their last use.
+    """
+
+    kind: str
+    view: TensorView
+    source: torch.Tensor | None
+    rows: tuple[int, int]
+    uses: int = 0
+    kept: torch.Tensor | None = None
+    written: torch.Tensor | None = None
+    elements: torch.Tensor | None = None
+    num_elements: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.source is not None, f"{self.kind=} {self.view=}"
+        self.num_elements, self.dtype, self.device = self.source.numel(), self.source.dtype, self.source.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return self.num_elements * self.dtype.itemsize
+
+    def by_rows(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return elements [n] of whole rows as [repeats, rows, row]."""
+        return elements.view(self.rows[0], -1, self.num_elements // (self.rows[0] * self.rows[1]))
+
+    def allocate(self) -> torch.Tensor:
+        """Return new device memory for all elements, [n]."""
+        return torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
+
+    def put_rows(self, first: int, part: torch.Tensor) -> None:
+        """Copy ``part``, any shape of whole rows, to the rows from ``first`` on."""
+        if self.elements is None:
+            self.elements = self.allocate()
+        rows = self.by_rows(self.elements)
+        part = part.reshape(rows.shape[0], -1, rows.shape[2])
+        rows[:, first : first + part.shape[1]] = part
+
+    def rejoin_kept(self) -> None:
+        """Put the rows that stayed on the device beside the rows that were read back."""
+        kept, self.kept, written, self.written = self.kept, None, self.written, None
+        if kept is None:
+            return
+        if kept.shape[1] == self.rows[1]:
+            self.elements = kept.reshape(-1)
+        else:
+            self.put_rows(written.shape[1] if written is not None else 0, kept)

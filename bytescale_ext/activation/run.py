@@ -1,8 +1,8 @@
-"""The two ways in which a layer runs under an activation policy: forward with a record, and again to rebuild it.
+"""The two runs of a layer under an activation policy: forward with a record, and again to rebuild dropped rows.
 
-A layer's *stations* are the modules that multiply matrices, and attention. They call the run that is going on; in
-between only cheap, token-wise operations happen. The last station is the MLP's second product, or a layer of experts:
-what comes after it is left to autograd, and rebuilding ends there.
+A layer's *hook points* are the modules that multiply matrices, and attention; only cheap, token-wise operations lie
+between them. Each hook point calls the current run. The last one is the MLP's second product, or the layer of experts:
+autograd handles everything behind it, and rebuilding ends there.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from typing import Any, Protocol
 
 import torch
 
-from bytescale_ext.activation.record import LayerRecord, Slip
+from bytescale_ext.activation.record import LayerRecord, SavedTensor
 from bytescale_ext.activation.region import memory_order
 
 LAYER_INPUT = "layer input"
 ATTENTION_OUTPUT = "attention output"
 
 
-class RebuiltAll(Exception):  # noqa: N818  # no error: it ends the rebuilding of a layer
-    """Everything that the backward pass needs has been rebuilt."""
+class RebuiltAll(Exception):  # no error: it ends the rebuilding of a layer
+    """Raised at the last hook point: all tensors that the backward pass needs have been rebuilt."""
 
 
 class Run(Protocol):
-    """What a station calls in place of its module's own forward."""
+    """The calls that a hook point makes in place of its module's forward."""
 
     def product(
         self, name: str, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """A module that multiplies by its weight: (input [rows, ...]) -> (output [rows, ...], bias or None)."""
+        """Run a module that multiplies by its weight: (input [rows, ...]) -> (output [rows, ...], bias or None)."""
         ...
 
     def attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Core attention: (query, key, value, ...) -> output, all [rows, ...]."""
+        """Run core attention: (query, key, value, ...) -> output, all [rows, ...]."""
         ...
 
     def last(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The last station: (input [rows, ...]) -> anything."""
+        """Run the last hook point: (input [rows, ...]) -> anything."""
         ...
 
 
 class Recording:
-    """The forward pass of a layer: its saved tensors become slips of a record."""
+    """The forward pass of a layer: a record takes its saved tensors."""
 
     def __init__(self, record: LayerRecord) -> None:
         self.record = record
-        self._save: Callable[[torch.Tensor], Slip] = record.save_between
-        self._of_attention: list[tuple[Slip, torch.Tensor]] = []
+        self._save: Callable[[torch.Tensor], SavedTensor] = record.save_between
+        self._of_attention: list[tuple[SavedTensor, torch.Tensor]] = []
 
-    def pack(self, tensor: torch.Tensor) -> Slip:
-        """What autograd keeps in place of ``tensor``."""
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        """Return the object that autograd keeps in place of a tensor of any shape."""
         return self._save(tensor)
 
     @contextlib.contextmanager
-    def _saving(self, save: Callable[[torch.Tensor], Slip]) -> Iterator[None]:
+    def _saving(self, save: Callable[[torch.Tensor], SavedTensor]) -> Iterator[None]:
         before, self._save = self._save, save
         try:
             yield
@@ -65,62 +65,61 @@ class Recording:
     def product(
         self, name: str, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See ``Run``. What the module saves beside its input and weight is treated as the layer's input is."""
-        self.record.pass_station(name, args[0], "token")
+        """See ``Run``. Other tensors that the module saves than its input and weight are of kind "input"."""
+        self.record.pass_hook_point(name, args[0], "token")
         with self._saving(lambda tensor: self.record.save_inside(tensor, "input")):
             output, bias = forward(*args, **kwargs)
         self.record.notes[name] = bias
         if self.record.plan.rebuild_cheap:
-            self.record.pass_station(f"{name} output", output, "product")
+            self.record.pass_hook_point(f"{name} output", output, "product")
         return output, bias
 
     def attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See ``Run``. What attention saves of the size of its output, as the log-sum-exp, is treated as that is."""
+        """See ``Run``: all [rows, ...]. Tensors that attention saves, up to its output's size, are of kind "input"."""
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
-            self.record.pass_station(name, tensor, "token")
+            self.record.pass_hook_point(name, tensor, "token")
         with self._saving(self._save_of_attention):
             output: torch.Tensor = forward(*args, **kwargs)
-        if memory_order(output)[0]:  # slices of several samples lie sample after sample
+        if memory_order(output)[0]:  # slices of several samples follow each other in memory
             output = output.contiguous()
-        self.record.pass_station(ATTENTION_OUTPUT, output, "input")
-        for slip, tensor in self._of_attention:
+        self.record.pass_hook_point(ATTENTION_OUTPUT, output, "input")
+        for saved, tensor in self._of_attention:
             kind = "input" if tensor.numel() <= output.numel() else ""
-            filled = self.record.save_inside(tensor, kind)
-            slip.record, slip.tensor, slip.item, slip.shape = filled.record, filled.tensor, filled.item, filled.shape
+            vars(saved).update(vars(self.record.save_inside(tensor, kind)))  # autograd holds ``saved`` already
         self._of_attention.clear()
         return output
 
-    def _save_of_attention(self, tensor: torch.Tensor) -> Slip:
-        """Which of attention's tensors is its output is known when it has run."""
-        self._of_attention.append((Slip(), tensor.detach()))
+    def _save_of_attention(self, tensor: torch.Tensor) -> SavedTensor:
+        """Put off saving: which tensor is attention's output is known after it has run."""
+        self._of_attention.append((SavedTensor(), tensor.detach()))
         return self._of_attention[-1][0]
 
     def last(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See ``Run``."""
-        self.record.pass_station("last", args[0], "token")
+        self.record.pass_hook_point("last", args[0], "token")
         self._save = self.record.save_inside
         return forward(*args, **kwargs)
 
 
 class Rebuilding:
-    """A layer runs again, on the rows that were dropped, to its last station; attention is passed over."""
+    """The second run of a layer, on dropped rows and up to its last hook point; attention is skipped."""
 
     def __init__(self, record: LayerRecord) -> None:
         self.record = record
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Take what autograd would save; nothing is kept, for this run has no backward pass."""
+        """Give the record a tensor of any shape; autograd keeps nothing, for no backward pass follows."""
         self.record.rebuild_between(tensor)
 
     def product(
         self, name: str, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See ``Run``. Only rows that are not known are multiplied."""
+        """See ``Run``. Multiplies only the rows that are not known."""
         record, inputs = self.record, args[0]
-        record.rebuild_station(name, inputs)
+        record.rebuild_hook_point(name, inputs)
 
         def compute(first: int) -> torch.Tensor:
-            repeats = record.stations[name].shape.sizes[0] // record.split.total
+            repeats = record.hook_points[name].view.sizes[0] // record.split.total
             rows = inputs.unflatten(0, (repeats, -1))[:, first:].flatten(0, 1) if first else inputs
             with torch.no_grad():
                 output: torch.Tensor = forward(rows, *args[1:], **kwargs)[0]
@@ -132,13 +131,13 @@ class Rebuilding:
         return output.detach().requires_grad_(), record.notes[name]
 
     def attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See ``Run``. Its output is known: nothing is computed, nothing is sent to other ranks."""
+        """See ``Run``: all [rows, ...]. The output is known: nothing is computed or sent to other ranks."""
         record = self.record
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
-            record.rebuild_station(name, tensor)
-        return record.rows_from(record.stations[ATTENTION_OUTPUT], record.first_row).detach().requires_grad_()
+            record.rebuild_hook_point(name, tensor)
+        return record.rows_from(ATTENTION_OUTPUT, record.first_row).detach().requires_grad_()
 
     def last(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See ``Run``. Never returns."""
-        self.record.rebuild_station("last", args[0])
+        self.record.rebuild_hook_point("last", args[0])
         raise RebuiltAll

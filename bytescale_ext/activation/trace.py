@@ -9,16 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bytescale_ext.plan.memory import Request
+from bytescale_ext.plan.memory.plan import Request
 
 GRANULE_BYTES = 512
-"""CUDA's caching allocator rounds every block up to a multiple of it."""
+"""Torch's caching allocator rounds every block up to a multiple of it."""
 
 
 class AllocationTrace(TorchDispatchMode):
-    """While it is entered, every new storage that an operator returns is a request until it is freed.
+    """While entered, records every new storage that an operator returns as a request, until it is freed.
 
-    Workspace inside of an operator is not seen. ``ignored``: tensors that exist before, which are not requests.
+    Workspace inside an operator is not seen. ``ignored``: tensors that existed before, which are no requests.
     """
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:
@@ -53,11 +53,11 @@ class AllocationTrace(TorchDispatchMode):
             self._time += 1
 
     def mark(self, name: str) -> None:
-        """Note the time now."""
+        """Record the current time under a name."""
         self.marks[name] = self._time
         self._time += 1
 
     def requests(self) -> list[Request]:
-        """All requests, in order; those that were not freed end now."""
+        """Return all requests in order; requests that were not freed end now."""
         end = self._time + 1
         return [Request(name, size, start, end if stop is None else stop) for name, size, start, stop in self._rows]

@@ -1,1 +1,1 @@
-"""Attention over the rows of a micro-batch: local documents and rings of any width."""
+"""Causal attention of packed documents over rings of ranks and slices of micro-batches."""

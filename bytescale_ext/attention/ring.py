@@ -4,84 +4,104 @@ Sequences that share a ring of D ranks make one pass. Their keys and values trav
 next, D-1 times, and every member computes one block per step while the next keys are on their way::
 
     step           0              1              2
-    compute        own triangles  keys of 1st    keys of 2nd      member before me on the way round
+    compute        own triangles  keys of 1st    keys of 2nd      member before me on the route
     on the way     keys of 1st    keys of 2nd    -
 
-Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again and the sums of
-their gradients travel one step behind them; after the last step those are one rank away from home. Where keys are kept
-from slice to slice (``KeptKeys``) only those of the slice travel, and in the backward pass the sums alone: what later
-slices have added to them goes along. The geometry of blocks is in ``layout.py``; sections 5.1 and 7 of ByteScale and
-Liu et al., "Ring Attention", are the sources.
+Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of
+their gradients travel one step behind them; after the last step the sums need one more hop to reach their owner. Where
+keys are kept from slice to slice (``KeptKeys``), only the keys of the slice travel, and in the backward pass only the
+sums, to which later slices have already added. ``layouts/layout.py`` has the geometry of blocks. Sources: ByteScale
+sections 5.1 and 7; Liu et al., "Ring Attention".
 
-The algorithm is a generator that yields each exchange where it must be complete. ``drive`` waits for it between
-processes; ``virtual.run_in_turn`` runs several ranks in one process.
+The algorithm is a generator that yields each exchange at the point where it must be complete. ``drive`` waits for it
+between processes; ``virtual.run_in_turn`` runs several ranks in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from bytescale_ext.attention.kernels import Kernel, Tensors3
-from bytescale_ext.attention.layout import AttentionLayout, RingBlock, RingPass
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
+from bytescale_ext.attention.kernels.table import Kernel
+from bytescale_ext.attention.layouts.blocks import PlacedBlock
+from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
+from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.merge import merge_
-from bytescale_ext.attention.reference import accumulation_dtype
-from bytescale_ext.attention.rows import Rows
-from bytescale_ext.parallel.p2p import Comm, Pending
+from bytescale_ext.attention.travel import TravellingKeys, add_kept, key_sums
+from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
 type Steps[Result] = Generator[Pending, None, Result]
-# dout, q, k, v, out, lse of some rows
-Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RingContext:
-    """What every block needs beside its tensors."""
+class Backend:
+    """How attention is computed and exchanged.
 
-    layout: AttentionLayout
-    comm: Comm
+    Attributes:
+        comm: exchange between HDP ranks; None where no layout has rings.
+        kernel: one row of ``kernels.table.kernel_table()``.
+        scale: factor of the scores, usually ``dim ** -0.5``.
+    """
+
+    comm: Comm | None
     kernel: Kernel
     scale: float
 
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
+        """Start an exchange; see ``RingComm.exchange``."""
+        assert self.comm is not None, "a layout with rings needs a comm"
+        return self.comm.exchange(sends, receives)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: PlacedBlock) -> Output:
+        """Return ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of a block's queries over its keys.
+
+        ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block says which of their rows.
+        """
+        queries, keys = block.queries, block.keys
+        return self.kernel.forward(queries.take(q), keys.take(k), keys.take(v), block.attention(self.scale))
+
+    def backward(self, dout: torch.Tensor, saved: Saved, block: PlacedBlock) -> Gradients:
+        """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.
+
+        ``dout``: ``[t, heads, dim]``; ``saved``: of the same queries, and of keys ``[tk, kv_heads, dim]``.
+        """
+        rows, keys = block.queries, block.keys
+        q, k, v, out, lse = saved
+        of_block = Saved(rows.take(q), keys.take(k), keys.take(v), rows.take(out), rows.take(lse, dim=1))
+        return self.kernel.backward(rows.take(dout), of_block, block.attention(self.scale))
+
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: AttentionLayout,
-    comm: Comm,
-    kernel: Kernel,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, backend: Backend
 ) -> torch.Tensor:
-    """Causal attention of every sequence of a micro-batch, differentiable once.
+    """Return the causal attention of every sequence of a micro-batch, differentiable once.
+
+    Communicates on the ring group. Every member of a ring must call this function for the micro-batches that share a
+    sequence in the same order (also in a recomputation), and must run or skip their backward passes alike.
 
     Args:
         q: ``[t, heads, dim]``, ``t == layout.num_rows``.
         k, v: ``[t, kv_heads, dim]``, the dtype of ``q``; ``heads`` is a multiple of ``kv_heads``.
         layout: the rows of this rank; all members of a ring must hold layouts of the same plan.
-        comm: exchange between HDP ranks. Every member of a ring must call this function for the micro-batches that
-            share a sequence in the same order (also in a recomputation), and run or not run their backward
-            passes alike.
-        kernel: one row of ``kernels.kernel_table()``.
-        scale: factor of the scores, usually ``dim ** -0.5``.
+        backend: how to compute and exchange.
 
     Returns:
-        ``[t, heads, dim]`` in the dtype of ``q``; padding rows are zero, as are their gradients.
+        ``[t, heads, dim]`` in the dtype of ``q``. Padding rows are zero, as are their gradients.
 
     Raises:
-        ValueError: tensors that do not fit the layout or each other.
-        RuntimeError: from the backend when a peer has died.
+        ValueError: the tensors do not fit the layout or each other.
+        RuntimeError: from the communication backend when a peer has died.
     """
     check_tensors(q, k, v, layout.num_rows)
-    out: torch.Tensor = RingAttention.apply(q, k, v, RingContext(layout, comm, kernel, scale))
+    out: torch.Tensor = RingAttention.apply(q, k, v, layout, backend)
     return out
 
 
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> None:
-    """Raise ValueError unless queries, keys and values fit each other and have ``num_rows`` rows."""
+    """Raise ValueError unless ``q [num_rows, heads, dim]`` and ``k, v [num_rows, kv_heads, dim]`` fit each other."""
     if q.shape[0] != num_rows or k.shape != v.shape or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"ring attention over {num_rows} rows needs q [rows, heads, dim] and k, v [rows, kv_heads, dim]; "
@@ -94,26 +114,33 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: i
         )
 
 
+class _RingCtx(torch.autograd.function.FunctionCtx):
+    saved_tensors: tuple[torch.Tensor, ...]
+    settings: tuple[AttentionLayout, Backend]
+
+
 class RingAttention(torch.autograd.Function):
     """One node for the whole micro-batch; saves q, k, v, out and lse, and no keys of other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingContext) -> torch.Tensor:
-        out, lse = drive(forward_steps(q, k, v, ring))
+    def forward(
+        ctx: _RingCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, backend: Backend
+    ) -> torch.Tensor:
+        """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``."""
+        out, lse = drive(forward_steps(q, k, v, layout, backend))
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring = ring
+        ctx.settings = (layout, backend)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = drive(backward_steps(dout.contiguous(), q, k, v, out, lse, ctx.ring))
-        return dq, dk, dv, None
+    def backward(ctx: _RingCtx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return ``dq, dk, dv`` of the shapes of ``q, k, v``; ``dout``: ``[t, heads, dim]``."""
+        return *drive(backward_steps(dout.contiguous(), Saved(*ctx.saved_tensors), *ctx.settings)), None, None
 
 
 def drive[Result](steps: Steps[Result]) -> Result:
-    """Run an algorithm between processes: wait for each exchange that it yields."""
+    """Run the algorithm between processes: wait for each exchange that it yields, and return its result."""
     while True:
         try:
             pending = next(steps)
@@ -124,31 +151,28 @@ def drive[Result](steps: Steps[Result]) -> Result:
 
 
 def forward_steps(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingContext
-) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-    """The forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, backend: Backend
+) -> Steps[Output]:
+    """Run the forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
+    Yields the exchanges with the members of its rings; see ``ring_attention`` for what they must do alike.
     Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
-    Of a slice, ``k`` and ``v`` are those of the micro-batch, of which this rank's own are written up to the end of the
-    slice; those of other members that are kept are written here.
+
+    Args:
+        q: ``[t, heads, dim]``, of the micro-batch or of the slice.
+        k, v: ``[tk, kv_heads, dim]``, of the micro-batch. For a slice, this rank's own rows are filled up to the end
+            of the slice; kept rows of other members are filled here.
     """
-    layout = ring.layout
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+    out, lse = empty_output(q)
 
     def compute_local() -> None:
-        rows = slice(layout.local_start, layout.num_tokens)
-        if rows.stop > rows.start:
-            documents = (layout.local, layout.local, True, ring.scale)
-            keys = layout.local_keys
-            out[rows], lse[:, rows] = ring.kernel.forward(q[rows], keys.take(k), keys.take(v), *documents)
-        if layout.local_prefix is not None:
-            _merge_block(out, lse, q, k, v, layout.local_prefix, ring)
+        for block in layout.local_blocks:
+            _compute_block((out, lse), q, k, v, block, backend)
 
     for number, ring_pass in enumerate(layout.passes):
         mine = ring_pass.in_micro_batch
-        meanwhile = compute_local if number == 0 else _nothing
-        part, part_lse = yield from _forward_pass(mine.take(q), k, v, ring_pass, ring, meanwhile)
+        meanwhile = compute_local if number == 0 else None
+        part, part_lse = yield from _forward_pass(mine.take(q), k, v, ring_pass, backend, meanwhile)
         mine.put_(out, part)
         mine.put_(lse, part_lse, dim=1)
     if not layout.passes:
@@ -161,58 +185,48 @@ def _forward_pass(
     k: torch.Tensor,
     v: torch.Tensor,
     ring_pass: RingPass,
-    ring: RingContext,
-    meanwhile: Callable[[], None],
-) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-    """One pass: ``out [rows, heads, dim]`` in the accumulation dtype and ``lse [heads, rows]`` of my rows.
+    backend: Backend,
+    meanwhile: Callable[[], None] | None,
+) -> Steps[Output]:
+    """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of my rows, in the accumulation dtype.
 
-    ``q``: of these rows; ``k``, ``v``: of the micro-batch.
+    Args:
+        q: ``[rows, heads, dim]``, of these rows.
+        k, v: ``[tk, kv_heads, dim]``, of the micro-batch.
+        meanwhile: called while the first keys are on their way.
     """
-    dtype = accumulation_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=dtype, device=q.device)
-    travelling = _Travelling(k, v, ring_pass, ring.comm)
+    totals = empty_output(q, accumulation_dtype(q.dtype))
+    travelling = TravellingKeys(k, v, ring_pass, backend.exchange)
     for step in range(ring_pass.width):
         # Posted before the block is computed, so that the transfer hides behind it.
         arriving = travelling.post(step)
         keys, values = travelling.here(step)
-        if step == 0:
+        if step == 0 and meanwhile is not None:
             meanwhile()
         for block in ring_pass.at(step):
-            if block.causal:  # the first, of all rows
-                part, part_lse = _forward_block(q, keys, values, block, ring)
-                out.copy_(part)
-                lse.copy_(part_lse)
-            else:
-                _merge_block(out, lse, q, keys, values, block, ring)
+            _compute_block(totals, q, keys, values, block, backend)
         if arriving is not None:
             yield arriving
             travelling.arrive(step + 1)
-    return out, lse
+    return totals
 
 
-def _forward_block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: RingBlock, ring: RingContext
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of the block's queries over its keys."""
-    tensors = (block.queries.take(q), block.keys.take(k), block.keys.take(v))
-    return ring.kernel.forward(*tensors, block.cu_q, block.cu_k, block.causal, ring.scale)
-
-
-def _merge_block(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block: RingBlock,
-    ring: RingContext,
+def _compute_block(
+    totals: Output, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: PlacedBlock, backend: Backend
 ) -> None:
-    """Compute a block and join it to the totals ``out`` and ``lse``."""
-    rows = block.queries
+    """Compute a block and join it to the totals. Causal blocks come first and overwrite.
+
+    ``totals``: ``out [rows, heads, dim]`` and ``lse [heads, rows]``; other shapes as in ``Backend.forward``.
+    """
+    out, lse = totals
+    rows, part = block.queries, backend.forward(q, k, v, block)
+    if block.causal:
+        rows.put_(out, part[0])
+        rows.put_(lse, part[1], dim=1)
+        return
     total_out, total_lse = rows.take(out), rows.take(lse, dim=1)
-    precise = total_out.to(lse.dtype)  # itself in a ring pass, whose totals are in the accumulation dtype
-    merge_(precise, total_lse, *_forward_block(q, k, v, block, ring))
+    precise = total_out.to(lse.dtype)  # the same tensor in a ring pass, whose totals have the accumulation dtype
+    merge_(precise, total_lse, *part)
     if not rows.is_view or precise is not total_out:
         rows.put_(out, precise)
     if not rows.is_view:
@@ -221,169 +235,114 @@ def _merge_block(
 
 def backward_steps(
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    ring: RingContext,
+    saved: Saved,
+    layout: AttentionLayout,
+    backend: Backend,
     sums: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Steps[Tensors3]:
-    """The backward pass: ``dq [t, heads, dim]`` and ``dk, dv`` of the shape of ``k, v``.
+) -> Steps[Gradients]:
+    """Run the backward pass: ``dq [t, heads, dim]`` and ``dk, dv [tk, kv_heads, dim]``.
 
-    With ``sums`` the gradients of keys and values are added to those two tensors, which are returned.
-    Passes run in the same order as in the forward pass. Local documents come last, while gradients of my keys are
-    on their way home.
+    Yields exchanges like ``forward_steps``, with the passes in the same order. Local documents come last, while the
+    gradients of my keys are on their way home.
+
+    Args:
+        dout: ``[t, heads, dim]``.
+        saved: what ``forward_steps`` took and gave.
+        sums: gradients of keys and values so far, each ``[tk, kv_heads, dim]``; this pass adds to them and returns
+            them as ``dk, dv``. By default it starts from zeros.
     """
-    layout = ring.layout
+    q, k, v, out, lse = saved
     dq = torch.zeros_like(q)
     dk, dv = sums if sums is not None else (torch.zeros_like(k), torch.zeros_like(v))
-    coming_home: list[tuple[Rows, torch.Tensor | None, torch.Tensor, Pending]] = []
-    saved: Saved
+    returning: list[_Returning] = []
     for ring_pass in layout.passes:
         mine = ring_pass.in_micro_batch
-        saved = (mine.take(dout), mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
-        part, own, others, pending = yield from _backward_pass(saved, dk, dv, ring_pass, ring)
+        of_pass = Saved(mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
+        part, part_returning = yield from _backward_pass(mine.take(dout), of_pass, (dk, dv), ring_pass, backend)
         mine.put_(dq, part)
-        coming_home.append((ring_pass.sent_keys, own, others, pending))
-    rows, keys = slice(layout.local_start, layout.num_tokens), layout.local_keys
-    if rows.stop > rows.start:
-        saved = (dout[rows], q[rows], keys.take(k), keys.take(v), out[rows], lse[:, rows])
-        dq[rows], *grads = ring.kernel.backward(*saved, layout.local, layout.local, True, ring.scale)
-        keys.add_(dk, grads[0])
-        keys.add_(dv, grads[1])
-    if layout.local_prefix is not None:
-        block = layout.local_prefix
-        for total, rows_of, grad in zip(
-            (dq, dk, dv), (block.queries, block.keys, block.keys),
-            _block_grads((dout, q, k, v, out, lse), block, ring), strict=True,
-        ):  # fmt: skip
-            rows_of.add_(total, grad)
-    for keys, own, others, pending in coming_home:
-        yield pending
-        if own is not None:
-            others.add_(own)
-        keys.add_(dk, others[0])
-        keys.add_(dv, others[1])
+        returning.append(part_returning)
+    for block in layout.local_blocks:
+        grads = backend.backward(dout, saved, block)
+        if block.causal:
+            block.queries.put_(dq, grads[0])
+        else:
+            block.queries.add_(dq, grads[0])
+        block.keys.add_(dk, grads[1])
+        block.keys.add_(dv, grads[2])
+    for one in returning:
+        yield one.pending
+        total = one.others if one.own is None else one.others.add_(one.own)
+        one.keys.add_(dk, total[0])
+        one.keys.add_(dv, total[1])
     return dq, dk, dv
 
 
-def _block_grads(saved: Saved, block: RingBlock, ring: RingContext) -> Tensors3:
-    """Gradients of the block's queries, keys and values."""
-    dout, q, k, v, out, lse = saved
-    rows, keys = block.queries, block.keys
-    tensors = (rows.take(dout), rows.take(q), keys.take(k), keys.take(v), rows.take(out), rows.take(lse, dim=1))
-    return ring.kernel.backward(*tensors, block.cu_q, block.cu_k, block.causal, ring.scale)
+@dataclass(frozen=True)
+class _Returning:
+    """Gradients of my keys of a pass. Sums are ``[2, rows, kv_heads, dim]``: keys, values.
+
+    Attributes:
+        keys: rows of these keys in the micro-batch.
+        own: my part, or None when it is already in the sums of the micro-batch (kept keys).
+        others: the sum of the other ranks, complete after ``pending``.
+        pending: the exchange that brings it.
+    """
+
+    keys: Rows
+    own: torch.Tensor | None
+    others: torch.Tensor
+    pending: Pending
 
 
 def _backward_pass(
-    saved: Saved, dk: torch.Tensor, dv: torch.Tensor, ring_pass: RingPass, ring: RingContext
-) -> Steps[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Pending]]:
-    """One pass: ``dq`` of my rows, my part of my keys' gradients, the other ranks' and the exchange that brings those.
+    dout: torch.Tensor,
+    saved: Saved,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    ring_pass: RingPass,
+    backend: Backend,
+) -> Steps[tuple[torch.Tensor, _Returning]]:
+    """Run one pass: ``dq [rows, heads, dim]`` of my rows, and the gradients of my keys, on their way.
 
-    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. The other ranks' sum
-    starts at the next member in step 1, so it makes D-1 hops and the last one ends here.
+    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. The sum of the other
+    ranks for my keys starts at the next member in step 1, so it makes D-1 hops and the last one ends here.
 
     Args:
-        saved: of my rows; keys and values of the micro-batch.
-        dk, dv: sums of the micro-batch. My part of the gradients of keys that are kept is added to them (then it is
-            None in what is returned).
+        dout: ``[rows, heads, dim]``, of my rows.
+        saved: of my rows; keys and values ``[tk, kv_heads, dim]`` of the micro-batch.
+        buffers: sums of the micro-batch for keys and values, ``[tk, kv_heads, dim]`` each. My part of the gradients of
+            kept keys is added to them.
     """
-    dout, q, k, v, out, lse = saved
-    dq = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
-    travelling = _Travelling(k, v, ring_pass, ring.comm)
-    kept = ring_pass.kept
+    k, kept = saved.k, ring_pass.kept
+    dq = torch.zeros(saved.q.shape, dtype=accumulation_dtype(saved.q.dtype), device=saved.q.device)
+    travelling = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
     arriving_sums: Pending | None = None
     own: torch.Tensor | None = None
-    sums = _key_sums(ring_pass.travelling(ring_pass.source(1)), k)
+    sums = key_sums(ring_pass.travelling(ring_pass.source(1)), k)
     for step in range(ring_pass.width):
         arriving = travelling.post(step) if kept is None else None
         keys, values = travelling.here(step)
-        computed = [
-            (block, _block_grads((dout, q, keys, values, out, lse), block, ring)) for block in ring_pass.at(step)
-        ]
+        here = saved._replace(k=keys, v=values)
+        computed = [(block, backend.backward(dout, here, block)) for block in ring_pass.at(step)]
         for block, grads in computed:
             block.queries.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
-        total = _key_sums(len(keys), k) if step == 0 or kept is not None else sums
+        total = key_sums(len(keys), k) if step == 0 or kept is not None else sums
         for block, grads in computed:
             block.keys.add_(total[0], grads[1])
             block.keys.add_(total[1], grads[2])
         if kept is not None:
             source = ring_pass.source(step)
-            _add_kept((dk, dv), total, sums if step else None, kept.whole[source], kept.own[source])
+            add_kept(buffers, total, sums if step else None, kept.whole[source], kept.own[source])
         elif step == 0:
             own = total
         if step > 0:
-            # The sum of these keys goes after them; the sum of my next keys comes, at last that of my own.
-            next_sums = _key_sums(ring_pass.travelling(ring_pass.source(step + 1)), k, filled=False)
-            arriving_sums = ring.comm.exchange([(sums, ring_pass.next_rank)], [(next_sums, ring_pass.previous_rank)])
+            # Sends this sum after its keys. Receives the next member's gradient sum; after the last hop, its own.
+            next_sums = key_sums(ring_pass.travelling(ring_pass.source(step + 1)), k, filled=False)
+            arriving_sums = backend.exchange([(sums, ring_pass.next_rank)], [(next_sums, ring_pass.previous_rank)])
             sums = next_sums
         if arriving is not None:
             yield arriving
             travelling.arrive(step + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
-    return dq, own, sums, arriving_sums
-
-
-def _add_kept(
-    buffers: tuple[torch.Tensor, torch.Tensor],
-    part: torch.Tensor,
-    travelling: torch.Tensor | None,
-    whole: Rows,
-    own: Rows,
-) -> None:
-    """Add gradients of a member's keys to the micro-batch's, and the slice's sum to the one that goes to the member."""
-    for index, buffer in enumerate(buffers):
-        whole.add_(buffer, part[index])
-        if travelling is not None:
-            travelling[index].add_(own.take(buffer))
-
-
-class _Travelling:
-    """The keys and values of a pass on their way round the ring.
-
-    Args:
-        k, v: of the micro-batch; keys of others that are kept are written to it when they arrive.
-    """
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, ring_pass: RingPass, comm: Comm) -> None:
-        self._buffers = (k, v)
-        self._pass = ring_pass
-        self._comm = comm
-        self._here = self._next = k[:0]  # nothing yet; kept keys do not travel in the backward pass
-
-    def post(self, step: int) -> Pending | None:
-        """Send the keys of this step on and start receiving those of the next; nothing after the last step."""
-        if step == self._pass.width - 1:
-            return None
-        if step == 0:
-            self._here = torch.stack([self._pass.sent_keys.take(buffer) for buffer in self._buffers])
-        rows = self._pass.travelling(self._pass.source(step + 1))
-        self._next = self._here.new_empty((2, rows, *self._here.shape[2:]))
-        return self._comm.exchange([(self._here, self._pass.next_rank)], [(self._next, self._pass.previous_rank)])
-
-    def arrive(self, step: int) -> None:
-        """The keys of a step have been received."""
-        self._here = self._next
-        if self._pass.kept is not None:
-            for buffer, received in zip(self._buffers, self._here, strict=True):
-                self._pass.kept.own[self._pass.source(step)].put_(buffer, received)
-
-    def here(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the step's blocks: ``[rows, kv_heads, dim]`` each."""
-        if self._pass.kept is None:
-            return self._here[0], self._here[1]
-        rows = self._pass.kept.whole[self._pass.source(step)]
-        return rows.take(self._buffers[0]), rows.take(self._buffers[1])
-
-
-def _key_sums(num_rows: int, keys: torch.Tensor, filled: bool = True) -> torch.Tensor:
-    """A sum for the gradients of so many keys and values, of zeros or not ``filled``."""
-    make = torch.zeros if filled else torch.empty
-    return make((2, num_rows, *keys.shape[1:]), dtype=accumulation_dtype(keys.dtype), device=keys.device)
-
-
-def _nothing() -> None:
-    return None
+    return dq, _Returning(ring_pass.sent_keys, own, sums, arriving_sums)

@@ -1,9 +1,8 @@
 """Several ranks in one process, run in turn on one device.
 
-The ring algorithm is a generator that yields the exchanges it needs. Here an exchange is a mailbox, and a rank whose
-message is not there yet gives the turn to the next one. Used where the arithmetic matters and the network does
-not: kernel timings on one GPU, and tests of any number of ranks. A plan whose ranks wait for each other for ever
-is found at once.
+The ring algorithm is a generator that yields the exchanges it needs. Here an exchange goes through mailboxes, and a
+rank whose message has not arrived yields to the next rank. This serves kernel timings on one GPU and tests with any
+number of ranks, where the arithmetic matters and the network does not. A deadlock of a plan is found at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from bytescale_ext.attention.ring import Steps
 from bytescale_ext.parallel.p2p import ExchangeStats, Pending, Transfer
 
-Address = tuple[int, int, int]
+Address = tuple[int, int, int]  # sender, receiver, number of the message between them
 
 
 class MailboxPending:
@@ -27,21 +26,21 @@ class MailboxPending:
         self._receives = receives
 
     def ready(self) -> bool:
-        """Whether every message is there."""
+        """Return whether every message has arrived."""
         return all(address in self._boxes for address in self._receives)
 
     def wait(self) -> None:
-        """Copy the messages in.
+        """Copy the messages into the tensors to receive.
 
         Raises:
-            RuntimeError: a message is missing, or of another shape or dtype than was planned.
+            RuntimeError: a message is missing, or has another shape or dtype than planned.
         """
         for address, tensor in self._receives.items():
             message = self._boxes.pop(address, None)
             if message is None or message.shape != tensor.shape or message.dtype != tensor.dtype:
                 got = "nothing" if message is None else f"{tuple(message.shape)} {message.dtype}"
                 raise RuntimeError(
-                    f"virtual rank {address[1]} expected {tuple(tensor.shape)} {tensor.dtype} of rank {address[0]}, "
+                    f"virtual rank {address[1]} expected {tuple(tensor.shape)} {tensor.dtype} from rank {address[0]}, "
                     f"got {got}"
                 )
             tensor.copy_(message)
@@ -49,9 +48,9 @@ class MailboxPending:
 
 
 class MailboxComm:
-    """The ``Comm`` of one virtual rank; ``mailbox_comms`` makes those of a world.
+    """The ``Comm`` of one virtual rank; ``mailbox_comms`` makes one for each rank of a world.
 
-    The n-th send to a rank meets that rank's n-th receive of this one, as between processes.
+    As between processes, the n-th send to a rank matches the n-th receive there from this rank.
     """
 
     def __init__(self, boxes: dict[Address, torch.Tensor], rank: int) -> None:
@@ -62,7 +61,7 @@ class MailboxComm:
         self._num_received: Counter[int] = Counter()
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> MailboxPending:
-        """Put messages in the mailboxes of their receivers; nothing is copied before they are read."""
+        """Put messages of any shape into the mailboxes of their receivers, which copy them in ``wait``."""
         self.stats.count(sends, receives)
         for tensor, peer in sends:
             if tensor.numel():
@@ -77,7 +76,7 @@ class MailboxComm:
 
 
 def mailbox_comms(size: int) -> list[MailboxComm]:
-    """One comm for each of ``size`` virtual ranks."""
+    """Return one comm for each of ``size`` virtual ranks."""
     boxes: dict[Address, torch.Tensor] = {}
     return [MailboxComm(boxes, rank) for rank in range(size)]
 
@@ -86,15 +85,15 @@ def run_in_turn[Result](ranks: Sequence[Steps[Result]]) -> list[Result]:
     """Run the algorithm of every virtual rank to its end and return their results in order.
 
     Raises:
-        RuntimeError: every unfinished rank waits for a message that nobody will send (a deadlock), naming them.
+        RuntimeError: a deadlock: every unfinished rank waits for a message that no rank will send.
     """
     results: dict[int, Result] = {}
     waiting: dict[int, Pending | None] = dict.fromkeys(range(len(ranks)))
     while waiting:
-        able = [rank for rank, pending in waiting.items() if pending is None or _ready(pending)]
-        if not able:
-            raise RuntimeError(f"deadlock: virtual ranks {sorted(waiting)} wait for messages that nobody will send")
-        for rank in able:
+        runnable = [rank for rank, pending in waiting.items() if pending is None or _ready(pending)]
+        if not runnable:
+            raise RuntimeError(f"deadlock: virtual ranks {sorted(waiting)} wait for messages that no rank will send")
+        for rank in runnable:
             pending = waiting[rank]
             if pending is not None:
                 pending.wait()

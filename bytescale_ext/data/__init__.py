@@ -1,1 +1,1 @@
-"""From documents on disk to the micro-batches of one rank."""
+"""Turns documents on disk into the micro-batches of one rank."""

@@ -1,1 +1,1 @@
-"""Communication between HDP ranks."""
+"""Communication between HDP ranks: point-to-point exchange and agreement on plans."""

@@ -1,4 +1,4 @@
-"""All ranks run the same plan, or none does."""
+"""Compare the plans of all ranks, so that a step runs only if all ranks have the same plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _DIGITS = 12  # hex digits of a digest in one int64 tensor entry; 48 bits
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks of a group said of their plans.
+    """The result of comparing plans over a group.
 
     Attributes:
         same_plan: every rank has the same plan.
-        fell_back: some rank's planner ran out of its time.
+        fell_back: the planner of some rank ran out of time.
     """
 
     same_plan: bool
@@ -27,10 +27,10 @@ def agree(digest: str, fell_back: bool, group: dist.ProcessGroup | None, device:
     """Compare plans: one all-reduce of three integers over ``group`` (None: every process of the job).
 
     Args:
-        digest: of this rank's plan, hexadecimal.
-        fell_back: this rank's planner ran out of its time.
-        group: every rank of it must call this for the same step.
-        device: where the group's backend communicates from.
+        digest: digest of this rank's plan, hexadecimal.
+        fell_back: the planner of this rank ran out of time.
+        group: every rank of it must call this function for the same step.
+        device: the device of the tensors that the group's backend sends.
     """
     number = int(digest[:_DIGITS], 16)
     largest = torch.tensor([number, -number, int(fell_back)], dtype=torch.int64, device=device)
@@ -40,10 +40,10 @@ def agree(digest: str, fell_back: bool, group: dist.ProcessGroup | None, device:
 
 
 def digests_by_rank(digest: str, group: dist.ProcessGroup | None) -> dict[str, list[int]]:
-    """Which ranks of the group have which digest: for the message once they differ. Collective."""
-    everyones: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, digest, group=group)
+    """Return the ranks of the group that have each digest, for the message when they differ. Collective."""
+    digests: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
     found: dict[str, list[int]] = {}
-    for rank, one in enumerate(everyones):
+    for rank, one in enumerate(digests):
         found.setdefault(one, []).append(rank)
     return found

@@ -1,7 +1,7 @@
 """Point-to-point exchange between HDP ranks, one process group for rings of every width.
 
-A ring needs sends and receives only, so all rings of all sizes use the one group of HDP ranks: no group is ever
-made for a sequence (ByteScale section 5.1). Shapes come from the plan, so there is no handshake.
+Rings need only sends and receives, so rings of all widths share the one group of HDP ranks, and no group is ever made
+for a sequence (ByteScale section 5.1). Shapes come from the plan, so there is no handshake.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-Transfer = tuple[torch.Tensor, int]
+Transfer = tuple[torch.Tensor, int]  # contiguous tensor of any shape and dtype; HDP rank at the other end
 
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An exchange that was started."""
 
     def wait(self) -> None:
-        """Return when the received tensors may be read and the sent ones written.
+        """Return when the received tensors may be read and the sent ones overwritten.
 
-        With NCCL it is the current stream that waits, not the host. Raises what the backend raises, e.g.
-        ``RuntimeError`` when a peer has died.
+        With NCCL the current stream waits, not the host. Raises what the backend raises, e.g. ``RuntimeError`` when a
+        peer has died.
         """
 
 
 class Comm(Protocol):
-    """What ring attention asks of communication; ``RingComm`` between processes, ``MailboxComm`` inside one."""
+    """The communication that ring attention needs: ``RingComm`` between processes, ``MailboxComm`` inside one."""
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Start sending and receiving contiguous tensors, each with an HDP rank; see ``RingComm.exchange``."""
+        """Start sending and receiving tensors; see ``RingComm.exchange``."""
 
 
 @dataclass
@@ -40,25 +40,25 @@ class ExchangeStats:
 
     Attributes:
         bytes_sent: bytes handed to the backend.
-        num_exchanges: calls of ``exchange`` that moved something.
+        num_exchanges: calls of ``exchange`` with at least one tensor that is not empty.
     """
 
     bytes_sent: int = 0
     num_exchanges: int = 0
 
     def count(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Add one exchange."""
+        """Count one exchange."""
         self.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
         self.num_exchanges += any(tensor.numel() for tensor, _ in (*sends, *receives))
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Restart from zero."""
         self.bytes_sent = 0
         self.num_exchanges = 0
 
 
 class WorksPending:
-    """Backend requests, with their tensors kept alive until they are done."""
+    """Requests of the communication backend; keeps their tensors alive until they are done."""
 
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]) -> None:
         self._works = tuple(works)
@@ -76,15 +76,16 @@ class RingComm:
     """Exchange through ``torch.distributed``.
 
     Attributes:
-        rank, size: my HDP rank and the number of HDP ranks; ranks of the group.
+        rank: my HDP rank, which is my rank in the group.
+        size: the number of HDP ranks.
         stats: what was sent; the caller reads and resets it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        """``group`` holds exactly the HDP ranks in order (None: the default group).
+        """Use a group that holds exactly the HDP ranks in order (None: the default group).
 
         Raises:
-            ValueError: this process has another place in the group, or the group another size.
+            ValueError: this process has another rank in the group, or the group has another size.
         """
         if dist.is_initialized():
             place = (dist.get_rank(group), dist.get_world_size(group))
@@ -99,14 +100,14 @@ class RingComm:
         self._group = group
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Start sends and receives as one batch and return at once.
+        """Start sends and receives as one batch and return immediately.
+
+        Two ranks must start the transfers between them in the same order, with equal sizes. Empty tensors are skipped
+        on both sides, which know the size from the plan.
 
         Args:
-            sends: ``(contiguous tensor, HDP rank)``; not to be written before ``wait``.
-            receives: ``(contiguous tensor, HDP rank)``; filled when ``wait`` returns.
-
-        Both sides of a pair must start its transfers in the same order with equal sizes. An empty tensor is not
-        sent; its peer, which knows the size too, does not wait for it.
+            sends: must not be overwritten before ``wait`` returns.
+            receives: filled when ``wait`` returns.
         """
         self.stats.count(sends, receives)
         operations = [
@@ -119,10 +120,10 @@ class RingComm:
         return WorksPending(works, [operation.tensor for operation in operations])
 
     def warm_up(self, device: torch.device | str) -> None:
-        """Exchange one number with both neighbours; every rank of the group must call it, before any step.
+        """Exchange one number with both neighbours; every rank of the group must call this before the first step.
 
-        The first batch of a group must include all its ranks (see ``batch_isend_irecv``), and a communicator that
-        is made inside a step would be counted as step time.
+        The first batch of a group must include all its ranks (see ``batch_isend_irecv``), and creating a communicator
+        inside a step would count as step time.
         """
         if self.size == 1:
             return

@@ -1,6 +1,6 @@
-"""ByteScale on Megatron: what ``bytescale_ext`` decides, acted upon in Megatron's own training loop.
+"""ByteScale on Megatron: runs the plans of ``bytescale_ext`` in Megatron's own training loop.
 
-``install`` replaces what the table in ``patches.py`` names; ``status`` tells what is replaced right now. Importing
+``install`` applies the rows of the table in ``patches.py``; ``status`` prints what is replaced right now. Importing
 this package imports neither Megatron nor torch.
 """
 
@@ -10,9 +10,8 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceRuntime
     from megatron.bytescale.registry import Installation
-    from megatron.bytescale.runtime import HdpRuntime
+    from megatron.bytescale.runtime import Runtime
 
 MEGATRON_VERSION = "0.19.2"
 
@@ -27,23 +26,25 @@ def check_megatron_version() -> None:
         raise ValueError(f"megatron-core is {found}; install megatron-core=={MEGATRON_VERSION}")
 
 
-def install(runtime: HdpRuntime | SliceRuntime | None, feature: str = "--hybrid-data-parallel") -> Installation:
-    """Check and apply the patch rows of a feature and those that any run needs; without a runtime the second alone.
+def install(runtime: Runtime | None) -> Installation:
+    """Check and apply the patch rows that the features of a run need, and those that every run needs.
 
     Raises ValueError, before anything is replaced, if Megatron is not the one expected.
     """
-    from megatron.bytescale.patches import ALWAYS, PATCHES
+    from megatron.bytescale.features import patches_of
+    from megatron.bytescale.patches import ALWAYS, rows_of
     from megatron.bytescale.registry import Installation
 
+    names = () if runtime is None else tuple(runtime.run.features)
     installation = Installation()
-    features = {ALWAYS, feature} if runtime else {ALWAYS}
-    installation.install([patch for patch in PATCHES if patch.feature in features], runtime)
+    installation.install([*rows_of(ALWAYS, *names), *patches_of(names)], runtime)
     return installation
 
 
 def status() -> list[str]:
-    """One line per patch row: what it replaces, whether it is replaced right now, and why no hook does it."""
+    """Return one line for each patch row: its function, whether it is replaced right now, and why no hook does it."""
+    from megatron.bytescale.features import FEATURES, patches_of
     from megatron.bytescale.patches import PATCHES
     from megatron.bytescale.registry import describe
 
-    return [describe(patch) for patch in PATCHES]
+    return [describe(patch) for patch in (*PATCHES, *patches_of([feature.name for feature in FEATURES]))]

@@ -1,9 +1,9 @@
-"""Stand-ins for the ``torch.cuda`` calls that Megatron makes, so that it trains on CPU + gloo.
+"""Stand-ins for the ``torch.cuda`` calls that Megatron makes, so that it trains on CPU with gloo.
 
-Active only when there is no GPU or ``--cpu`` is given; one log line says so. Nothing of Megatron's
-arithmetic changes: streams and events are inert (a CPU has one queue), "cuda" as a device means "cpu",
-and CUDA's random state is the CPU generator's. Everything replaced is one row of ``_torch_rows`` or
-``_megatron_rows``; ``uninstall`` puts it back.
+They are installed only without a GPU or with ``--cpu``; one log line says so. Megatron's arithmetic does not change:
+streams and events do nothing (a CPU has one queue), the device "cuda" means "cpu", and CUDA's random state is that
+of the CPU's generator. Everything replaced is a row of ``_torch_rows``, or of feature "cpu" in
+``patches.py``; ``uninstall`` puts it back.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.bytescale.registry import Installation
+
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether this process is to run on CPU: ``--cpu`` is on its command line, or it sees no GPU."""
+    """Return whether this process runs on CPU: ``--cpu`` is on its command line, or it sees no GPU."""
     return "--cpu" in argv or installed() or not torch.cuda.is_available()
 
 
 def installed() -> bool:
-    """Whether the stand-ins are in place."""
+    """Return whether the stand-ins are installed."""
     return torch.cuda.Stream is InertStream
 
 
@@ -40,7 +42,7 @@ _TAKES_DEVICE = (torch.Tensor.to, torch.device)  # as a positional argument
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Turns ``device="cuda"`` into ``"cpu"`` in every torch function (factories, ``Tensor.to``, ...)."""
+    """Replace ``device="cuda"`` by ``"cpu"`` in every torch function (factories, ``Tensor.to``, ...)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and "device" in kwargs:
@@ -51,7 +53,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class InertStream:
-    """A CUDA stream's interface on CPU: everything has happened already."""
+    """The interface of a CUDA stream on CPU, where all work is already complete."""
 
     device = torch.device("cpu")
     cuda_stream = 0
@@ -76,7 +78,7 @@ class InertStream:
 
 
 class InertEvent:
-    """A CUDA event's interface on CPU: recorded and complete at once."""
+    """The interface of a CUDA event on CPU: complete as soon as it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -126,7 +128,7 @@ def _inert_stream_context(stream: Any) -> Iterator[None]:
 
 
 def _returns(value: Any) -> Callable[..., Any]:
-    """A function of its own for each row (torch's tracer refuses one function under two names)."""
+    """Return a new function that returns ``value``: torch's tracer refuses one function under two names."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -135,7 +137,7 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
-    """``torch.compile`` as a function or decorator that compiles nothing."""
+    """Stand in for ``torch.compile`` as a function or decorator, and compile nothing."""
     return model if model is not None else lambda function: function
 
 
@@ -148,7 +150,7 @@ def _module_to_cuda(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch
 
 
 def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type()`` with the name that Megatron's optimizers compare with, e.g. torch.cuda.FloatTensor."""
+    """Return ``Tensor.type`` with the names that Megatron's optimizers compare with, such as torch.cuda.FloatTensor."""
 
     def type_name(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
@@ -160,7 +162,7 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's ``all_to_all_single`` takes lists only; Megatron's dispatcher passes CPU tensors."""
+    """Return ``all_to_all_single`` that takes sizes as tensors: Megatron passes CPU tensors, gloo takes lists only."""
 
     def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,
                           *args: Any, **kwargs: Any) -> Any:  # fmt: skip
@@ -174,7 +176,7 @@ def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gathers_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's ``all_gather`` takes equal shapes only; ranks that share experts have different numbers of tokens."""
+    """Return ``all_gather`` for unequal shapes: ranks that share experts differ in tokens, gloo takes equal shapes."""
 
     def all_gather(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
@@ -190,7 +192,7 @@ def _gathers_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatters_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for ``reduce_scatter``."""
+    """Return ``reduce_scatter`` for unequal shapes."""
 
     def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = torch.distributed.ReduceOp.SUM,
                        group: Any = None, async_op: bool = False) -> Any:  # fmt: skip
@@ -206,7 +208,7 @@ def _scatters_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torch_rows() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) of every torch call that is stood in for."""
+    """Return (owner, attribute, replacement) of every torch call with a stand-in."""
     cuda = torch.cuda
     constant: dict[str, Any] = {
         "is_available": lambda: True,
@@ -252,51 +254,38 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
     return rows
 
 
-def _megatron_rows() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, replacement) inside Megatron; its modules are imported by now."""
-    import megatron.core.tensor_parallel.random as parallel_random
-    import megatron.training.initialize as initialize
-
-    def get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    return [
-        (parallel_random, "_get_cuda_rng_state", get_rng_state),
-        (parallel_random, "_set_cuda_rng_state", set_rng_state),
-        (initialize, "_warmup_jit_function", _returns(None)),  # of CUDA kernels
-    ]
-
-
 _INHERITED = object()  # the owner had no attribute of its own
 
 
 @dataclass
 class CpuStandIns:
-    """The stand-ins that are installed; the caller keeps it to take them out again."""
+    """The stand-ins that are installed, with what they replace."""
 
     originals: list[tuple[Any, str, Any]] = field(default_factory=list)
     mode: _CudaMeansCpu | None = None
+    megatron: Installation = field(default_factory=Installation)
 
     def install_torch(self) -> None:
-        """Replace the torch calls. Must come before Megatron is imported: it binds some of them."""
-        self._replace(_torch_rows())
+        """Replace the torch calls. Call it before Megatron is imported, which binds some of them."""
+        for owner, name, value in _torch_rows():
+            self.originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
+            setattr(owner, name, value)
         self.mode = _CudaMeansCpu()
         self.mode.__enter__()
 
     def install_megatron(self) -> None:
-        """Replace the few Megatron functions that reach CUDA by another way."""
-        self._replace(_megatron_rows())
+        """Replace the few Megatron functions that reach CUDA in other ways. Raises ValueError as ``Installation``."""
+        from megatron.bytescale.patches import CPU, rows_of
 
-    def _replace(self, rows: list[tuple[Any, str, Any]]) -> None:
-        for owner, name, value in rows:
-            self.originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
-            setattr(owner, name, value)
+        try:
+            self.megatron.install(rows_of(CPU), None)
+        except ValueError:
+            self.uninstall()
+            raise
 
     def uninstall(self) -> None:
         """Put everything back, last replaced first."""
+        self.megatron.uninstall()
         if self.mode is not None:
             self.mode.__exit__(None, None, None)
             self.mode = None
@@ -309,7 +298,7 @@ class CpuStandIns:
 
 
 def install_if_wanted(argv: Sequence[str]) -> CpuStandIns | None:
-    """Install every stand-in if this process is to run on CPU. Call it before Megatron is imported."""
+    """Install all stand-ins if this process runs on CPU. Call it before Megatron is imported."""
     if not wanted(argv):
         return None
     stand_ins = CpuStandIns()

@@ -1,28 +1,61 @@
-"""The one table of what is replaced in Megatron. At most eight rows; a test counts them."""
+"""The one table of the functions of Megatron that run otherwise. Nothing else of Megatron is replaced.
+
+Rows with ``wrap`` are replaced while their feature is on. Rows without stay as they are: slices run copies of the two
+pipeline schedules, in which three names mean functions of ``SliceStep``.
+"""
 
 from __future__ import annotations
 
-from megatron.bytescale.core.optimizer.distrib_optimizer import wrap_get_megatron_optimizer
-from megatron.bytescale.core.pipeline_parallel import seq1f1b
+from megatron.bytescale.core.optimizer.distrib_optimizer import (
+    wrap_get_megatron_optimizer,
+    wrap_load_state_dict,
+    wrap_set_main_param_and_optimizer_states,
+)
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
+from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
 from megatron.bytescale.registry import Patch
-from megatron.bytescale.training.initialize import wrap_compile_helpers, wrap_set_jit_fusion_options
+from megatron.bytescale.training.initialize import (
+    wrap_compile_helpers,
+    wrap_set_jit_fusion_options,
+    wrap_warmup_jit_function,
+)
 from megatron.bytescale.training.training import wrap_training_log
 
-ALWAYS = "always"
+ALWAYS, CPU, HDP, SLICES = "always", "cpu", "hdp", "slices"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.datasets.utils:compile_helpers",
         wrap=wrap_compile_helpers,
-        feature=ALWAYS,
+        features=(ALWAYS,),
         why="every run from the PyPI wheel would end here: it has the built helper and no Makefile",
         source_hash="84029a50ae8c",
     ),
     Patch(
+        target="megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+        wrap=wrap_get_cuda_rng_state,
+        features=(CPU,),
+        why="it reads CUDA's generator through torch's C++ bindings, which cannot be stood in for",
+        source_hash="aa26caaa069c",
+    ),
+    Patch(
+        target="megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+        wrap=wrap_set_cuda_rng_state,
+        features=(CPU,),
+        why="it sets CUDA's generator through torch's C++ bindings, which cannot be stood in for",
+        source_hash="b179c9d95438",
+    ),
+    Patch(
+        target="megatron.training.initialize:_warmup_jit_function",
+        wrap=wrap_warmup_jit_function,
+        features=(CPU,),
+        why="it warms up fused CUDA kernels; no flag turns it off",
+        source_hash="e7c1707d8b9b",
+    ),
+    Patch(
         target="megatron.training.initialize:set_jit_fusion_options",
         wrap=wrap_set_jit_fusion_options,
-        feature="--hybrid-data-parallel",
+        features=(HDP,),
         why="its warm-up makes tensors of --seq-length rows, the longest context; no flag turns it off",
         source_hash="fe3ec3dcf2af",
         aliases=("megatron.training.training",),
@@ -30,32 +63,73 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         wrap=wrap_get_forward_backward_func,
-        feature="--hybrid-data-parallel",
-        why="train_step and evaluate pass one num_microbatches for all ranks; ours differ from rank to rank",
+        features=(HDP, SLICES),
+        why="train_step and evaluate pass one num_microbatches for all ranks, and no argument reorders slices",
         source_hash="9d8e0a75be40",
         aliases=("megatron.core.pipeline_parallel", "megatron.training.training"),
     ),
     Patch(
-        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        wrap=seq1f1b.wrap_get_forward_backward_func,
-        feature="--seq1f1b-splits",
-        why="no argument of the schedules gives a longer warm-up or another order of backward passes",
-        source_hash="9d8e0a75be40",
-        aliases=("megatron.core.pipeline_parallel", "megatron.training.training"),
+        target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+        features=(SLICES,),
+        why="no argument gives a longer warm-up or another order of backward passes",
+        source_hash="772d6b7d8182",
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+        features=(SLICES,),
+        why="no argument gives a longer warm-up or another order of backward passes",
+        source_hash="091263d1c27e",
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:forward_step",
+        features=(SLICES,),
+        why="the schedules call it by name; slices keep its input and output until their backward pass",
+        source_hash="24c526af4445",
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:backward_step",
+        features=(SLICES,),
+        why="the schedules call it by name, for the oldest forward pass; slices run backward last slice first",
+        source_hash="435628e2479e",
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.schedules:get_pp_rank_microbatches",
+        features=(SLICES,),
+        why="the schedules call it by name; slices need a longer warm-up",
+        source_hash="78a8e057bdbb",
     ),
     Patch(
         target="megatron.training.training:training_log",
         wrap=wrap_training_log,
-        feature="--hybrid-data-parallel",
+        features=(HDP,),
         why="the log line has no hook, and its interval decides when figures are gathered",
         source_hash="5e34a182d566",
     ),
     Patch(
         target="megatron.core.optimizer:get_megatron_optimizer",
         wrap=wrap_get_megatron_optimizer,
-        feature="--hybrid-data-parallel",
+        features=(HDP,),
         why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook lies before",
         source_hash="b473223298c4",
         aliases=("megatron.training.training",),
     ),
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+        wrap=wrap_set_main_param_and_optimizer_states,
+        features=(HDP,),
+        why="without TransformerEngine it asks the sharded tensors for a step that they do not hold; no hook skips it",
+        source_hash="40cab7846597",
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+        wrap=wrap_load_state_dict,
+        features=(HDP,),
+        why="a checkpoint with another number of parts ends in a KeyError; Megatron's optimizers have no load hooks",
+        source_hash="403774c7dde1",
+    ),
 )
+
+
+def rows_of(*features: str) -> list[Patch]:
+    """Return the rows that any of these features needs, in the table's order."""
+    return [patch for patch in PATCHES if not set(features).isdisjoint(patch.features)]

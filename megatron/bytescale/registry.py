@@ -1,7 +1,8 @@
-"""How a function of Megatron is replaced, checked and put back. Knows no feature.
+"""Checks, replaces and restores functions of Megatron. Knows no feature.
 
-A ``Patch`` row names the function, holds the wrapper and says why no hook of Megatron's does. All rows are
-checked against the installed source before any is applied; nothing else may ``setattr`` on Megatron.
+A ``Patch`` row names one function, says why no hook of Megatron's does, and holds the hash of the source that it was
+written for. ``Installation`` checks all rows against the installed Megatron before it applies the first one. Nothing
+else sets an attribute of a Megatron object (tests/test_layout.py, tests/bytescale/test_patches.py).
 """
 
 from __future__ import annotations
@@ -10,51 +11,59 @@ import functools
 import hashlib
 import importlib
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+Function = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced function.
+    """One function that runs otherwise than Megatron wrote it.
 
     Attributes:
-        target: "module:attribute" where the function is defined.
-        wrap: (original, runtime) -> replacement.
-        feature: the flag that switches it on.
-        why: why no argument, callable, spec or call site can do it.
+        target: where the function is defined, "module:function" or "module:Class.method".
+        features: names of the features that need the row.
+        why: why no argument, callable, spec or call site does it.
         source_hash: first 12 hex digits of sha256 of ``inspect.getsource(original)``.
+        wrap: (original, runtime) -> replacement. None: Megatron keeps the function, and ``copy_with_names`` runs a copy
+            of it, or names another function in such a copy.
         aliases: other modules that hold the same function by ``from ... import``.
     """
 
     target: str
-    wrap: Callable[[Callable[..., Any], Any], Callable[..., Any]]
-    feature: str
+    features: tuple[str, ...]
     why: str
     source_hash: str
+    wrap: Callable[[Function, Any], Function] | None = None
     aliases: tuple[str, ...] = ()
 
 
-def source_hash(function: Callable[..., Any]) -> str:
-    """First 12 hex digits of the sha256 of a function's source text."""
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
-
-
-def resolve(target: str) -> tuple[Any, str, Callable[..., Any]]:
-    """(owner, attribute, function) of a row's target. Raises ValueError when it is not there."""
-    module_name, _, attribute = target.partition(":")
+def source_hash(function: Function) -> str:
+    """Return the first 12 hex digits of the sha256 of a function's source text; "none" without source."""
     try:
-        owner = importlib.import_module(module_name)
-        return owner, attribute, getattr(owner, attribute)
-    except (ImportError, AttributeError) as error:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return "none"
+
+
+def resolve(target: str) -> tuple[Any, str, Function]:
+    """Return (module or class, attribute, function) of a row's target. Raises ValueError when it does not exist."""
+    module_name, _, path = target.partition(":")
+    *classes, attribute = path.split(".")
+    try:
+        owner = functools.reduce(getattr, classes, importlib.import_module(module_name))
+        return owner, attribute, vars(owner)[attribute]
+    except (ImportError, AttributeError, KeyError) as error:
         raise ValueError(
             f"{target} is not in the installed Megatron ({error}); install megatron-core==0.19.2"
         ) from error
 
 
 def check(patch: Patch) -> None:
-    """Refuse a row whose function is not the one it was written for, or an alias that holds another one."""
+    """Raise ValueError if a row's function has another source, is wrapped already, or differs from an alias."""
     _, attribute, function = resolve(patch.target)
     if inspect.unwrap(function) is not function:  # its source would be read through the wrapper
         raise ValueError(f"{patch.target} is wrapped already: install once, and leave out libraries that replace it")
@@ -71,18 +80,20 @@ def check(patch: Patch) -> None:
 
 @dataclass
 class Installation:
-    """What is replaced right now; ``uninstall`` puts it back."""
+    """The functions replaced right now, as (module or class, attribute, original)."""
 
-    originals: list[tuple[Any, str, Callable[..., Any]]] = field(default_factory=list)
+    originals: list[tuple[Any, str, Function]] = field(default_factory=list)
 
     def install(self, patches: Sequence[Patch], runtime: Any) -> None:
         """Check every row, then apply every row. Raises ValueError before anything is replaced."""
         for patch in patches:
             check(patch)
         for patch in patches:
+            if patch.wrap is None:
+                continue
             owner, attribute, original = resolve(patch.target)
             replacement = functools.wraps(original)(patch.wrap(original, runtime))
-            for holder in (owner, *(importlib.import_module(alias) for alias in patch.aliases)):
+            for holder in (owner, *map(importlib.import_module, patch.aliases)):
                 self.originals.append((holder, attribute, original))
                 setattr(holder, attribute, replacement)
 
@@ -92,18 +103,35 @@ class Installation:
             setattr(*self.originals.pop())
 
     def names(self) -> list[str]:
-        """ "module.attribute" of everything replaced."""
-        return [f"{holder.__name__}.{attribute}" for holder, attribute, _ in self.originals]
+        """Return "module.function" or "module.Class.method" of everything replaced."""
+        return [f"{_full_name(holder)}.{attribute}" for holder, attribute, _ in self.originals]
+
+
+def _full_name(holder: Any) -> str:
+    return f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder.__name__
+
+
+def copy_with_names(function: Function, **names: Any) -> Function:
+    """Return a copy of a function in which these global names mean something else. Its module stays as it is."""
+    assert isinstance(function, types.FunctionType) and names.keys() <= function.__globals__.keys(), f"{function=}"
+    copied = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def describe(patch: Patch) -> str:
-    """One row of the table, with whether the installed Megatron is the one expected."""
+    """Return one printed row of the table: the function, its state, its hash, the features, the reason, the holders."""
     _, _, function = resolve(patch.target)
     original = getattr(function, "__wrapped__", function)
-    state = "replaced" if original is not function else "untouched"
+    state = "replaced" if original is not function else "copied" if patch.wrap is None else "untouched"
     if source_hash(original) != patch.source_hash:
         state = f"unknown source {source_hash(original)}"
+    name, features = patch.target.partition(":")[2], ", ".join(patch.features)
     holders = ", ".join((patch.target.replace(":", "."), *patch.aliases))
-    return (
-        f"{patch.target.partition(':')[2]:32} {state:10} {patch.source_hash}  {patch.feature}: {patch.why} [{holders}]"
-    )
+    return f"{name:45} {state:10} {patch.source_hash}  {features}: {patch.why} [{holders}]"

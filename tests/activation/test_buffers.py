@@ -23,14 +23,16 @@ class Layer:
 def test_two_layers_have_buffers_and_a_third_waits_for_one() -> None:
     buffers, layers = RoundingBuffers(1024, CPU), [Layer(), Layer(), Layer()]
     first, second = (buffers.take(layer, [300, 200]) for layer in layers[:2])
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert [part.numel() for part in first] == [300, 200]
     assert first[1].data_ptr() - first[0].data_ptr() == 512  # parts begin at multiples of the alignment
     assert first[0].data_ptr() != second[0].data_ptr()
     assert buffers.take(layers[2], [300]) is None
     layers[0].is_waiting = False
     third = buffers.take(layers[2], [300])
-    assert third is not None and third[0].data_ptr() == first[0].data_ptr()
+    assert third is not None
+    assert third[0].data_ptr() == first[0].data_ptr()
     assert (buffers.num_taken, buffers.num_refused) == (3, 1)
 
 
@@ -51,7 +53,8 @@ def test_layers_come_back_through_buffers_with_equal_gradients() -> None:
         store.buffers = RoundingBuffers(plain.counts.restored_bytes, CPU)
         got = results(make_layers(store, 4), inputs_of(40), inputs_of(40, seed=2))
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True)), name
-        assert store.buffers.num_taken > 0 and store.buffers.num_refused == 0
+        assert store.buffers.num_taken > 0
+        assert store.buffers.num_refused == 0
         held = store.buffers._buffers
         assert any(buffer is not None for buffer in held)
         store.check_empty()

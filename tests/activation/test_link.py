@@ -75,7 +75,8 @@ def test_computing_waits_for_the_layer_before_the_last(link: CudaLink) -> None:
     ]
     assert len(link._held) == 1
     link.settle()
-    assert NOTES[-1] == "compute waits for out3" and not link._held
+    assert NOTES[-1] == "compute waits for out3"
+    assert not link._held
 
 
 def test_reads_come_after_their_writes_and_before_use(link: CudaLink) -> None:
@@ -94,7 +95,9 @@ def test_memory_that_is_still_read_is_handed_out_last(link: CudaLink) -> None:
     assert link.used_bytes == 0  # though the copy runs on
     NOTES.clear()
     second = link.take(2 * ALIGNMENT)
-    assert second is not None and second.start != first.start and not NOTES
+    assert second is not None
+    assert second.start != first.start
+    assert not NOTES
     third = link.take(2 * ALIGNMENT)  # only the part that is being read is left
     assert third == first
     assert NOTES == ["out waits for in1"]

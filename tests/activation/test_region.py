@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from bytescale_ext.activation.region import Shape, elements_of, memory_order, num_bytes, region_of
+from bytescale_ext.activation.region import TensorView, elements_of, memory_order, num_bytes, region_of
 
 
 def same_region(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -49,9 +49,9 @@ def test_elements_come_back_as_any_view() -> None:
         base[0, 0, 0, 0],
     ):
         stored = elements_of(tensor).clone()
-        shape = Shape.of(tensor)
-        assert torch.equal(shape.view(stored), tensor)
-        again = shape.view_as_saved(stored)
+        view = TensorView.of(tensor)
+        assert torch.equal(view.apply(stored), tensor)
+        again = view.apply_as_saved(stored)
         assert torch.equal(again, tensor)
         assert again.stride() == tensor.stride() or again.is_contiguous()
         assert num_bytes(tensor) == stored.numel() * 4
@@ -59,8 +59,9 @@ def test_elements_come_back_as_any_view() -> None:
 
 def test_gaps_come_back_on_cpu() -> None:
     part = torch.arange(24.0).view(2, 3, 4)[..., 1:3]
-    again = Shape.of(part).view_as_saved(elements_of(part))
-    assert torch.equal(again, part) and again.stride() == part.stride()
+    again = TensorView.of(part).apply_as_saved(elements_of(part))
+    assert torch.equal(again, part)
+    assert again.stride() == part.stride()
 
 
 def test_order_in_memory() -> None:

@@ -13,7 +13,7 @@ from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.counts import split_rows
 from bytescale_ext.activation.link import PlainLink
 from bytescale_ext.activation.store import ActivationStore
-from bytescale_ext.plan.activation import ActivationPlan
+from bytescale_ext.plan.activation.plan import ActivationPlan
 from tests.activation.toy_layer import ToyLayer
 
 PLANS = {
@@ -241,7 +241,7 @@ def with_fused_norms(layers: list[ToyLayer]) -> list[ToyLayer]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_norms_inside_of_stations(name: str) -> None:
+def test_norms_inside_of_hook_points(name: str) -> None:
     """What they save is treated as the layer's input, as the plans for such layers count it."""
     plan, length, float_bytes = PLANS[name], 50, 4
     store = make_store(plan)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from bytescale_ext.activation.trace import GRANULE_BYTES, AllocationTrace
-from bytescale_ext.plan.memory import liveness_bound, requests_within
+from bytescale_ext.plan.memory.placement import liveness_bound, requests_within
 
 
 def test_sizes_and_lives_by_hand() -> None:
@@ -18,7 +18,9 @@ def test_sizes_and_lives_by_hand() -> None:
     requests = trace.requests()
     assert [r.num_bytes for r in requests] == [4096, GRANULE_BYTES, GRANULE_BYTES]
     first, second, third = requests
-    assert first.overlaps(second) and not first.overlaps(third) and second.overlaps(third)
+    assert first.overlaps(second)
+    assert not first.overlaps(third)
+    assert second.overlaps(third)
     assert liveness_bound(requests) == 4096 + GRANULE_BYTES
     assert c.numel() == 10
 

@@ -1,4 +1,4 @@
-"""A transformer layer of a few lines that has stations, as ``PlannedTransformerLayer`` gives them to Megatron's."""
+"""A transformer layer of a few lines with hook points, as ``PlannedTransformerLayer`` gives them to Megatron's."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class ToyLayer(torch.nn.Module):
             return self._compute(x)
         parameters = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
         record = self.store.new_record(self.number, x.shape[0], parameters)
-        record.pass_station(LAYER_INPUT, x, "input")
+        record.pass_hook_point(LAYER_INPUT, x, "input")
         run = Recording(record)
-        with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda slip: slip.redeem()):
+        with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda saved: saved.restore()):
             out = self._compute(x)
         record.rebuild = self._rebuild
         record.close()
@@ -70,7 +70,7 @@ class ToyLayer(torch.nn.Module):
     def _rebuild(self, record: LayerRecord) -> None:
         if self.fails:
             raise RuntimeError("no")
-        x = record.rows_from(record.stations[LAYER_INPUT], record.first_row).detach().requires_grad_()
+        x = record.rows_from(LAYER_INPUT, record.first_row).detach().requires_grad_()
         run = Rebuilding(record)
         hooks = torch.autograd.graph.saved_tensors_hooks(run.pack, lambda nothing: nothing)
         with self._running(run), torch.enable_grad(), hooks, contextlib.suppress(RebuiltAll):

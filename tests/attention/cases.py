@@ -1,4 +1,4 @@
-"""Steps with known answers: who holds which sequence, the values of its tokens, and its dense attention."""
+"""Test cases: which ranks hold which sequences, their values, dense attention as the answer, and how to run them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from bytescale_ext.attention.kernels import Kernel, kernel_table
-from bytescale_ext.attention.layout import AttentionLayout, attention_layout
-from bytescale_ext.attention.reference import dense_attention
-from bytescale_ext.attention.ring import RingContext, Steps, backward_steps, forward_steps
-from bytescale_ext.attention.rows import CuSeqlens
+from bytescale_ext.attention.kernels.contract import Saved
+from bytescale_ext.attention.kernels.table import Kernel, kernel_table
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
+from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.attention.ring import Backend, Steps, backward_steps, forward_steps
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
-from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Case:
         return self.dim**-0.5
 
     def micro_batch(self, number: int, rank: int) -> MicroBatch:
-        """What ``rank`` computes in round ``number``."""
+        """The micro-batch of ``rank`` in round ``number``."""
         shards = [
             Shard(seq, zigzag_ranges(self.lengths[seq], len(ring), ring.index(rank)), ring)
             for seq, ring in sorted(self.rounds[number])
@@ -54,7 +56,7 @@ class Case:
         return attention_layout(micro_batch, rank, self.lengths, micro_batch.num_tokens + self.num_padding)
 
     def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """``q, k, v, dout`` of one sequence, the same wherever they are made."""
+        """``q, k, v, dout`` of one sequence, the same on every rank."""
         generator = torch.Generator().manual_seed(1000 + seq)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return tuple(
@@ -68,7 +70,7 @@ class Case:
         return torch.cat(parts) if parts else of_sequences[0][:0]
 
     def inputs(self, number: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """``q, k, v, dout`` of a micro-batch; the padding holds noise that nothing may see."""
+        """``q, k, v, dout`` of a micro-batch; its padding holds noise."""
         micro_batch = self.micro_batch(number, rank)
         columns = zip(*(self.values(seq, dtype) for seq in range(len(self.lengths))), strict=True)
         rows = [self.rows(micro_batch, column) for column in columns]
@@ -88,7 +90,7 @@ class Case:
         for seq, length in enumerate(self.lengths):
             q, k, v, dout = (x.double() for x in self.values(seq, dtype))
             leaves = [x.requires_grad_() for x in (q, k, v)]
-            out = dense_attention(q, k, v, CuSeqlens((0, length)), self.scale)
+            out = dense_attention(q, k, v, (length,), self.scale)
             answers.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
         return answers
 
@@ -120,6 +122,55 @@ def kernel_named(name: str) -> Kernel:
     return next(row for row in kernel_table() if row.name == name)
 
 
+def block_of(
+    lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, causal: bool = True, scale: float = 0.3
+) -> AttentionBlock:
+    """The block of documents of these lengths; by default each document's keys are its own tokens."""
+    cu_k = CuSeqlens.of_lengths(lengths_q if lengths_k is None else lengths_k)
+    return AttentionBlock(CuSeqlens.of_lengths(lengths_q), cu_k, causal, scale)
+
+
+def block_tensors(
+    block: AttentionBlock, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, dim: int = 16
+) -> list[torch.Tensor]:
+    """``q, k, v, dout`` of a block."""
+    generator = torch.Generator().manual_seed(1)
+    num_q, num_k = block.cu_q.num_tokens, block.cu_k.num_tokens
+    rows = ((num_q, heads), (num_k, kv_heads), (num_k, kv_heads), (num_q, heads))
+    return [torch.randn(t, count, dim, generator=generator).to(dtype) for t, count in rows]
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float
+) -> torch.Tensor:
+    """Causal attention inside each document, written with a mask over all rows and differentiable by autograd.
+
+    ``q``: [t, heads, dim]; ``k, v``: [t, kv_heads, dim]; rows after the documents are padding and give zeros.
+    """
+    t, group = q.shape[0], q.shape[1] // k.shape[1]
+    document = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, t - sum(lengths)]))
+    seen = (document[:, None] == document) & (document < len(lengths)) & torch.ones(t, t, dtype=torch.bool).tril()
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).masked_fill(~seen, 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def run_round(
+    layouts: Sequence[AttentionLayout], inputs: Sequence[Sequence[torch.Tensor]], backends: Sequence[Backend]
+) -> list[tuple[torch.Tensor, ...]]:
+    """``out, dq, dk, dv`` of one micro-batch of each virtual rank; ``inputs`` are ``q, k, v, dout``."""
+    ranks = list(zip(inputs, layouts, backends, strict=True))
+    outputs = run_in_turn([forward_steps(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
+    grads = run_in_turn(
+        [
+            backward_steps(dout, Saved(q, k, v, *output), layout, backend)
+            for ((q, k, v, dout), layout, backend), output in zip(ranks, outputs, strict=True)
+        ]
+    )
+    return [(out, *grad) for (out, _), grad in zip(outputs, grads, strict=True)]
+
+
 def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, list[MailboxComm]]:
     """``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
     comms = mailbox_comms(case.num_ranks)
@@ -127,12 +178,9 @@ def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, lis
     ranks = range(case.num_ranks)
     for number in range(len(case.rounds)):
         inputs = [case.inputs(number, rank, dtype) for rank in ranks]
-        rings = [RingContext(case.layout(number, rank), comms[rank], kernel_named(name), case.scale) for rank in ranks]
-        outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
-        grads = run_in_turn(
-            [backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks]
-        )
-        results |= {(number, rank): (outputs[rank][0], *grads[rank]) for rank in ranks}
+        backends = [Backend(comm, kernel_named(name), case.scale) for comm in comms]
+        found = run_round([case.layout(number, rank) for rank in ranks], inputs, backends)
+        results |= {(number, rank): found[rank] for rank in ranks}
     return results, comms
 
 
@@ -142,14 +190,14 @@ def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Steps[list[tupl
     for micro_batch in plan.ranks[comm.rank]:
         q, k, v, dout = case.planned_inputs(micro_batch)
         layout = attention_layout(micro_batch, comm.rank, plan.lengths, micro_batch.num_tokens)
-        ring = RingContext(layout, comm, kernel_named("reference"), case.scale)
-        out, lse = yield from forward_steps(q, k, v, ring)
-        found.append((out, *(yield from backward_steps(dout, q, k, v, out, lse, ring))))
+        backend = Backend(comm, kernel_named("reference"), case.scale)
+        out, lse = yield from forward_steps(q, k, v, layout, backend)
+        found.append((out, *(yield from backward_steps(dout, Saved(q, k, v, out, lse), layout, backend))))
     return found
 
 
 def planned(plan: StepPlan) -> Case:
-    """The values of a plan's sequences; the plan says where they are computed."""
+    """A case with the values of a plan's sequences; the plan says where they are computed."""
     return Case(plan.lengths, ((),), plan.num_ranks, num_padding=0)
 
 
@@ -164,7 +212,7 @@ def assert_planned_matches(plan: StepPlan, results: Sequence[Sequence[tuple[torc
 
 
 def assert_plan_is_exact(plan: StepPlan) -> None:
-    """Run a plan on virtual ranks, each in its own time, in float64."""
+    """Run a plan on virtual ranks in float64 and check it against dense attention."""
     case = planned(plan)
     comms = mailbox_comms(plan.num_ranks)
     assert_planned_matches(plan, run_in_turn([plan_steps(case, plan, comm) for comm in comms]))

@@ -1,12 +1,16 @@
-"""Joining blocks of keys."""
+"""Joining blocks of keys by their log-sum-exp."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bytescale_ext.attention.kernels.contract import empty_output
+from bytescale_ext.attention.kernels.reference import reference_forward
 from bytescale_ext.attention.merge import merge_
-from bytescale_ext.attention.reference import reference_forward
+from tests.attention.cases import block_of
 
 INFINITY = float("inf")
 
@@ -17,19 +21,37 @@ def values(rows: int, heads: int, dtype: torch.dtype = torch.float64) -> torch.T
 
 def test_blocks_of_keys_join_to_the_whole() -> None:
     q, k, v = values(6, 4), values(11, 2), values(12, 2)[:11]
-    out, lse = reference_forward(q, k, v, causal=False, scale=0.3)
-    total_out, total_lse = reference_forward(q, k[:4], v[:4], causal=False, scale=0.3)
+    out, lse = reference_forward(q, k, v, block_of([6], [11], causal=False))
+    total_out, total_lse = reference_forward(q, k[:4], v[:4], block_of([6], [4], causal=False))
     for keys in (slice(4, 5), slice(5, 11)):
-        merge_(total_out, total_lse, *reference_forward(q, k[keys], v[keys], causal=False, scale=0.3))
+        block = block_of([6], [keys.stop - keys.start], causal=False)
+        merge_(total_out, total_lse, *reference_forward(q, k[keys], v[keys], block))
     torch.testing.assert_close(total_out, out, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(total_lse, lse, rtol=1e-13, atol=1e-13)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 9), st.permutations(range(6)))
+@settings(max_examples=40, deadline=None)
+def test_any_cut_of_the_keys_in_any_order(sizes: list[int], num_queries: int, order: list[int]) -> None:
+    """Empty blocks of keys change nothing."""
+    num_keys = sum(sizes)
+    q, k, v = values(num_queries, 4), values(num_keys, 2), -values(num_keys, 2)
+    out, lse = reference_forward(q, k, v, block_of([num_queries], [num_keys], causal=False))
+    total_out, total_lse = empty_output(q)
+    for number in (one for one in order if one < len(sizes)):
+        keys = slice(sum(sizes[:number]), sum(sizes[: number + 1]))
+        block = block_of([num_queries], [sizes[number]], causal=False)
+        merge_(total_out, total_lse, *reference_forward(q, k[keys], v[keys], block))
+    torch.testing.assert_close(total_out, out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(total_lse, lse, rtol=1e-12, atol=1e-12)
 
 
 def test_views_of_totals_are_changed_and_the_rest_is_not() -> None:
     total_out, total_lse = values(5, 2), torch.zeros(2, 5, dtype=torch.float64)
     before = total_out.clone()
     merge_(total_out[2:], total_lse[:, 2:], values(3, 2), torch.zeros(2, 3, dtype=torch.float64))
-    assert torch.equal(total_out[:2], before[:2]) and not total_lse[:, :2].any()
+    assert torch.equal(total_out[:2], before[:2])
+    assert not total_lse[:, :2].any()
     torch.testing.assert_close(total_out[2:], (before[2:] + values(3, 2)) / 2)
     torch.testing.assert_close(total_lse[:, 2:], torch.full((2, 3), 2.0, dtype=torch.float64).log())
 
@@ -57,4 +79,5 @@ def test_low_precision_blocks_are_summed_in_full_precision() -> None:
     total_out, total_lse = torch.zeros(4, 2, 8), torch.full((2, 4), -INFINITY)
     block = values(4, 2, torch.float32).bfloat16()
     merge_(total_out, total_lse, block, torch.zeros(2, 4))
-    assert total_out.dtype == torch.float32 and torch.equal(total_out, block.float())
+    assert total_out.dtype == torch.float32
+    assert torch.equal(total_out, block.float())

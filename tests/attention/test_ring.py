@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from bytescale_ext.attention.ring import ring_attention
+from bytescale_ext.attention.ring import Backend, ring_attention
 from bytescale_ext.attention.virtual import mailbox_comms
-from bytescale_ext.plan.hdp import plan_naive
 from tests.attention.cases import (
     GROUPS,
     MIXED,
@@ -24,6 +23,7 @@ from tests.attention.cases import (
     run_virtual,
     whole,
 )
+from tests.plan.simple_plans import plan_naive
 
 LOCAL = Case(lengths=(9, 1, 30, 4), rounds=(((0, (0,)), (1, (0,)), (2, (0,)), (3, (0,))),), num_ranks=1)
 
@@ -73,7 +73,7 @@ def test_bfloat16_is_sane(case: Case) -> None:
 
 
 def test_rings_lose_no_precision_against_one_kernel() -> None:
-    """Sums over blocks are float32: the error of many blocks stays near that of one."""
+    """Sums over blocks are float32: many blocks have nearly the error of one."""
     ring = whole(256, tuple(range(8)))
     one = Case((256,), (((0, (0,)),),), 1)
     wanted = one.expected(torch.bfloat16)[0]
@@ -109,14 +109,14 @@ def test_bytes_are_those_of_the_plan() -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
 @settings(max_examples=20, deadline=None)
 def test_planned_steps_run_to_their_end(lengths: list[int], num_ranks: int) -> None:
-    """Every rank runs its micro-batches in its own time; ranks may have different numbers of them."""
+    """Ranks run their micro-batches independently and may have different numbers of them."""
     assert_plan_is_exact(plan_naive(lengths, num_ranks, -(-max(lengths) // num_ranks) + 3))
 
 
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str = "cpu_flash") -> torch.Tensor:
     """The one rank of a case without rings, through autograd."""
     (comm,) = mailbox_comms(1)
-    return ring_attention(q, k, v, case.layout(0, 0), comm, kernel_named(name), case.scale)
+    return ring_attention(q, k, v, case.layout(0, 0), Backend(comm, kernel_named(name), case.scale))
 
 
 def test_autograd_of_local_documents() -> None:
@@ -143,12 +143,13 @@ def test_no_grad_saves_nothing() -> None:
     q, k, v, _ = LOCAL.inputs(0, 0, torch.float32)
     with torch.no_grad():
         out = attend(LOCAL, q.requires_grad_(), k, v)
-    assert out.grad_fn is None and torch.equal(out, attend(LOCAL, q, k, v).detach())
+    assert out.grad_fn is None
+    assert torch.equal(out, attend(LOCAL, q, k, v).detach())
 
 
 @pytest.mark.parametrize("name", ["cpu_flash", "reference"])
 def test_documents_do_not_see_each_other(name: str) -> None:
-    """One sequence of each kind is changed; every row of every other keeps its bits."""
+    """Changing one sequence changes no bit of any other sequence."""
     numbers = [0, 1, 2, 3, 4, 5, 6]
     case = Case(
         lengths=(21, 14, 6, 5, 9, 11, 7),
@@ -179,11 +180,50 @@ class _Perturbed(Case):
         return tuple(x * 1.5 + 0.25 for x in values) if seq == self.changed else values
 
 
+def test_a_ring_needs_a_comm() -> None:
+    case = whole(8, (0, 1))
+    q, k, v, _ = case.inputs(0, 0, torch.float32)
+    with pytest.raises(AssertionError, match="a layout with rings needs a comm"):
+        ring_attention(q, k, v, case.layout(0, 0), Backend(None, kernel_named("cpu_flash"), case.scale))
+
+
+def test_local_documents_need_no_comm() -> None:
+    q, k, v, _ = LOCAL.inputs(0, 0, torch.float32)
+    backend = Backend(None, kernel_named("cpu_flash"), LOCAL.scale)
+    assert torch.equal(ring_attention(q, k, v, LOCAL.layout(0, 0), backend), attend(LOCAL, q, k, v))
+
+
+def test_strided_inputs_give_the_same_bits() -> None:
+    """Megatron's query, key and value are slices of one tensor."""
+    q, k, v, dout = LOCAL.inputs(0, 0, torch.float32)
+    direct = [x.clone().requires_grad_() for x in (q, k, v)]
+    mixed = torch.cat((q, k, v), dim=1).requires_grad_()
+    expected, got = attend(LOCAL, *direct), attend(LOCAL, *mixed.split((4, 2, 2), dim=1))
+    assert torch.equal(got, expected)
+    grads = torch.autograd.grad(expected, direct, dout)
+    (of_mixed,) = torch.autograd.grad(got, mixed, dout)
+    assert torch.equal(of_mixed, torch.cat(grads, dim=1))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v, _ = (x.requires_grad_() for x in LOCAL.inputs(0, 0, torch.float64))
+    (grad,) = torch.autograd.grad(attend(LOCAL, q, k, v, "reference").square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_gradients_match_finite_differences() -> None:
+    case = Case((3, 1, 4), (((0, (0,)), (1, (0,)), (2, (0,))),), 1, heads=2, kv_heads=1, dim=4, num_padding=1)
+    q, k, v, _ = (x.requires_grad_() for x in case.inputs(0, 0, torch.float64))
+    assert torch.autograd.gradcheck(lambda *qkv: attend(case, *qkv, name="reference"), (q, k, v))
+
+
 def test_an_empty_micro_batch_gives_zeros() -> None:
     case = Case((4,), (((0, (1,)),),), num_ranks=2)
     q, k, v, dout = (x.requires_grad_() for x in case.inputs(0, 0, torch.float32))
     out = attend(case, q, k, v)
-    assert out.shape == (3, 4, 8) and not out.any()
+    assert out.shape == (3, 4, 8)
+    assert not out.any()
     assert not any(grad.any() for grad in torch.autograd.grad(out, (q, k, v), dout.detach()))
 
 

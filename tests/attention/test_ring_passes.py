@@ -1,4 +1,4 @@
-"""Documents that travel together: what a pass costs, and the order of passes on every pair of ranks."""
+"""Documents that travel together: the cost of a pass, and the order of passes on every pair of ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.attention.kernels import KernelCalls, counting
-from bytescale_ext.attention.layout import attention_layout
-from bytescale_ext.attention.ring import RingContext, backward_steps, forward_steps
-from bytescale_ext.attention.rows import Rows
-from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
+from bytescale_ext.attention.kernels.table import KernelCalls, counting
+from bytescale_ext.attention.layouts.layout import attention_layout
+from bytescale_ext.attention.ring import Backend
+from bytescale_ext.attention.virtual import mailbox_comms
 from bytescale_ext.errors import PlanError
 from bytescale_ext.parallel.p2p import ExchangeStats
-from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.hdp import plan_static_cp
-from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
-from tests.attention.cases import Case, assert_matches, assert_plan_is_exact, kernel_named, run_virtual
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.plan import StepPlan
+from tests.attention.cases import Case, assert_matches, assert_plan_is_exact, kernel_named, run_round, run_virtual
+from tests.plan.simple_plans import plan_static
 
 Ring = tuple[int, ...]
 
@@ -37,13 +37,12 @@ def test_odd_documents_of_one_ring_are_exact(width: int, heads: tuple[int, int])
 
 
 def costs(case: Case) -> list[tuple[KernelCalls, ExchangeStats]]:
-    """What each virtual rank calls and sends in the forward and backward pass of round 0."""
+    """Kernel calls and messages of each virtual rank in the forward and backward pass of round 0."""
     ranks, comms = range(case.num_ranks), mailbox_comms(case.num_ranks)
     kernels = [counting(kernel_named("cpu_flash")) for _ in ranks]
     inputs = [case.inputs(0, rank, torch.float32) for rank in ranks]
-    rings = [RingContext(case.layout(0, rank), comms[rank], kernels[rank][0], case.scale) for rank in ranks]
-    outputs = run_in_turn([forward_steps(*inputs[rank][:3], rings[rank]) for rank in ranks])
-    run_in_turn([backward_steps(inputs[rank][3], *inputs[rank][:3], *outputs[rank], rings[rank]) for rank in ranks])
+    backends = [Backend(comm, kernel, case.scale) for comm, (kernel, _) in zip(comms, kernels, strict=True)]
+    run_round([case.layout(0, rank) for rank in ranks], inputs, backends)
     return [(calls, comm.stats) for (_, calls), comm in zip(kernels, comms, strict=True)]
 
 
@@ -67,7 +66,7 @@ def test_documents_of_one_ring_send_the_bytes_of_each() -> None:
         assert together[rank][1].bytes_sent == sum(one[rank][1].bytes_sent for one in alone)
 
 
-def test_other_rings_between_do_not_part_documents() -> None:
+def test_other_rings_in_between_do_not_separate_documents() -> None:
     """Rank 0 sees the ring (0, 1) between two documents of (0, 1, 2), rank 2 does not; both make one pass of them."""
     case = Case((9, 8, 7, 6), (((0, (0, 1, 2)), (1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1))),), 3)
     passes = [[(member.ring, member.seqs) for member in case.layout(0, rank).passes] for rank in range(3)]
@@ -77,13 +76,13 @@ def test_other_rings_between_do_not_part_documents() -> None:
 
 
 def passes_of(plan: StepPlan, rank: int) -> list[tuple[Ring, tuple[int, ...]]]:
-    """``(ring, seqs)`` of every pass of a rank in its whole step, in running order."""
+    """``(ring, seqs)`` of every pass of a rank in its step, in the order in which they run."""
     layouts = [attention_layout(held, rank, plan.lengths, held.num_tokens) for held in plan.ranks[rank]]
     return [(member.ring, member.seqs) for layout in layouts for member in layout.passes]
 
 
 def assert_ranks_agree(plan: StepPlan) -> None:
-    """Every two ranks meet the passes that both are in with the same sequences and in the same order."""
+    """Check that every two ranks run their common passes in the same order with the same sequences."""
     passes = [passes_of(plan, rank) for rank in range(plan.num_ranks)]
     for one in range(plan.num_ranks):
         for other in range(one):
@@ -107,7 +106,7 @@ def plan_of(lengths: Sequence[int], rings: Sequence[Ring], rows: Sequence[Sequen
 
 
 def any_plan(source: random.Random) -> StepPlan:
-    """Rings over a few ranks; each rank divides what it holds into micro-batches, most often as the others do."""
+    """A plan of rings over a few ranks, which usually divide their sequences into the same micro-batches."""
     num_ranks, num_seqs, num_slots = source.randint(2, 4), source.randint(2, 6), source.randint(1, 3)
     rings = []
     for _ in range(num_seqs):
@@ -120,8 +119,8 @@ def any_plan(source: random.Random) -> StepPlan:
         slots: dict[int, list[int]] = {}
         for seq, ring in enumerate(rings):
             if rank in ring:
-                own_will = source.random() < 0.1 or len(ring) == 1
-                slots.setdefault(source.randrange(num_slots) if own_will else common[seq], []).append(seq)
+                differs = source.random() < 0.1 or len(ring) == 1
+                slots.setdefault(source.randrange(num_slots) if differs else common[seq], []).append(seq)
         order = sorted(slots)
         if source.random() < 0.1:
             source.shuffle(order)
@@ -129,8 +128,8 @@ def any_plan(source: random.Random) -> StepPlan:
     return plan_of(lengths, rings, rows)
 
 
-def test_ranks_agree_on_passes_of_every_plan_that_is_accepted() -> None:
-    """The checker's law of classes is what makes groups of one ring the same on all members."""
+def test_ranks_agree_on_passes_of_every_accepted_plan() -> None:
+    """The checker's law of coupled groups makes the documents of a pass the same on all members."""
     source = random.Random(5)
     accepted = refused = shared = exact = 0
     for _ in range(400):
@@ -147,10 +146,11 @@ def test_ranks_agree_on_passes_of_every_plan_that_is_accepted() -> None:
         if several and exact < 40:
             exact += 1
             assert_plan_is_exact(plan)
-    assert accepted > 100 and refused > 20 and shared > 50 and exact == 40, f"{accepted=} {refused=} {shared=}"
+    assert exact == 40
+    assert min(accepted / 100, refused / 20, shared / 50) > 1, f"{accepted=} {refused=} {shared=}"
 
 
-def test_one_ring_in_micro_batches_of_other_composition_is_refused() -> None:
+def test_documents_together_on_one_rank_and_apart_on_another_are_refused() -> None:
     """Rank 0 holds two documents of a ring together and rank 1 apart: no order of passes could be right."""
     plan = plan_of((8, 9), ((0, 1), (0, 1)), (((0, 1),), ((0,), (1,))))
     assert passes_of(plan, 0) != passes_of(plan, 1)
@@ -161,7 +161,7 @@ def test_one_ring_in_micro_batches_of_other_composition_is_refused() -> None:
 @given(st.lists(st.integers(1, 9) | st.integers(1, 40), min_size=1, max_size=14), st.sampled_from([2, 4]))
 @settings(max_examples=25, deadline=None)
 def test_static_plans_with_tiny_documents(lengths: list[int], width: int) -> None:
-    plan = plan_static_cp(lengths, 4, max(-(-max(lengths) // width), 8), width)
+    plan = plan_static(lengths, 4, max(-(-max(lengths) // width), 8), width)
     check_step_plan(plan, lengths)
     assert_ranks_agree(plan)
     for rank, row in enumerate(plan.ranks):
@@ -172,36 +172,5 @@ def test_static_plans_with_tiny_documents(lengths: list[int], width: int) -> Non
 
 
 def test_a_static_pack_of_documents_is_one_pass() -> None:
-    plan = plan_static_cp((40, 12, 9, 30, 21), 4, 32, 4)
+    plan = plan_static((40, 12, 9, 30, 21), 4, 32, 4)
     assert [passes_of(plan, rank) for rank in range(4)] == [[((0, 1, 2, 3), (0, 1, 2, 3, 4))]] * 4
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6))
-def test_rows_are_taken_put_and_added(gaps_and_sizes: list[tuple[int, int]]) -> None:
-    intervals, stop = [], 0
-    for gap, size in gaps_and_sizes:
-        intervals.append((stop + gap, stop + gap + size))
-        stop += gap + size
-    rows = Rows.of(intervals)
-    listed = [row for a, b in intervals for row in range(a, b)]
-    assert rows.num_rows == len(listed) and rows.is_view == (not listed or listed[-1] - listed[0] == len(listed) - 1)
-    tensor = torch.arange(2.0 * (stop + 2)).view(2, -1)
-    taken = rows.take(tensor, dim=1)
-    assert torch.equal(taken, tensor[:, listed])
-    assert (taken.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()) == rows.is_view
-    expected = tensor.clone()
-    expected[:, listed] *= 2
-    values = taken.double().clone()
-    rows.add_(tensor, values, dim=1)
-    assert torch.equal(tensor, expected)
-    rows.put_(tensor, values, dim=1)
-    expected[:, listed] /= 2
-    assert torch.equal(tensor, expected)
-
-
-def test_rows_are_values() -> None:
-    first, second = Rows.of([(0, 2), (2, 2), (2, 3), (5, 7)]), Rows(((0, 3), (5, 7)))
-    first.take(torch.zeros(8))
-    assert first == second and hash(first) == hash(second)
-    with pytest.raises(AssertionError):
-        Rows.of([(3, 5), (0, 1)])

@@ -1,4 +1,4 @@
-"""Ring attention between processes, through autograd, on the plans that virtual ranks are tested with."""
+"""Ring attention between processes, through autograd, on the cases of the tests with virtual ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from bytescale_ext.attention.kernels import choose_kernel
-from bytescale_ext.attention.layout import attention_layout
-from bytescale_ext.attention.ring import ring_attention
+from bytescale_ext.attention.kernels.table import choose_kernel
+from bytescale_ext.attention.layouts.layout import attention_layout
+from bytescale_ext.attention.ring import Backend, ring_attention
 from bytescale_ext.parallel.p2p import RingComm
-from bytescale_ext.plan.hdp import plan_static_cp
-from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.plan.step.plan import StepPlan
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, Results, assert_matches, assert_planned_matches, planned
 from tests.harness import run_ranks
+from tests.plan.simple_plans import plan_static
 
 RankResults = tuple[dict[int, tuple[torch.Tensor, ...]], int]
 
 
 def train_rank(rank: int, world: int, case: Case, dtype: torch.dtype, recompute: bool) -> RankResults:
-    """``out, dq, dk, dv`` of each round on one rank (in evaluation only the last is run twice), and bytes sent.
+    """``out, dq, dk, dv`` of each round on one rank, and the bytes sent. Each forward also runs once without gradients.
 
     All rounds run forward before any runs backward, in reverse order, as in a pipeline.
     """
@@ -32,7 +32,7 @@ def train_rank(rank: int, world: int, case: Case, dtype: torch.dtype, recompute:
     for number in range(len(case.rounds)):
         q, k, v, dout = case.inputs(number, rank, dtype)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        arguments = (*leaves, case.layout(number, rank), comm, kernel, case.scale)
+        arguments = (*leaves, case.layout(number, rank), Backend(comm, kernel, case.scale))
         out = checkpoint(ring_attention, *arguments, use_reentrant=False) if recompute else ring_attention(*arguments)
         with torch.no_grad():
             assert torch.equal(ring_attention(*arguments), out)
@@ -99,14 +99,14 @@ def run_plan(rank: int, world: int, plan: StepPlan) -> list[tuple[torch.Tensor, 
         q, k, v, dout = case.planned_inputs(micro_batch)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         layout = attention_layout(micro_batch, rank, plan.lengths, micro_batch.num_tokens)
-        out = ring_attention(*leaves, layout, comm, kernel, case.scale)
+        out = ring_attention(*leaves, layout, Backend(comm, kernel, case.scale))
         found.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     return found
 
 
 def test_static_plan_with_tiny_documents() -> None:
-    """Documents shorter than the ring have narrower rings in the midst of the others'."""
-    plan = plan_static_cp((31, 3, 2, 17, 1, 9, 2, 40, 3, 5, 1, 4, 2, 12), 4, 16, 4)
+    """Documents shorter than the ring get narrower rings between the rings of the others."""
+    plan = plan_static((31, 3, 2, 17, 1, 9, 2, 40, 3, 5, 1, 4, 2, 12), 4, 16, 4)
     assert {len(member.ring) for row in plan.ranks for micro_batch in row for member in micro_batch.shards} == {
         1,
         2,
@@ -130,28 +130,28 @@ def test_bfloat16_sends_half_the_bytes_of_keys() -> None:
 
 
 def lose_a_member(rank: int, world: int) -> str:
-    """Rank 1 leaves before the second pass; what the others meet."""
+    """Rank 1 exits before the second pass; return the error of each other rank."""
     case = MIXED
     comm = RingComm(None, rank, world)
     comm.warm_up("cpu")
     kernel = choose_kernel("cpu", torch.float32, case.dim).kernel
     q, k, v, _ = case.inputs(2, rank, torch.float32)
     layout = case.layout(2, rank)
-    ring_attention(q, k, v, layout, comm, kernel, case.scale)
+    ring_attention(q, k, v, layout, Backend(comm, kernel, case.scale))
     dist.barrier()
     if rank == 1:
         os._exit(9)
     try:
-        ring_attention(q, k, v, layout, comm, kernel, case.scale)
+        ring_attention(q, k, v, layout, Backend(comm, kernel, case.scale))
     except RuntimeError as error:
-        # What the end of the process would do: those who wait for this rank must learn of it.
+        # As at the end of the process: ranks that wait for this one must get an error too.
         dist.destroy_process_group()
         return str(error)
     return ""
 
 
 def test_a_lost_member_is_an_error_and_not_a_hang() -> None:
-    errors = run_ranks(lose_a_member, 4, may_die={1}, timeout=60)
-    # The neighbours of rank 1 meet the lost connection and end; so do those who wait for them.
+    errors = run_ranks(lose_a_member, 4, may_die={1})
+    # The neighbours of rank 1 lose the connection and end, and then the ranks that wait for them.
     assert errors[1] is None
     assert all(errors[rank] for rank in (0, 2, 3)), errors

@@ -1,4 +1,4 @@
-"""Several ranks in one process: turns, deadlocks and messages of the wrong shape."""
+"""Virtual ranks in one process: turns, deadlocks and messages of the wrong shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_t
 
 
 def pass_on(comm: MailboxComm, size: int) -> Steps[int]:
-    """Every rank's number visits every rank."""
+    """Send every rank's number round all ranks; return the sum that this rank saw."""
     held, total = torch.tensor([float(comm.rank)]), 0
     for _ in range(size):
         total += int(held)
@@ -48,10 +48,31 @@ def test_a_deadlock_is_an_error() -> None:
         run_in_turn([receive_first(first, 1), receive_first(second, 0)])
 
 
+def test_a_deadlock_names_only_the_ranks_that_wait() -> None:
+    first, second, third = mailbox_comms(3)
+    steps = [send(first, 2, torch.zeros(1)), receive_first(second, 0), receive(third, 0, torch.empty(1))]
+    with pytest.raises(RuntimeError, match=r"deadlock: virtual ranks \[1\] wait for messages that no rank will send"):
+        run_in_turn(steps)
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    """Rank 0 waits for rank 2, which ends first."""
+    first, second, third = mailbox_comms(3)
+    received = [torch.empty(1), torch.empty(1)]
+    steps = [receive(first, 1, received[0]), relay(second, 2, 0, received[1]), send(third, 1, torch.full((1,), 7.0))]
+    assert [None if one is None else float(one) for one in run_in_turn(steps)] == [7.0, 7.0, None]
+
+
+def relay(comm: MailboxComm, source: int, target: int, tensor: torch.Tensor) -> Steps[torch.Tensor]:
+    yield comm.exchange([], [(tensor, source)])
+    yield comm.exchange([(tensor, target)], [])
+    return tensor
+
+
 @pytest.mark.parametrize("received", [torch.empty(3), torch.empty(2, dtype=torch.float64)])
 def test_a_message_of_another_shape_or_dtype_is_an_error(received: torch.Tensor) -> None:
     first, second = mailbox_comms(2)
-    with pytest.raises(RuntimeError, match=r"virtual rank 1 expected .* of rank 0, got \(2,\) torch.float32"):
+    with pytest.raises(RuntimeError, match=r"virtual rank 1 expected .* from rank 0, got \(2,\) torch.float32"):
         run_in_turn([send(first, 1, torch.zeros(2)), receive(second, 0, received)])
 
 
@@ -70,4 +91,5 @@ def test_empty_tensors_are_not_sent() -> None:
     first, second = mailbox_comms(2)
     first.exchange([(torch.empty(0), 1)], []).wait()
     pending = second.exchange([], [(torch.empty(0), 0)])
-    assert pending.ready() and first.stats.num_exchanges == 0
+    assert pending.ready()
+    assert first.stats.num_exchanges == 0

@@ -9,14 +9,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.bytescale import cpu
-from tests.harness import preload, run_ranks
+from tests.harness import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without a GPU")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def megatron_in_the_fork_server() -> None:
-    preload("tests.e2e.preload")
+MEGATRON_FUNCTIONS = [
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+    "megatron.training.initialize._warmup_jit_function",
+]
 
 
 def owned(rows: list[tuple[Any, str, Any]]) -> list[Any]:
@@ -27,15 +29,20 @@ def owned(rows: list[tuple[Any, str, Any]]) -> list[Any]:
 def install_and_uninstall(rank: int, world: int) -> None:
     from tests.e2e.preload import STAND_INS
 
-    assert STAND_INS is not None and cpu.installed()
+    assert STAND_INS is not None
+    assert cpu.installed()
     STAND_INS.uninstall()
-    assert not cpu.installed() and not torch.cuda.is_available()
-    rows = cpu._torch_rows() + cpu._megatron_rows()
+    assert not cpu.installed()
+    assert not torch.cuda.is_available()
+    rows = cpu._torch_rows()
     before = owned(rows)
     assert len({(id(owner), name) for owner, name, _ in rows}) == len(rows) > 40
     assert cpu in before, "some are inherited"
     stand_ins = cpu.install_if_wanted(["--cpu"])
-    assert stand_ins is not None and cpu.installed() and torch.cuda.is_available()
+    assert stand_ins is not None
+    assert cpu.installed()
+    assert torch.cuda.is_available()
+    assert stand_ins.megatron.names() == MEGATRON_FUNCTIONS
     assert all(now is not was for now, was in zip(owned(rows), before, strict=True))
     replaced = owned(rows)
     # A second call finds them in place, and taking out its (empty) set changes nothing.
@@ -45,6 +52,7 @@ def install_and_uninstall(rank: int, world: int) -> None:
     assert all(now is was for now, was in zip(owned(rows), replaced, strict=True))
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     stand_ins.uninstall()
+    assert stand_ins.megatron.names() == []
     for (owner, name, _), now, was in zip(rows, owned(rows), before, strict=True):
         assert now is was, f"{owner} {name}"
     assert torch.device("cuda").type == "cuda"
@@ -56,6 +64,24 @@ def test_uninstall_restores_every_attribute() -> None:
     run_ranks(install_and_uninstall, 1, init_group=False)
 
 
+def refuse_another_megatron(rank: int, world: int) -> None:
+    import megatron.training.initialize as initialize
+
+    from tests.e2e.preload import STAND_INS
+
+    assert STAND_INS is not None
+    STAND_INS.uninstall()
+    initialize._warmup_jit_function = print
+    with pytest.raises(ValueError, match="_warmup_jit_function has source hash none"):
+        cpu.install_if_wanted(["--cpu"])
+    assert not cpu.installed()
+    assert initialize._warmup_jit_function is print
+
+
+def test_another_megatron_leaves_no_stand_in() -> None:
+    run_ranks(refuse_another_megatron, 1, init_group=False)
+
+
 def use_devices(rank: int, world: int) -> None:
     cuda = torch.device("cuda", 0)
     assert torch.device("cuda").type == "cpu" == cuda.type
@@ -64,17 +90,21 @@ def use_devices(rank: int, world: int) -> None:
         assert torch.zeros(2).to(device).device.type == "cpu"
         assert torch.zeros(2).to(device=device).device.type == "cpu"
         assert torch.arange(3, device=device).tolist() == [0, 1, 2]
-    assert torch.device("meta").type == "meta" and torch.empty(1, device="meta").is_meta
+    assert torch.device("meta").type == "meta"
+    assert torch.empty(1, device="meta").is_meta
     assert torch.zeros(2).to(torch.float64).dtype == torch.float64
     tensor, module = torch.ones(2), torch.nn.Linear(2, 2)
-    assert tensor.cuda() is tensor and tensor.cuda(0, non_blocking=True) is tensor
+    assert tensor.cuda() is tensor
+    assert tensor.cuda(0, non_blocking=True) is tensor
     assert tensor.pin_memory() is tensor
-    assert module.cuda() is module and module.to("cuda").weight.device.type == "cpu"
+    assert module.cuda() is module
+    assert module.to("cuda").weight.device.type == "cpu"
     with torch.cuda.device(0):
         torch.cuda.set_device(0)
     assert torch.cuda.device_count() == 1
     assert torch.cuda.get_device_properties(0).multi_processor_count == 1
-    assert torch.cuda.get_device_capability() == (0, 0) and torch.cuda.memory_allocated() == 0
+    assert torch.cuda.get_device_capability() == (0, 0)
+    assert torch.cuda.memory_allocated() == 0
     stats = torch.cuda.memory_stats()
     stats["num_alloc_retries"] = 7
     assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
@@ -96,7 +126,9 @@ def use_streams(rank: int, world: int) -> None:
     event.record(stream)
     event.wait()
     event.synchronize()
-    assert event.query() and stream.query() and event.elapsed_time(event) == 0.0
+    assert event.query()
+    assert stream.query()
+    assert event.elapsed_time(event) == 0.0
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push("name")
     torch.cuda.nvtx.range_pop()
@@ -105,7 +137,8 @@ def use_streams(rank: int, world: int) -> None:
     def double(value: Any) -> Any:
         return 2 * value
 
-    assert double(3) == 6 and torch.compile(abs) is abs
+    assert double(3) == 6
+    assert torch.compile(abs) is abs
 
 
 def test_streams_and_events_do_nothing() -> None:
@@ -186,8 +219,10 @@ def test_gather_and_scatter_of_unequal_sizes() -> None:
 
 
 def test_wanted_without_a_gpu_or_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu.wanted([]) and cpu.wanted(["--cpu"])
+    assert cpu.wanted([])
+    assert cpu.wanted(["--cpu"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not cpu.wanted(["pretrain_gpt_hdp.py"]) and cpu.wanted(["--cpu"])
+    assert not cpu.wanted(["pretrain_gpt_hdp.py"])
+    assert cpu.wanted(["--cpu"])
     assert cpu.install_if_wanted(["pretrain_gpt_hdp.py"]) is None
     assert not cpu.installed()

@@ -24,7 +24,7 @@ def run(*words: object, cwd: Path) -> str:
     """Output of a command that must succeed. Without this checkout on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200
+        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=400
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     return ended.stdout
@@ -61,15 +61,17 @@ def test_every_source_file_is_shipped(names: set[str]) -> None:
 
 
 def test_cost_files_are_shipped(names: set[str]) -> None:
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "bytescale_ext" / "costs").glob("*.json")}
-    assert files and {name for name in names if name.endswith(".json")} == files
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "bytescale_ext" / "measure" / "costs").glob("*.json")}
+    assert files
+    assert {name for name in names if name.endswith(".json")} == files
 
 
 def test_nothing_else_is_shipped(names: set[str]) -> None:
     assert "megatron/__init__.py" not in names
     tops = {name.split("/")[0] for name in names}
     (metadata,) = tops - set(SHIPPED)
-    assert metadata.startswith("bytescale_megatron-") and metadata.endswith(".dist-info")
+    assert metadata.startswith("bytescale_megatron-")
+    assert metadata.endswith(".dist-info")
     assert not [name for name in names if name.startswith("megatron/") and not name.startswith("megatron/bytescale/")]
 
 
@@ -81,11 +83,11 @@ def test_metadata(wheel: Path, names: set[str]) -> None:
     assert "bytescale = megatron.bytescale.cli:main" in read("entry_points.txt")
     metadata = read("METADATA")
     assert "Requires-Dist: megatron-core==0.19.2" in metadata
-    assert "Provides-Extra: gpu" in metadata and "Provides-Extra: dev" in metadata
+    assert "Provides-Extra: gpu" in metadata
+    assert "Provides-Extra: dev" in metadata
     assert "License-Expression: Apache-2.0" in metadata
 
 
-@pytest.mark.timeout(300)
 def test_install_beside_megatron_and_uninstall(wheel: Path, tmp_path: Path) -> None:
     place = tmp_path / "fresh"
     venv.create(place, with_pip=True)

@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import inspect
+import json
 import os
+import re
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.e2e.training import HDP, MODEL, TRAIN, write_documents
-from tests.harness import preload, run_ranks
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN, train, train_with
+from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-FUNCTIONS = [
-    "compile_helpers",
-    "set_jit_fusion_options",
-    "get_forward_backward_func",
-    "get_forward_backward_func",
-    "training_log",
-    "get_megatron_optimizer",
-]
+SCHEDULE_ROWS = {
+    "forward_backward_pipelining_without_interleaving": "slices",
+    "forward_backward_pipelining_with_interleaving": "slices",
+    "forward_step": "slices",
+    "backward_step": "slices",
+    "get_pp_rank_microbatches": "slices",
+}
+CPU_ROWS = {"_get_cuda_rng_state": "cpu", "_set_cuda_rng_state": "cpu", "_warmup_jit_function": "cpu"}
+FEATURES = {
+    "compile_helpers": "always",
+    **CPU_ROWS,
+    "set_jit_fusion_options": "hdp",
+    "get_forward_backward_func": "hdp, slices",
+    **SCHEDULE_ROWS,
+    "training_log": "hdp",
+    "get_megatron_optimizer": "hdp",
+    "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp",
+    "ChainedOptimizer.load_state_dict": "hdp",
+}
 ALWAYS_REPLACED = {"megatron.core.datasets.utils.compile_helpers"}
-REPLACED = ALWAYS_REPLACED | {
-    "megatron.training.initialize.set_jit_fusion_options",
-    "megatron.training.training.set_jit_fusion_options",
+SLICES_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.pipeline_parallel.schedules.get_forward_backward_func",
     "megatron.core.pipeline_parallel.get_forward_backward_func",
     "megatron.training.training.get_forward_backward_func",
+}
+REPLACED = SLICES_REPLACED | {
+    "megatron.training.initialize.set_jit_fusion_options",
+    "megatron.training.training.set_jit_fusion_options",
     "megatron.training.training.training_log",
     "megatron.core.optimizer.get_megatron_optimizer",
     "megatron.training.training.get_megatron_optimizer",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+    "megatron.core.optimizer.optimizer.ChainedOptimizer.load_state_dict",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def megatron_in_the_fork_server() -> None:
-    preload("tests.e2e.preload")
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +64,30 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("corpus") / "docs", copies=1)
 
 
-def check_table(rank: int, world: int) -> list[str]:
-    from megatron.bytescale.patches import ALWAYS, PATCHES
+def check_table(rank: int, world: int) -> dict[str, str]:
+    from megatron.bytescale.patches import PATCHES
     from megatron.bytescale.registry import check, resolve
+    from tests.e2e.preload import STAND_INS
 
+    assert STAND_INS is not None
+    STAND_INS.uninstall()
     for patch in PATCHES:
         check(patch)
-        _, attribute, function = resolve(patch.target)
+        assert len(patch.why) > 20
+        owner, attribute, function = resolve(patch.target)
+        if patch.wrap is None or isinstance(owner, type):
+            continue
         # No module that the training imports holds the function unless the row says so.
         holders = {name for name, module in list(sys.modules.items())
                    if name.startswith("megatron.") and vars(module).get(attribute) is function}  # fmt: skip
         assert holders == {patch.target.partition(":")[0], *patch.aliases}
-        assert (patch.feature.startswith("--") or patch.feature == ALWAYS) and len(patch.why) > 20
-    return [patch.target.partition(":")[2] for patch in PATCHES]
+    return {patch.target.partition(":")[2]: ", ".join(patch.features) for patch in PATCHES}
 
 
 def test_rows_fit_the_installed_megatron_and_name_every_holder() -> None:
-    assert run_ranks(check_table, 1, init_group=False) == [FUNCTIONS]
-    assert len(FUNCTIONS) <= 8
+    found = run_ranks(check_table, 1, init_group=False)[0]
+    assert found == FEATURES
+    assert list(found) == list(FEATURES)
 
 
 def callables_of_megatron() -> dict[str, Any]:
@@ -94,7 +117,8 @@ def replaced_by_main(rank: int, world: int, argv: list[str]) -> tuple[set[str], 
     before = callables_of_megatron()
     sys.argv = argv
     pretrain_gpt_hdp.main()
-    assert len(called) == 1 and len(before) > 1000
+    assert len(called) == 1
+    assert len(before) > 1000
     after = callables_of_megatron()
     changed = {name for name, value in before.items() if name in after and after[name] is not value}
     return changed | (before.keys() - after.keys()), status()
@@ -105,45 +129,165 @@ def run_main(corpus: Path, *flags: str) -> tuple[set[str], list[str]]:
     return run_ranks(replaced_by_main, 1, argv)[0]
 
 
+def states(table: list[str]) -> dict[str, str]:
+    """The state of each row by its function."""
+    return {row.split()[0]: row.split()[1] for row in table}
+
+
+def expected_states(replaced: set[str]) -> dict[str, str]:
+    """Rows are replaced by feature; those of schedules never are; those of the CPU were before the run began."""
+    by_feature = {
+        name: "replaced" if any(full.endswith(f".{name}") for full in replaced) else "untouched" for name in FEATURES
+    }
+    return by_feature | dict.fromkeys(SCHEDULE_ROWS, "copied") | dict.fromkeys(CPU_ROWS, "replaced")
+
+
 def test_without_the_flag_only_what_the_wheel_lacks_is_replaced(corpus: Path) -> None:
     changed, table = run_main(corpus, "--micro-batch-size", "1")
     assert changed == ALWAYS_REPLACED
-    assert all((" replaced " if "compile_helpers" in row else " untouched ") in row for row in table)
+    assert states(table) == expected_states(ALWAYS_REPLACED)
 
 
-def test_the_flag_replaces_what_the_table_says_and_nothing_else(corpus: Path) -> None:
-    changed, table = run_main(corpus, *HDP, "--hdp-tokens-per-rank", "256")
-    assert changed == REPLACED
-    assert all(" replaced " in row for row in table)
+@pytest.mark.parametrize(
+    ("flags", "replaced"),
+    [
+        ((*HDP, "--hdp-tokens-per-rank", "256"), REPLACED),
+        ((*HDP, "--hdp-tokens-per-rank", "256", "--seq1f1b-slices", "2"), REPLACED),
+        (("--micro-batch-size", "1", "--seq1f1b-slices", "2"), SLICES_REPLACED),
+    ],
+    ids=["hdp", "hdp in slices", "samples in slices"],
+)
+def test_a_feature_replaces_what_the_table_says_and_nothing_else(
+    flags: tuple[str, ...], replaced: set[str], corpus: Path
+) -> None:
+    changed, table = run_main(corpus, *flags)
+    assert changed == replaced
+    assert states(table) == expected_states(replaced)
 
 
 def install_and_uninstall(rank: int, world: int) -> None:
     from megatron.bytescale import install, status
+    from tests.e2e.preload import STAND_INS
 
+    assert STAND_INS is not None
     before = callables_of_megatron()
-    for runtime, replaced in ((None, ALWAYS_REPLACED), (object(), REPLACED)):
-        installation = install(runtime)  # type: ignore[arg-type]
+    for features, replaced in (((), ALWAYS_REPLACED), (("hdp",), REPLACED), (("hdp", "slices"), REPLACED)):
+        installation = install(None, *features)
         assert set(installation.names()) == replaced
-        assert sum(" replaced " in row for row in status()) == (1 if runtime is None else len(FUNCTIONS))
+        assert states(status()) == expected_states(replaced)
         installation.uninstall()
     after = callables_of_megatron()
     assert all(after[name] is value for name, value in before.items())
-    assert all(" untouched " in row for row in status())
+    STAND_INS.uninstall()
+    assert not any(" replaced " in row for row in status())
 
 
 def test_uninstall_restores_megatron() -> None:
     run_ranks(install_and_uninstall, 1, init_group=False)
 
 
-@pytest.mark.timeout(150)
+def refuse_changed_rows(rank: int, world: int) -> None:
+    """Each row in turn has another hash: refused before anything is replaced, whatever kind the row is of."""
+    from dataclasses import replace
+
+    from megatron.bytescale import patches
+    from megatron.bytescale.registry import Installation
+    from tests.e2e.preload import STAND_INS
+
+    assert STAND_INS is not None
+    STAND_INS.uninstall()
+    before = callables_of_megatron()
+    rows = patches.rows_of("always", "cpu", "hdp", "slices")
+    assert tuple(rows) == patches.PATCHES
+    for index, row in enumerate(rows):
+        changed = [*rows[:index], replace(row, source_hash="0123456789ab"), *rows[index + 1 :]]
+        installation = Installation()
+        with pytest.raises(ValueError, match=f"{row.target} has source hash .* written for 0123456789ab"):
+            installation.install(changed, None)
+        assert installation.names() == []
+        now = callables_of_megatron()
+        assert all(now[name] is value for name, value in before.items())
+
+
+def test_a_changed_hash_of_any_row_refuses_before_anything_is_replaced() -> None:
+    run_ranks(refuse_changed_rows, 1, init_group=False)
+
+
+def replaced_on_instances() -> tuple[set[str], set[str]]:
+    """(names of Megatron's classes with instances, "Class.method" of each method that an instance has replaced)."""
+    kinds, replaced = set(), set()
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if not kind.__module__.startswith(("megatron.core", "megatron.training", "megatron.bytescale.core")):
+            continue
+        kinds.add(kind.__name__)
+        fields = getattr(kind, "__dataclass_fields__", {})  # a callable of a configuration is a hook
+        replaced |= {
+            f"{kind.__name__}.{name}"
+            for name, value in getattr(thing, "__dict__", {}).items()
+            if callable(value) and callable(getattr(kind, name, None)) and name not in fields
+        }
+        if kind.__name__ == "GPTModel":  # whose modules no layer spec names
+            replaced |= {
+                f"GPTModel.{name}"
+                for name, module in thing.named_children()
+                if not type(module).__module__.startswith("megatron.core.")
+            }
+    return kinds, replaced
+
+
+def scan_instances(runtime: Any, model: torch.nn.Module) -> None:
+    """Print what is replaced on instances, and that the scan would find more."""
+    chunk, replaced = model.module.module, [sorted(names) for names in replaced_on_instances()]
+    rotary = chunk.rotary_pos_emb
+    chunk.forward, chunk.rotary_pos_emb = partial(chunk.forward), torch.nn.Identity()
+    print(f"SCAN {json.dumps([*replaced, sorted(replaced_on_instances()[1])])}")
+    del chunk.forward
+    chunk.rotary_pos_emb = rotary
+
+
+def test_no_method_is_replaced_on_an_instance(corpus: Path) -> None:
+    """Neither Megatron's own start nor any feature changes a single object, so the table says everything."""
+    flags = "--hdp-tokens-per-rank 256 --seq1f1b-slices 2 --chunked-cross-entropy 16 --activation-policy memo --bf16"
+    outcome = train(
+        1, *MODEL, *TRAIN, *HDP, *flags.split(), "--train-iters", 1, "--swap-fraction", 0.4, "--host-memory-gb", 0.02,
+        "--use-distributed-optimizer", "--data-path", corpus,
+        entry=partial(train_with, scan_instances),
+    )  # fmt: skip
+    assert "SCAN" in outcome.text, outcome.text[-1500:]
+    kinds, replaced, found = json.loads(re.findall(r"^SCAN (.*)$", outcome.text, re.MULTILINE)[0])
+    wanted = {"GPTModel", "PlannedTransformerLayer", "DistributedOptimizer", "ChainedOptimizer", "DocumentAttention"}
+    assert wanted <= set(kinds)
+    assert replaced == []
+    assert found == ["GPTModel.forward", "GPTModel.rotary_pos_emb"]
+
+
+def test_schedules_look_up_no_name_outside_the_table() -> None:
+    """Each name that a copied schedule gets, and each schedule that is copied, is a row."""
+    core = ROOT / "megatron" / "bytescale"
+    calls = [
+        (path, node)
+        for path in core.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("copy_with_names")
+    ]
+    ((path, call),) = calls
+    assert path.name == "seq1f1b.py"
+    names = {keyword.arg for keyword in call.keywords}
+    assert names == set(SCHEDULE_ROWS) - {
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    }
+
+
 def test_the_module_prints_the_table() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "megatron.bytescale"], cwd=ROOT, capture_output=True, text=True, timeout=140,
+        [sys.executable, "-m", "megatron.bytescale"], cwd=ROOT, capture_output=True, text=True, timeout=400,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == FUNCTIONS
-    assert all("untouched" in line for line in lines)
-    features = ["always: ", *["--hybrid-data-parallel: "] * 2, "--seq1f1b-splits: ", *["--hybrid-data-parallel: "] * 2]
-    assert all(feature in line for feature, line in zip(features, lines, strict=True))
+    on_cpu = not torch.cuda.is_available()
+    expected = expected_states(set()) | dict.fromkeys(CPU_ROWS, "replaced" if on_cpu else "untouched")
+    assert states(lines) == expected
+    assert all(f" {features}: " in line for features, line in zip(FEATURES.values(), lines, strict=True))

@@ -39,7 +39,7 @@ def modules() -> Iterator[dict[str, types.ModuleType]]:
 
 
 def row(target: str = "upstream:shout", function: Callable[..., Any] = shout, **changes: Any) -> Patch:
-    values = {"wrap": wrap_twice, "feature": "--loud", "why": "no hook", "source_hash": source_hash(function),
+    values = {"wrap": wrap_twice, "features": ("loud", "proud"), "why": "no hook", "source_hash": source_hash(function),
               "aliases": ("holder",)}  # fmt: skip
     return Patch(target, **{**values, **changes})
 
@@ -53,12 +53,14 @@ def test_install_replaces_in_every_holder_and_uninstall_restores_identity(module
     for module in modules.values():
         assert module.shout("a") == ">AA"
         assert module.whisper("B") == ">bb"
-        assert module.shout.__doc__ == shout.__doc__ and module.shout.__wrapped__ is shout
+        assert module.shout.__doc__ == shout.__doc__
+        assert module.shout.__wrapped__ is shout
     assert modules["upstream"].shout is modules["holder"].shout
     assert installation.names() == ["upstream.shout", "holder.shout", "upstream.whisper", "holder.whisper"]
     installation.uninstall()
     for module in modules.values():
-        assert module.shout is shout and module.whisper is whisper
+        assert module.shout is shout
+        assert module.whisper is whisper
     assert installation.names() == []
     installation.uninstall()
 
@@ -66,12 +68,13 @@ def test_install_replaces_in_every_holder_and_uninstall_restores_identity(module
 def assert_untouched(modules: dict[str, Any], installation: Installation) -> None:
     assert installation.names() == []
     for module in modules.values():
-        assert module.shout is shout and module.whisper is whisper
+        assert module.shout is shout
+        assert module.whisper is whisper
 
 
 def test_another_source_refuses_before_anything_is_replaced(modules: dict[str, Any]) -> None:
     installation = Installation()
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="whisper") as refusal:
         installation.install((ROWS[0], row("upstream:whisper", whisper, source_hash="0123456789ab")), ">")
     message = str(refusal.value)
     for words in ("upstream:whisper", "0123456789ab", source_hash(whisper), "install megatron-core==", "patches.py"):
@@ -121,7 +124,7 @@ def test_resolve_gives_owner_name_and_function(modules: dict[str, Any]) -> None:
 
 def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
     line = describe(ROWS[0])
-    for words in ("shout", "untouched", ROWS[0].source_hash, "--loud: no hook", "[upstream.shout, holder]"):
+    for words in ("shout", "untouched", ROWS[0].source_hash, "loud, proud: no hook", "[upstream.shout, holder]"):
         assert words in line
     installation = Installation()
     installation.install(ROWS, ">")
@@ -135,4 +138,5 @@ def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
 
 def test_source_hash_is_of_the_text() -> None:
     assert source_hash(shout) != source_hash(whisper)
-    assert len(source_hash(shout)) == 12 and int(source_hash(shout), 16) >= 0
+    assert len(source_hash(shout)) == 12
+    assert int(source_hash(shout), 16) >= 0

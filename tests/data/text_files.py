@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.data.epochs import EpochOrder
-from bytescale_ext.data.lengths import sample_table
-from bytescale_ext.data.texts import encoder
+from bytescale_ext.data.samples.epochs import EpochOrder
+from bytescale_ext.data.samples.lengths import sample_table
+from bytescale_ext.data.samples.texts import encoder
 
 SEED = 1234
 

@@ -1,4 +1,4 @@
-"""Ranks find out that their plans differ, or that one of them ran out of time."""
+"""Ranks find out that their plans differ, or that the planner of one of them ran out of time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from bytescale_ext.parallel.agreement import Agreement, agree, digests_by_rank
 from tests.harness import run_ranks
 
-SAME, OTHER = "00ff00ff00ff00ff", "00ff00ff00fe00ff"
+SAME, OTHER, LARGEST = "00ff00ff00ff00ff", "00ff00ff00fe00ff", "f" * 16
 
 
 def compare(rank: int, world: int, digests: list[str], late: list[bool]) -> tuple[Agreement, dict[str, list[int]]]:
@@ -17,14 +17,15 @@ def compare(rank: int, world: int, digests: list[str], late: list[bool]) -> tupl
 
 
 @pytest.mark.parametrize(
-    "digests, late, expected",
+    ("digests", "late", "expected"),
     [
         ([SAME, SAME, SAME], [False] * 3, Agreement(same_plan=True, fell_back=False)),
         ([SAME, OTHER, SAME], [False] * 3, Agreement(same_plan=False, fell_back=False)),
         ([SAME, SAME, OTHER], [False, False, True], Agreement(same_plan=False, fell_back=True)),
+        ([LARGEST, LARGEST, LARGEST], [True, False, False], Agreement(same_plan=True, fell_back=True)),
     ],
 )
-def test_every_rank_hears_the_same(digests: list[str], late: list[bool], expected: Agreement) -> None:
+def test_every_rank_gets_the_same_answer(digests: list[str], late: list[bool], expected: Agreement) -> None:
     answers = run_ranks(compare, 3, digests, late)
     assert [answer for answer, _ in answers] == [expected] * 3
     for _, by_rank in answers:

@@ -1,19 +1,20 @@
-"""Exchange between processes."""
+"""Exchange between processes: rings, groups, lost peers and what is counted."""
 
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bytescale_ext.parallel.p2p import ExchangeStats, RingComm
+from bytescale_ext.parallel.p2p import ExchangeStats, RingComm, WorksPending
 from tests.harness import run_ranks
 
 
 def exchange_all(rank: int, world: int) -> dict[str, object]:
-    """A ring of 3, a pair in both directions at once, an empty tensor, several exchanges under way."""
+    """Exchange in a ring of 3: tensors of different lengths, several exchanges at once, and empty tensors."""
     comm = RingComm(None, rank, world)
     comm.warm_up("cpu")
     found: dict[str, object] = {"after warm-up": (comm.stats.bytes_sent, comm.stats.num_exchanges)}
@@ -21,7 +22,7 @@ def exchange_all(rank: int, world: int) -> dict[str, object]:
     mine = torch.full((rank + 2,), float(rank))
     received = torch.empty((rank - 1) % world + 2)
     pending = comm.exchange([(mine, (rank + 1) % world)], [(received, (rank - 1) % world)])
-    # A second and a third one before the first is done; they meet in the order of posting.
+    # Two more exchanges before the first is done; they match in the order of posting.
     second, third = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
     values = [torch.tensor([10 * rank + n]) for n in (2, 3)]
     later = [
@@ -39,7 +40,7 @@ def exchange_all(rank: int, world: int) -> dict[str, object]:
 
 
 def exchange_in_subgroup(rank: int, world: int) -> list[float]:
-    """Two rings of two in a group that is not the world and not in its order of ranks."""
+    """Exchange in a ring of three in a group that is not the world and has another order of ranks."""
     members = [1, 3, 2]
     group = dist.new_group(members, use_local_synchronization=False)
     if rank not in members:
@@ -87,7 +88,8 @@ def test_tensors_arrive_and_are_counted() -> None:
 
 def test_peers_are_ranks_of_the_group() -> None:
     results = run_ranks(exchange_in_subgroup, 4)
-    assert results[0] == [] and sorted(value for result in results for value in result) == [0.0, 1.0, 2.0]
+    assert results[0] == []
+    assert sorted(value for result in results for value in result) == [0.0, 1.0, 2.0]
 
 
 def test_warm_up_of_one_and_of_two_ranks() -> None:
@@ -106,8 +108,39 @@ def test_a_group_in_another_order_is_refused() -> None:
 
 
 def test_a_dead_peer_is_an_error() -> None:
-    results = run_ranks(wait_for_a_dead_peer, 2, may_die={1}, timeout=60)
-    assert results[0].startswith("RuntimeError") and results[1] is None
+    results = run_ranks(wait_for_a_dead_peer, 2, may_die={1})
+    assert results[0].startswith("RuntimeError")
+    assert results[1] is None
+
+
+class RecordedWork:
+    """A request that notes when it is waited for."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(self.name)
+
+
+def test_requests_are_waited_for_once_and_keep_their_tensors_until_then() -> None:
+    log: list[str] = []
+    tensor = torch.zeros(3)
+    kept = weakref.ref(tensor)
+    pending = WorksPending([RecordedWork(log, "send"), RecordedWork(log, "receive")], [tensor])
+    del tensor
+    assert kept() is not None
+    pending.wait()
+    assert kept() is None
+    pending.wait()
+    assert log == ["send", "receive"]
+
+
+def test_an_exchange_of_empty_tensors_needs_no_process_group() -> None:
+    comm = RingComm(None, 0, 2)
+    comm.exchange([(torch.empty(0, 4), 1)], [(torch.empty(0, 4), 1)]).wait()
+    comm.exchange([], []).wait()
+    assert comm.stats == ExchangeStats()
 
 
 def test_stats_count_and_reset() -> None:

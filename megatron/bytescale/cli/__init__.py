@@ -1,4 +1,8 @@
-"""The console command ``bytescale``. Each subcommand is a module with NAME, HELP, EXAMPLE, add_arguments and run."""
+"""The console command ``bytescale`` and the table of its subcommands.
+
+Each row is a module with NAME, HELP, EXAMPLE, ``add_arguments`` and ``run``. A new subcommand (next: ``search`` for
+parallel strategies) is one module here and one row.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ COMMANDS = (corpus, profile, plan, simulate, schedule, activations, memory_plan,
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``bytescale`` with all its subcommands."""
+    """Return the parser of ``bytescale`` with all its subcommands."""
     top = argparse.ArgumentParser(
         prog="bytescale", description="Long-context training on Megatron: data, plans, pictures, diagnosis."
     )
@@ -28,14 +32,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Bad input: one line on standard error and exit code 2."""
+    """Run one subcommand and return its exit code. Bad input gives one line on standard error and exit code 2."""
     args = parser().parse_args(argv)
-    warnings.simplefilter("ignore")  # Megatron warns of every optional package at its import
+    warnings.simplefilter("ignore")  # on import Megatron warns about every missing optional package
     try:
         return int(args.run(args))
     except ValueError as error:
         print(f"bytescale {args.command}: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of the pipe, such as head, has ended
         sys.stderr.close()
         return 0

@@ -1,4 +1,4 @@
-"""``bytescale activations``: what each policy keeps, swaps and recomputes, and what that costs. Nothing is trained."""
+"""``bytescale activations``: predict what each policy keeps, swaps and recomputes, and its time and memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import argparse
 import json
 import math
 import shlex
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from bytescale_ext.cost_file import check_same_model, read_cost, shipped
-from bytescale_ext.plan.activation import ActivationPlan, LayerLoad, Machine, cost_of_rates, layer_load
-from bytescale_ext.plan.activation_forecast import Forecast, forecast
-from bytescale_ext.plan.activation_policy import POLICIES, make_plan
-from bytescale_ext.plan.cost import ModelCost, ModelShape
-from bytescale_ext.plan.model_states import state_bytes
+from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
+from bytescale_ext.plan.activation.forecast import Forecast, forecast
+from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.activation.policies import POLICIES, make_plan
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import state_bytes
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
@@ -30,16 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-flags",
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; others in it are passed over, and with --num-experts "
+        help="Megatron's flags of the model in one quoted string; unknown flags are ignored, and with --num-experts "
         "all layers have experts (default: the model of the cost file)",
     )
     parser.add_argument(
-        "--cost",
+        "--cost-file",
         type=Path,
         metavar="F.json",
-        help="measured costs (bytescale profile; default: shipped ones, or rates)",
+        help="measured costs of `bytescale profile` (default: those of ByteScale's 7B model; with --model-flags, "
+        "--tflops)",
     )
-    parser.add_argument("--seq-length", type=int, default=131072, metavar="S", help="tokens of the table per tensor")
+    parser.add_argument("--seq-length", type=int, default=131072, metavar="S", help="tokens for the table of tensors")
     parser.add_argument("--ring-width", type=int, default=1, metavar="D", help="ranks that share the sequence (1)")
     parser.add_argument("--policy", default="auto", metavar="P", help=f"one of {', '.join(POLICIES)} (default: auto)")
     parser.add_argument("--device-memory-gb", type=float, default=100.0, metavar="G", help="for activations (100)")
@@ -58,41 +59,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=3,
         default=(650.0, 600.0, 500.0),
         metavar=("GEMM", "ATTENTION", "BACKWARD"),
-        help="rates of matrix products, attention forward and attention backward, where no cost file is of this model",
+        help="rates of matrix products, attention forward and attention backward, without a cost file",
     )
     parser.add_argument(
-        "--chunked-cross-entropy", type=int, metavar="TOKENS", help="as in training: logits of TOKENS tokens at a time"
+        "--chunked-cross-entropy",
+        type=int,
+        metavar="TOKENS",
+        help="as in training: logits of TOKENS tokens at a time",
     )
-    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time and memory against length, all policies")
+    parser.add_argument(
+        "--plot", type=Path, metavar="F.png", help="draw time and memory against length, for all policies"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy at one length; without plan and forecast where it does not fit."""
+
+    load: LayerLoad
+    num_tokens: int
+    policy: str
+    plan: ActivationPlan | None = None
+    forecast: Forecast | None = None
 
 
 def run(args: argparse.Namespace) -> int:
     """Predict and print.
 
     Raises:
-        ValueError: sizes that are no sizes, an unknown policy, a bad cost file, or nothing that fits.
+        ValueError: sizes out of range, an unknown policy, a bad cost file, or nothing that fits.
     """
     check_sizes(args)
     cost = costs(args)
     machine = Machine(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, args.link_gb_per_second * 1e9)
     load = load_of(args, cost, args.seq_length)
     plan = make_plan(args.policy, load, machine)
-    rows = [(length, policy, predict(policy, load_of(args, cost, length), machine))
+    states = state_bytes(cost.shape, 4 if cost.dtype == "float32" else 2, cost.tensor_parallel, args.optimizer_ranks)
+    rows = [predict(policy, load_of(args, cost, length), length, machine)
             for length in LENGTHS for policy in (POLICIES if args.plot else (args.policy,))]  # fmt: skip
     if args.plot:
-        from bytescale_ext.pictures_activations import draw_policies
+        from bytescale_ext.draw.activations import draw_policies
 
-        draw_policies([(length, policy, found[1] if found else None) for length, policy, found in rows], args.plot)
-    shown = [(length, found) for length, policy, found in rows if policy == args.policy]
+        draw_policies([(row.num_tokens, row.policy, row.forecast) for row in rows], args.plot)
+    rows = [row for row in rows if row.policy == args.policy]
     if args.json:
-        states = states_of(args, cost)
-        print(json.dumps({**as_json(args.seq_length, plan, load, machine, shown), "state_bytes": states}))
+        tensors = {"seq_length": args.seq_length, "plan": asdict(plan), "tensors": tensors_json(plan, load, machine)}
+        print(json.dumps({**tensors, "lengths": [length_json(row) for row in rows], "state_bytes": states}))
         return 0
     print(tensor_table(plan, load, machine))
     print(f"\n{plan_text(plan)}\n")
-    states = states_of(args, cost)
-    print(length_table(shown, lambda length: load_of(args, cost, length), states))
+    print(length_table(rows, states))
     print(f"\npeak: device, with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
     if cost.shape.num_expert_layers:
         print("experts are left alone: what they save and their parameters stay on the device and are not counted here")
@@ -113,18 +130,18 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def costs(args: argparse.Namespace) -> ModelCost:
-    """Costs of the model: those of the file, or of given rates. Raises ValueError."""
+    """Return the costs of the model, from the file or from given rates. Raises ValueError for another model."""
     if args.model_flags is None:
-        return shipped("bytescale_7b") if args.cost is None else read_cost(args.cost)
+        return shipped("bytescale_7b") if args.cost_file is None else read_cost(args.cost_file)
     shape = shape_of_flags(args.model_flags)
-    if args.cost is None:
+    if args.cost_file is None:
         return cost_of_rates(shape, *(1e12 * rate for rate in args.tflops))
-    cost = read_cost(args.cost)
-    return check_same_model(cost, shape, cost.tensor_parallel, cost.dtype, args.cost)
+    cost = read_cost(args.cost_file)
+    return check_same_model(cost, shape, cost.tensor_parallel, cost.dtype, args.cost_file)
 
 
 def shape_of_flags(flags: str) -> ModelShape:
-    """The sizes in a string of Megatron's flags, with Megatron's defaults. Raises ValueError for a missing one."""
+    """Read the sizes from a string of Megatron's flags, with its defaults. Raises ValueError for a missing one."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
                  "kv-channels", "vocab-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size"):  # fmt: skip
@@ -157,28 +174,22 @@ def shape_of_flags(flags: str) -> ModelShape:
 
 
 def load_of(args: argparse.Namespace, cost: ModelCost, length: int) -> LayerLoad:
-    """A sequence of ``length`` tokens on the ranks of its ring."""
-    return layer_load(cost, length, args.ring_width, loss_tokens=args.chunked_cross_entropy)
+    """Return the load of a sequence of ``length`` tokens on the ranks of its ring."""
+    return layer_load(cost, length, args.ring_width, LayerSettings(loss_tokens=args.chunked_cross_entropy))
 
 
-def states_of(args: argparse.Namespace, cost: ModelCost) -> float:
-    """Bytes of parameters, gradients and optimizer states of one process."""
-    element_bytes = 4 if cost.dtype == "float32" else 2
-    return state_bytes(cost.shape, element_bytes, cost.tensor_parallel, args.optimizer_ranks)
-
-
-def predict(policy: str, load: LayerLoad, machine: Machine) -> tuple[ActivationPlan, Forecast] | None:
-    """The plan of a policy and its forecast, or None where it does not fit."""
+def predict(policy: str, load: LayerLoad, num_tokens: int, machine: Machine) -> Row:
+    """Plan a policy for a sequence of ``num_tokens`` tokens and forecast its time and memory."""
     try:
         plan = make_plan(policy, load, machine)
     except ValueError:
-        return None
-    prediction = forecast(plan, load, machine)
-    return (plan, prediction) if prediction.fits(machine) else None
+        return Row(load, num_tokens, policy)
+    found = forecast(plan, load, machine)
+    return Row(load, num_tokens, policy, plan, found) if found.fits(machine) else Row(load, num_tokens, policy)
 
 
 def tensor_table(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> str:
-    """A row for each tensor of a layer."""
+    """Print a row for each tensor of a layer."""
     lines = [f"{'tensor of a layer':26} {'KiB/token':>9} {'ns to rebuild a KiB':>20}  choice"]
     for tensor in load.tensors:
         price = load.price(tensor, machine)
@@ -190,7 +201,7 @@ def tensor_table(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> str
 
 
 def plan_text(plan: ActivationPlan) -> str:
-    """The shares of a plan in one line."""
+    """Print the shares of a plan in one line."""
     return (
         f"policy {plan.policy}: alpha {plan.swap:.3f} (swapped), kept {plan.keep:.3f}, recomputed "
         f"{plan.recompute:.3f}; "
@@ -198,46 +209,35 @@ def plan_text(plan: ActivationPlan) -> str:
     )
 
 
-def length_table(
-    rows: list[tuple[int, tuple[ActivationPlan, Forecast] | None]],
-    load_at: Callable[[int], LayerLoad],
-    states: float,
-) -> str:
-    """A row for each length: the plan's shares, times in milliseconds, memory in GB; ``states`` are in the peak."""
+def length_table(rows: list[Row], states: float) -> str:
+    """Print a row for each length: shares, milliseconds, GB; the peak includes the ``states`` bytes."""
     lines = [f"{'tokens':>8} {'policy':>8} {'alpha':>6} {'kept':>6} {'layer ms':>9} {'transfer ms':>11} "
              f"{'step ms':>10} {'device GB':>9} {'peak GB':>8} {'host GB':>8}"]  # fmt: skip
-    for length, found in rows:
-        if found is None:
-            lines.append(f"{length:8} does not fit")
+    for row in rows:
+        plan, found = row.plan, row.forecast
+        if plan is None or found is None:
+            lines.append(f"{row.num_tokens:8} does not fit")
             continue
-        plan, predicted = found
-        load = load_at(length)
-        milliseconds = [1e3 * x for x in (load.forward_seconds, predicted.transfer_seconds, predicted.step_seconds)]
         lines.append(
-            f"{length:8} {plan.policy:>8} {plan.swap:6.3f} {plan.keep:6.3f} {milliseconds[0]:9.2f} "
-            f"{milliseconds[1]:11.2f} {milliseconds[2]:10.1f} {predicted.device_bytes / 1e9:9.2f} "
-            f"{(predicted.device_bytes + states) / 1e9:8.2f} {predicted.host_bytes / 1e9:8.2f}"
+            f"{row.num_tokens:8} {plan.policy:>8} {plan.swap:6.3f} {plan.keep:6.3f} "
+            f"{1e3 * row.load.forward_seconds:9.2f} {1e3 * found.transfer_seconds:11.2f} "
+            f"{1e3 * found.step_seconds:10.1f} {found.device_bytes / 1e9:9.2f} "
+            f"{(found.device_bytes + states) / 1e9:8.2f} {found.host_bytes / 1e9:8.2f}"
         )
     return "\n".join(lines)
 
 
-def as_json(
-    length: int,
-    plan: ActivationPlan,
-    load: LayerLoad,
-    machine: Machine,
-    rows: list[tuple[int, tuple[ActivationPlan, Forecast] | None]],
-) -> dict[str, Any]:
-    """Both tables as plain lists and dicts."""
-    tensors = [
+def tensors_json(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> list[dict[str, object]]:
+    """Return the rows of ``tensor_table`` as plain dicts."""
+    return [
         {"name": tensor.name, "bytes_per_token": tensor.bytes_per_token,
          "seconds_per_byte": None if tensor.kind == "input" else load.price(tensor, machine),
          **dict(zip(("swap", "keep", "recompute"), plan.shares(tensor), strict=True))}
         for tensor in load.tensors
     ]  # fmt: skip
-    lengths = [
-        {"num_tokens": tokens, "plan": asdict(found[0]), "forecast": asdict(found[1])} if found else
-        {"num_tokens": tokens, "plan": None, "forecast": None}
-        for tokens, found in rows
-    ]  # fmt: skip
-    return {"seq_length": length, "plan": asdict(plan), "tensors": tensors, "lengths": lengths}
+
+
+def length_json(row: Row) -> dict[str, object]:
+    """Return a row of ``length_table`` as plain dicts."""
+    plan, found = row.plan and asdict(row.plan), row.forecast and asdict(row.forecast)
+    return {"num_tokens": row.num_tokens, "plan": plan, "forecast": found}

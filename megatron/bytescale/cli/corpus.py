@@ -8,7 +8,7 @@ import json
 
 NAME = "corpus"
 HELP = "write a Megatron data set (.bin and .idx) from files, one document per file or JSONL line"
-EXAMPLE = "bytescale corpus --out data/python --tokens 20000000"
+EXAMPLE = "bytescale corpus --output data/python --tokens 20000000"
 
 _TOKENIZER_SETTINGS = (
     "tokenizer_type",
@@ -22,8 +22,8 @@ _TOKENIZER_SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx (replaced)")
+    """Add the flags of ``bytescale corpus``."""
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx (replaced)")
     parser.add_argument(
         "--from",
         dest="sources",
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="folders, files and .jsonl files; without it the *.py files of the running Python environment",
     )
-    parser.add_argument("--glob", metavar="PATTERN", help="files taken from a folder (* with --from, else *.py)")
+    parser.add_argument("--glob", metavar="PATTERN", help="files to take from a folder (* with --from, else *.py)")
     parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="stop at N tokens, with the documents in random order (all of them)"
+        "--tokens", type=int, metavar="N", help="take documents in random order up to N tokens (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of that order (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the random order (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     group = parser.add_argument_group("tokenizer (Megatron's flags; without --tokenizer-type a token is a byte)")
     group.add_argument("--tokenizer-type", help="as in training, for example HuggingFaceTokenizer")
@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the data set and print what it holds.
+    """Write the data set and print its figures.
 
     Raises:
         ValueError: a source, a line or a setting is bad.
     """
-    # Here and not above: importing Megatron takes seconds, and --help should not.
+    # Imported here because Megatron takes seconds to import, which --help should not.
     from megatron.bytescale.core.datasets import corpus
 
     settings = {name: getattr(args, name) for name in _TOKENIZER_SETTINGS if getattr(args, name) is not None}
@@ -68,14 +68,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         entries = corpus.environment_entries(args.glob or "*.py")
     summary = corpus.write_corpus(
-        args.out,
+        args.output,
         entries,
         tokenizer=tokenizer,
         json_key=args.json_key,
         num_tokens=args.tokens,
         seed=args.seed,
     )
-    flags = ["--data-path", args.out, *(_training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
+    flags = ["--data-path", args.output, *(_training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
     if args.json:
         print(json.dumps({**dataclasses.asdict(summary), "training_flags": flags}, indent=2))
         return 0
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"documents  {summary.num_documents:,}")
     print(f"tokens     {summary.num_tokens:,}")
     if args.tokens is not None and summary.num_tokens < args.tokens:
-        print(f"           fewer than the {args.tokens:,} asked for: the source has no more")
+        print(f"           fewer than --tokens {args.tokens:,}: the source has no more")
     print(
         f"length     median {summary.median_tokens:,}  p90 {summary.p90_tokens:,}  "
         f"p99 {summary.p99_tokens:,}  max {summary.max_tokens:,}"
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _training_flags(settings: dict[str, object]) -> list[str]:
-    """The training flags of the same tokenizer."""
+    """Return the training flags of the same tokenizer."""
     flags: list[str] = []
     for name, value in settings.items():
         flag = "--tokenizer-metadata" if name == "metadata_path" else "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""``bytescale doctor``: what is installed, what is chosen and why, and what is replaced in Megatron."""
+"""``bytescale doctor``: what is installed, what is chosen and why, the features and what they replace in Megatron."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 NAME = "doctor"
-HELP = "print what is installed, which attention kernel and backend are chosen and why, and the patch table"
+HELP = "print what is installed, the attention kernel and backend with the reason, the features and the patches"
 EXAMPLE = "bytescale doctor --dtype bf16 --head-dim 128"
 
 _PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-attn", "apex", "nvidia-nccl-cu13")
@@ -24,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head-dim", type=int, default=128, metavar="N", help="width of an attention head (%(default)s)"
     )
+    parser.add_argument("--flags", action="store_true", help="print the flags of each feature too")
+    parser.add_argument("--refusals", action="store_true", help="print what each feature does not run with too")
     parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     stand_ins = cpu.install_if_wanted(["--cpu"] if args.cpu else sys.argv)
     report = diagnose(args, on_cpu=stand_ins is not None)
-    print(json.dumps(report, indent=2) if args.json else as_text(report))
+    print(json.dumps(report, indent=2) if args.json else as_text(report, args.flags, args.refusals))
     return 0 if report["healthy"] else 1
 
 
@@ -42,7 +44,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> dict[str, Any]:
     """Everything that ``doctor`` prints, as plain values."""
     import torch
 
-    from bytescale_ext.attention.kernels import choose_kernel
+    from bytescale_ext.attention.kernels.table import choose_kernel
     from megatron.bytescale import status
 
     device = torch.device("cpu" if on_cpu else "cuda")
@@ -61,11 +63,34 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> dict[str, Any]:
             "reason": reason,
             "dtype": dtype_name,
             "head_dim": args.head_dim,
-            "not_chosen": {name: why for name, why in considered},
+            "not_chosen": dict(considered),
         },
+        "features": features_report(),
         "patches": patches,
         "healthy": not any("unknown source" in row for row in patches),
     }
+
+
+def features_report() -> list[dict[str, Any]]:
+    """Return each feature of the table: its flags, the functions that its patch rows name, what it refuses."""
+    from megatron.bytescale.features import FEATURES, patches_of, refusals
+    from megatron.bytescale.patches import rows_of
+
+    return [
+        {
+            "name": feature.name,
+            "flag": feature.flag,
+            "summary": feature.summary,
+            "flags": [action.option_strings[0] for action in feature.actions()],
+            "patches": [row.target for row in (*rows_of(feature.name), *patches_of([feature.name]))],
+            "refusals": {
+                row.flag: row.instead[feature.name].format(feature.flag)
+                for row in refusals()
+                if feature.name in row.instead
+            },
+        }
+        for feature in FEATURES
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -75,8 +100,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """The report for a person."""
+def as_text(report: dict[str, Any], with_flags: bool = False, with_refusals: bool = False) -> str:
+    """Return the report for a person."""
     attention = report["attention"]
     lines = [f"python     {report['python']}"]
     lines += [f"{name:20} {version or 'not installed'}" for name, version in report["packages"].items()]
@@ -88,5 +113,11 @@ def as_text(report: dict[str, Any]) -> str:
         f"({attention['reason']})",
     ]
     lines += [f"           not {name}: {why}" for name, why in attention["not_chosen"].items()]
-    lines += ["", "Megatron functions that --hybrid-data-parallel replaces:", *report["patches"]]
+    lines += ["", f"{'feature':12} {'switched on by':24} flags patches refusals  (--flags and --refusals list them)"]
+    for feature in report["features"]:
+        counts = f"{len(feature['flags']):5} {len(feature['patches']):7} {len(feature['refusals']):8}"
+        lines.append(f"{feature['name']:12} {feature['flag']:24} {counts}  {feature['summary']}")
+        lines += [f"    {flag}" for flag in feature["flags"]] * with_flags
+        lines += [f"    not {flag}: {instead}" for flag, instead in feature["refusals"].items()] * with_refusals
+    lines += ["", "functions of Megatron that features replace:", *report["patches"]]
     return "\n".join(lines)

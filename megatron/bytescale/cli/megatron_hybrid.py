@@ -1,4 +1,4 @@
-"""Megatron's own scheduler of hybrid context parallelism, called as it is installed, for ``bytescale simulate``."""
+"""Megatron's own scheduler of hybrid context parallelism, called as installed, for ``bytescale simulate``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytescale_ext.plan.simulate import NotApplicable, Outcome, Setting, run_groups
+from bytescale_ext.plan.evaluate.schedulers import NotApplicable, Outcome, Scenario, run_groups
 
 
 @dataclass(frozen=True)
 class _RankCount:
-    """All that the scheduler asks of a process group."""
+    """The only method of a process group that the scheduler calls."""
 
     num_ranks: int
 
@@ -19,24 +19,25 @@ class _RankCount:
         return self.num_ranks
 
 
-def megatron_hybrid(lengths: Sequence[int], setting: Setting) -> Outcome:
+def megatron_hybrid(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     """``BalancedCPScheduler`` of ``--hybrid-context-parallel``: powers of two, one sub-sample in each forward.
 
     Raises:
         NotApplicable: with pipelines, which Megatron's arguments refuse; a number of ranks that is no power of two,
             for which Megatron has no groups; or the scheduler itself stops on these lengths.
     """
-    if len(setting.stages) > 1:
+    if len(scenario.stages) > 1:
         raise NotApplicable("--hybrid-context-parallel refuses pipelines")
-    if setting.num_ranks & (setting.num_ranks - 1):
-        raise NotApplicable(f"{setting.num_ranks} ranks are no power of two, for which it has no groups")
+    num_ranks = scenario.cluster.num_ranks
+    if num_ranks & (num_ranks - 1):
+        raise NotApplicable(f"{num_ranks} ranks are no power of two, for which it has no groups")
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-    scheduler = BalancedCPScheduler(setting.tokens_per_rank, _RankCount(setting.num_ranks))
+    scheduler = BalancedCPScheduler(scenario.cluster.tokens_per_rank, _RankCount(num_ranks))
     samples = [(seq, int(length)) for seq, length in enumerate(lengths)]
     began = time.perf_counter()
     try:
         _, groups = scheduler.get_groups_and_subsamples(samples, None)
     except (AssertionError, IndexError, KeyError) as error:
         raise NotApplicable(f"it stops on these lengths: {type(error).__name__} {error}") from error
-    return run_groups(groups, lengths, setting, time.perf_counter() - began)
+    return run_groups(groups, lengths, scenario, time.perf_counter() - began)

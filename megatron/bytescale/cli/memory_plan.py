@@ -9,12 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bytescale_ext.plan.activation import RESIDENT_LAYERS, ActivationPlan
-from bytescale_ext.plan.activation_policy import given_plan
-from bytescale_ext.plan.cost import ModelShape
-from bytescale_ext.plan.memory import MemoryPlan, Request, TwoLevelPlan, plan_memory, requests_within
-from bytescale_ext.plan.memory_exact import improve
-from bytescale_ext.plan.memory_step import StepMemory, StepRecord
+from bytescale_ext.plan.activation.load import RESIDENT_LAYERS
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.activation.policies import given_plan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.check import check_two_level_plan
+from bytescale_ext.plan.memory.exact import improve
+from bytescale_ext.plan.memory.placement import plan_memory, requests_within
+from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
+from bytescale_ext.plan.memory.step_file import StepMemory, StepRecord
 from megatron.bytescale.cli.activations import shape_of_flags
 
 NAME = "memory-plan"
@@ -33,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-flags",
         default=DEFAULT_FLAGS,
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; the step is run, so it must fit (default: a small "
-        "model)",
+        help="Megatron's flags of the model in one quoted string; the step is run, so it must fit in memory "
+        "(default: a small model)",
     )
     parser.add_argument("--seq-length", type=int, default=512, metavar="S", help="tokens of the step (512)")
     parser.add_argument("--chunked-cross-entropy", type=int, metavar="TOKENS", help="as in training")
     parser.add_argument(
         "--activation-policy", default="none", choices=("none", "memo", "priced", "offload"), help="as in training"
     )
-    parser.add_argument("--swap-fraction", type=float, metavar="F", help="as in training; a policy needs it")
+    parser.add_argument("--swap-fraction", type=float, metavar="F", help="as in training; required with a policy")
     parser.add_argument("--recompute-fraction", type=float, metavar="F", help="as in training")
     parser.add_argument("--host-memory-gb", type=float, default=0.0, metavar="G", help="as in training (0)")
     parser.add_argument("--solver-seconds", type=float, default=10.0, metavar="T", help="for each proof (10)")
@@ -51,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record, plan and print. Raises ValueError for sizes that are none, or a file that cannot be written."""
+    """Record, plan and print. Raises ValueError for sizes out of range, or a file that cannot be written."""
     shape = shape_of_flags(args.model_flags)
     if shape.num_experts:
-        raise ValueError("--model-flags has --num-experts: a plan is of a dense model; remove it")
+        raise ValueError("--model-flags has --num-experts: memory plans are for dense models; remove it")
     if shape.num_layers < 2:
-        raise ValueError("--model-flags needs 2 layers or more: their passes are planned once for all")
+        raise ValueError("--model-flags needs at least 2 layers: one plan serves the passes of all layers")
     for name in ("seq_length", "chunked_cross_entropy", "solver_seconds"):
         value = getattr(args, name)
         if value is not None and value <= 0:
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     )
     plans: dict[str, tuple[MemoryPlan, float]] = {}
     levels = {}
-    middle = max(0, shape.num_layers - activations.resident_layers) // 2  # of the layers that are under the policy
+    middle = max(0, shape.num_layers - activations.resident_layers) // 2  # of the layers that the policy applies to
     for name in PASSES:
         windows = [(marks[f"{name} {i} begin"], marks[f"{name} {i} end"]) for i in range(shape.num_layers)]
         plans[f"layer, {name}"] = timed(requests_within(requests, *windows[middle]), args.solver_seconds)
@@ -77,21 +80,22 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps(figures(plans)) if args.json else table(plans))
     if args.output is not None:
         two = TwoLevelPlan(levels, plans["model, two levels"][0])
+        check_two_level_plan(two)
         write(args.output, StepMemory(record, buffer_bytes, two).to_json())
     return 0
 
 
 def activations_of(args: argparse.Namespace) -> ActivationPlan:
-    """What is kept, swapped and recomputed. Raises ValueError for shares that are none, or missing."""
+    """Return the shares kept, swapped and recomputed. Raises ValueError for missing shares or host memory."""
     swap, recompute, policy = args.swap_fraction, args.recompute_fraction, args.activation_policy
     if not 0 <= args.host_memory_gb < math.inf:
-        raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} is no amount of memory")
+        raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} is no amount of memory; give a number from 0 on")
     if (swap or policy in ("memo", "priced")) and not args.host_memory_gb:
-        raise ValueError("give --host-memory-gb, as in training: what is swapped goes there")
+        raise ValueError("give --host-memory-gb, as in training: swapped tensors go there")
     if (swap, recompute) == (None, None):
         if policy != "none":
             raise ValueError(
-                f"--activation-policy {policy} needs --swap-fraction here; training prints the one that it has chosen"
+                f"--activation-policy {policy} needs --swap-fraction here; training prints the fraction that it chose"
             )
         return ActivationPlan("none")
     return given_plan(policy, swap, recompute, RESIDENT_LAYERS)
@@ -105,14 +109,15 @@ def record_step(
     activations: ActivationPlan,
     host_bytes: int,
 ) -> tuple[list[Request], dict[str, int], StepRecord, int]:
-    """(requests, times at which each layer's passes begin and end) of a forward and a backward pass.
+    """Run a forward and a backward pass and record their allocations.
 
-    Then what was recorded, and the bytes of a rounding buffer.
+    Returns the requests, the times at which each layer's passes begin and end, the settings, and the bytes of a
+    rounding buffer.
     """
     import torch
 
     from bytescale_ext.activation.trace import AllocationTrace
-    from megatron.bytescale.one_device import build_model
+    from megatron.bytescale.training.one_device import build_model
 
     dtype = torch.bfloat16 if torch.cuda.is_available() and not on_cpu else torch.float32
     built = build_model(shape, dtype, host_bytes, loss_tokens, on_cpu=on_cpu or None)
@@ -133,7 +138,7 @@ def record_step(
 
 
 def mark_passes(trace: Any, layer: Any, number: int) -> None:
-    """Note when a layer's passes begin and end, by hooks on the module and on gradients of its input and output."""
+    """Mark when a layer's passes begin and end, by hooks on the module and on gradients of its input and output."""
 
     def begin(_: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -151,9 +156,9 @@ def mark_passes(trace: Any, layer: Any, number: int) -> None:
 def with_passes_as_blocks(
     requests: list[Request], marks: dict[str, int], shape: ModelShape, levels: dict[str, MemoryPlan]
 ) -> list[Request]:
-    """The trace of the model with one block for each pass of a layer in place of its transient tensors (MEMO Fig. 7).
+    """Replace the transient tensors of each layer's pass by one block (MEMO Fig. 7).
 
-    A pass whose requests are not those of the planned one keeps them.
+    A pass keeps its requests if they differ from the planned pass.
     """
     rest, blocks = set(requests), []
     for name in PASSES:
@@ -164,19 +169,19 @@ def with_passes_as_blocks(
             if not inside or [(r.num_bytes, r.start, r.stop) for r in inside] != planned:
                 continue
             rest.difference_update(r for r in requests if r.start >= start and r.stop <= stop)
-            blocks.append(Request(f"layer {number} {name}", levels[name].peak, start, stop))
+            blocks.append(Request(TwoLevelPlan.block_name(number, name), levels[name].peak, start, stop))
     return sorted([*rest, *blocks], key=lambda r: (r.start, r.name))
 
 
 def timed(requests: list[Request], solver_seconds: float) -> tuple[MemoryPlan, float]:
-    """(plan, seconds it took): best fit, and the solver where a gap to the bound is left."""
+    """Place requests by best fit, then by the solver if a gap to the bound is left; return the plan and the seconds."""
     begun = time.perf_counter()
     plan = improve(plan_memory(requests), solver_seconds)
     return plan, time.perf_counter() - begun
 
 
 def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, Any]:
-    """The table as plain lists and dicts."""
+    """Return the table as plain dicts."""
     return {
         name: {"num_requests": len(plan.requests), "bound_bytes": plan.bound, "peak_bytes": plan.peak,
                "is_optimal": plan.is_optimal, "seconds": seconds}
@@ -185,7 +190,7 @@ def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, Any]:
 
 
 def table(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
-    """A row for each plan."""
+    """Print a row for each plan."""
     lines = [f"{'trace':18} {'requests':>8} {'bound MB':>10} {'peak MB':>10} {'peak/bound':>10}  {'proof':10} {'s':>6}"]
     for name, (plan, seconds) in plans.items():
         ratio = plan.peak / plan.bound if plan.bound else 1.0

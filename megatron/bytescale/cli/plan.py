@@ -5,22 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.cost_file import read_cost, shipped
-from bytescale_ext.plan.activation import key_value_bytes
-from bytescale_ext.plan.bounds import lower_bounds
-from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.cost import ModelCost
-from bytescale_ext.plan.document_slices import affordable_tokens
-from bytescale_ext.plan.planner import BALANCES, HdpPlanner
-from bytescale_ext.plan.replay import PlanSummary, replay_stages, summarize
-from bytescale_ext.plan.shapes import StepPlan
-from bytescale_ext.plan.show import plan_text
-from bytescale_ext.plan.simulate import stage_costs
+from bytescale_ext.measure.cost_file import read_cost, shipped
+from bytescale_ext.plan.activation.tensors import key_value_bytes
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
+from bytescale_ext.plan.evaluate.replay import PlanSummary, replay_stages, summarize
+from bytescale_ext.plan.evaluate.schedulers import stage_costs
+from bytescale_ext.plan.hdp.planner import BALANCES, PLANNERS, HdpPlanner, auto_balance
+from bytescale_ext.plan.schedule.document_slices import affordable_tokens
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.show import plan_text
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -53,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--balance",
         metavar="KIND",
-        help="none, dp, pp, bytescale (Algorithm 2 as published) or auto: pp with pipeline stages, else dp (default)",
+        help=f"planner: {', '.join(BALANCES)}, or auto: pp with pipeline stages, else dp (default)",
     )
     parser.add_argument(
         "--stages", type=int, default=1, metavar="P", help="pipeline stages; --ranks is the number of pipelines (1)"
     )
-    add_splits_argument(parser)
+    add_slicing_arguments(parser)
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="keep rings of up to N ranks inside nodes of N ranks"
     )
@@ -72,52 +74,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (read by bytescale timeline)")
 
 
-def add_splits_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add ``--splits`` (``more``: of its help), ``--kept-keys`` and ``--eager``, which ``check_splits`` checks."""
+def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add ``--slices``, whose help ends with ``more``, ``--kept-keys`` and ``--eager``; ``slicing_of`` reads them."""
     parser.add_argument(
-        "--splits",
+        "--slices",
         type=int,
         default=1,
         metavar="K",
-        help=f"slices in which each stage runs a micro-batch, as --seq1f1b-splits (1){more}",
+        help=f"slices in which each stage runs a micro-batch, as --seq1f1b-slices (1){more}",
     )
     parser.add_argument(
         "--kept-keys",
         type=int,
         metavar="TOKENS",
-        help="keys of documents of up to so many tokens are kept from slice to slice, as --hdp-kept-keys (as many as "
-        "take no more memory than 1F1B)",
+        help="keep the keys of documents of up to TOKENS tokens from slice to slice, as --hdp-kept-keys (default: as "
+        "long as that takes no more memory than 1F1B)",
     )
     parser.add_argument(
         "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
     )
 
 
-def kept_tokens(args: argparse.Namespace, cost: ModelCost) -> int:
-    """``--kept-keys``, by default what training takes without recomputation."""
+def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
+    """Return the slicing of the options; by default keys are kept as in training without recomputation.
+
+    Raises:
+        ValueError: fewer than 1 slice, or options that need slices or stages and have none.
+    """
+    if args.slices < 1:
+        raise ValueError(f"--slices {args.slices} must be at least 1")
+    if args.slices > 1 and args.stages == 1:
+        raise ValueError(f"--slices {args.slices} is for pipelines: slices run side by side on stages; give --stages")
+    if args.kept_keys is not None and (args.kept_keys < 0 or args.slices == 1):
+        raise ValueError(f"--kept-keys {args.kept_keys} must be at least 0, and needs --slices of 2 or more")
+    if args.eager and args.slices == 1:
+        raise ValueError("--eager needs --slices of 2 or more")
+    slicing = Slicing(args.slices, eager=args.eager)
     if args.kept_keys is not None:
-        return int(args.kept_keys)
+        return replace(slicing, kept_tokens=args.kept_keys)
     key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
-    sizes = (args.stages, args.splits, args.tokens_per_rank)
-    return affordable_tokens(*sizes, cost.layer_bytes, key_bytes, args.eager)
-
-
-def check_splits(splits: int, num_stages: int, kept_keys: int | None = None, eager: bool = False) -> None:
-    """Raise ValueError for a number of slices that makes no sense, or for what needs slices."""
-    if splits < 1:
-        raise ValueError(f"--splits {splits} must be at least 1")
-    if splits > 1 and num_stages == 1:
-        raise ValueError(f"--splits {splits} is for pipelines: slices run side by side on stages; give --stages")
-    if kept_keys is not None and (kept_keys < 0 or splits == 1):
-        raise ValueError(f"--kept-keys {kept_keys} must be at least 0, and needs --splits of 2 or more")
-    if eager and splits == 1:
-        raise ValueError("--eager needs --splits of 2 or more")
+    kept = affordable_tokens(args.stages, slicing, args.tokens_per_rank, cost.layer_bytes, key_bytes)
+    return replace(slicing, kept_tokens=kept)
 
 
 def add_cost_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cost``, which ``model_cost`` reads."""
+    """Add ``--cost-file``, which ``model_cost`` reads."""
     parser.add_argument(
-        "--cost",
+        "--cost-file",
         type=Path,
         metavar="F.json",
         help="costs of the model, as bytescale profile writes them (default: the shipped ones of a 7B model)",
@@ -125,7 +128,7 @@ def add_cost_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def model_cost(path: Path | None) -> ModelCost:
-    """The cost file that the user named, or the shipped one. Raises ValueError for a bad file."""
+    """Return the costs of the file that the user named, or the shipped ones. Raises ValueError for a bad file."""
     return shipped("bytescale_7b") if path is None else read_cost(path)
 
 
@@ -137,50 +140,45 @@ def run(args: argparse.Namespace) -> int:
             is a bug.
     """
     lengths = cut_lengths(read_lengths(args.lengths, args.start, args.num_sequences), args.seq_length)
-    cost = model_cost(args.cost)
-    plan = planner_of(args, cost)(lengths)
+    cost = model_cost(args.cost_file)
+    planner = planner_of(args, cost)
+    plan = planner(lengths)
     check_step_plan(plan, lengths, args.tokens_multiple)
     if args.json:
         print(json.dumps(plan.to_json()))
         return 0
     print(plan_text(plan))
     print(summary_text(plan, summarize(plan, cost.whole().both, args.tokens_multiple)))
-    print(score_text(plan, cost, args.stages, args.splits, kept_tokens(args, cost), args.eager))
+    print(score_text(plan, planner, cost.device))
     return 0
 
 
 def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
-    """The planner of the options. Raises ValueError for options that do not go together."""
+    """Return the planner of the options. Raises ValueError for options that do not go together."""
     for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
-    check_splits(args.splits, args.stages, args.kept_keys, args.eager)
+    slicing = slicing_of(args, cost)
+    if args.static_width is not None and (args.balance or args.stages > 1):
+        raise ValueError("--static-width is a plan of its own, without --balance and --stages")
     kinds = ("auto", *BALANCES)
     balance = args.balance or "auto"
     if balance not in kinds:
         raise ValueError(f"--balance {balance} is unknown; choose one of {', '.join(kinds)}")
-    if args.static_width is not None and (args.balance or args.stages > 1):
-        raise ValueError("--static-width is a plan of its own, without --balance and --stages")
-    if args.stages > 1 and balance == "dp":
-        raise ValueError(f"--balance dp is for 1 stage, not {args.stages}; use auto or pp")
+    if args.stages > 1 and balance != "auto" and not PLANNERS[balance].aligned:
+        raise ValueError(f"--balance {balance} is for 1 stage, not {args.stages}; use auto or {auto_balance(True)}")
     return HdpPlanner(
-        num_ranks=args.ranks,
-        tokens_per_rank=args.tokens_per_rank,
-        cost=stage_costs(cost, args.stages)[-1],
+        Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node),
+        stage_costs(cost, args.stages),
+        slicing,
         tokens_multiple=args.tokens_multiple,
-        balance=("pp" if args.stages > 1 else "dp") if balance == "auto" else balance,
-        num_stages=args.stages,
-        num_slices=args.splits,
-        kept_tokens=kept_tokens(args, cost),
-        eager=args.eager,
-        aligned=args.stages > 1,
-        ranks_per_node=args.ranks_per_node,
+        balance=auto_balance(args.stages > 1) if balance == "auto" else balance,
         static_width=args.static_width,
     )
 
 
 def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -> list[int]:
-    """Tokens of documents ``start`` to ``start + num_sequences`` of an .idx or .npy file.
+    """Return the tokens of documents ``start`` to ``start + num_sequences`` of an .idx or .npy file.
 
     Empty documents of an .idx file are left out, as in training: they give no sample.
 
@@ -191,7 +189,7 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
     if not path.is_file():
         raise ValueError(f"--lengths {path}: no such file")
     if path.suffix == ".idx":
-        from bytescale_ext.data.lengths import read_idx_lengths
+        from bytescale_ext.data.samples.lengths import read_idx_lengths
 
         values = np.asarray(read_idx_lengths(path))
     elif path.suffix == ".npy":
@@ -216,7 +214,7 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
 
 
 def cut_lengths(lengths: Sequence[int], seq_length: int | None) -> list[int]:
-    """Pieces of at most ``seq_length`` tokens of each document, in order; the documents when None.
+    """Return pieces of at most ``seq_length`` tokens of each document, in order; None: the documents.
 
     Raises:
         ValueError: ``seq_length`` is not positive.
@@ -229,7 +227,7 @@ def cut_lengths(lengths: Sequence[int], seq_length: int | None) -> list[int]:
 
 
 def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
-    """The figures of a plan, one a line."""
+    """Return the figures of a plan, one on each line."""
     return "\n".join(
         (
             f"micro-batches per rank  {_spread(summary.micro_batches_per_rank)}",
@@ -242,14 +240,11 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
     )
 
 
-def score_text(
-    plan: StepPlan, cost: ModelCost, num_stages: int, num_slices: int = 1, kept_tokens: int = 0, eager: bool = False
-) -> str:
-    """The planned time of the step against the least time that any plan can take."""
-    stages = stage_costs(cost, num_stages)
-    makespan = replay_stages(plan, stages, num_slices=num_slices, kept_tokens=kept_tokens, eager=eager).makespan
-    bound = lower_bounds(plan.lengths, plan.num_ranks, plan.tokens_per_rank, stages, num_slices, kept_tokens).largest
-    return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {cost.device})"
+def score_text(plan: StepPlan, planner: HdpPlanner, device: str) -> str:
+    """Return the planned time of the step over the least time that any plan can take."""
+    makespan = replay_stages(plan, planner.stages, planner.slicing).makespan
+    bound = lower_bounds(plan.lengths, planner.cluster, planner.stages, planner.slicing).largest
+    return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {device})"
 
 
 def _spread(values: Sequence[int]) -> str:

@@ -13,11 +13,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescale_ext.plan.cost import CostModel, ModelCost
-from bytescale_ext.profile import fitted_lengths
+from bytescale_ext.measure.fit import (
+    LAYERS,
+    Origin,
+    errors_text,
+    fit_rings,
+    fit_timings,
+    fitted_lengths,
+    model_cost,
+    prediction_table,
+    predictions,
+    ring_lengths,
+    unseen_lengths,
+)
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
 
 NAME = "profile"
-HELP = "measure what this model's layers cost on this device, one GPU or CPU, and write a cost file"
+HELP = "measure the layers of a model on this GPU or CPU and write a cost file"
 EXAMPLE = (
     "bytescale profile --output cost.json -- $TRAINING_FLAGS; by N ranks at once, to measure their rings too: "
     "torchrun --nproc-per-node N --no-python bytescale profile --output cost.json -- $TRAINING_FLAGS"
@@ -25,7 +38,7 @@ EXAMPLE = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this subcommand."""
+    """Add the flags of ``bytescale profile``."""
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the cost file (replaced)")
     parser.add_argument(
         "--max-tokens",
@@ -38,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="times each micro-batch runs; the least counts (%(default)s)",
+        help="runs of each micro-batch, of which the fastest counts (%(default)s)",
     )
     parser.add_argument(
         "--ring-bytes-per-second",
         type=float,
         metavar="B",
-        help="what a rank receives from another; default: measured between two GPUs, or two processes on CPU, and "
-        "with a single GPU its copies to host memory",
+        help="rate at which a rank receives from another; default: measured between two GPUs or two CPU processes; "
+        "with a single GPU, the rate of its copies to host memory",
     )
     parser.add_argument("--cpu", action="store_true", help="measure on CPU although there is a GPU")
     parser.add_argument("--json", action="store_true", help="print the costs and the predictions as JSON")
@@ -53,13 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "flags",
         nargs="*",
         metavar="-- FLAGS",
-        help="after a --: the flags of the training command; those that cost a layer nothing (data, checkpoints, "
-        "pipeline stages, ...) are ignored",
+        help="after a --: the flags of the training command; flags that do not change the time of a layer (data, "
+        "checkpoints, pipeline stages, ...) are ignored",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, fit, judge, write and print.
+    """Measure, fit, write the cost file and print how well it predicts.
 
     Raises:
         ValueError: a flag that cannot be profiled, times that are noise, or an output that cannot be written.
@@ -76,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
             cost, found, rank = measure(args, on_cpu)
     except torch.OutOfMemoryError:
         raise ValueError("a micro-batch does not fit in the GPU's memory; give a smaller --max-tokens") from None
-    if rank:  # of torchrun's processes the first one tells
+    if rank:  # under torchrun the first process writes and prints
         return 0
-    from bytescale_ext.cost_file import write_cost
+    from bytescale_ext.measure.cost_file import write_cost
 
     write_cost(args.output, cost)
     if args.json:
@@ -91,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Megatron lists all its arguments on standard output, and each model's parameters in its log."""
+    """Hide Megatron's list of arguments (standard output) and of parameters (log)."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -101,8 +114,8 @@ def quiet() -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Any], int]:
-    """(costs, predictions of lengths that the fit did not see, process rank)."""
-    # Here and not above: importing Megatron takes seconds, and --help should not.
+    """Return (costs, predictions of lengths that the fit did not see, process rank)."""
+    # Imported here because Megatron takes seconds to import, which --help should not.
     import torch
 
     from megatron.bytescale.training.profile import prepare
@@ -117,63 +130,60 @@ def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Any
 def measured_cost(
     subject: Any, max_tokens: int, repeats: int, ring_bytes_per_second: float | None = None
 ) -> tuple[ModelCost, list[Any]]:
-    """Costs by micro-batches of up to ``max_tokens``, and what they predict of lengths that the fit did not see.
+    """Return the costs measured with micro-batches of up to ``max_tokens``, and predictions of unseen lengths.
 
-    Collective over all processes; the costs are equal on all, but for the speed of a ring that tensor-parallel ranks
-    of one HDP rank measure: that is right on the first.
+    Collective over all processes. The costs are equal on all, except that with one HDP rank of several tensor-parallel
+    ranks only the first process measures the speed of a ring.
     """
     import torch
 
-    from bytescale_ext import profile
     from megatron.bytescale.training.profile import kept_bytes_per_token, time_packs
 
-    num_ranks = subject.runtime.config.num_ranks
-    fitted, unseen = fitted_lengths(max_tokens), profile.unseen_lengths(max_tokens)
-    ring_fitted, ring_unseen = profile.ring_lengths(max_tokens, num_ranks) if num_ranks > 1 else ((), ())
+    num_ranks = subject.cluster.num_ranks
+    fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
+    ring_fitted, ring_unseen = ring_lengths(max_tokens, num_ranks) if num_ranks > 1 else ((), ())
     timings = time_packs(subject, [*fitted, *unseen], repeats, [*ring_fitted, *ring_unseen])
     seen = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
     rings = [timing for timing in timings if timing.width > 1 and timing.lengths[0] in ring_fitted]
     others = [timing for timing in timings if timing not in seen and timing not in rings]
     rate, how = ring_rate(ring_bytes_per_second, subject)
-    fits = profile.fit_rings(profile.fit_timings(seen), rings, subject.ring_seconds(rate))
-    found = profile.predictions(fits, others)
+    fits = fit_rings(fit_timings(seen), rings, subject.ring_seconds(rate))
+    found = predictions(fits, others)
     recompute = subject.args.recompute_granularity
     what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
     assert subject.runtime.kernel is not None
     source = (
         f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.kernel.name}: "
         f"{what} of up to {max_tokens} tokens in models "
-        f"of {profile.LAYERS[0]} and {profile.LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
-        f"other lengths predicted with an error of {profile.errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
+        f"of {LAYERS[0]} and {LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
+        f"other lengths predicted with an error of {errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
     )
     kept = kept_bytes_per_token(subject, max_tokens // 4)
-    where = (subject.device, subject.dtype, subject.tensor_parallel, source)
-    return profile.model_cost(fits, subject.shape, kept, *where), found
+    origin = Origin(subject.shape, subject.device, subject.dtype, subject.tensor_parallel, source)
+    return model_cost(fits, kept, origin), found
 
 
 def ring_rate(given: float | None, subject: Any) -> tuple[float, str]:
-    """Bytes per second between ranks of a ring, and how that is known. Collective where there are several HDP ranks."""
+    """Return bytes per second between ranks of a ring, and how they were found. Collective over several HDP ranks."""
     import torch
 
-    from bytescale_ext import profile_ring
+    from bytescale_ext.measure import ring_speed
 
     comm, on_cpu = subject.runtime.comm, not subject.runtime.clock.on_cuda
     if given is not None:
         return given, "as given with --ring-bytes-per-second"
     if comm.size > 1:
-        return profile_ring.exchanged_bytes_per_second(comm, subject.runtime.device), f"measured by {comm.size} ranks"
+        return ring_speed.exchanged_bytes_per_second(comm, subject.runtime.device), f"measured by {comm.size} ranks"
     if int(subject.args.rank):
         return 1.0, "measured by the first process"
     if on_cpu or torch.cuda.device_count() > 1:
         where = "processes on CPU" if on_cpu else "GPUs of this machine"
-        return profile_ring.bytes_per_second_of_two_processes(not on_cpu), f"measured between two {where}"
-    return profile_ring.host_copy_bytes_per_second(), "taken from copies to host memory, as there is one GPU"
+        return ring_speed.bytes_per_second_of_two_processes(not on_cpu), f"measured between two {where}"
+    return ring_speed.host_copy_bytes_per_second(), "taken from copies to host memory, as there is one GPU"
 
 
 def report_text(cost: ModelCost, found: Sequence[Any]) -> str:
-    """The costs and how well they predict, for a person."""
-    from bytescale_ext.profile import errors_text, prediction_table
-
+    """Return the costs and their errors as text."""
     rows = [
         ("attention, ps per token squared", "a", 1e12),
         ("linear, ns per token", "b", 1e9),
@@ -210,7 +220,7 @@ def _as_json(found: Any) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Find out before anything is set up what would spoil the measurement."""
+    """Raise ValueError for bad flags, before anything is set up."""
     if not args.flags:
         raise ValueError("no model: give the flags of the training command after a --")
     if args.repeats < 1:
@@ -221,4 +231,4 @@ def _check(args: argparse.Namespace) -> None:
         fitted_lengths(args.max_tokens)
     folder = args.output.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or args.output.is_dir():
-        raise ValueError(f"--output {args.output} cannot be written; choose a file in a folder that is there")
+        raise ValueError(f"--output {args.output} cannot be written; choose a file in an existing folder")

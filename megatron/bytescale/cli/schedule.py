@@ -7,30 +7,31 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bytescale_ext.plan.seq1f1b import SliceSchedule, bubble_of_equal_costs, seq1f1b_schedule
-from bytescale_ext.plan.seq1f1b_check import check_slice_schedule
-from bytescale_ext.plan.seq1f1b_compare import (
+from bytescale_ext.plan.schedule.actions import SliceSchedule, bubble_of_equal_costs, seq1f1b_schedule
+from bytescale_ext.plan.schedule.check import check_slice_schedule
+from bytescale_ext.plan.schedule.compare import (
+    SHAPES,
     ScheduleFigures,
     SliceModel,
     compared,
-    figures_of,
+    evaluate,
     lengths_of,
     schedule_name,
     simulated,
 )
-from bytescale_ext.plan.seq1f1b_models import SHAPES
-from bytescale_ext.plan.slices import Partition, parse_partition
+from bytescale_ext.plan.schedule.slices import Partition, parse_partition
+from bytescale_ext.plan.step.sizes import Slicing
 
 NAME = "schedule"
 HELP = "print the schedule of a pipeline whose micro-batches are cut into slices (Seq1F1B)"
-EXAMPLE = "bytescale schedule --pp 4 --microbatches 8 --splits 4 --compare"
+EXAMPLE = "bytescale schedule --stages 4 --microbatches 8 --slices 4 --compare"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale schedule``."""
-    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
+    parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--splits", type=int, default=1, metavar="K", help="slices of each micro-batch (default: 1)")
+    parser.add_argument("--slices", type=int, default=1, metavar="K", help="slices of each micro-batch (default: 1)")
     parser.add_argument(
         "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
     )
@@ -46,26 +47,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tp", type=int, default=1, metavar="T", help="tensor-parallel ranks, and sequence parallelism"
     )
-    parser.add_argument("--cost", type=Path, metavar="FILE", help="measured costs of bytescale profile; sets the model")
+    parser.add_argument(
+        "--cost-file", type=Path, metavar="FILE", help="measured costs of bytescale profile; sets the model"
+    )
     parser.add_argument("--compare", action="store_true", help="1F1B and Seq1F1B, interleaved (--vpp) or not")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule over time (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make, check, simulate and print.
+    """Make, check, simulate and print a schedule.
 
     Raises:
-        ValueError: sizes that do not fit, with the nearest that do.
+        ValueError: the sizes do not fit; the message gives the nearest that do.
     """
     partition = parse_partition(args.seq1f1b_partition)
-    if args.vpp > 1 and args.pp <= 2:
-        raise ValueError(f"--vpp {args.vpp} needs --pp of 3 or more, not {args.pp}: Megatron interleaves no two stages")
+    if args.vpp > 1 and args.stages <= 2:
+        raise ValueError(
+            f"--vpp {args.vpp} needs --stages of 3 or more, not {args.stages}: Megatron does not interleave two stages"
+        )
     model = _model(args)
-    schedule = seq1f1b_schedule(args.pp, args.microbatches, args.splits, args.vpp, eager=args.eager)
+    sizes = (args.stages, args.microbatches, Slicing(args.slices, eager=args.eager), args.vpp)
+    schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
-    settings = (model, args.pp, args.microbatches, args.splits, args.vpp, partition, args.eager)
-    rows = compared(*settings) if args.compare else (figures_of(*settings),)
+    rows = compared(model, *sizes, partition) if args.compare else (evaluate(model, *sizes, partition),)
     if args.plot is not None:
         _draw(args.plot, model, schedule, partition)
     if args.json:
@@ -83,16 +88,16 @@ def run(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> SliceModel:
     if args.tp < 1 or args.seq_length < 1:
         raise ValueError(f"--tp {args.tp} and --seq-length {args.seq_length} must be at least 1")
-    if args.cost is None:
+    if args.cost_file is None:
         return SliceModel(SHAPES[args.model], args.seq_length, args.tp)
-    from bytescale_ext.cost_file import read_cost
+    from bytescale_ext.measure.cost_file import read_cost
 
-    measured = read_cost(args.cost)
+    measured = read_cost(args.cost_file)
     return SliceModel(measured.shape, args.seq_length, measured.tensor_parallel, measured)
 
 
 def figures_text(figures: ScheduleFigures, schedule: SliceSchedule) -> str:
-    """The figures of one schedule, one a line."""
+    """Return the figures of one schedule, one on each line."""
     formula = bubble_of_equal_costs(
         schedule.num_stages, schedule.num_micro_batches, schedule.num_slices, schedule.num_chunks
     )
@@ -109,7 +114,7 @@ def figures_text(figures: ScheduleFigures, schedule: SliceSchedule) -> str:
 
 
 def table_text(rows: Sequence[ScheduleFigures]) -> str:
-    """Schedules one below another."""
+    """Return a table with a row for each schedule."""
     head = f"{'schedule':<22} {'bubble':>7} {'formula':>8} {'time/ideal':>10} {'slices':>7}"
     head += f" {'micro-batches':>14} {'GiB':>8}"
     lines = [
@@ -126,8 +131,8 @@ def _draw(path: Path, model: SliceModel, schedule: SliceSchedule, partition: Par
         raise ValueError(f"--plot {path}: there is no directory {path.parent}")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--plot {path}: give a name that ends with .png, .svg or .pdf")
-    from bytescale_ext.pipeline.pictures import draw_schedule
+    from bytescale_ext.draw.schedule import draw_schedule
 
     result = simulated(model, schedule, lengths_of(model, schedule.num_slices, partition))
-    name = schedule_name(schedule.num_slices, schedule.num_chunks, partition, schedule.eager)
+    name = schedule_name(schedule.slicing, schedule.num_chunks, partition)
     draw_schedule(result, path, f"{name}: {schedule.num_stages} stages, idle {result.bubble:.1%}")

@@ -1,4 +1,4 @@
-"""``bytescale simulate``: schedulers against each other and against the lower bound, by replay. No GPU, no training."""
+"""``bytescale simulate``: compare schedulers with each other and with the lower bound by replay. No GPU needed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, Final
 
 import numpy as np
 
-from bytescale_ext.data.samplers import SAMPLERS, sample_lengths
-from bytescale_ext.plan.bounds import lower_bounds
-from bytescale_ext.plan.simulate import (
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
+from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.evaluate.schedulers import (
     SCHEDULERS,
     SLICED,
     NotApplicable,
     Outcome,
+    Scenario,
     Scheduler,
-    Setting,
     stage_costs,
     static,
 )
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
 from megatron.bytescale.cli.plan import (
     add_cost_argument,
-    add_splits_argument,
-    check_splits,
-    kept_tokens,
+    add_slicing_arguments,
     model_cost,
     read_lengths,
+    slicing_of,
 )
 
 NAME = "simulate"
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_size, required=True, metavar=letter, help=text)
     parser.add_argument("--ranks", type=int, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
     parser.add_argument("--stages", type=int, default=1, metavar="p", help="pipeline stages (1)")
-    add_splits_argument(parser, f"; {', '.join(SLICED)} run so, the others are Megatron's own 1F1B")
+    add_slicing_arguments(parser, f"; {', '.join(SLICED)} run so, the others are Megatron's own 1F1B")
     parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
     parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
     add_cost_argument(parser)
@@ -93,34 +93,31 @@ def run(args: argparse.Namespace) -> int:
     for option, value in (("--ranks", args.ranks), ("--stages", args.stages), ("--seeds", args.seeds)):
         if value < 1:
             raise ValueError(f"{option} {value} must be at least 1")
-    check_splits(args.splits, args.stages, args.kept_keys, args.eager)
     if args.context > args.ranks * args.tokens_per_rank:
         raise ValueError(
             f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
             f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
         )
-    cost = model_cost(args.cost)
-    kept = kept_tokens(args, cost)
-    sized = (args.ranks, args.tokens_per_rank, args.context)
-    setting = Setting(*sized, stage_costs(cost, args.stages), args.splits, kept, args.eager)
-    figures = compare(setting, draw_steps(args), names)
+    cost = model_cost(args.cost_file)
+    slicing = slicing_of(args, cost)
+    stages = stage_costs(cost, args.stages)
+    scenario = Scenario(Cluster(args.ranks, args.tokens_per_rank), args.context, stages, slicing)
+    figures = compare(scenario, draw_steps(args), names)
     described = {
         **({"sampler": args.sampler} if args.sampler else {"lengths": str(args.lengths)}),
         **{name: getattr(args, name) for name in ("context", "ranks", "tokens_per_rank", "global_tokens", "stages")},
-        "splits": args.splits,
-        "kept_keys": kept,
-        "eager": args.eager,
+        "slicing": asdict(slicing),
         "seeds": args.seeds,
-        "cost": {"file": str(args.cost) if args.cost else "bytescale_7b", "device": cost.device},
+        "cost": {"file": str(args.cost_file) if args.cost_file else "bytescale_7b", "device": cost.device},
     }
     if args.plot:
         _plot(figures, described, args.plot)
-    print(json.dumps({"setting": described, "schedulers": figures}) if args.json else as_text(described, figures))
+    print(json.dumps({"scenario": described, "schedulers": figures}) if args.json else as_text(described, figures))
     return 0
 
 
 def draw_steps(args: argparse.Namespace) -> list[list[int]]:
-    """The lengths of each step. From a file, the step of a seed is the beginning of a random order of its documents."""
+    """Return the lengths of each step. A step from a file is the beginning of a random order of its documents."""
     if args.sampler:
         seeds = range(args.seeds)
         return [sample_lengths(args.sampler, args.context, args.global_tokens, seed).tolist() for seed in seeds]
@@ -139,34 +136,32 @@ def draw_steps(args: argparse.Namespace) -> list[list[int]]:
     return steps
 
 
-def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Figures of each scheduler over the steps: name -> figure -> mean and worst.
+def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each scheduler over the steps: name -> figure -> mean and worst.
 
-    A scheduler that does not support the setting, or one of the steps, has the one entry ``not_applicable``.
-    ``makespan_over_bound`` takes the bound of what the scheduler runs: slices or 1F1B. ``speedup_over_static`` is null
-    where there is no static mesh to compare with.
+    A scheduler that does not support the scenario, or one of the steps, has the one entry ``not_applicable``.
+    ``makespan_over_bound`` takes the bound of the order that the scheduler runs: slices or 1F1B.
+    ``speedup_over_static`` is null where no static mesh is applicable.
     """
     bounds = {
-        num_slices: [
-            lower_bounds(
-                step, setting.num_ranks, setting.tokens_per_rank, setting.stages, num_slices, setting.kept_tokens
-            ).largest
-            for step in steps
-        ]
-        for num_slices in (1, setting.num_slices)
+        slicing: [lower_bounds(step, scenario.cluster, scenario.stages, slicing).largest for step in steps]
+        for slicing in (ONE_SLICE, scenario.slicing)
     }
-    references = outcomes_of(static, setting, steps)
+    references = outcomes_of(static, scenario, steps)
     result: dict[str, dict[str, Any]] = {}
     for name in names:
-        outcomes = outcomes_of(ALL[name], setting, steps)
+        outcomes = outcomes_of(ALL[name], scenario, steps)
         if isinstance(outcomes, str):
             result[name] = {"not_applicable": outcomes}
             continue
         times = [outcome.makespan for outcome in outcomes]
-        own_bounds = bounds[setting.num_slices if name in SLICED else 1]
+        plain_bounds = bounds[ONE_SLICE]
+        own_bounds = bounds[scenario.slicing if name in SLICED else ONE_SLICE]
         result[name] = {
             "makespan_over_bound": _figure([time / bound for time, bound in zip(times, own_bounds, strict=True)]),
-            "makespan_over_1f1b_bound": _figure([time / bound for time, bound in zip(times, bounds[1], strict=True)]),
+            "makespan_over_1f1b_bound": _figure(
+                [time / bound for time, bound in zip(times, plain_bounds, strict=True)]
+            ),
             "speedup_over_static": None
             if isinstance(references, str)
             else _figure([one.makespan / time for one, time in zip(references, times, strict=True)], worst=min),
@@ -175,10 +170,10 @@ def compare(setting: Setting, steps: Sequence[Sequence[int]], names: Sequence[st
     return result
 
 
-def as_text(setting: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The comparison as a table, mean and worst of each figure."""
-    of_slices = ("makespan_over_1f1b_bound", "kept_keys")
-    columns = {name: column for name, column in _COLUMNS.items() if name not in of_slices or setting["splits"] > 1}
+def as_text(scenario: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the comparison as a table, mean and worst of each figure."""
+    hidden = ("makespan_over_1f1b_bound", "kept_keys") if scenario["slicing"]["num_slices"] == 1 else ()
+    columns = {name: column for name, column in _COLUMNS.items() if name not in hidden}
     heads = ["", *(title for title, _ in columns.values())]
     rows = [heads]
     notes = []
@@ -193,29 +188,29 @@ def as_text(setting: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]
                   for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]  # fmt: skip
-    return "\n".join([_title(setting), "mean and worst of each figure", "", *lines, *notes])
+    return "\n".join([_title(scenario), "mean and worst of each figure", "", *lines, *notes])
 
 
 def _cell(figure: Mapping[str, float] | None, spec: str) -> str:
     return "-" if figure is None else f"{figure['mean']:{spec}} {figure['worst']:{spec}}"
 
 
-def _title(setting: Mapping[str, Any]) -> str:
-    source = setting.get("sampler") or Path(setting["lengths"]).name
-    stages = f" x {setting['stages']} stages" if setting["stages"] > 1 else ""
-    if setting["splits"] > 1:
-        slices = "eager slices" if setting["eager"] else "slices"
-        stages += f" in {setting['splits']} {slices}, keys kept up to {setting['kept_keys']} tokens"
+def _title(scenario: Mapping[str, Any]) -> str:
+    source = scenario.get("sampler") or Path(scenario["lengths"]).name
+    stages = f" x {scenario['stages']} stages" if scenario["stages"] > 1 else ""
+    slicing = Slicing(**scenario["slicing"])
+    if slicing.num_slices > 1:
+        stages += f" in {slicing}"
     return (
-        f"{source}, context {setting['context']}, {setting['ranks']} ranks{stages}, C {setting['tokens_per_rank']}, "
-        f"{setting['global_tokens']} tokens a step, {setting['seeds']} seeds"
+        f"{source}, context {scenario['context']}, {scenario['ranks']} ranks{stages}, C {scenario['tokens_per_rank']}, "
+        f"{scenario['global_tokens']} tokens a step, {scenario['seeds']} seeds"
     )
 
 
-def outcomes_of(scheduler: Scheduler, setting: Setting, steps: Sequence[Sequence[int]]) -> list[Outcome] | str:
-    """What the scheduler makes of each step, or why it is not applicable."""
+def outcomes_of(scheduler: Scheduler, scenario: Scenario, steps: Sequence[Sequence[int]]) -> list[Outcome] | str:
+    """Return the outcome of each step, or why the scheduler is not applicable."""
     try:
-        return [scheduler(step, setting) for step in steps]
+        return [scheduler(step, scenario) for step in steps]
     except NotApplicable as error:
         return str(error)
 
@@ -224,19 +219,16 @@ def _figure(values: Sequence[float], worst: Any = max) -> dict[str, float]:
     return {"mean": sum(values) / len(values), "worst": worst(values)}
 
 
-def _plot(figures: Mapping[str, Mapping[str, Any]], setting: Mapping[str, Any], path: Path) -> None:
-    from bytescale_ext.pictures import draw_bars
+def _plot(figures: Mapping[str, Mapping[str, Any]], scenario: Mapping[str, Any], path: Path) -> None:
+    from bytescale_ext.draw.charts import draw_bars
 
     ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if "makespan_over_bound" in row}
-    means, worsts = ([ratio[kind] for ratio in ratios.values()] for kind in ("mean", "worst"))
-    try:
-        draw_bars(list(ratios), means, worsts, path, _title(setting), "time of a step / lower bound")
-    except OSError as error:
-        raise ValueError(f"--plot {path}: {error.strerror}") from error
+    bars = {name: (ratio["mean"], ratio["worst"]) for name, ratio in ratios.items()}
+    draw_bars(bars, path, _title(scenario), "time of a step / lower bound")
 
 
 def _size(text: str) -> int:
-    """A positive count of tokens; 8K is 8192."""
+    """Return a positive count of tokens; 8K is 8192."""
     try:
         number = int(text.removesuffix("K").removesuffix("M")) * _SIZES.get(text[-1:], 1)
     except ValueError:

@@ -7,26 +7,29 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from bytescale_ext.pictures import draw_timeline
-from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.cost import LLAMA_7B, flops_cost
-from bytescale_ext.plan.shapes import StepPlan
-from bytescale_ext.timeline import RankTimes, Span, rank_times, read_spans, spans_of_plan, write_perfetto
+from bytescale_ext.draw.timeline import draw_timeline
+from bytescale_ext.measure.timeline import RankTimes, Span, rank_times, read_spans, spans_of_plan, write_perfetto
+from bytescale_ext.plan.cost.model_cost import flops_cost
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.plan import StepPlan
 
 NAME = "timeline"
 HELP = "draw the timeline of a step, measured or planned, and write a Perfetto trace"
-EXAMPLE = "bytescale timeline --from run/timeline --step 12 --out step12"
+EXAMPLE = "bytescale timeline --from run/timeline --step 12 --output step12"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``bytescale timeline``."""
+    """Add the flags of ``bytescale timeline``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--from", dest="directory", type=Path, metavar="DIR", help="measured: the directory with rank0.jsonl, ..."
     )
     source.add_argument("--plan", type=Path, metavar="FILE", help="planned: the output of bytescale plan --json")
-    parser.add_argument("--step", type=int, metavar="N", help="with --from: which step (default: the latest complete)")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="write PREFIX.png and PREFIX.json (Perfetto)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="with --from: its number (default: the latest complete step)"
+    )
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.png and PREFIX.json (Perfetto)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -34,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Draw, write and print.
 
     Raises:
-        ValueError: nothing to read, or what is read is no timeline or no plan.
+        ValueError: the timeline or the plan cannot be read.
     """
     if args.directory is not None:
         spans = read_spans(args.directory, args.step)
@@ -46,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         spans = spans_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
         num_ranks, unit = plan.num_ranks, "PFLOP"
         title = f"planned: {len(plan.lengths)} sequences on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
-    picture, trace = Path(f"{args.out}.png"), Path(f"{args.out}.json")
+    picture, trace = Path(f"{args.output}.png"), Path(f"{args.output}.json")
     if not picture.parent.is_dir():
-        raise ValueError(f"--out {args.out}: there is no directory {picture.parent}")
+        raise ValueError(f"--output {args.output}: there is no directory {picture.parent}")
     draw_timeline(spans, picture, title, unit)
     write_perfetto(spans, trace)
     times = rank_times(spans, num_ranks)
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_plan(path: Path) -> StepPlan:
-    """Read and check a plan that ``bytescale plan --json`` printed; ValueError when it is none."""
+    """Read and check a plan that ``bytescale plan --json`` printed. Raises ValueError when it is not one."""
     try:
         plan = StepPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -73,7 +76,7 @@ def read_plan(path: Path) -> StepPlan:
 
 
 def figures(spans: Sequence[Span], times: Sequence[RankTimes], unit: str) -> dict[str, object]:
-    """The figures of a timeline as plain values."""
+    """Return the figures of a timeline as plain values."""
     return {
         "step": spans[0].step if spans else None,
         "unit": unit,
@@ -87,7 +90,7 @@ def figures(spans: Sequence[Span], times: Sequence[RankTimes], unit: str) -> dic
 
 
 def times_text(times: Sequence[RankTimes], unit: str) -> str:
-    """One line for each rank, then the imbalance."""
+    """Return one line for each rank, then the imbalance."""
     lines = [f"rank {time.rank:>4}  busy {time.busy_share:6.1%}  finish {time.finish:.4g} {unit}" for time in times]
     return "\n".join([*lines, f"imbalance {_imbalance(times):.3f} (last finish / mean busy time)"])
 

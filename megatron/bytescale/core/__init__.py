@@ -1,1 +1,1 @@
-"""Files below mirror the files of ``megatron.core`` that they change or extend."""
+"""Mirrors ``megatron.core``: each file changes or extends the file of the same path."""

@@ -1,4 +1,4 @@
-"""What attention and RoPE must know of a micro-batch, carried by Megatron's own ``packed_seq_params``."""
+"""Carries what attention and RoPE need to know of a micro-batch, as Megatron's own ``packed_seq_params``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from bytescale_ext.attention.layout import AttentionLayout
-from bytescale_ext.attention.prefix_kv import MicroBatchPrefix
-from bytescale_ext.attention.slice_layout import SliceLayout
+from bytescale_ext.attention.layouts.layout import AttentionLayout
+from bytescale_ext.attention.layouts.slices import SliceLayout
+from bytescale_ext.attention.slices import MicroBatchPrefix
 
 
 @dataclass
 class DocumentSeqParams(PackedSeqParams):
-    """The layout of one micro-batch of documents, or of a slice, as Megatron hands it from the model to each layer.
+    """The layout of one micro-batch of documents, or of a slice, which Megatron passes from the model to each layer.
 
     ``qkv_format`` is "sbhd" with a batch of one: Megatron's "thd" branches cut every sequence over one static
-    context-parallel group, which is what hybrid data parallelism replaces.
+    context-parallel group, which hybrid data parallelism replaces. The lengths of 1 are the rows of Megatron's own
+    RoPE angles, which ``document_angles`` replaces.
 
     Attributes:
         positions: [t] position of each token in its document.
@@ -26,6 +27,8 @@ class DocumentSeqParams(PackedSeqParams):
     """
 
     qkv_format: str = "sbhd"
+    max_seqlen_q: int = 1
+    max_seqlen_kv: int = 1
     positions: torch.Tensor | None = None
     layout: AttentionLayout | SliceLayout | None = None
     prefix: MicroBatchPrefix | None = None

@@ -1,4 +1,7 @@
-"""The HDP ranks: Megatron's dp x cp domain, with one communicator for all rings of all sizes; links between stages."""
+"""The process groups of HDP: one communicator for rings of all sizes, and links between pipeline stages.
+
+The HDP ranks are Megatron's dp x cp domain.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from bytescale_ext.parallel.p2p import RingComm
 
 
 def hdp_rank() -> int:
-    """This process's rank among the HDP ranks."""
+    """Return this process's rank among the HDP ranks."""
     return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def hdp_size() -> int:
-    """How many HDP ranks there are."""
+    """Return the number of HDP ranks."""
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
 def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
     """Make this rank's ring communicator and warm it up. Every process of the job must call it.
 
-    It has a process group of its own: rings run while gradients are reduced on Megatron's data-parallel group,
-    and on one communicator a ring would queue behind a reduction that waits for that very ring.
+    It has its own process group: rings run while gradients are reduced on Megatron's data-parallel group, and on one
+    communicator a ring would queue behind a reduction that waits for this ring.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mine = tuple(dist.get_process_group_ranks(group))
@@ -39,17 +42,17 @@ def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
 
 @dataclass(frozen=True)
 class StageLinks:
-    """The process groups of this pipeline stage with the stage before and the stage after; None at the ends."""
+    """The process groups of this pipeline stage with the previous and the next stage; None at the ends."""
 
     before: dist.ProcessGroup | None
     after: dist.ProcessGroup | None
 
 
 def create_stage_links(timeout_minutes: float) -> StageLinks:
-    """Make a process group for each two neighbouring stages. Every process of the job must call it.
+    """Make a process group for each pair of neighbouring stages. Every process of the job must call it.
 
-    NCCL runs the exchanges of one group one after another, so with the pipeline's own group an input that is not there
-    yet would hold up what goes to the other neighbour.
+    NCCL runs the exchanges of one group one after another: on the pipeline's own group, an input that has not arrived
+    would delay messages to the other neighbour.
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     mine = [pair for pair in pairwise(stages) if dist.get_rank() in pair]
@@ -59,7 +62,7 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
 
 
 def _own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """The process groups of these ranks; all processes make all groups, each of which its ranks ask for."""
+    """Return the process groups that this rank asks for. All processes create all groups, in one order."""
     everyones: list[Sequence[tuple[int, ...]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     in_order = sorted({ranks for wanted in everyones for ranks in wanted})

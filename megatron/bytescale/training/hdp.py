@@ -1,173 +1,156 @@
-"""Training on documents: the forward step, the data provider and the model's configuration, as Megatron wants them."""
+"""Training on documents: their data, model preparation and forward step, as Megatron takes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.training import get_train_valid_test_num_samples, update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
-from bytescale_ext.attention.kernels import choose_kernel, counting, named_kernel
-from bytescale_ext.config import HdpConfig
-from bytescale_ext.cost_file import check_same_model, read_cost
-from bytescale_ext.data.lengths import check_indexed_dataset, check_token_ids
-from bytescale_ext.data.loader import StepLoader, StepsAhead
-from bytescale_ext.data.packed import PackedMicroBatch
-from bytescale_ext.data.planning import PlannerInProcess
-from bytescale_ext.data.remote import checked_plan
-from bytescale_ext.data.remote_loader import RemoteSplit, RemoteStepLoader
-from bytescale_ext.metrics import StepClock
-from bytescale_ext.plan.check import check_step_plan
-from bytescale_ext.plan.cost import StageCost, flops_stage_cost
-from bytescale_ext.plan.seq1f1b import slice_group_size
-from bytescale_ext.plan.shapes import MicroBatch
+from bytescale_ext.attention.kernels.table import choose_kernel, counting, named_kernel
+from bytescale_ext.config.planner import offload_layers, planner_of
+from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.config.slices import DocumentSliceConfig
+from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
+from bytescale_ext.data.loading.planning import PlanMaker, Planner, PlannerInProcess
+from bytescale_ext.data.loading.step import LoaderSettings
+from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
+from bytescale_ext.data.samples.packed import PackedMicroBatch
+from bytescale_ext.plan.step.check import check_step_plan
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.core.datasets.document_dataset import SampleSource, build_document_datasets, check_splits
-from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
-from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, use_document_positions
+from megatron.bytescale.core.datasets.remote import RemoteData, check_line_file, open_remote, start_remote
+from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
-from megatron.bytescale.core.parallel_state import create_ring_comm, create_stage_links, hdp_rank
+from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
-from megatron.bytescale.core.pipeline_parallel.seq1f1b import check_schedules
 from megatron.bytescale.core.transformer.moe.router import padding_mask
-from megatron.bytescale.runtime import HdpRuntime, model_shape
-from megatron.bytescale.training import seq1f1b
-from megatron.bytescale.training.activations import PlannedOffload
-from megatron.bytescale.training.arguments import refusals_of_megatron
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.build import Training
 from megatron.bytescale.training.stock import data_settings
 
 
-def model_config(args: Any, runtime: HdpRuntime) -> GPTModelConfig:
-    """Megatron's GPT configuration with document attention, positions and the gradient hook."""
-    with refusals_of_megatron():
-        config = gpt_config_from_args(args)
-    config.transformer_layer_spec = document_layer_spec(runtime)
-    config.pre_wrap_hooks.append(partial(_prepare_model, runtime))
-    if runtime.slice_rule is not None:
-        config.transformer.microbatch_group_size_per_vp_stage = slice_group_size(
-            runtime.config.num_stages, runtime.slice_rule.num_slices
-        )
-    config.transformer.finalize_model_grads_func = wrap_finalize_model_grads(finalize_model_grads, runtime)
-    return config
+def train_on_documents(training: Training, runtime: Runtime) -> Training:
+    """Give Megatron documents: their data, attention, positions and forward step.
+
+    Raises ValueError for data that cannot be read and for a kernel that does not fit.
+    """
+    run = runtime.run
+    check_data(get_args(), is_text=run.find(RemoteConfig) is not None)
+    if runtime.hdp.kernel is not None:
+        device = "cuda" if run.process.on_cuda else "cpu"
+        named_kernel(device, run.process.dtype, run.shape.head_dim, runtime.hdp.kernel)
+    use_document_model(training, runtime)
+    return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 
 
-def _prepare_model(runtime: HdpRuntime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Runs once, on every process, between the building of the model and its wrapping in DDP."""
+def use_document_model(training: Training, runtime: Runtime) -> Training:
+    """Give the model attention and positions of documents, and mark the end of the gradients."""
+    training.model.transformer_layer_spec = document_layer_spec(runtime)
+    training.model.pre_wrap_hooks.append(partial(prepare_model, runtime))
+    return training.wrap_finalize(partial(wrap_finalize_model_grads, runtime=runtime))
+
+
+def load_from_ray(training: Training, runtime: Runtime) -> Training:
+    """Load documents from Ray actors, which start here on process 0. Raises ValueError where they cannot."""
     args = get_args()
-    kernel, reason, _ = choose_kernel(runtime.device, args.params_dtype, args.kv_channels, runtime.config.kernel)
+    remote = open_remote(args, runtime.run.get(RemoteConfig), data_settings(args), wanted_samples(args))
+    return replace(training, dataset_provider=dataset_provider(runtime, remote))
+
+
+def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Choose the kernel and join the ring communicator. Every process, before the model is wrapped in DDP."""
+    run = runtime.run
+    kernel, reason, _ = choose_kernel(runtime.device, run.process.dtype, run.shape.head_dim, runtime.hdp.kernel)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     runtime.kernel, runtime.kernel_calls = counting(kernel)
-    runtime.comm = create_ring_comm(runtime.device, args.distributed_timeout_minutes)
-    if runtime.config.eager:
-        runtime.links = create_stage_links(args.distributed_timeout_minutes)
-    note = seq1f1b.one_stage_note(runtime.config.num_stages) if runtime.config.num_slices > 1 else None
-    if note is not None:
-        print_rank_0(f"> bytescale: {note}")
-    if runtime.slice_rule is not None:
-        kept = runtime.slice_rule.kept_tokens
-        print_rank_0(f"> bytescale: {seq1f1b.kept_note(args, runtime.config, kept, model_shape(args))}")
+    runtime.comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
     return use_document_positions(model_chunks)
 
 
-def dataset_provider(runtime: HdpRuntime) -> Callable[..., Any]:
-    """``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
+def dataset_provider(runtime: Runtime, remote: RemoteData | None = None) -> Callable[..., Any]:
+    """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
 
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
-        if vp_stage:  # the step that the first chunk's loader gives is that of all chunks
+        if vp_stage:  # all chunks run the step that the first chunk's loader gives
             return None, None, None
         args = get_args()
         sources: Sequence[SampleSource | RemoteSplit | None]
-        if runtime.remote is None:
+        if remote is None:
             config = BlendedMegatronDatasetConfig(**data_settings(args))
             sources = build_document_datasets(config, num_samples, lambda: True)
         else:
-            multiple, seconds = runtime.config.rows_multiple, runtime.config.plan_seconds
-            layers = runtime.offload_layers
-            make_plan = partial(checked_plan, runtime.planner(), multiple, seconds, num_layers=layers)
-            sources = start_remote(runtime.remote, data_settings(args), num_samples, make_plan)
+            make_plan = plan_maker(runtime, planner_of(runtime.run))
+            sources = start_remote(remote, data_settings(args), num_samples, make_plan)
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
+        slices = runtime.run.find(DocumentSliceConfig)
         loaders: list[StepsAhead | None] = []
         for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
-            first_step = 0 if cyclic else args.iteration
-            wanted = source is not None
-            loaders.append(step_loader(runtime, args, source, consumed, size, cyclic, first_step) if wanted else None)
+            settings = LoaderSettings(
+                rank=hdp_rank(),
+                samples_per_step=size,
+                consumed_samples=consumed,
+                first_step=0 if cyclic else args.iteration,
+                cyclic=cyclic,
+                plan_ahead=runtime.hdp.plan_ahead,
+                rows_multiple=runtime.hdp.rows_multiple,
+                vocab_size=args.padded_vocab_size,
+                pin_memory=runtime.clock.on_cuda,
+                slice_rule=None if slices is None else slices.rule,
+            )
+            loaders.append(None if source is None else step_loader(runtime, source, settings))
         return tuple(loaders)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
     return provide
 
 
-def step_loader(
-    runtime: HdpRuntime, args: Any, source: Any, consumed: int, batch: int, cyclic: bool, first_step: int
-) -> StepsAhead:
-    """The loader of one split, started after ``consumed`` samples and ``first_step`` steps."""
-    multiple = runtime.config.rows_multiple
+def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
+    """Return what plans and checks each step."""
+    hdp = runtime.hdp
+    check = partial(check_step_plan, tokens_multiple=hdp.rows_multiple, num_layers=offload_layers(runtime.run))
+    return PlanMaker(planner, check, hdp.plan_seconds)
+
+
+def step_loader(runtime: Runtime, source: SampleSource | RemoteSplit, settings: LoaderSettings) -> StepsAhead:
+    """Return the loader of one split for one process of the job."""
+    planner = planner_of(runtime.run)
     if isinstance(source, RemoteSplit):
         is_end = parallel_state.is_pipeline_first_stage(ignore_virtual=True) or parallel_state.is_pipeline_last_stage(
             ignore_virtual=True
         )
-        return RemoteStepLoader(
-            source,
-            runtime.planner(),
-            args.rank,
-            hdp_rank(),
-            consumed_samples=consumed,
-            samples_per_step=batch,
-            rows_multiple=multiple,
-            plan_ahead=runtime.config.plan_ahead,
-            vocab_size=args.padded_vocab_size,
-            cyclic=cyclic,
-            pin_memory=runtime.clock.on_cuda,
-            first_step=first_step,
-            reads_tokens=is_end,
-            slice_rule=runtime.slice_rule,
-        )
-    return StepLoader(
-        source,
-        PlannerInProcess(runtime.planner()),
-        hdp_rank(),
-        consumed_samples=consumed,
-        samples_per_step=batch,
-        rows_multiple=multiple,
-        plan_ahead=runtime.config.plan_ahead,
-        check=partial(check_step_plan, tokens_multiple=multiple, num_layers=runtime.offload_layers),
-        vocab_size=args.padded_vocab_size,
-        cyclic=cyclic,
-        pin_memory=runtime.clock.on_cuda,
-        first_step=first_step,
-        plan_seconds=runtime.config.plan_seconds,
-        slice_rule=runtime.slice_rule,
-    )
+        process = runtime.run.process.rank
+        return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
+    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings)
 
 
-def forward_step(runtime: HdpRuntime) -> Callable[..., Any]:
-    """``forward_step_func``: one micro-batch of documents through the model, or through one stage's chunk of it.
+def forward_step(runtime: Runtime) -> Callable[..., Any]:
+    """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
 
-    Or one slice of a micro-batch, which comes with the prefix that its layers share.
+    Or one slice of a micro-batch, with the keys and values of its earlier slices.
     """
 
     def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         index, packed, prefix = next(data_iterator)
-        step = runtime.step
-        assert step is not None, f"{step=}"
         chunk = unwrap_model(model)
         if model.training:
             runtime.clock.mark("forward", index)
             if not chunk.vp_stage and (prefix is None or not packed.layout.index):
                 # Each micro-batch once on each stage, which is what Megatron's counter divides by.
-                count_sequences(step.plan.ranks[runtime.rank], index, step.lengths, runtime.rank)
+                count_sequences(packed.counted_lengths)
         packed = packed.to(runtime.device)
         output = model(
             packed.tokens[None] if chunk.pre_process else None,
@@ -179,30 +162,24 @@ def forward_step(runtime: HdpRuntime) -> Callable[..., Any]:
         )
         if model.training and output.requires_grad:
             output.register_hook(lambda _: runtime.clock.mark("backward", index))
-        return output, partial(sum_of_losses, runtime, packed)
+        return output, partial(sum_of_losses, packed)
 
     return forward
 
 
-def count_sequences(mine: Sequence[MicroBatch], index: int, lengths: tuple[int, ...], rank: int) -> None:
-    """Tell Megatron's FLOP counter the true lengths: each sequence once, by the first rank of its ring.
-
-    ``mine``: this rank's micro-batches, beyond which ``index`` is padding.
-    """
-    shards = mine[index].shards if index < len(mine) else ()
-    counted = [lengths[shard.seq] for shard in shards if shard.ring[0] == rank]
-    bounds = torch.tensor([0, 0, *counted], dtype=torch.float64).cumsum(0)
-    update_seqlen_stats_from_cu_seqlens(bounds)
+def count_sequences(lengths: Sequence[int]) -> None:
+    """Tell Megatron's FLOP counter the lengths of a micro-batch: each sequence once, by the first rank of its ring."""
+    update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 0, *lengths], dtype=torch.float64).cumsum(0))
 
 
 def sum_of_losses(
-    runtime: HdpRuntime, packed: PackedMicroBatch, losses: torch.Tensor
+    packed: PackedMicroBatch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(sum of the losses, number of labels, report) of one micro-batch; Megatron divides by all ranks' labels."""
+    """Return (sum of the losses, number of labels, report) of a micro-batch; Megatron divides by all ranks' labels."""
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
     num_labels = packed.loss_mask.sum().to(torch.int)
     if get_args().check_for_nan_in_loss_and_grad:
-        documents = runtime.documents()
+        documents = packed.documents_text()
         for test in (torch.isnan, torch.isinf):
             get_rerun_state_machine().validate_result(
                 result=total,
@@ -214,53 +191,18 @@ def sum_of_losses(
     return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}
 
 
-def create_runtime(args: Any, config: HdpConfig, offload: PlannedOffload | None = None) -> HdpRuntime:
-    """The state that hooks and patches will share in this process. ``offload``: what plans may move to host memory.
-
-    Raises ValueError for an unfit kernel name or cost file, and for slices that cannot be.
-    """
-    on_cuda = args.distributed_backend == "nccl"
-    if config.kernel is not None:
-        named_kernel("cuda" if on_cuda else "cpu", args.params_dtype, args.kv_channels, config.kernel)
-    remote = None
-    if config.remote is not None:
-        remote = open_remote(args, config.remote, data_settings(args), wanted_samples(args))
-    cost = stage_cost(args, config) if offload is None else offload.cost
-    limits = None if offload is None else offload.limits
-    rule = None
-    if config.num_slices > 1:
-        check_schedules()
-        rule = seq1f1b.document_slice_rule(args, config, cost, model_shape(args))
-    return HdpRuntime(config, cost, StepClock(on_cuda), slice_rule=rule, remote=remote, offload=limits)
-
-
-def stage_cost(args: Any, config: HdpConfig) -> StageCost:
-    """What the planner balances: seconds by ``--hdp-cost``, else FLOPs, of the largest pipeline stage.
-
-    Raises ValueError for a cost file that is damaged or of another model.
-    """
-    shape = model_shape(args)
-    if config.cost_file is None:
-        return flops_stage_cost(shape, config.num_stages)
-    dtype = str(args.params_dtype).removeprefix("torch.")
-    measured = check_same_model(
-        read_cost(config.cost_file), shape, args.tensor_model_parallel_size, dtype, config.cost_file
-    )
-    return measured.stage(-(-shape.num_layers // config.num_stages), has_head=True)
-
-
 def wanted_samples(args: Any) -> tuple[int | None, ...]:
-    """Samples of the three splits, as far as they are known before Megatron has counted iterations."""
+    """Return the samples of the three splits, where they are known before Megatron has counted iterations."""
     if args.train_iters is None:
         return args.train_samples, args.eval_iters, args.eval_iters
     sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
     return sizes
 
 
-def check_data(args: Any) -> None:
-    """Refuse data sets that are missing, truncated, foreign, empty or of another vocabulary. Raises ValueError.
+def check_data(args: Any, is_text: bool) -> None:
+    """Raise ValueError for data sets that are missing, truncated, foreign, empty or of another vocabulary.
 
-    Reads the index of each; token ids are scanned by the first process only. Call it after ``parse``.
+    Reads the index of each; only the first process scans token ids. ``is_text``: the data are .jsonl files.
     """
     with refusals_of_megatron():
         blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -268,9 +210,8 @@ def check_data(args: Any) -> None:
     prefixes = [prefix for part in blends if part is not None for prefix in part[0]]
     if not prefixes:
         raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
-    is_remote = args.hdp_loader == "ray"
     for prefix in prefixes:
-        if is_remote:
+        if is_text:
             check_line_file(prefix)
             continue
         check_indexed_dataset(prefix)
@@ -285,5 +226,5 @@ def check_data(args: Any) -> None:
                 f"no documents for the {name} split: give another --split (it is {args.split}) or "
                 f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
             )
-    if not is_remote:  # its documents are counted in ``open_remote``
+    if not is_text:  # its documents are counted in ``open_remote``
         check_splits(config, wanted_samples(args))

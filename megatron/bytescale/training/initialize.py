@@ -1,4 +1,4 @@
-"""Wraps two things that Megatron does at start: both would end or spoil a run before its first step."""
+"""Wraps three things that Megatron does at start, each of which would end or spoil a run before its first step."""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: Any) -> 
         pass
 
     return set_jit_fusion_options
+
+
+def wrap_warmup_jit_function(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+    """Leave out the warm-up of CUDA kernels, on CPU."""
+
+    def warmup_jit_function(tp_size: int | None = None) -> None:
+        pass
+
+    return warmup_jit_function

@@ -27,20 +27,27 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-from bytescale_ext.attention.reference import accumulation_dtype
-from bytescale_ext.data.loader import StepBatch
-from bytescale_ext.data.packed import PackedMicroBatch
-from bytescale_ext.data.units import units_of
-from bytescale_ext.metrics import Mark, StepClock
-from bytescale_ext.plan.cost import ModelShape
-from bytescale_ext.plan.shapes import MicroBatch, Shard, StepPlan, zigzag_ranges
-from bytescale_ext.profile import LAYERS, Timing, ring_bytes_per_token
-from megatron.bytescale.runtime import HdpRuntime, model_shape
-from megatron.bytescale.training import arguments, hdp
+from bytescale_ext.attention.kernels.contract import accumulation_dtype
+from bytescale_ext.data.loading.step import StepBatch
+from bytescale_ext.data.samples.packed import PackedMicroBatch
+from bytescale_ext.data.samples.units import units_of
+from bytescale_ext.measure.fit import LAYERS, Timing, ring_bytes_per_token
+from bytescale_ext.measure.metrics import Mark, StepClock
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import Cluster
+from megatron.bytescale import features
+from megatron.bytescale.arguments.parse import parse
+from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training import hdp
+from megatron.bytescale.training.build import stock_training
 
 ASIDE = {
-    "hybrid_data_parallel": True, "global_batch_size": 1, "train_iters": 1, "train_samples": None, "eval_iters": 0,
-    "eval_global_batch_size": None, "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 0,
+    "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1, "train_samples": None,
+    "eval_iters": 0, "eval_global_batch_size": None, "lr_decay_iters": None, "lr_decay_samples": None,
+    "lr_warmup_iters": 0,
     "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None,
     "save": None, "load": None, "tensorboard_dir": None, "wandb_project": "",
     "pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None,
@@ -57,9 +64,13 @@ class Subject:
     """What is profiled: Megatron's arguments, our state, and the sizes of the model as the user gave them."""
 
     args: argparse.Namespace
-    runtime: HdpRuntime
+    runtime: Runtime
     shape: ModelShape
-    capacity: int
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ranks that measure."""
+        return self.runtime.run.cluster
 
     @property
     def tensor_parallel(self) -> int:
@@ -118,12 +129,10 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
         ValueError: a flag that cannot be profiled, or a number of processes that does not fit it.
     """
     with _command_line(["bytescale profile", *flags]):
-        args, config = arguments.parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens))
-    assert config is not None
+        args = parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens))
     _join(args, on_cpu)
-    runtime = hdp.create_runtime(args, config)
-    runtime.clock = StepClock(runtime.clock.on_cuda, time.process_time)
-    subject = Subject(args, runtime, model_shape(args), config.tokens_per_rank)
+    run = resolve(args)
+    subject = Subject(args, Runtime(run, StepClock(run.process.on_cuda, time.process_time)), run.shape)
     parallel_state.initialize_model_parallel(subject.tensor_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     return subject
@@ -132,7 +141,7 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
 def _settle(args: argparse.Namespace, max_tokens: int) -> None:
     """Put aside what a profile has no use for. Raises ValueError for what it cannot measure."""
     if args.num_experts:
-        raise ValueError("--num-experts: a cost file has no entry for experts; train without --hdp-cost")
+        raise ValueError("--num-experts: a cost file has no entry for experts; train without --cost-file")
     if args.recompute_method == "block":
         raise ValueError("--recompute-method block: layers differ in their cost; profile with uniform, or without")
     needed = args.tensor_model_parallel_size
@@ -141,8 +150,8 @@ def _settle(args: argparse.Namespace, max_tokens: int) -> None:
             f"--tensor-model-parallel-size {needed} needs {needed} processes, or a multiple, and there are "
             f"{args.world_size}: torchrun --nproc-per-node {needed} --no-python bytescale profile ..."
         )
-    ours = [name for name in vars(args) if name.startswith("hdp_") and name != "hdp_attention_kernel"]
-    vars(args).update(ASIDE | dict.fromkeys(ours))
+    ours = {action.dest: action.default for feature in features.FEATURES for action in feature.actions()}
+    vars(args).update(ours | ASIDE | {"hdp_attention_kernel": args.hdp_attention_kernel})
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     args.hdp_tokens_per_rank = max_tokens + -max_tokens % multiple
     args.global_batch_size = args.world_size // needed
@@ -179,7 +188,7 @@ def build_model(subject: Subject, num_layers: int) -> Any:
     """Megatron's model of ``num_layers`` layers, wrapped as for training: a micro-batch adds to its gradients."""
     args = subject.args
     args.num_layers = num_layers
-    config = hdp.model_config(args, subject.runtime)
+    config = hdp.use_document_model(stock_training(args), subject.runtime).model
     (model,) = config.get_builder_cls()(config).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         ddp_config=pretrain_cfg_container_from_args(args, config).ddp,
@@ -188,8 +197,9 @@ def build_model(subject: Subject, num_layers: int) -> Any:
     return model
 
 
-def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], num_ranks: int, capacity: int) -> StepPlan:
+def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], cluster: Cluster) -> StepPlan:
     """Every rank runs a micro-batch of each pack, all its own, and its share of each sequence that all share."""
+    num_ranks = cluster.num_ranks
     everyone = tuple(range(num_ranks))
     lengths = list(rings)
     ranks = []
@@ -202,7 +212,7 @@ def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], num_ranks
         shares = (zigzag_ranges(length, num_ranks, rank) for length in rings)
         micro_batches += [MicroBatch((Shard(seq, share, everyone),)) for seq, share in enumerate(shares)]
         ranks.append(tuple(micro_batches))
-    return StepPlan(num_ranks, capacity, tuple(lengths), tuple(ranks))
+    return StepPlan(num_ranks, cluster.tokens_per_rank, tuple(lengths), tuple(ranks))
 
 
 def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]:
@@ -210,15 +220,15 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
     runtime = subject.runtime
     source = RandomTokens(plan.lengths, subject.shape.vocab)
     ids = tuple(range(len(plan.lengths)))
-    units = units_of(plan.ranks[runtime.rank], plan.lengths, runtime.rank, runtime.config.rows_multiple, None)
+    units = units_of(plan.ranks[runtime.rank], plan.lengths, runtime.rank, runtime.hdp.rows_multiple, None)
     mine = tuple(unit.read(source, ids, plan.lengths) for unit in units)
     if runtime.clock.on_cuda:  # as the loader does, in the background
         mine = tuple(packed.pinned() for packed in mine)
-    runtime.step = StepBatch(0, ids, plan.lengths, plan, mine, sum(plan.lengths), 0.0, 0.0, 0.0)
+    runtime.step = StepBatch(0, ids, plan, mine)
     return mine
 
 
-def run_micro_batch(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
+def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
     """Forward, loss and backward of one micro-batch of the running step; marks at their bounds, no waiting."""
     runtime.clock.begin(traced=False)
     output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
@@ -256,7 +266,7 @@ def time_packs(
     """
     runtime = subject.runtime
     models = [build_model(subject, num_layers) for num_layers in LAYERS]
-    micro_batches = begin_plan(subject, profile_plan(packs, rings, runtime.config.num_ranks, subject.capacity))
+    micro_batches = begin_plan(subject, profile_plan(packs, rings, subject.cluster))
     rounds = []
     for _ in range(repeats + 1):
         marks = [run_micro_batch(runtime, model, packed) for model in models for packed in micro_batches]
@@ -266,7 +276,7 @@ def time_packs(
     runtime.step = None
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, np.array(rounds[1:]).min(axis=0))
-    kinds = [(tuple(pack), 1) for pack in packs] + [((length,), runtime.config.num_ranks) for length in rings]
+    kinds = [(tuple(pack), 1) for pack in packs] + [((length,), subject.cluster.num_ranks) for length in rings]
     named = [(num_layers, *kind) for num_layers in LAYERS for kind in kinds]
     return [
         Timing(num_layers, lengths, forward, backward, width)
@@ -285,7 +295,7 @@ def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, floa
         for full in (False, True):
             config.recompute_granularity = "full" if full else _partial_recompute(subject.args)
             config.recompute_method, config.recompute_num_layers = ("uniform", 1) if full else (None, None)
-            plan = profile_plan([(num_tokens,)], (), subject.runtime.config.num_ranks, subject.capacity)
+            plan = profile_plan([(num_tokens,)], (), subject.cluster)
             (packed,) = begin_plan(subject, plan)
             found[full, num_layers] = _kept_bytes(subject.runtime, model, packed)
     subject.runtime.step = None
@@ -299,7 +309,7 @@ def _partial_recompute(args: argparse.Namespace) -> str | None:
     return "selective" if args.recompute_granularity == "selective" else None
 
 
-def _kept_bytes(runtime: HdpRuntime, model: Any, packed: PackedMicroBatch) -> int:
+def _kept_bytes(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> int:
     """Memory that a forward pass leaves for its backward pass."""
     runtime.clock.begin(traced=False)
 

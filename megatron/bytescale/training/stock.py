@@ -1,4 +1,4 @@
-"""Training as Megatron ships it, without ``--hybrid-data-parallel``: fixed-length samples of its GPTDataset."""
+"""Training as Megatron ships it: samples of one length from its GPTDataset. Features build on this path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def data_settings(args: Any) -> dict[str, Any]:
-    """Which data sets there are, and how they are split, as Megatron's flags say it: fields of a dataset's config."""
+    """Return fields of a data set's configuration: which data sets there are and how they are split."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return {
         "random_seed": args.seed,

@@ -1,1 +1,1 @@
-"""Data sets for Megatron's own blended builder."""
+"""Data sets for Megatron's blended builder."""

@@ -1,9 +1,8 @@
-"""Write a Megatron data set (``.bin`` and ``.idx``) from files, one document per file or per JSONL line.
+"""Writes a Megatron data set (``.bin`` and ``.idx``) from files, one document per file or per JSONL line.
 
-Without a tokenizer a token is a byte, and id 256 ends each document. Megatron's training flags for that are
-``BYTE_LEVEL_FLAGS``: its ``ByteLevelTokenizer`` cannot be chosen by ``--tokenizer-type`` and ends documents with
-id 0, which is also a byte; its ``NullTokenizer`` has just the two numbers that training reads, the vocabulary
-and the end-of-document id (the last one).
+Without a tokenizer a token is a byte, and id 256 ends each document; Megatron trains on that with ``BYTE_LEVEL_FLAGS``.
+Its ``NullTokenizer`` has the two numbers that training reads: the vocabulary, and the end-of-document id, which is the
+last one. (Its ``ByteLevelTokenizer`` is no choice of ``--tokenizer-type``, and ends documents with id 0, a byte.)
 """
 
 from __future__ import annotations
@@ -20,14 +19,21 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from bytescale_ext.data.texts import BYTE_LEVEL_EOD, BYTE_LEVEL_VOCAB_SIZE, Encode, Tokenizer, encoder, json_text
+from bytescale_ext.data.samples.texts import (
+    BYTE_LEVEL_EOD,
+    BYTE_LEVEL_VOCAB_SIZE,
+    Encode,
+    Tokenizer,
+    encoder,
+    json_text,
+)
 
 BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One document to be: a whole file, or the line of a JSONL file that begins at byte ``offset``."""
+    """The text of one document: a file, or the line of a JSONL file that begins at byte ``offset``."""
 
     path: Path
     line: int | None = None
@@ -36,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """What was written. Lengths are tokens per document, its end token included."""
+    """What was written. Lengths are tokens per document, with its end token."""
 
     prefix: str
     num_documents: int
@@ -54,16 +60,16 @@ class CorpusSummary:
 
 
 def environment_entries(pattern: str = "*.py") -> list[Entry]:
-    """The Python sources (files that match) of the running environment: standard library, then packages."""
+    """Return the files of the running Python that match: the standard library, then the packages."""
     paths = sysconfig.get_paths()
     standard = Path(paths["stdlib"])
     installed = dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib"))
-    own = [e for e in folder_entries(standard, pattern) if not _in_packages(e.path.relative_to(standard))]
-    return own + [entry for root in installed if root.is_dir() for entry in folder_entries(root, pattern)]
+    library = [e for e in folder_entries(standard, pattern) if not _in_packages(e.path.relative_to(standard))]
+    return library + [entry for root in installed if root.is_dir() for entry in folder_entries(root, pattern)]
 
 
 def folder_entries(root: Path, pattern: str) -> list[Entry]:
-    """Files below a folder that match, sorted by their path relative to it; hidden files and folders are left out.
+    """Return the files below a folder that match, sorted by path, without hidden files and folders.
 
     Raises:
         ValueError: no file matches.
@@ -80,7 +86,7 @@ def folder_entries(root: Path, pattern: str) -> list[Entry]:
 
 
 def file_entries(path: Path) -> list[Entry]:
-    """One entry, or one for each line of a ``.jsonl`` file."""
+    """Return one entry, or one for each line of a ``.jsonl`` file."""
     if path.suffix != ".jsonl":
         return [Entry(path)]
     entries, offset = [], 0
@@ -92,7 +98,7 @@ def file_entries(path: Path) -> list[Entry]:
 
 
 def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
-    """The documents of files and folders, in the order given.
+    """Return the documents of files and folders, in the order given.
 
     Raises:
         ValueError: a source does not exist, or a folder has no file that matches.
@@ -106,7 +112,7 @@ def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
 
 
 def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
-    """A tokenizer by Megatron's own builder. ``settings`` are fields of Megatron's ``TokenizerConfig``.
+    """Return a tokenizer of Megatron's builder. ``settings``: fields of Megatron's ``TokenizerConfig``.
 
     Raises:
         ValueError: the type is unknown, a file is missing, or a package for it is not installed.
@@ -143,18 +149,18 @@ def write_corpus(
     num_tokens: int | None = None,
     seed: int = 1234,
 ) -> CorpusSummary:
-    """Write the documents of ``entries`` to ``prefix``.bin and ``prefix``.idx; files of that name are replaced.
+    """Write the documents of ``entries`` to ``prefix``.bin and ``prefix``.idx, over files of that name.
 
-    Both are written under other names and renamed at the end, so a killed run leaves no half data set.
+    Both are written under other names and renamed at the end, so a killed run leaves no partial data set.
 
     Args:
         prefix: path without suffix; its folder is created.
         entries: documents, in order.
         tokenizer: None for bytes.
         json_key: key of the text in a JSONL line.
-        num_tokens: stop after the document that reaches this; the documents are then taken in an order shuffled
-            by ``seed``, so that a small corpus has the lengths of the whole. None: all, in order.
-        seed: of that shuffle.
+        num_tokens: stop after the document that reaches this number, taking documents in an order shuffled by
+            ``seed``, so that a small corpus has the lengths of the whole. None: all documents, in order.
+        seed: seed of the shuffle.
 
     Raises:
         ValueError: the folder cannot be written, a JSONL line is bad, or no document has any text.
@@ -177,7 +183,7 @@ def write_corpus(
         if not tally.lengths:
             raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, change --from or --glob")
         builder.finalize(partial + ".idx")
-        # The old index goes first: at no moment does an index stand beside data that is not its own.
+        # Remove the old index first, so that it never stands beside the new data.
         Path(prefix + ".idx").unlink(missing_ok=True)
         os.replace(partial + ".bin", prefix + ".bin")
         os.replace(partial + ".idx", prefix + ".idx")
@@ -189,7 +195,7 @@ def write_corpus(
 
 
 class _Tally:
-    """Counts of one run."""
+    """Counts documents while they are written."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -241,7 +247,7 @@ def _add_documents(
 
 
 def _contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, bytes]]:
-    """The text of each entry as bytes; one JSONL file stays open from line to line."""
+    """Yield each entry with its text, keeping a JSONL file open from line to line."""
     opened: dict[Path, Any] = {}
     try:
         for entry in entries:
@@ -267,16 +273,18 @@ def _file_bytes(path: Path) -> bytes:
 
 
 def _checked_prefix(prefix: str) -> str:
-    """The path of the unfinished files, after making sure that they can be written."""
+    """Return the path of the unfinished files. Raises ValueError if they cannot be written."""
     target = Path(prefix)
     if not target.name or prefix.endswith(("/", ".bin", ".idx")):
-        raise ValueError(f"--out {prefix}: give a path that ends in a name, without .bin or .idx")
+        raise ValueError(f"--output {prefix}: give a path that ends in a name, without .bin or .idx")
     partial = str(target.with_name(f".{target.name}.partial"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         Path(partial + ".bin").touch()
     except OSError as error:
-        raise ValueError(f"--out {prefix}: cannot write to {target.parent} ({error.strerror}): change --out") from error
+        raise ValueError(
+            f"--output {prefix}: cannot write to {target.parent} ({error.strerror}): change --output"
+        ) from error
     return partial
 
 

@@ -1,9 +1,9 @@
-"""Samples that are documents, behind Megatron's own blending, splits and sizes.
+"""Samples that are documents, with Megatron's own blends, splits and sizes.
 
 Megatron's ``GPTDataset`` joins documents and cuts the stream at ``--seq-length``. Here a sample is one document, or
-one piece of a document that is longer than ``--seq-length``; documents are never joined and nothing is dropped.
-The builder is Megatron's ``BlendedMegatronDatasetBuilder``, so ``--data-path`` (with weights), ``--split``,
-``--train-data-path`` and the like, ``--seed`` and the number of samples mean what they mean there.
+one piece of a document that is longer than ``--seq-length``: documents are never joined and nothing is dropped.
+Megatron's ``BlendedMegatronDatasetBuilder`` builds the data sets, so its flags (``--data-path`` with weights,
+``--split``, ``--train-data-path``, ``--seed``, the numbers of samples) keep their meaning.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
-from bytescale_ext.data.epochs import EpochOrder
-from bytescale_ext.data.lengths import check_indexed_dataset, sample_table
-from bytescale_ext.data.packed import shift_labels
+from bytescale_ext.data.samples.epochs import EpochOrder
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, sample_table
+from bytescale_ext.data.samples.packed import shift_labels
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Where a sample lies: tokens [start, start + length) of one document.
+    """The place of a sample: tokens [start, start + length) of one document.
 
     Attributes:
         document: number of the document in its file.
@@ -47,14 +47,12 @@ class Sample:
 class DocumentDataset(MegatronDataset):
     """The documents of one split of one data set, in a new order each epoch.
 
-    The order is an ``EpochOrder`` over the rows of ``table``. The length is a whole number of epochs, as many as
-    ``num_samples`` needs; one when it is None or 0.
+    It has as many whole epochs as ``num_samples`` needs; one if that is None or 0. Takes the arguments of
+    ``MegatronDataset``; ``indices`` [documents] are the documents of the split.
 
     Attributes:
         table: the samples of one epoch; its documents count from the first one of the split.
-        order: which row of the table each sample is.
-
-    Arguments are those of ``MegatronDataset``; ``indices`` are the documents of the split.
+        order: the row of the table of each sample.
 
     Raises:
         ValueError: samples are wanted, but the split holds no token.
@@ -83,28 +81,29 @@ class DocumentDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
-        """Documents of the file: ``--split`` cuts between documents."""
+        """Return the number of documents of the file, between which ``--split`` cuts."""
         return len(low_level_dataset.document_indices) - 1
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> IndexedDataset:
-        """Megatron's reader of the two files."""
+        """Open Megatron's reader of the two files."""
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
 
     @property
     def samples_per_epoch(self) -> int:
+        """The number of samples of one epoch."""
         return len(self.table)
 
     @property
     def num_empty(self) -> int:
-        """Documents of the split without a token; they give no sample."""
+        """The number of documents of the split without a token, which give no sample."""
         return self.table.num_empty
 
     def __len__(self) -> int:
         return self._num_epochs * len(self.table)
 
     def sample(self, i: int) -> Sample:
-        """Where sample ``i`` lies."""
+        """Return the place of sample ``i``."""
         row = self._row(i)
         return Sample(
             document=int(self.indices[self.table.document[row]]),
@@ -114,20 +113,21 @@ class DocumentDataset(MegatronDataset):
         )
 
     def length(self, i: int) -> int:
-        """Tokens of sample ``i``; reads none."""
+        """Return the number of tokens of sample ``i``, without reading them."""
         return int(self.table.length[self._row(i)])
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Tokens of many samples: int64 [len(indices)]."""
+        """Return the numbers of tokens [n] of samples ``indices`` [n]."""
         wanted = np.asarray(indices, dtype=np.int64)
         if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
             raise IndexError(f"samples {int(wanted.min())}..{int(wanted.max())} of {len(self)}")
         return self.table.length[self.order.rows(wanted)]
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of sample ``i``: int64; touches no other token of the file.
+        """Return tokens ``start`` to ``stop`` of sample ``i``, int64 [stop - start], reading no other token.
 
-        ``stop`` may be one past the end of the sample: the document's next token, left out where it ends.
+        ``stop`` may be one past the end of the sample, for the next token of the document; at the end of the document
+        there is none, and the result is one shorter.
         """
         sample = self.sample(i)
         if not 0 <= start <= stop <= sample.length + 1:
@@ -138,12 +138,12 @@ class DocumentDataset(MegatronDataset):
         count = min(sample.start + stop, num_tokens) - first
         if count <= 0:
             return np.zeros(0, dtype=np.int64)
-        # The sequences of a document lie end to end, so reading on from the first one reaches the others.
+        # The sequences of a document lie end to end: a read from the first one continues into the others.
         tokens: np.ndarray = self.dataset.get(first_sequence, offset=first, length=count).astype(np.int64)
         return tokens
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """The whole sample under the keys of Megatron's GPT samples: tensors [length], padded nowhere."""
+        """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
         length = self.length(idx)
         tokens, labels, loss_mask = shift_labels(self.read(idx, 0, length + 1), length)
         return {
@@ -154,17 +154,14 @@ class DocumentDataset(MegatronDataset):
         }
 
     def _row(self, i: int) -> int:
-        """Row of the sample table."""
+        """Return the row of sample ``i`` in the table. Raises IndexError."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.dataset_path}")
         return self.order.row(i)
 
 
 class SampleSource:
-    """One face for a ``DocumentDataset`` and for Megatron's blend of several (a ``TokenSource``).
-
-    A blend keeps its own order: which data set sample i is from, and which of its samples.
-    """
+    """A ``TokenSource`` over a ``DocumentDataset`` or over Megatron's blend of several, which has its own order."""
 
     def __init__(self, dataset: DocumentDataset | BlendedDataset) -> None:
         self.dataset = dataset
@@ -173,25 +170,26 @@ class SampleSource:
         return len(self.dataset)
 
     def sample(self, i: int) -> Sample:
-        """Where sample ``i`` lies."""
+        """Return the place of sample ``i``."""
         dataset, inner = self._locate(i)
         return dataset.sample(inner)
 
     def length(self, i: int) -> int:
-        """Tokens of sample ``i``; reads none."""
+        """Return the number of tokens of sample ``i``, without reading them."""
         dataset, inner = self._locate(i)
         return dataset.length(inner)
 
     def read(self, i: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of sample ``i``, as ``DocumentDataset.read``."""
+        """Return tokens [stop - start] of sample ``i``, as ``DocumentDataset.read``."""
         dataset, inner = self._locate(i)
         return dataset.read(inner, start, stop)
 
     def describe(self, i: int) -> str:
-        """``"<prefix>: document 12 tokens 0-4096"``."""
+        """Return ``"<prefix>: document 12 tokens 0-4096"``."""
         return _describe(self.sample(i))
 
     def _locate(self, i: int) -> tuple[DocumentDataset, int]:
+        """Return the data set of sample ``i``, and its number there."""
         if isinstance(self.dataset, DocumentDataset):
             return self.dataset, i
         if not 0 <= i < len(self.dataset):
@@ -207,21 +205,21 @@ def build_document_datasets(
     kind: type[DocumentDataset] = DocumentDataset,
     count_documents: Callable[[str], int] | None = None,
 ) -> tuple[SampleSource | None, SampleSource | None, SampleSource | None]:
-    """Train, validation and test samples through Megatron's builder; None for a split that is not wanted.
+    """Return the train, validation and test samples of Megatron's builder; None for a split that is not wanted.
 
-    Collective where ``torch.distributed`` is initialised: Megatron's builder calls barriers, so every rank
-    must call this with equal arguments. Files and splits are checked first, on every rank alike, so that bad
-    data is an error everywhere and a hang nowhere.
+    Collective where ``torch.distributed`` is initialised: Megatron's builder calls barriers, so all ranks must call
+    this with equal arguments. Every rank first checks files and splits, so bad data is an error on all of them and
+    never a hang.
 
     Args:
         config: as for Megatron's datasets; ``sequence_length`` is the longest sample.
-        sizes: for each split, the samples wanted: 0 for none, None for one epoch.
-        is_built_on_rank: as Megatron's; elsewhere all splits are None.
-        kind: class of the data sets.
+        sizes: the samples wanted of each split: 0 for none, None for one epoch.
+        is_built_on_rank: whether this rank builds data sets, as for Megatron; otherwise all splits are None.
+        kind: the class of the data sets.
         count_documents: as for ``check_splits``.
 
     Raises:
-        ValueError: no data set or a damaged one, a split without documents, or a setting that has no meaning here.
+        ValueError: no data set or a damaged one, a split without documents, or an option that has no meaning here.
     """
     wanted = check_splits(config, sizes, count_documents)
     datasets = BlendedMegatronDatasetBuilder(kind, list(sizes), is_built_on_rank, wanted).build()
@@ -234,11 +232,11 @@ def check_splits(
     sizes: Sequence[int | None],
     count_documents: Callable[[str], int] | None = None,
 ) -> BlendedMegatronDatasetConfig:
-    """The configuration with the wanted splits alone, after its settings and files were checked. Reads no token.
+    """Check options and files, reading no token, and return the configuration with only the splits wanted.
 
     Args:
         config, sizes: as for ``build_document_datasets``.
-        count_documents: path -> documents of that file; None: of Megatron's files, which are checked.
+        count_documents: path -> number of documents of that file; None: checks and counts Megatron's files.
 
     Raises:
         ValueError: as ``build_document_datasets``.
@@ -261,7 +259,7 @@ def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | No
     if config.mock:
         raise ValueError("no data: give --data-path PREFIX (bytescale corpus writes a data set); --mock-data has none")
     if config.multiple_validation_sets:
-        raise ValueError("--multiple-validation-sets: document samples know one validation set, blend them instead")
+        raise ValueError("--multiple-validation-sets: document samples have one validation set, blend them instead")
     if config.fast_cache_load or config.defer_npy_index_mmap:
         raise ValueError(
             "--dataloader-fast-cache-load and --dataloader-defer-npy-index-mmap: document samples keep no index "
@@ -279,7 +277,7 @@ def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | No
 
 
 def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable[[str], int]) -> None:
-    """Refuse damaged files, and splits of them that are wanted and hold no document."""
+    """Refuse damaged files, and wanted splits without documents."""
     counts: dict[str, int] = {}
     for split in Split:
         if config.blend is None:

@@ -1,4 +1,4 @@
-"""Remote loading meets Megatron: its tokenizer in the servers, its blends and splits for the order of samples."""
+"""Connects the Ray loader to Megatron: its tokenizer runs in the servers, its blends and splits order the samples."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.utils import Split
 from megatron.training.config import TokenizerConfig
 
-from bytescale_ext.config import RemoteConfig
-from bytescale_ext.data.remote import RemoteActors, RemoteServers, RemoteText, check_remote, join_actors
-from bytescale_ext.data.remote_lines import LineIndex
-from bytescale_ext.data.remote_loader import RemoteSplit
-from bytescale_ext.data.remote_scheduler import FileSamples, SplitSamples
-from bytescale_ext.data.texts import BYTE_LEVEL_VOCAB_SIZE, Encode, encoder
-from bytescale_ext.plan.shapes import StepPlan
+from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.data.ray.actors import RemoteActors, RemoteServers, RemoteText, join_actors
+from bytescale_ext.data.ray.lines import LineIndex
+from bytescale_ext.data.ray.loader import RemoteSplit
+from bytescale_ext.data.ray.scheduler import FileSamples, MakePlan, Samples, SplitSamples
+from bytescale_ext.data.ray.session import check_remote
+from bytescale_ext.data.samples.texts import BYTE_LEVEL_VOCAB_SIZE, Encode, encoder
 from megatron.bytescale.core.datasets.corpus import build_megatron_tokenizer
 from megatron.bytescale.core.datasets.document_dataset import (
     DocumentDataset,
@@ -36,7 +36,12 @@ _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 @dataclass(frozen=True, eq=False)
 class LineDocuments:
-    """What a ``DocumentDataset`` asks of a file to order its samples: all documents, each one sequence long."""
+    """The part of Megatron's reader that a ``DocumentDataset`` needs to order samples: documents of one sequence each.
+
+    Attributes:
+        sequence_lengths: [n] tokens of each document.
+        document_indices: [n + 1] 0, 1, ..., n.
+    """
 
     sequence_lengths: np.ndarray
     document_indices: np.ndarray
@@ -44,29 +49,29 @@ class LineDocuments:
 
 @dataclass
 class LineDatasetConfig(BlendedMegatronDatasetConfig):
-    """Megatron's configuration, with the index of each file by path."""
+    """Megatron's configuration, with the line index of each file by path."""
 
     lines: dict[str, LineIndex] = field(default_factory=dict)
 
 
 class LineDataset(DocumentDataset):
-    """The order of the samples of a JSONL file; it reads nothing. Its lengths are ``LineIndex.table_lengths``."""
+    """The order of the samples of a JSONL file, by ``LineIndex.table_lengths``; it reads no text."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: LineDatasetConfig) -> Any:  # type: ignore[override]
-        """The documents of one file."""
+        """Return the documents of one file."""
         lengths = config.lines[dataset_path].table_lengths
         return LineDocuments(lengths, np.arange(len(lengths) + 1))
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteData:
-    """What one process holds of the remote loader between its start and its first step.
+    """What one process holds of the remote loader before the first step.
 
     Attributes:
         text: the files and the tokenizer.
-        servers: on process 0, else None.
-        indices: of each file, on process 0, else empty.
+        servers: the servers, on process 0; else None.
+        indices: the line index of each file, on process 0; else empty.
     """
 
     text: RemoteText
@@ -75,12 +80,12 @@ class RemoteData:
 
     @property
     def lines(self) -> dict[str, LineIndex]:
-        """The index of each file by path."""
+        """The line index of each file by path."""
         return dict(zip(self.text.paths, self.indices, strict=False))
 
 
 def check_line_file(path: str) -> None:
-    """Refuse what is no JSONL file. Raises ValueError."""
+    """Raise ValueError unless this is a JSONL file."""
     if not path.endswith(".jsonl"):
         raise ValueError(
             f"{path}: --hdp-loader ray reads .jsonl files; use --hdp-loader local for Megatron's data sets"
@@ -90,13 +95,13 @@ def check_line_file(path: str) -> None:
 
 
 def open_remote(args: Any, config: RemoteConfig, settings: dict[str, Any], sizes: Sequence[int | None]) -> RemoteData:
-    """Start servers and index the files on process 0; elsewhere only see that it can work. Nothing is communicated.
+    """Start servers and index the files on process 0; on other processes only check options. Does not communicate.
 
     Args:
-        args: Megatron's.
-        config: the settings of the remote loader.
+        args: Megatron's arguments.
+        config: the options of the remote loader.
         settings: fields of Megatron's configuration of data sets.
-        sizes: samples of each split.
+        sizes: the samples wanted of each split.
 
     Raises:
         ValueError: Ray, a file, a line, the tokenizer or a split is bad.
@@ -116,7 +121,7 @@ def open_remote(args: Any, config: RemoteConfig, settings: dict[str, Any], sizes
     text = RemoteText(paths, args.seq_length, _tokenizer_in_words(tokenizer), build, args.data_cache_path)
     if args.rank != 0:
         return RemoteData(text, None)
-    build()  # its errors are the user's: here, not in an actor
+    build()  # so that a bad tokenizer is an error here, not in an actor
     servers = RemoteServers(config, text)
     data = RemoteData(text, servers, servers.index_files())
     check_splits(dataset, sizes, lambda path: len(data.lines[path]))
@@ -124,19 +129,18 @@ def open_remote(args: Any, config: RemoteConfig, settings: dict[str, Any], sizes
 
 
 def build_encode(settings: dict[str, Any]) -> Encode:
-    """The function from text to tokens of Megatron's tokenizer. Raises ValueError where it cannot be built."""
+    """Return the function from text to tokens of Megatron's tokenizer. Raises ValueError if it cannot be built."""
     return encoder(build_megatron_tokenizer(settings))
 
 
 def _encode_builder(settings: dict[str, Any]) -> Callable[[], Encode]:
-    """Makes the function from text to tokens in a server; with the flags that ``bytescale corpus`` prints for bytes
-    it needs no Megatron there, which takes long to import."""
+    """Return what builds the function from text to tokens in a server: for bytes without Megatron's slow import."""
     is_bytes = settings["tokenizer_type"] == "NullTokenizer" and settings["vocab_size"] == BYTE_LEVEL_VOCAB_SIZE
     return partial(encoder, None) if is_bytes else partial(build_encode, settings)
 
 
 def _tokenizer_in_words(settings: dict[str, Any]) -> str:
-    """The settings, and of each file that they name its size and time."""
+    """Return the settings as text, with the size and time of each file that they name."""
     files = [settings[name] for name in _TOKENIZER_FILES if settings.get(name) and Path(settings[name]).is_file()]
     stats = [(os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     return repr((sorted(settings.items()), stats))
@@ -146,11 +150,11 @@ def start_remote(
     data: RemoteData,
     settings: dict[str, Any],
     sizes: Sequence[int | None],
-    make_plan: Callable[[tuple[int, ...]], tuple[StepPlan, bool]],
+    make_plan: MakePlan,
 ) -> tuple[RemoteSplit | None, ...]:
-    """Train, validation and test samples, None for a split that is not wanted: orders them, starts the scheduler.
+    """Order the samples, start the scheduler, and return the splits; None for a split that is not wanted.
 
-    Collective: every process calls it with equal arguments.
+    Collective: all processes call it with equal arguments.
 
     Raises:
         ValueError: as ``open_remote``.
@@ -160,7 +164,7 @@ def start_remote(
     config = LineDatasetConfig(**settings, lines=data.lines)
     sources = build_document_datasets(config, sizes, lambda: is_first, LineDataset, counts.__getitem__)
     actors: RemoteActors | None = None
-    said: Any = None
+    answer: Any = None
     if is_first:
         assert data.servers is not None
         splits = {
@@ -169,14 +173,14 @@ def start_remote(
             if source is not None
         }
         try:
-            actors = data.servers.start_scheduler(splits, data.indices, make_plan, dist.get_world_size())
-            said = actors.address, {name: split.num_samples for name, split in splits.items()}
-        except Exception as error:  # said to all, so that none waits for what does not come
-            said = error
-    said = _from_first(said)
-    if isinstance(said, Exception):
-        raise said
-    address, num_samples = said
+            actors = data.servers.start_scheduler(Samples(splits, data.indices), make_plan, dist.get_world_size())
+            answer = actors.address, {name: split.num_samples for name, split in splits.items()}
+        except Exception as error:  # sent to all processes, which would otherwise wait for the answer
+            answer = error
+    answer = _from_first(answer)
+    if isinstance(answer, Exception):
+        raise answer
+    address, num_samples = answer
     actors = actors or join_actors(address)
     names = (split.name for split in Split)
     return tuple(
@@ -185,14 +189,14 @@ def start_remote(
 
 
 def _from_first(value: Any) -> Any:
-    """What process 0 has. Collective."""
+    """Return the value of process 0. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def _split_samples(source: SampleSource, paths: Sequence[str]) -> SplitSamples:
-    """The order of one split as arrays."""
+    """Return the order of one split as arrays."""
     dataset = source.dataset
     if isinstance(dataset, DocumentDataset):
         return SplitSamples(len(dataset), (_file_samples(dataset, paths),))

@@ -1,0 +1,1 @@
+"""Checkpoints of optimizer states that Megatron's optimizer cannot save by itself."""

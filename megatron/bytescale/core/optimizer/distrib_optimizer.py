@@ -1,5 +1,9 @@
-"""Saving and loading an optimizer: one over torch's own Adam (neither TransformerEngine nor Apex) is made able to, and
-one that keeps its state otherwise than the checkpoint says so.
+"""Saves and loads Megatron's distributed optimizer over torch's own Adam, without TransformerEngine and Apex.
+
+Megatron cannot load such an optimizer: it asks for the step before torch has made any state, looks for the step among
+the sharded tensors, copies into parameters that require gradients (``--ckpt-format torch``), and gives all parameters
+one step tensor, which each of them would count up. It cannot save one without parameters either, such as the optimizer
+of the experts on a pipeline stage that has no experts: it finds no step there.
 """
 
 from __future__ import annotations
@@ -10,63 +14,71 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 
 def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
-    """Build Megatron's optimizer, and prepare it, and each ``DistributedOptimizer`` over torch's Adam, for checkpoints.
-
-    Such an optimizer cannot load one otherwise: Megatron asks it for its step before torch has made any state, looks
-    for the step among the tensors that are sharded, copies into parameters that require gradients (``--ckpt-format
-    torch``), and lets all parameters share one step tensor, which each of them would count up. Nor can it save one
-    where it has no parameters, as that of the experts on a pipeline stage without any: Megatron finds no step there.
-    """
+    """Build Megatron's optimizer, with the state and the hooks that each part over torch's Adam needs."""
 
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        optimizer.load_state_dict = partial(load_as_many_parts, optimizer.load_state_dict, len(parts))
-        for one in parts:
-            inner = getattr(one, "optimizer", None)
-            if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam) and not HAVE_APEX_OR_TE:
-                begin_state(inner)
-                inner.register_load_state_dict_post_hook(separate_steps)
-                one._set_main_param_and_optimizer_states = partial(  # type: ignore[method-assign]
-                    set_all_but_step, one._set_main_param_and_optimizer_states
-                )
-                if not inner.state and one is not parts[0]:
-                    one.state_dict = partial(  # type: ignore[method-assign]
-                        state_dict_with_step, one.state_dict, inner, parts[0].optimizer
-                    )
+        for part in filter(is_over_torch_adam, parts):
+            begin_state(part.optimizer)
+            part.optimizer.register_load_state_dict_post_hook(separate_steps)
+            if not part.optimizer.state and part is not parts[0]:
+                part.optimizer.register_state_dict_post_hook(partial(add_step, parts[0].optimizer))
         return optimizer
 
     return get_megatron_optimizer
 
 
-def load_as_many_parts(original: Callable[[Any], None], num_parts: int, state: Any) -> None:
-    """Megatron's ``load_state_dict`` of an optimizer of so many parts: one, and one more for experts that are shared.
+def wrap_load_state_dict(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+    """Refuse a checkpoint whose optimizer has another number of parts: one, and one more where experts are shared.
 
     Raises:
-        ValueError: the checkpoint has another number of parts.
+        ValueError: the numbers differ.
     """
-    # Parts are numbered; a part's own entries have names, which a sharded checkpoint mixes with what was saved.
-    num_saved = len(state) if isinstance(state, list) else sum(isinstance(key, int) for key in state) or 1
-    if num_saved != num_parts:
-        raise ValueError(
-            f"--load: the checkpoint holds an optimizer of {num_saved} parts and this run has one of {num_parts}, as "
-            "only one of them has --expert-model-parallel-size above 1: stay on that side of it, or add "
-            "--no-load-optim"
-        )
-    original(state)
+
+    def load_state_dict(optimizer: ChainedOptimizer, state: Any) -> None:
+        # Parts are numbered; a part's own entries have names, which a sharded checkpoint mixes with the numbers.
+        num_saved = len(state) if isinstance(state, list) else sum(isinstance(key, int) for key in state) or 1
+        num_parts = len(optimizer.chained_optimizers)
+        if num_saved != num_parts:
+            raise ValueError(
+                f"--load: the checkpoint holds an optimizer of {num_saved} parts and this run has one of {num_parts}, "
+                "as only one of them has --expert-model-parallel-size above 1: stay on that side of it, or add "
+                "--no-load-optim"
+            )
+        original(optimizer, state)
+
+    return load_state_dict
 
 
-@torch.no_grad()  # in fp32 the sharded parameters are views of the model's
-def set_all_but_step(original: Callable[..., None], model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-    """``DistributedOptimizer._set_main_param_and_optimizer_states``, which skips what is not a tensor."""
-    original(model_param, {"step": None, **tensors})
+def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+    """Load a parameter and its state, but not its step, which the sharded tensors do not hold.
+
+    Without gradients, as in fp32 the sharded parameters are views of the model's.
+    """
+
+    def set_all_but_step(optimizer: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        if not is_over_torch_adam(optimizer):
+            original(optimizer, model_param, tensors)
+            return
+        with torch.no_grad():
+            original(optimizer, model_param, {"step": None, **tensors})  # Megatron skips what is not a tensor
+
+    return set_all_but_step
+
+
+def is_over_torch_adam(part: Any) -> bool:
+    """Return whether a part is a ``DistributedOptimizer`` that takes its steps with torch's Adam."""
+    is_adam = isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam)
+    return is_adam and not HAVE_APEX_OR_TE
 
 
 def begin_state(optimizer: torch.optim.Adam) -> None:
-    """Make now the state that torch makes in the first step: zeros, after 0 steps."""
+    """Make the state now that torch makes in the first step: zeros, after 0 steps."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -76,16 +88,12 @@ def begin_state(optimizer: torch.optim.Adam) -> None:
             }
 
 
-def state_dict_with_step(original: Callable[[], Any], empty: torch.optim.Adam, other: torch.optim.Adam) -> Any:
-    """``DistributedOptimizer.state_dict`` over ``empty``, which has no parameters: its step is that of ``other``."""
-    empty.state["step"] = next(iter(other.state.values()))  # type: ignore[index]
-    try:
-        return original()
-    finally:
-        empty.state.clear()
+def add_step(other: torch.optim.Optimizer, empty: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer without parameters, with the step of another one."""
+    return {**state, "state": {"step": next(iter(other.state.values()))}}
 
 
 def separate_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter a step tensor of its own."""
+    """Give each parameter its own step tensor."""
     for state in optimizer.state.values():
         state["step"] = state["step"].clone()

@@ -1,0 +1,1 @@
+"""Pipeline schedules over planned micro-batches and slices, and their communication."""

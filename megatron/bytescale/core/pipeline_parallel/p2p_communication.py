@@ -11,25 +11,26 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from bytescale_ext.metrics import StepClock
+from bytescale_ext.measure.metrics import StepClock
 from bytescale_ext.parallel.p2p import WorksPending
-from bytescale_ext.plan.schedule import receive_order
+from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
+from bytescale_ext.plan.schedule.messages import received_actions
 from megatron.bytescale.core.parallel_state import StageLinks
 
 
 class ShapedP2PCommunicator(P2PCommunicator):
-    """Megatron's communicator of one step's pipeline, told the shape of every tensor that it receives.
+    """Megatron's communicator of one step's pipeline, which knows the shape of every tensor that it receives.
 
-    Megatron asks the neighbour for the shape of each tensor before it sends it (``variable_seq_lengths``): a message
-    more, and on GPUs a synchronisation. Here both ends know the plan, so the answer comes from it and nothing is
-    sent. Tensors are [rows, batch, hidden]; under sequence parallelism rows are this tensor-parallel rank's.
+    With ``variable_seq_lengths`` Megatron sends the shape of each tensor in a message of its own, which costs a
+    synchronisation on GPUs. Here both sides take the shapes from the plan and send none. Tensors are
+    [rows, batch, hidden]; under sequence parallelism rows are those of this tensor-parallel rank.
     """
 
     def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any, clock: StepClock | None = None) -> None:
-        """``clock`` notes when it begins to wait."""
+        """``clock``: marks where waiting begins."""
         config = copy.copy(config)
         config.variable_seq_lengths = True
-        config.batch_p2p_sync = False  # for a fault of old versions of PyTorch; the host would wait at each message
+        config.batch_p2p_sync = False  # works around old versions of PyTorch, and blocks the host at each message
         super().__init__(pp_group, config)
         self._from_previous: Iterator[int] = iter(())
         self._from_next: Iterator[int] = iter(())
@@ -40,19 +41,19 @@ class ShapedP2PCommunicator(P2PCommunicator):
     def expect(
         self, from_previous: Iterable[int], from_next: Iterable[int], batch: int = 1, num_first: int | None = None
     ) -> None:
-        """What is to come.
+        """Set what the step will receive.
 
         Args:
-            from_previous, from_next: rows of each tensor from the stage before and the stage after, in order.
+            from_previous, from_next: rows of each tensor from the previous and from the next stage, in order.
             batch: samples side by side.
-            num_first: forwards before the first "one forward, one backward", where they are not Megatron's own.
+            num_first: forwards before the first "one forward, one backward"; None for Megatron's own number.
         """
         self._from_previous, self._from_next, self._batch = iter(from_previous), iter(from_next), batch
         self._num_first = num_first
 
     @property
     def total_stages(self) -> int:
-        """Megatron's warm-up is as long as there are stages after the own one, so many of which there seem to be."""
+        """Pretend to have ``num_first`` downstream stages, as Megatron's warm-up has one forward for each of them."""
         stages = int(super().total_stages)
         return stages if self._num_first is None else int(self.current_stage) + 1 + self._num_first
 
@@ -67,7 +68,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Shapes of what comes from the previous and from the next stage. Asks nobody."""
+        """Return the shapes to receive from the previous and from the next stage, without communicating."""
         shapes = [
             [next(rows), self._batch, self.config.hidden_size] if is_received else []
             for rows, is_received in ((self._from_previous, recv_prev), (self._from_next, recv_next))
@@ -75,26 +76,26 @@ class ShapedP2PCommunicator(P2PCommunicator):
         return shapes[0], shapes[1]
 
     def check_all_received(self, with_backward: bool) -> None:
-        """At the end of a step: every tensor of the plan has come."""
+        """Assert at the end of a step that every tensor of the plan was received."""
         left = list(self._from_previous), list(self._from_next) if with_backward else []
         assert left == ([], []), f"{left=}"
 
 
-class EagerP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator of an eager schedule (``plan.seq1f1b``), in which the stage before is two forwards ahead.
+class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
+    """The communicator of an order in which the previous stage is two forwards ahead (``plan.step.sizes``).
 
-    Megatron would wait for an input together with the gradient that it sends back, and one forward of the two would be
-    lost. So each input is asked for where Megatron asks for the one before it, and waited for where Megatron asks for
-    it. Without virtual stages, so each exchange is with one neighbour.
+    Megatron would wait for an input together with the gradient that it sends back, and so lose one of the two
+    forwards. This communicator posts each receive where Megatron asks for the input before it, and waits for it where
+    Megatron asks for it. There are no virtual stages, so each exchange is with one neighbour.
     """
 
     def __init__(
         self, pp_group: dist.ProcessGroup, config: Any, links: StageLinks, clock: StepClock | None = None
     ) -> None:
-        """``links``: what exchanges go through."""
+        """``links``: the process groups of the exchanges."""
         super().__init__(pp_group, config, clock)
         self._links = links
-        self._asked: _Exchange | None = None
+        self._posted: _Exchange | None = None
 
     def _communicate(self, **kwargs: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         self._mark_wait()
@@ -105,12 +106,12 @@ class EagerP2PCommunicator(ShapedP2PCommunicator):
         if not kwargs["recv_prev"]:
             self._with_previous(gradient, False).wait()
             return None, None, None
-        asked = self._asked or self._with_previous(None, True)
-        self._asked = self._with_previous(gradient, True)
-        if self._asked.received is None:  # that was the last input
-            self._asked.wait()
-            self._asked = None
-        return asked.wait(), None, None
+        due = self._posted or self._with_previous(None, True)
+        self._posted = self._with_previous(gradient, True)
+        if self._posted.received is None:  # there is no further input
+            self._posted.wait()
+            self._posted = None
+        return due.wait(), None, None
 
     def _with_previous(self, gradient: torch.Tensor | None, receives: bool) -> _Exchange:
         rows = next(self._from_previous, None) if receives else None
@@ -122,7 +123,7 @@ class EagerP2PCommunicator(ShapedP2PCommunicator):
     def _start(
         self, group: dist.ProcessGroup | None, peer: int, sent: torch.Tensor | None, rows: int | None
     ) -> _Exchange:
-        """Send, and ask for a tensor of so many rows, as one batch."""
+        """Post one batch: send ``sent``, and receive a tensor of ``rows`` rows; None for neither."""
         received = None
         if rows is not None:
             shape = (rows, self._batch, self.config.hidden_size)
@@ -134,14 +135,14 @@ class EagerP2PCommunicator(ShapedP2PCommunicator):
         return _Exchange(received, WorksPending(works, [operation.tensor for operation in operations]))
 
     def check_all_received(self, with_backward: bool) -> None:
-        """At the end of a step: every tensor of the plan has come, and was waited for."""
+        """Assert at the end of a step that every tensor of the plan was received and waited for."""
         super().check_all_received(with_backward)
-        assert self._asked is None, f"{self._asked=}"
+        assert self._posted is None, f"{self._posted=}"
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """With one neighbour: what will have been received once it is waited for."""
+    """An exchange with one neighbour; ``received`` is valid after ``wait``."""
 
     received: torch.Tensor | None
     pending: WorksPending
@@ -157,12 +158,13 @@ class PlannedP2PCommunicator(ShapedP2PCommunicator):
     def __init__(
         self, pp_group: torch.distributed.ProcessGroup, config: Any, num_rows: Sequence[int], clock: StepClock | None
     ) -> None:
-        """``num_rows``: of each micro-batch, as it lies in memory."""
+        """``num_rows``: rows of each micro-batch in memory."""
         super().__init__(pp_group, config, clock)
         num_chunks = config.virtual_pipeline_model_parallel_size or 1
-        group_size = config.microbatch_group_size_per_vp_stage
+        sizes = {"num_chunks": num_chunks, "group_size": config.microbatch_group_size_per_vp_stage}
+        schedule = seq1f1b_schedule(self.total_stages, len(num_rows), **sizes)
         from_previous, from_next = (
-            [num_rows[index] for index in receive_order(len(num_rows), is_end, num_chunks, group_size)]
-            for is_end in (self.is_pp_first_stage, self.is_pp_last_stage)
+            [num_rows[action.micro_batch] for action in actions]
+            for actions in received_actions(schedule, self.current_stage)
         )
         self.expect(from_previous, from_next)

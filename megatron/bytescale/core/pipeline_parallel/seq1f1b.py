@@ -1,7 +1,7 @@
 """Runs a schedule of slices through Megatron's own schedule functions (Seq1F1B).
 
 Megatron is told that there are ``num_micro_batches * num_slices`` micro-batches. Its functions then run the order of
-``bytescale_ext.plan.seq1f1b`` once three things are changed, all from outside:
+``bytescale_ext.plan.schedule.actions`` once three things are changed, all from outside:
 
 - the warm-up is longer by the slices that a micro-batch has beyond one;
 - a backward pass takes the slice that the schedule says, not the oldest;
@@ -10,10 +10,9 @@ Megatron is told that there are ``num_micro_batches * num_slices`` micro-batches
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -21,46 +20,21 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from bytescale_ext.attention.kernels import Kernel
-from bytescale_ext.attention.prefix_kv import MicroBatchPrefix
-from bytescale_ext.attention.slice_layout import SliceLayout, sample_layouts
-from bytescale_ext.metrics import StepClock
-from bytescale_ext.pipeline.config import SliceConfig
-from bytescale_ext.plan.seq1f1b import Action, SliceSchedule
-from bytescale_ext.plan.seq1f1b_messages import num_first_forwards, received_actions
-from bytescale_ext.plan.slices import slice_ranges
+from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts
+from bytescale_ext.attention.slices import MicroBatchPrefix
+from bytescale_ext.config.slices import SliceConfig
+from bytescale_ext.measure.metrics import StepClock
+from bytescale_ext.plan.schedule.actions import Action, SliceSchedule
+from bytescale_ext.plan.schedule.messages import received_actions
+from bytescale_ext.plan.schedule.slices import slice_ranges
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.parallel_state import StageLinks
-from megatron.bytescale.core.pipeline_parallel.p2p_communication import EagerP2PCommunicator, ShapedP2PCommunicator
-from megatron.bytescale.registry import source_hash
-
-SCHEDULES: Final = {
-    schedules.forward_backward_pipelining_without_interleaving: "772d6b7d8182",
-    schedules.forward_backward_pipelining_with_interleaving: "091263d1c27e",
-    schedules.forward_step: "24c526af4445",
-    schedules.backward_step: "435628e2479e",
-    schedules.get_pp_rank_microbatches: "78a8e057bdbb",
-}
-"""What this was written for, by hash of its source."""
-
-
-@dataclass
-class SliceRuntime:
-    """What one process knows while it trains on Megatron's samples in slices.
-
-    Attributes:
-        config: what the user asked for.
-        read_batch: data iterator -> tensors [b, s] of one micro-batch by name; None where a stage has none.
-        kernel: the attention kernel; set when the model is built.
-        links: see ``HdpRuntime``.
-        comm: nobody: samples have no rings.
-    """
-
-    config: SliceConfig
-    read_batch: Callable[[Any], dict[str, torch.Tensor | None]]
-    kernel: Kernel | None = None
-    links: StageLinks | None = None
-    comm: None = None
+from megatron.bytescale.core.pipeline_parallel.p2p_communication import (
+    ReceiveAheadP2PCommunicator,
+    ShapedP2PCommunicator,
+)
+from megatron.bytescale.registry import copy_with_names
+from megatron.bytescale.runtime import Runtime
 
 
 def slice_communicator(
@@ -77,20 +51,19 @@ def slice_communicator(
         config: Megatron's, of the model.
         schedule: what the stages run.
         num_rows: of the tensor that an action takes, as it lies in memory.
-        links: what an eager schedule goes through.
+        links: process groups for receiving ahead, where the previous stage is two forwards ahead; else None.
         batch: samples side by side.
         clock: see ``ShapedP2PCommunicator``.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     communicator: ShapedP2PCommunicator
-    if schedule.eager:
-        assert links is not None
-        communicator = EagerP2PCommunicator(group, config, links, clock)
+    if links is not None:
+        communicator = ReceiveAheadP2PCommunicator(group, config, links, clock)
     else:
         communicator = ShapedP2PCommunicator(group, config, clock)
     stage = communicator.current_stage
     from_previous, from_next = (map(num_rows, actions) for actions in received_actions(schedule, stage))
-    communicator.expect(from_previous, from_next, batch, num_first_forwards(schedule, stage))
+    communicator.expect(from_previous, from_next, batch, schedule.num_first_forwards(stage))
     return communicator
 
 
@@ -179,63 +152,48 @@ class SliceStep:
         del self.prefixes[action.micro_batch, action.chunk]
 
 
-def check_schedules() -> None:
-    """Raise ValueError when Megatron's schedule functions are not those that slices were written for."""
-    for function, expected in SCHEDULES.items():
-        if source_hash(function) != expected:
-            raise ValueError(
-                f"{function.__module__}.{function.__name__} has source hash {source_hash(function)}, slices were "
-                f"written for {expected}; install megatron-core==0.19.2, or train without --seq1f1b-splits"
-            )
-
-
-def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: SliceRuntime) -> Callable[..., Any]:
-    """Run every micro-batch in slices. Raises ValueError as ``check_schedules``."""
-    check_schedules()
-
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        megatron = original(*args, **kwargs)
-
-        def forward_backward(
-            *, data_iterator: Any, model: Any, num_microbatches: int, micro_batch_size: int, **kwargs: Any
-        ) -> Any:
-            chunks = model if isinstance(model, list) else [model]
-            iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
-            config = runtime.config
-            schedule = config.schedule(num_microbatches)
-            step = SliceStep.of(schedule, training=not kwargs.get("forward_only", False))
-            layouts = sample_layouts(config.lengths, micro_batch_size)
-            rows = [length // config.row_shares for length in config.lengths]
-            communicator = slice_communicator(
-                get_model_config(chunks[0]),
-                schedule,
-                lambda action: rows[action.slice_index],
-                runtime.links,
-                micro_batch_size,
-            )
-            return run_in_slices(
-                megatron,
-                step,
-                schedule,
-                communicator,
-                data_iterator=[sample_slices(step, runtime, layouts, iterator) for iterator in iterators],
-                model=chunks,
-                micro_batch_size=micro_batch_size,
-                **kwargs,
-            )
-
-        return forward_backward
-
-    return get_forward_backward_func
+def run_samples(
+    runtime: Runtime,
+    megatron: Callable[..., Any],
+    *,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    micro_batch_size: int,
+    **kwargs: Any,
+) -> Any:
+    """Run every micro-batch of Megatron's samples in slices, by one of its schedule functions."""
+    chunks = model if isinstance(model, list) else [model]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
+    config = runtime.run.get(SliceConfig)
+    schedule = config.schedule(num_microbatches)
+    step = SliceStep.of(schedule, training=not kwargs.get("forward_only", False))
+    layouts = sample_layouts(config.lengths, micro_batch_size)
+    rows = [length // config.row_shares for length in config.lengths]
+    communicator = slice_communicator(
+        get_model_config(chunks[0]), schedule, lambda action: rows[action.slice_index], runtime.links, micro_batch_size
+    )
+    return run_in_slices(
+        megatron,
+        step,
+        schedule,
+        communicator,
+        data_iterator=[sample_slices(step, runtime, layouts, iterator) for iterator in iterators],
+        model=chunks,
+        micro_batch_size=micro_batch_size,
+        **kwargs,
+    )
 
 
 def sample_slices(
-    step: SliceStep, runtime: SliceRuntime, layouts: Sequence[SliceLayout], data_iterator: Any
+    step: SliceStep, runtime: Runtime, layouts: Sequence[SliceLayout], data_iterator: Any
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], DocumentSeqParams]]:
     """The data iterator of one model chunk: the batch of each micro-batch, once for each of its slices."""
-    ranges = slice_ranges(runtime.config.lengths)
+    read_batch = runtime.read_batch
+    assert read_batch is not None
+    ranges = slice_ranges(runtime.run.get(SliceConfig).lengths)
     while True:
-        batch = runtime.read_batch(data_iterator)
+        batch = read_batch(data_iterator)
         for part, layout in zip(ranges, layouts, strict=True):
             positions = torch.arange(part.start, part.stop, device=torch.cuda.current_device())
             yield batch, DocumentSeqParams(positions=positions, layout=layout, prefix=step.prefix(layout))
@@ -254,7 +212,7 @@ def run_in_slices(
     """
     if megatron is schedules.forward_backward_no_pipelining:  # one stage: the same order, nothing to send
         megatron = schedules.forward_backward_pipelining_without_interleaving
-    run = with_names(
+    run = copy_with_names(
         megatron,
         forward_step=step.forward_step,
         backward_step=step.backward_step,
@@ -269,17 +227,3 @@ def run_in_slices(
     step.check_finished()
     communicator.check_all_received(step.training)
     return result
-
-
-def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """The same function, looking up some names of its module in ``names`` first. The module stays as it is."""
-    assert isinstance(function, types.FunctionType) and names.keys() <= function.__globals__.keys(), f"{function=}"
-    renamed = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    renamed.__kwdefaults__ = function.__kwdefaults__
-    return renamed

@@ -1,4 +1,4 @@
-"""Core attention over documents, rings and slices: the module that takes ``core_attention``'s place in a layer spec."""
+"""Core attention over documents, rings and slices: the ``core_attention`` of a layer spec."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from bytescale_ext.attention.prefix_kv import slice_attention
-from bytescale_ext.attention.ring import ring_attention
-from bytescale_ext.attention.slice_layout import SliceLayout
+from bytescale_ext.attention.layouts.slices import SliceLayout
+from bytescale_ext.attention.ring import Backend, ring_attention
+from bytescale_ext.attention.slices import slice_attention
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
 
 class DocumentAttention(torch.nn.Module):
-    """Causal attention inside each document, over the ranks that share it and the slices before.
+    """Causal attention inside each document, over the ranks that share it and its earlier slices.
 
-    ``runtime`` gives the ring communicator and the kernel, both made before the first forward. The heads are this
-    tensor-parallel rank's own; tensor-parallel ranks run their rings side by side. It has no parameters and no state:
-    the layout, and what was computed for earlier slices, come with ``packed_seq_params``, by closure also into
-    recomputation, where the schedule may already be elsewhere.
+    ``runtime`` holds the ring communicator and the kernel, both made before the first forward. Each tensor-parallel
+    rank runs its own heads in its own ring. The module has no parameters and no state: the layout and the keys and
+    values of earlier slices come with ``packed_seq_params``. Recomputation gets them by closure, as the schedule may
+    have moved on by then.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DocumentAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: DocumentSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [t, b, heads, dim]; key, value [t, b, kv_heads, dim] -> [t, b, heads * dim].
+        """Map query [t, b, heads, dim] and key, value [t, b, kv_heads, dim] to [t, b, heads * dim].
 
         Documents have a batch of one; samples side by side are laid end to end. Communicates on the ring group.
         """
@@ -48,10 +48,10 @@ class DocumentAttention(torch.nn.Module):
         assert params is not None and params.layout is not None, f"{params=}"
         batch = query.shape[1]
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in (query, key, value))
-        means = (self.runtime.comm, self.runtime.kernel, self.scale)
+        backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale)
         if isinstance(params.layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
-            out = slice_attention(q, k, v, params.prefix.layer(self, k, v), params.layout, *means)
+            out = slice_attention(q, k, v, params.prefix.layer(self, k, v), params.layout, backend)
         else:
-            out = ring_attention(q, k, v, params.layout, *means)
+            out = ring_attention(q, k, v, params.layout, backend)
         return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The norm that Megatron's local layer spec lacks: one that runs under sequence parallelism."""
+"""A norm for Megatron's local layer spec that runs under sequence parallelism."""
 
 from __future__ import annotations
 

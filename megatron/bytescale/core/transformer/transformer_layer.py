@@ -1,18 +1,25 @@
-"""Megatron's transformer layer under an activation policy: what it remembers is kept, swapped or recomputed."""
+"""Megatron's transformer layer under an activation policy, which keeps, swaps or recomputes its saved tensors.
+
+The layer runs Megatron's own forward. The layer spec builds the modules at its *hook points* (those that multiply
+matrices, and attention) as subclasses with a ``HookPoint``, where a run of ``bytescale_ext.activation.run`` acts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from bytescale_ext.activation.record import LayerRecord
 from bytescale_ext.activation.region import memory_order
@@ -21,11 +28,35 @@ from bytescale_ext.activation.store import ActivationStore
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 
 
-class PlannedTransformerLayer(TransformerLayer):
-    """A layer that runs as Megatron's does, while ``activations`` decides what becomes of the tensors it saves.
+class HookPoint(torch.nn.Module):
+    """Mixed into a module's class: calls ``hook(forward, *args, **kwargs)``, once it is set, instead of the forward."""
 
-    Rebuilding runs Megatron's own forward again, without attention, so it makes the collectives of tensor
-    parallelism again and none of a ring. All ranks of a tensor-parallel group must have equal plans.
+    hook: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, through its hook."""
+        if self.hook is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.hook(super().forward, *args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _class_with_hook_point(module: type) -> type:
+    return type(module.__name__, (HookPoint, module), {})
+
+
+def with_hook_point(builder: Any) -> Any:
+    """Return the entry of a layer spec (a class, or a ``partial`` of one), building the module with a hook point."""
+    if isinstance(builder, partial):
+        return partial(_class_with_hook_point(builder.func), *builder.args, **builder.keywords)  # type: ignore[arg-type]
+    return _class_with_hook_point(builder)
+
+
+class PlannedTransformerLayer(TransformerLayer):
+    """A layer that runs as Megatron's does, while ``activations`` decides about the tensors that it saves.
+
+    Rebuilding runs Megatron's own forward again, without attention: it repeats the collectives of tensor parallelism
+    and none of a ring. All ranks of a tensor-parallel group must have equal plans.
     """
 
     def __init__(self, *args: Any, activations: ActivationStore, **kwargs: Any) -> None:
@@ -33,31 +64,31 @@ class PlannedTransformerLayer(TransformerLayer):
         self.activations = activations
         self._run: Run | None = None
         attention = self.self_attention
-        self._set_station(attention.linear_qkv, "product", "qkv")
-        self._set_station(attention.core_attention, "attention")
-        self._set_station(attention.linear_proj, "product", "proj")
+        self._set_hook(attention.linear_qkv, "product", "qkv")
+        self._set_hook(attention.core_attention, "attention")
+        self._set_hook(attention.linear_proj, "product", "proj")
         if self.is_moe_layer:  # experts are left alone
-            self._set_station(self.mlp, "last")
+            self._set_hook(self.mlp, "last")
         elif not isinstance(self.mlp, IdentityOp):
-            self._set_station(self.mlp.linear_fc1, "product", "fc1")
-            self._set_station(self.mlp.linear_fc2, "last")
+            self._set_hook(self.mlp.linear_fc1, "product", "fc1")
+            self._set_hook(self.mlp.linear_fc2, "last")
 
-    def _set_station(self, module: torch.nn.Module, kind: str, name: str | None = None) -> None:
-        """Let the run that is going on, if any, take the place of a module's forward."""
-        forward = module.forward
-        first = (forward,) if name is None else (name, module, forward)
+    def _set_hook(self, module: torch.nn.Module, method: str, name: str | None = None) -> None:
+        """Call ``method`` of the layer's current run, if any, instead of the module's forward."""
+        assert isinstance(module, HookPoint), f"{type(module)=}"
 
-        def at_station(*args: Any, **kwargs: Any) -> Any:
+        def hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._run is None:
                 return forward(*args, **kwargs)
-            if isinstance(module, DocumentAttention):  # it saves copies of queries, keys and values that are not
+            if isinstance(module, DocumentAttention):  # it would save contiguous copies of queries, keys and values
                 args = tuple(tensor.contiguous() for tensor in args[:3]) + args[3:]
-            return getattr(self._run, kind)(*first, *args, **kwargs)
+            first = (forward,) if name is None else (name, module, forward)
+            return getattr(self._run, method)(*first, *args, **kwargs)
 
-        module.forward = at_station  # type: ignore[method-assign]
+        module.hook = hook
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """[rows, b, h] -> (output [rows, b, h], context), as Megatron's layer."""
+        """Map hidden states [rows, b, h] to (output [rows, b, h], context), as Megatron's layer does."""
         if not self.training or not torch.is_grad_enabled():
             return super().forward(hidden_states, *args, **kwargs)
         if not self.activations.is_planned(self.layer_number):
@@ -67,16 +98,16 @@ class PlannedTransformerLayer(TransformerLayer):
             hidden_states = hidden_states.contiguous()
         parameters = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
         record = self.activations.new_record(self.layer_number, hidden_states.shape[0], parameters)
-        record.pass_station(LAYER_INPUT, hidden_states, "input")
+        record.pass_hook_point(LAYER_INPUT, hidden_states, "input")
         run = Recording(record)
-        with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda slip: slip.redeem()):
+        with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda saved: saved.restore()):
             result = super().forward(hidden_states, **kwargs)
         record.rebuild = partial(self._rebuild, kwargs)
         record.close()
         return result
 
     def _forward_resident(self, *args: Any, **kwargs: Any) -> Any:
-        """A layer of which everything is kept; the layer before is read back while its backward pass runs."""
+        """Run a layer that keeps everything. Its backward pass begins to read the previous layer back."""
         record = self.activations.before_resident(self.layer_number)
         result = super().forward(*args, **kwargs)
         if record is not None and result[0].requires_grad:
@@ -93,9 +124,9 @@ class PlannedTransformerLayer(TransformerLayer):
             self._run = None
 
     def _rebuild(self, kwargs: dict[str, Any], record: LayerRecord) -> None:
-        """Run the token-wise parts again for the rows from ``record.first_row`` on."""
+        """Run the token-wise operations again for the rows from ``record.first_row`` on."""
         first = record.first_row
-        inputs = record.rows_from(record.stations[LAYER_INPUT], first).detach().requires_grad_()
+        inputs = record.rows_from(LAYER_INPUT, first).detach().requires_grad_()
         positions = kwargs.get("rotary_pos_emb")
         if isinstance(positions, tuple):
             positions = tuple(_rows_from(one, record.split.total, first) for one in positions)
@@ -110,18 +141,18 @@ class PlannedTransformerLayer(TransformerLayer):
             except RebuiltAll:
                 return
             finally:
-                self.mlp_norm_manager = None  # Megatron's layer drops it where it ends, which this run does not reach
-        raise AssertionError("a layer was run again and did not reach its last station")
+                self.mlp_norm_manager = None  # Megatron drops it at the end of the layer, which this run does not reach
+        raise AssertionError("a layer was run again and did not reach its last hook point")
 
 
 def _prefetch(record: LayerRecord | None) -> None:
-    """Begin to read a layer back, if it is still there."""
+    """Begin to read a layer back, unless its record is gone."""
     if record is not None:
         record.prefetch()
 
 
 def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> torch.Tensor | None:
-    """The rotary embedding [t, 1, 1, dim] from row ``first`` on, of each tensor-parallel rank's ``num_rows``."""
+    """Return the angles [t, 1, 1, dim] of the rows from ``first`` on, of each tensor-parallel rank's ``num_rows``."""
     if positions is None or not first:
         return positions
     return positions.unflatten(0, (-1, num_rows))[:, first:].flatten(0, 1)
@@ -130,7 +161,7 @@ def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> tor
 def planned_layer_spec(
     spec: ModuleSpec | TransformerBlockSubmodules, activations: ActivationStore
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """A finished layer spec, or spec of a block, with each of Megatron's layers as a ``PlannedTransformerLayer``.
+    """Return a finished layer spec, or spec of a block, that builds each layer as a ``PlannedTransformerLayer``.
 
     Raises:
         ValueError: a layer of another class.
@@ -143,6 +174,26 @@ def planned_layer_spec(
     return ModuleSpec(
         module=PlannedTransformerLayer,
         params={**(spec.params or {}), "activations": activations},
-        submodules=spec.submodules,
+        submodules=_with_hook_points(spec.submodules),
         metainfo=getattr(spec, "metainfo", {}),
     )
+
+
+def _with_hook_points(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """Return the submodules of a layer, with hook points at its products and its attention."""
+    attention: Any = layer.self_attention
+    inside = attention.submodules
+    inside = replace(
+        inside,
+        **{name: with_hook_point(getattr(inside, name)) for name in ("linear_qkv", "core_attention", "linear_proj")},
+    )
+    mlp: Any = layer.mlp
+    if getattr(mlp, "func", None) is MoELayer:
+        mlp = with_hook_point(mlp)
+    elif mlp is not IdentityOp:
+        dense = mlp.keywords["submodules"]
+        dense = replace(
+            dense, linear_fc1=with_hook_point(dense.linear_fc1), linear_fc2=with_hook_point(dense.linear_fc2)
+        )
+        mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": dense})
+    return replace(layer, self_attention=replace(attention, submodules=inside), mlp=mlp)

@@ -1,0 +1,1 @@
+"""Mirrors ``megatron.core.models.common``."""

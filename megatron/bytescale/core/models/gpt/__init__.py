@@ -1,0 +1,1 @@
+"""Layer specs with our attention, and the loss computed in chunks."""

@@ -1,26 +1,31 @@
-"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist together.
+"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist at the same time.
 
-Both are Megatron's own, called for some tokens at a time, so that every setting of them holds: tensor and sequence
-parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and cut-cross-entropy
-take the weight past them (docs/activations.md).
+Calls Megatron's own output layer and loss for a few tokens at a time, so all their options keep working: tensor and
+sequence parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and
+cut-cross-entropy take the weight past them (docs/activations.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 
 def use_chunked_loss(num_tokens: int, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: let each model chunk that has the output layer compute its loss by chunks."""
+    """``ModelConfig.pre_wrap_hooks``: call each model chunk that has the output layer with an ``output_processor``."""
+    process = partial(chunked_loss, num_tokens)
+
+    def add_processor(
+        chunk: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        return args, {**kwargs, "output_processor": process}
+
     for chunk in model_chunks:
         if getattr(chunk, "post_process", False):
-            process = partial(chunked_loss, num_tokens)
-            chunk.forward = partial(chunk.forward, output_processor=process)  # type: ignore[method-assign]
+            chunk.register_forward_pre_hook(add_processor, with_kwargs=True)
     return model_chunks
 
 
@@ -28,18 +33,18 @@ def chunked_loss(
     num_tokens: int,
     *,
     hidden_states: torch.Tensor,
-    output_layer: Callable[..., Any],
+    output_layer: Callable[..., tuple[torch.Tensor, object]],
     output_weight: torch.Tensor | None,
     labels: torch.Tensor | None,
     runtime_gather_output: bool | None,
     compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     scale_logits: Callable[[torch.Tensor], torch.Tensor],
-    **_: Any,
+    **unused: object,
 ) -> torch.Tensor:
-    """GPTModel's ``output_processor``: losses [b, s] of hidden states [s, b, h], exactly those of Megatron.
+    """GPTModel's ``output_processor``: return Megatron's losses [b, s] of hidden states [s, b, h].
 
-    Logits of ``num_tokens`` tokens exist at a time; they are computed again in the backward pass. Communicates as
-    Megatron's output layer and loss do, on the tensor-parallel group, once for each chunk; under sequence parallelism
+    Holds the logits of ``num_tokens`` tokens at a time and computes them again in the backward pass. Each chunk
+    communicates on the tensor-parallel group, as Megatron's output layer and loss do. Under sequence parallelism
     (hidden states [s / tp, b, h]) a chunk takes the same rows of every rank.
     """
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -15,14 +14,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import DocumentRotaryEmbedding
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.norm import LocalNorm
 
 
 def document_layer_spec(runtime: Any) -> Any:
-    """``GPTModelConfig.transformer_layer_spec``: the default spec with its core attention replaced."""
+    """Return ``GPTModelConfig.transformer_layer_spec``: the default spec, with document attention."""
 
     def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
         spec = copy.deepcopy(default_layer_spec(config, vp_stage))  # type: ignore[arg-type]
@@ -41,7 +39,7 @@ def document_layer_spec(runtime: Any) -> Any:
 
 
 def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool) -> None:
-    """Replace what must know documents in the spec of one layer: attention, the router, norms where they are ours."""
+    """Set our attention and router, and without TransformerEngine our norms, in the spec of one layer."""
     attention = layer.self_attention.submodules
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
     mlp: Any = layer.mlp
@@ -54,11 +52,3 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
     for name in ("q_layernorm", "k_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp):
             setattr(attention, name, LocalNorm)
-
-
-def use_document_positions(model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """``ModelConfig.pre_wrap_hooks``: give each model chunk RoPE by position in the document."""
-    for chunk in model_chunks:
-        if hasattr(chunk, "rotary_pos_emb"):
-            chunk.rotary_pos_emb = DocumentRotaryEmbedding(chunk.rotary_pos_emb)
-    return model_chunks

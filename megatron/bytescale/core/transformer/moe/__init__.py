@@ -1,0 +1,1 @@
+"""Mixtures of experts over documents: routing losses and the coupling of ranks."""

@@ -1,18 +1,18 @@
-"""The HDP ranks whose layers of experts work as one, and why they do not wait for each other for ever.
+"""The HDP ranks that share experts, and why they do not wait for each other for ever.
 
-Ranks of an expert group exchange tokens in each layer of experts: in a forward pass, its backward pass and its
-recomputation, and all of them must take part each time. So they run equally many micro-batches, those beyond their
-own being padding without weight in the loss (``bytescale_ext.plan.schedule.micro_batch_counts``), and the plan is
-aligned (``StepPlan.aligned``). That is enough, also where a ring lies in several expert groups: give each exchange of
-tokens and each pass of a ring the key ::
+Ranks of an expert group exchange tokens in each layer of experts, in the forward pass, the backward pass and the
+recomputation, and all of them must take part each time. So they run equally many micro-batches, filled up with padding
+that has no weight in the loss (``plan.step.placed.micro_batch_counts``), and the plan is aligned
+(``StepPlan.aligned``). This suffices, even for a ring that spans several expert groups. Give each exchange of tokens
+and each pass of a ring the key ::
 
     (turn in the stage's schedule, layer, attention before experts, place of the ring in its micro-batch)
 
-A rank runs its communication in ascending order of the key, and all who take part in one have the same key for it:
-the ranks of a ring because the plan is aligned, the ranks of an expert group because they count alike, both because
-schedules of any length treat equal indices alike (``bytescale_ext.plan.schedule``). So of what is unfinished, the one
-with the smallest key can always go on. Other expert groups may run fewer or more: nothing of theirs has a key of
-this group but rings, and those are in both.
+A rank runs its communication in ascending order of the key, and all participants have the same key for it: the ranks
+of a ring because the plan is aligned, the ranks of an expert group because they run equally many micro-batches, and
+both because schedules of any length treat equal indices alike (``plan.schedule.actions``). So the unfinished
+communication with the smallest key can always proceed. Other expert groups may run fewer or more micro-batches: they
+share only rings with this group, and those belong to both.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 
 def ranks_that_share_experts(args: Any) -> int:
-    """HDP ranks, contiguous ones from a multiple of this on, that exchange tokens in layers of experts; 1 for none.
+    """Return how many HDP ranks exchange tokens in layers of experts; 1 without experts.
 
-    Megatron lays the processes of a pipeline stage out in a row: tensor-parallel ranks beside each other, and the
-    ranks of a group of ``expert tensor x expert model`` parallel ranks too. A HDP rank that such a group holds in
-    part binds the groups beside it.
+    They are contiguous, from a multiple of this number on. Megatron lays the processes of a pipeline stage out in a
+    row: tensor-parallel ranks are neighbours, and so are the ``expert tensor x expert model`` parallel ranks of an
+    expert group. An HDP rank that lies in two expert groups couples them.
     """
     if not args.num_experts:
         return 1

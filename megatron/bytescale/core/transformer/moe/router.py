@@ -1,17 +1,17 @@
-"""The router of a mixture of experts over documents: auxiliary losses that mean the same under every plan.
+"""The router of a mixture of experts over documents, with auxiliary losses that ignore padding.
 
 Under hybrid data parallelism micro-batches differ in size and number, and some hold padding. So each loss is a sum
-over tokens, and the step divides it by the number of its labels, as it does with the language-model loss::
+over tokens, which the step divides by the number of its labels, like the language-model loss::
 
     aux_loss   sum over micro-batches m of  T_m E sum_i f_i P_i     f, P over the T_m tokens that one rank (with its
                                                                     tensor-parallel group) routes in m
-    z_loss     sum over tokens of  logsumexp(logits)^2              no trace of the plan at all
+    z_loss     sum over tokens of  logsumexp(logits)^2              independent of the plan
 
-Padding has no part in either, nor in the loads that move the expert bias. This is what Megatron does with
-``--calculate-per-token-loss``, with three differences where padding comes in: a micro-batch of padding alone adds
-nothing (there it divides by zero), padding that falls on some tensor-parallel ranks only does not change the weight
-of a token, and the mask of the expert bias has the shape of the routing map. The logged figures are means over the
-tokens of the step; Megatron's would count each micro-batch alike.
+Padding counts in neither loss, nor in the loads that move the expert bias. Megatron computes the same with
+``--calculate-per-token-loss``, but for padding: there a micro-batch of padding divides by zero (here it adds nothing),
+padding on some of the tensor-parallel ranks changes the weight of tokens (here not), and the mask of the expert bias
+does not have the shape of the routing map. The logged figures are means over the tokens of the step, not over
+micro-batches as in Megatron.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
-from bytescale_ext.data.packed import PackedMicroBatch
+from bytescale_ext.data.samples.packed import PackedMicroBatch
 
 
 class DocumentRouter(TopKRouter):
-    """Megatron's router, told by ``padding_mask`` [rows] (True: padding) which rows are tokens.
+    """Megatron's router, with ``padding_mask`` [rows] (True: padding).
 
-    Communicates on the tensor-parallel group, whose ranks hold the same micro-batch; on no other, as ranks
-    have different numbers of micro-batches.
+    Communicates only on the tensor-parallel group, whose ranks hold the same micro-batch: other ranks have other
+    numbers of micro-batches.
     """
 
     def __init__(self, *, runtime: Any, **kwargs: Any) -> None:
@@ -72,6 +72,7 @@ class DocumentRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attach the z loss to logits [rows, experts], and return them."""
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
@@ -85,12 +86,12 @@ class DocumentRouter(TopKRouter):
         super()._apply_expert_bias(routing_map, padding_mask=mask)
 
     def _record(self, name: str, loss: torch.Tensor) -> None:
-        """Log this rank's sum over tokens, so that what Megatron's report makes of all is the mean over the step.
+        """Record this rank's sum over tokens, scaled so that Megatron's report prints the mean over the step.
 
-        The report sums over the tensor-parallel group, and averages over HDP ranks and over what Megatron takes
-        for the number of micro-batches.
+        The report sums over the tensor-parallel group, and averages over HDP ranks and over
+        ``get_num_microbatches()``, which is not the number of micro-batches here.
         """
-        num_parts = self.runtime.config.num_ranks * get_num_microbatches()
+        num_parts = self.runtime.run.cluster.num_ranks * get_num_microbatches()
         get_moe_metrics_tracker().record(
             name,
             loss * (num_parts / self.runtime.step.num_tokens),
@@ -101,10 +102,10 @@ class DocumentRouter(TopKRouter):
 
 
 def padding_mask(packed: PackedMicroBatch, model: torch.nn.Module) -> torch.Tensor | None:
-    """``padding_mask`` of Megatron's model: bool [1, rows], True in padding; None for a model without experts.
+    """Return the ``padding_mask`` of Megatron's model: bool [1, rows], True in padding; None without experts.
 
-    Under sequence parallelism the first pipeline stage gives each tensor-parallel rank its part of the mask; the
-    later ones take it as it comes, so there it must be this rank's part already.
+    Under sequence parallelism the first pipeline stage splits the mask over the tensor-parallel ranks, and later
+    stages use it as given, so there it is this rank's part.
     """
     chunk = unwrap_model(model)
     if chunk.config.num_moe_experts is None:

@@ -1,0 +1,1 @@
+"""Rotary embeddings by position in the document."""

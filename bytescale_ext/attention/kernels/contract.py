@@ -1,0 +1,66 @@
+"""What every attention kernel computes::
+
+    forward(q, k, v, block)      -> out, lse
+    backward(dout, saved, block) -> dq, dk, dv
+
+======================  ===========================  =========================================================
+tensors                 shape                        dtype
+======================  ===========================  =========================================================
+``q, out, dout, dq``    ``[tq, heads, dim]``         one of the kernel's
+``k, v, dk, dv``        ``[tk, kv_heads, dim]``      the same; ``heads`` is a multiple of ``kv_heads``
+``lse``                 ``[heads, tq]``              ``accumulation_dtype``; natural log-sum-exp of the scores
+======================  ===========================  =========================================================
+
+``tq`` and ``tk`` are the last offsets of the block. Tensors may be strided. A query without keys gets ``out`` 0 and
+``lse`` minus infinity.
+
+The backward takes the ``out`` and ``lse`` over *all* keys of the queries, including keys outside this block
+(FlashAttention-2, Algorithm 2: ``delta = rowsum(dout * out)``), so the gradients of blocks add up to the
+gradients of the whole. Kernels do not communicate and do not synchronize with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+
+Output = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv
+
+
+class Saved(NamedTuple):
+    """What a forward pass saves for its backward pass; shapes as in the module docstring."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+ForwardFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBlock], Output]
+BackwardFunction = Callable[[torch.Tensor, Saved, AttentionBlock], Gradients]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of log-sum-exp values and of sums over blocks: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_output(q: torch.Tensor, dtype: torch.dtype | None = None) -> Output:
+    """Return the output of queries without keys, to be filled or merged into.
+
+    Args:
+        q: ``[t, heads, dim]``.
+        dtype: of ``out``; by default the dtype of ``q``.
+
+    Returns:
+        ``out [t, heads, dim]`` of zeros and ``lse [heads, t]`` of minus infinity in the accumulation dtype.
+    """
+    out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+    return out, lse

@@ -1,0 +1,102 @@
+"""The flash-attn packages as attention kernels, when they are installed. ``contract.py`` has the shapes and dtypes.
+
+``flash_attn_interface`` is flash-attn 3 (Hopper), ``flash_attn.flash_attn_interface`` is flash-attn 2. Only their
+low-level functions return and take the log-sum-exp. Parameters and their order differ between versions, so arguments
+are passed by the names that the installed function has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttn:
+    """One of the packages.
+
+    Attributes:
+        package: what must be installed.
+        module: holds the two functions.
+        forward_name: name of the function that gives ``out`` and the log-sum-exp.
+        backward_name: name of the function that writes ``dq, dk, dv``.
+    """
+
+    package: str
+    module: str
+    forward_name: str
+    backward_name: str
+
+    def missing(self) -> str | None:
+        """Return why the package cannot be used, or None. Does not import it."""
+        return None if importlib.util.find_spec(self.package) else f"the package {self.package} is not installed"
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``."""
+        function = getattr(importlib.import_module(self.module), self.forward_name)
+        results = call_by_name(function, {"q": q, "k": k, "v": v, **_common(block, q.device)})
+        # flash-attn 2 before 2.7 returns the padded inputs too: out, q, k, v, out_padded, lse, ...
+        out, lse = (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
+        return out, lse
+
+    def backward(self, dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+        """Return ``dq [tq, heads, dim]`` and ``dk, dv [tk, kv_heads, dim]``."""
+        q, k, v, out, lse = saved
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        values: dict[str, object] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse.contiguous()}
+        values |= {"dq": dq, "dk": dk, "dv": dv, "deterministic": False} | _common(block, q.device)
+        call_by_name(getattr(importlib.import_module(self.module), self.backward_name), values)
+        return dq, dk, dv
+
+
+FLASH_ATTN_2 = FlashAttn(
+    "flash_attn", "flash_attn.flash_attn_interface", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
+)
+FLASH_ATTN_3 = FlashAttn("flash_attn_interface", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward")
+
+
+def _common(block: AttentionBlock, device: torch.device) -> dict[str, object]:
+    """Return the arguments that forward and backward share, under every name that a version has used."""
+    return {
+        "cu_seqlens_q": block.cu_q.on(device),
+        "cu_seqlens_k": block.cu_k.on(device),
+        "max_seqlen_q": block.cu_q.longest,
+        "max_seqlen_k": block.cu_k.longest,
+        "softmax_scale": block.scale,
+        "causal": block.causal,
+        "is_causal": block.causal,
+        "dropout_p": 0.0,
+        "window_size": (-1, -1),
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "return_softmax": False,
+    }
+
+
+def call_by_name[Result](function: Callable[..., Result], values: dict[str, object]) -> Result:
+    """Call a function with the values whose names it has; a parameter without value or default gets None."""
+    arguments = {}
+    for name, has_default in _parameters(function):
+        if name in values:
+            arguments[name] = values[name]
+        elif not has_default:
+            arguments[name] = None
+    return function(**arguments)
+
+
+def _parameters(function: Callable[..., object]) -> list[tuple[str, bool]]:
+    """Return ``(name, has a default)`` of each parameter of a Python function or of a torch custom operator."""
+    operator = getattr(function, "_opoverload", None)
+    if operator is not None:
+        return [(argument.name, argument.has_default_value()) for argument in operator._schema.arguments]
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.default is not parameter.empty) for parameter in parameters]

@@ -1,0 +1,240 @@
+"""The table of attention kernels, and the choice of one.
+
+Every kernel has one contract (``contract.py``). ``choose_kernel`` takes the first row of the table that fits the
+inputs and passes a live probe: a few small documents on the device, compared with the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from bytescale_ext.attention.kernels import torch_ops
+from bytescale_ext.attention.kernels.contract import BackwardFunction, ForwardFunction, Gradients, Output, Saved
+from bytescale_ext.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3
+from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.rows import CuSeqlens
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table.
+
+    Attributes:
+        name: what ``choose_kernel(name=...)`` takes.
+        devices: device types, e.g. ``("cuda",)``.
+        dtypes: input dtypes.
+        missing: returns why the kernel cannot run here (a package, an operator), or None. Imports nothing heavy.
+        forward, backward: see ``contract.py``.
+        head_dim_multiple: ``dim`` must be a multiple of it.
+        largest_head_dim: the largest ``dim``.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    missing: Callable[[], str | None]
+    forward: ForwardFunction
+    backward: BackwardFunction
+    head_dim_multiple: int = 1
+    largest_head_dim: int = 1 << 30
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return why this kernel cannot take such inputs, or None. Looks for packages, does not use the device."""
+        if device.type not in self.devices:
+            return f"runs on {'/'.join(self.devices)}, not on {device.type}"
+        if dtype not in self.dtypes:
+            return f"takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {dtype}"
+        if head_dim % self.head_dim_multiple or head_dim > self.largest_head_dim:
+            return (
+                f"head dim must be a multiple of {self.head_dim_multiple} up to {self.largest_head_dim}, got {head_dim}"
+            )
+        return self.missing()
+
+
+class KernelChoice(NamedTuple):
+    """The kernel, why it was chosen, and ``(name, why not)`` of each better one that was passed over."""
+
+    kernel: Kernel
+    reason: str
+    considered: tuple[tuple[str, str], ...]
+
+
+@dataclass
+class KernelCalls:
+    """How often a kernel was called since ``counting`` wrapped it."""
+
+    num_forward: int = 0
+    num_backward: int = 0
+
+
+def counting(kernel: Kernel) -> tuple[Kernel, KernelCalls]:
+    """Return the same kernel with its calls counted, and the counts, which later calls update."""
+    calls = KernelCalls()
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        calls.num_forward += 1
+        return kernel.forward(q, k, v, block)
+
+    def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+        calls.num_backward += 1
+        return kernel.backward(dout, saved, block)
+
+    return replace(kernel, forward=forward, backward=backward), calls
+
+
+def kernel_table() -> tuple[Kernel, ...]:
+    """Return every kernel, best first. ``reference`` is last and takes everything."""
+    operator = torch_ops.missing_operator
+    return (
+        _cuda_kernel("flash_attn_3", FLASH_ATTN_3.missing, FLASH_ATTN_3.forward, FLASH_ATTN_3.backward),
+        _cuda_kernel("flash_attn", FLASH_ATTN_2.missing, FLASH_ATTN_2.forward, FLASH_ATTN_2.backward),
+        _cuda_kernel(
+            "torch_flash",
+            operator("_flash_attention_forward", "_flash_attention_backward"),
+            torch_ops.cuda_flash_forward,
+            torch_ops.cuda_flash_backward,
+        ),
+        _cuda_kernel(
+            "torch_cudnn",
+            operator("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+            torch_ops.cudnn_forward,
+            torch_ops.cudnn_backward,
+            largest_head_dim=128,
+        ),
+        Kernel(
+            "cpu_flash",
+            ("cpu",),
+            (torch.float32, *HALF),
+            operator(
+                "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+            ),
+            torch_ops.cpu_flash_forward,
+            torch_ops.cpu_flash_backward,
+        ),
+        Kernel(
+            "reference",
+            ("cpu", "cuda"),
+            (torch.float64, torch.float32, *HALF),
+            lambda: None,
+            reference_forward,
+            reference_backward,
+        ),
+    )
+
+
+def _cuda_kernel(
+    name: str,
+    missing: Callable[[], str | None],
+    forward: ForwardFunction,
+    backward: BackwardFunction,
+    largest_head_dim: int = 256,
+) -> Kernel:
+    """Return a row for half precision on CUDA."""
+    return Kernel(name, ("cuda",), HALF, missing, forward, backward, 8, largest_head_dim)
+
+
+def choose_kernel(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str | None = None
+) -> KernelChoice:
+    """Return the best kernel for such inputs, or the named one. No communication.
+
+    The kernel must also pass ``probe``, so a package of an unknown version is passed over with its reason and never
+    computes wrong results.
+
+    Raises:
+        ValueError: the named kernel is unknown, or it cannot take these inputs here.
+    """
+    device = torch.device(device)
+    if name is not None:
+        kernel = named_kernel(device, dtype, head_dim, name)
+        _refuse(name, probe(kernel, device, dtype, head_dim))
+        return KernelChoice(kernel, "asked for by name", ())
+    considered: list[tuple[str, str]] = []
+    for kernel in kernel_table():
+        why_not = kernel.why_not(device, dtype, head_dim) or probe(kernel, device, dtype, head_dim)
+        if why_not is None:
+            reason = f"the first of the table that takes {dtype} of head dim {head_dim} on {device.type}"
+            return KernelChoice(kernel, reason, tuple(considered))
+        considered.append((kernel.name, why_not))
+    raise ValueError(f"no attention kernel takes {dtype} of head dim {head_dim} on {device}: {considered}")
+
+
+def named_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str) -> Kernel:
+    """Return the kernel of this name if its row of the table takes such inputs. Does not use the device.
+
+    Raises:
+        ValueError: the kernel is unknown, or it cannot take these inputs here.
+    """
+    table = kernel_table()
+    found = [kernel for kernel in table if kernel.name == name]
+    if not found:
+        raise ValueError(f"no attention kernel {name!r}; choose one of {', '.join(kernel.name for kernel in table)}")
+    _refuse(name, found[0].why_not(torch.device(device), dtype, head_dim))
+    return found[0]
+
+
+def _refuse(name: str, why_not: str | None) -> None:
+    if why_not is not None:
+        raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; leave the choice open or name another")
+
+
+def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Run a kernel on small inputs and compare it with the reference; return why it is unfit, or None.
+
+    The inputs are three documents, one causal document, and a rectangle whose ``out`` and ``lse`` cover more keys
+    than the kernel is given.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def values(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, head_dim, generator=generator).to(device, dtype)
+
+    packed, whole, part = CuSeqlens((0, 5, 6, 38)), CuSeqlens((0, 38)), CuSeqlens((0, 21))
+    q, dout, k, v = values(38, 4), values(38, 4), values(38, 2), values(38, 2)
+    scale = head_dim**-0.5
+    for block in (
+        AttentionBlock(packed, packed, causal=True, scale=scale),
+        AttentionBlock(whole, whole, causal=True, scale=scale),
+        AttentionBlock(part, whole, causal=False, scale=scale),
+    ):
+        rows = slice(0, block.cu_q.num_tokens)
+        try:
+            error_size = _largest_error(kernel, dout[rows], q[rows], k, v, block)
+        except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
+            return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
+        # Not "larger than": nan must fail.
+        if not error_size < (3e-2 if dtype in HALF else 1e-4):
+            return f"its probe differs from the reference by {error_size:.1e} (relative)"
+    return None
+
+
+def _largest_error(
+    kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock
+) -> float:
+    """Return the largest relative error of ``out``, ``lse``, ``dq``, ``dk`` and ``dv``.
+
+    ``dout, q``: ``[tq, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``.
+    """
+    expected = out, lse = reference_forward(q, k, v, block)
+    if not block.causal:  # the backward's output and log-sum-exp cover other keys as well
+        twice = replace(block, cu_k=CuSeqlens((0, 2 * k.shape[0])))
+        out, lse = reference_forward(q, torch.cat((k, v)), torch.cat((v, k)), twice)
+    saved = Saved(q, k, v, out, lse)
+    got = (*kernel.forward(q, k, v, block), *kernel.backward(dout, saved, block))
+    wanted = (*expected, *reference_backward(dout, saved, block))
+    return max(_relative_error(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def _relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference over the largest expected value, infinite for another shape. Takes all shapes."""
+    if got.shape != expected.shape:
+        return float("inf")
+    difference = (got.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp_min(1e-30))

@@ -1,0 +1,133 @@
+"""Attention kernels made of torch's own operators. ``contract.py`` has the shapes and dtypes of all functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, empty_output
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+
+aten = torch.ops.aten
+
+
+def missing_operator(*names: str) -> Callable[[], str | None]:
+    """Return a function that names the first of these operators that this torch lacks, or returns None."""
+
+    def missing() -> str | None:
+        absent = [name for name in names if not hasattr(aten, name)]
+        return f"this torch has no aten::{absent[0]}" if absent else None
+
+    return missing
+
+
+# Torch's flash attention on CUDA: one call for all documents, grouped-query heads included.
+
+
+def cuda_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+    """Call ``aten::_flash_attention_forward`` in its varlen form: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, *_varlen(block, q.device), 0.0, block.causal, False, scale=block.scale
+    )
+    return out, lse
+
+
+def cuda_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+    """Call ``aten::_flash_attention_backward`` in its varlen form: ``dq, dk, dv`` of the shapes of ``q, k, v``."""
+    q, k, v, out, lse = saved
+    # The random state is unused without dropout.
+    seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    dq, dk, dv = aten._flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), *_varlen(block, q.device), 0.0, block.causal, seed, unused,
+        scale=block.scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _varlen(block: AttentionBlock, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return offsets of queries and keys, int32 ``[num_documents + 1]`` each, and the longest document of each."""
+    return block.cu_q.on(device), block.cu_k.on(device), block.cu_q.longest, block.cu_k.longest
+
+
+# cuDNN: faster on long documents, but without a packed form, so several documents go to torch's flash attention.
+
+
+def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+    """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``: cuDNN for one document, else torch's flash attention.
+
+    Both give the natural log-sum-exp.
+    """
+    if block.num_documents != 1:
+        return cuda_flash_forward(q, k, v, block)
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *map(_heads_first, (q, k, v)), None, True, 0.0, block.causal, False, scale=block.scale
+    )
+    return _rows_first(out), lse.reshape(q.shape[1], q.shape[0])
+
+
+def cudnn_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+    """Return the gradients of ``cudnn_forward``: ``dq, dk, dv`` of the shapes of ``q, k, v``."""
+    if block.num_documents != 1:
+        return cuda_flash_backward(dout, saved, block)
+    q, k, v, out, lse = saved
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    grads = aten._scaled_dot_product_cudnn_attention_backward(
+        *map(_heads_first, (dout, q, k, v, out)),
+        lse.contiguous().view(1, q.shape[1], q.shape[0], 1),
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        q.shape[0],
+        k.shape[0],
+        0.0,
+        block.causal,
+        scale=block.scale,
+    )
+    dq, dk, dv = map(_rows_first, grads)
+    return dq, dk, dv
+
+
+# CPU: one call for each document.
+
+
+def cpu_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+    """Call torch's flash attention for CPU on each document: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
+    out, lse = empty_output(q)
+    for rows, keys in block.documents():
+        part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *map(_heads_first, (q[rows], k[keys], v[keys])), 0.0, block.causal, scale=block.scale
+        )
+        out[rows] = _rows_first(part)
+        lse[:, rows] = part_lse[0]
+    return out, lse
+
+
+def cpu_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+    """Return the gradients of ``cpu_flash_forward``: ``dq, dk, dv`` of the shapes of ``q, k, v``."""
+    q, k, v, out, lse = saved
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys in block.documents():
+        # The operator reads the log-sum-exp as [heads, rows] with rows outermost in memory.
+        part_lse = lse[:, rows].t().contiguous().t().unsqueeze(0)
+        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(_heads_first, (dout[rows], q[rows], k[keys], v[keys], out[rows])),
+            part_lse,
+            0.0,
+            block.causal,
+            scale=block.scale,
+        )
+        dq[rows], dk[keys], dv[keys] = map(_rows_first, parts)
+    return dq, dk, dv
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """View ``[t, heads, dim]`` as ``[1, heads, t, dim]``."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def _rows_first(x: torch.Tensor) -> torch.Tensor:
+    """View ``[1, heads, t, dim]`` as ``[t, heads, dim]``."""
+    return x[0].transpose(0, 1)

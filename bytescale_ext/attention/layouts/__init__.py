@@ -1,0 +1,1 @@
+"""Which rows attend to which keys, as frozen values: rows, blocks, micro-batches and slices."""

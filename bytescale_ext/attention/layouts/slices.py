@@ -1,0 +1,195 @@
+"""Layouts of the slices of a micro-batch: queries of one slice against the keys of all slices up to it.
+
+Keys lie in one buffer of the whole micro-batch, shard after shard, each in the order of its slices, so that the keys
+of a shard up to any slice are one interval. Where the keys of a sequence are kept, its region of the buffer holds the
+keys of all members of the ring, one member after the other. For a ring shard A and local documents, in two slices::
+
+    buffer    | A of slice 0 | A of slice 1 | local line                          |
+    slice 0   | A front back |              | doc  doc  do |                         rows of its tensors: A, local
+    slice 1                  | A front back |              | c  doc  doc |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from bytescale_ext.attention.layouts.blocks import PlacedBlock
+from bytescale_ext.attention.layouts.layout import AttentionLayout, KeptKeys, PrefixKeys, RingPass, ring_pass
+from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.plan.schedule.document_slices import DocumentSlices
+from bytescale_ext.plan.schedule.slices import slice_ranges
+from bytescale_ext.plan.step.micro_batch import zigzag_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class SliceLayout:
+    """The attention of one slice of a micro-batch on one rank.
+
+    Attributes:
+        index: number of the slice.
+        num_slices: slices of the micro-batch.
+        attention: queries of the slice against keys of the micro-batch.
+        own: rows of the slice's keys in the buffer; in the slice's tensors they are the first rows, in this order.
+        num_keys: rows of the buffer.
+    """
+
+    index: int
+    num_slices: int
+    attention: AttentionLayout
+    own: Rows
+    num_keys: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the slice's tensors."""
+        return self.attention.num_rows
+
+
+def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tuple[SliceLayout, ...]:
+    """Return the layout of each slice. Pure; no communication.
+
+    Args:
+        cut: where the micro-batch is cut.
+        rank: my HDP rank.
+        num_rows: rows of the tensors of each slice; the rows after its tokens are padding.
+    """
+    buffer = _KeyBuffer(cut, rank)
+    return tuple(_layout(buffer, index, num_rows[index]) for index in range(cut.num_slices))
+
+
+class _KeyBuffer:
+    """Where the keys of each shard, member and slice lie in the buffer of a micro-batch.
+
+    Attributes:
+        cut: where the micro-batch is cut.
+        num_rings: how many of its shards are ring shards; they come first.
+        regions: for each shard, its first row; at last the number of rows.
+    """
+
+    def __init__(self, cut: DocumentSlices, rank: int) -> None:
+        self.cut = cut
+        self.num_rings = len(cut.ring_ends)
+        self._rank = rank
+        sizes = (
+            cut.ring_ends[number][-1] if number in cut.kept else shard.num_tokens
+            for number, shard in enumerate(cut.micro_batch.shards)
+        )
+        self.regions = tuple(accumulate(sizes, initial=0))
+        self._begins = [self._member_begins(number) for number in range(self.num_rings)]
+
+    def ring(self, number: int) -> tuple[int, ...]:
+        """Return the ring of a shard."""
+        return self.cut.micro_batch.shards[number].ring
+
+    def place(self, number: int) -> int:
+        """Return my place in the ring of a shard."""
+        return self.ring(number).index(self._rank)
+
+    def member_keys(self, index: int, number: int, member: int) -> tuple[int, int, int]:
+        """Return three rows of a member's keys: where they begin, where slice ``index`` begins and where it ends."""
+        width = len(self.ring(number))
+        start, stop = self.cut.ring_range(number, index)
+        begin = self._begins[number][member]
+        own = begin + start // width
+        return begin, own, own + _share(stop - start, width, member)
+
+    def _member_begins(self, number: int) -> dict[int, int]:
+        """Return where each member's keys begin: of all members if they are kept, else of this rank alone."""
+        if number not in self.cut.kept:
+            return {self.place(number): self.regions[number]}
+        # In all slices but the last, every member has equally many tokens.
+        ends, width = self.cut.ring_ends[number], len(self.ring(number))
+        before = ends[-2] if len(ends) > 1 else 0
+        shares = (before // width + _share(ends[-1] - before, width, member) for member in range(width - 1))
+        return dict(enumerate(accumulate(shares, initial=self.regions[number])))
+
+
+def _layout(buffer: _KeyBuffer, index: int, num_rows: int) -> SliceLayout:
+    """Return the layout of slice ``index``, whose tensors have ``num_rows`` rows."""
+    cut, regions = buffer.cut, buffer.regions
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    in_buffer, lengths = [], []
+    for number in range(buffer.num_rings):
+        groups.setdefault((buffer.ring(number), number in cut.kept), []).append(number)
+        _begin, own, stop = buffer.member_keys(index, number, buffer.place(number))
+        in_buffer.append((own, stop))
+        lengths.append(stop - own)
+    in_slice = CuSeqlens.of_lengths(lengths)
+    intervals = list(pairwise(in_slice.offsets))
+    passes = tuple(
+        _slice_pass(buffer, index, numbers, Rows.of(intervals[number] for number in numbers))
+        for numbers in groups.values()
+        if any(start < stop for start, stop in (cut.ring_range(number, index) for number in numbers))
+    )
+    first, last = (regions[buffer.num_rings] + token for token in cut.local_range(index))
+    documents = pairwise(regions[buffer.num_rings :])
+    pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
+    pieces = [piece for piece in pieces if piece[1] < piece[2]]
+    layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces)
+    return SliceLayout(index, cut.num_slices, layout, Rows.of([*in_buffer, (first, last)]), regions[-1])
+
+
+def _slice_pass(buffer: _KeyBuffer, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
+    """Return the pass of slice ``index`` of the shards ``numbers``, which have one ring and are all kept or all not."""
+    cut = buffer.cut
+    ring, place, is_kept = buffer.ring(numbers[0]), buffer.place(numbers[0]), numbers[0] in cut.kept
+    ranges = [cut.ring_range(number, index) for number in numbers]
+    keys = {
+        member: [buffer.member_keys(index, number, member) for number in numbers]
+        for member in (range(len(ring)) if is_kept else [place])
+    }
+    whole = {member: Rows.of((begin, stop) for begin, _, stop in of_member) for member, of_member in keys.items()}
+    own = {member: Rows.of((own, stop) for _, own, stop in of_member) for member, of_member in keys.items()}
+    return ring_pass(
+        [stop - start for start, stop in ranges],
+        ring,
+        place,
+        [cut.micro_batch.shards[number].seq for number in numbers],
+        in_slice,
+        PrefixKeys(
+            tuple(start for start, _ in ranges),
+            whole[place],
+            KeptKeys(tuple(whole.values()), tuple(own.values())) if is_kept else None,
+        ),
+    )
+
+
+def _share(num_tokens: int, width: int, member: int) -> int:
+    """Return the tokens of a ring member's zigzag share."""
+    return sum(stop - start for start, stop in zigzag_ranges(num_tokens, width, member))
+
+
+def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...]:
+    """Return the layout of each slice of a micro-batch of ``batch`` samples side by side, all cut alike.
+
+    The rows of a slice are its first sample, then the next one; the buffer holds sample after sample.
+
+    Args:
+        lengths: tokens of each slice of a sample.
+        batch: number of samples.
+    """
+    num_tokens = sum(lengths)
+    layouts = []
+    for part in slice_ranges(lengths):
+        starts = range(0, num_tokens * batch, num_tokens)
+        pieces = [(start, start + part.start, start + part.stop) for start in starts]
+        layout = _with_local(part.num_tokens * batch, (), 0, pieces)
+        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, num_tokens * batch))
+    return tuple(layouts)
+
+
+def _with_local(
+    num_rows: int, passes: tuple[RingPass, ...], row: int, pieces: Sequence[tuple[int, int, int]]
+) -> AttentionLayout:
+    """Return a layout with pieces of local documents from ``row`` on.
+
+    ``pieces``: for each document, the rows of the buffer where it begins, where its piece begins and where that ends.
+    """
+    local = CuSeqlens.of_lengths([stop - start for _, start, stop in pieces])
+    keys = Rows.of((start, stop) for _, start, stop in pieces)
+    rows = [(row + first, row + last) for first, last in pairwise(local.offsets)]
+    began = [(mine, (begin, start)) for mine, (begin, start, _) in zip(rows, pieces, strict=True) if begin < start]
+    prefix = PlacedBlock.of([mine for mine, _ in began], [before for _, before in began]) if began else None
+    return AttentionLayout(num_rows, passes, row, local, keys, prefix)

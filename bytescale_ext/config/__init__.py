@@ -1,0 +1,1 @@
+"""The frozen configuration of each feature."""

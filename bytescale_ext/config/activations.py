@@ -1,0 +1,104 @@
+"""Settings of activation policies (MEMO; ByteScale section 5.2), and the plan of each micro-batch under them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bytescale_ext.config.offload import PlannedOffload
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, load_of_tokens
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.activation.policies import given_plan, in_gigabytes, make_plan
+from bytescale_ext.plan.cost.model_cost import ModelCost
+
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """An activation policy and everything that its plans depend on.
+
+    Attributes:
+        policy: one of ``POLICIES``.
+        swap, recompute: given shares of the tokens, or None.
+        machine: memory and link of one process.
+        cost: of the model in seconds, measured or by rates.
+        num_tokens: of the largest micro-batch on one rank.
+        length: of the longest sequence.
+        slices: tokens of each slice of a micro-batch, or their proportion; one without ``--seq1f1b-slices``.
+        layers: the layers of one process (of all its model chunks).
+        offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
+    """
+
+    policy: str
+    swap: float | None
+    recompute: float | None
+    machine: Machine
+    cost: ModelCost
+    num_tokens: int
+    length: int
+    slices: tuple[int, ...]
+    layers: LayerSettings
+    offload: PlannedOffload | None = None
+
+    def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
+        """Return the load of one micro-batch of a rank, by its tokens and the times of one layer."""
+        return load_of_tokens(self.cost, num_tokens, forward_seconds, backward_seconds, self.layers)
+
+    @property
+    def largest(self) -> LayerLoad:
+        """The largest micro-batch, or slice of one: tokens of the longest sequence, on as many ranks as it needs.
+
+        Slices are assumed to be equal in time.
+        """
+        width = -(-self.length // self.num_tokens)
+        sequences = max(1, self.num_tokens // self.length) / len(self.slices)
+        seconds = [
+            sequences * cost.sequence_cost(min(self.length, self.num_tokens * width), width) + cost.g
+            for cost in (self.cost.forward, self.cost.backward)
+        ]
+        return self.load(-(-self.num_tokens * max(self.slices) // sum(self.slices)), *seconds)
+
+    def plan(self, load: LayerLoad, share: float = 0.0) -> ActivationPlan:
+        """Return the plan of a micro-batch. ``share``: that the HDP plan offloads of it, if it chooses shares.
+
+        Raises:
+            ValueError: the policy does not fit; never for a load smaller than one that fits.
+        """
+        resident = min(self.layers.resident_layers, load.num_layers)
+        if self.offload is not None:
+            return given_plan("offload", share, None, resident)
+        if self.swap is None and self.recompute is None:
+            return make_plan(self.policy, load, self.machine)
+        return given_plan(self.policy, self.swap, self.recompute, resident)
+
+    def check_fits(self) -> None:
+        """Raise ValueError where the largest micro-batch exceeds a budget, naming a budget that is enough."""
+        load, machine = self.largest, self.machine
+        plan = self.plan(load)
+        needed = forecast(plan, load, machine)
+        what = f"micro-batches of {load.num_tokens} tokens with {plan.swap:.3g} of the tokens swapped"
+        if needed.host_bytes > machine.host_bytes * _ROUNDING:
+            raise ValueError(
+                f"{what} take {in_gigabytes(needed.host_bytes)} GB of host memory, and --host-memory-gb is "
+                f"{machine.host_bytes / 1e9:.4g}: give at least that, or swap less"
+            )
+        if needed.device_bytes > machine.device_bytes * _ROUNDING:
+            raise ValueError(
+                f"{what} take {in_gigabytes(needed.device_bytes)} GB of device memory, and --device-memory-gb is "
+                f"{machine.device_bytes / 1e9:.4g}: give at least that, or fewer tokens, or a policy that keeps less"
+            )
+
+    def described(self) -> str:
+        """Return one line about the plan of the largest micro-batch and its prediction."""
+        if self.offload is not None:
+            return self.offload.described()
+        load = self.largest
+        plan = self.plan(load)
+        predicted = forecast(plan, load, self.machine)
+        return (
+            f"> bytescale: activations {plan.policy}: swapped {plan.swap:.3f}, kept {plan.keep:.3f}, recomputed "
+            f"{plan.recompute:.3f}, layer inputs and attention outputs swapped {plan.input_swap:.3f}; predicted for "
+            f"{load.num_tokens} tokens: layers {predicted.step_seconds * 1e3:.4g} ms, device "
+            f"{predicted.device_bytes / 1e9:.4g} GB, host {predicted.host_bytes / 1e9:.4g} GB"
+        )

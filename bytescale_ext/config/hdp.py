@@ -1,0 +1,107 @@
+"""Settings of hybrid data parallelism (ByteScale section 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.hdp.planner import BALANCES, PLANNERS, auto_balance
+from bytescale_ext.plan.step.sizes import Cluster
+
+
+@dataclass(frozen=True)
+class HdpConfig:
+    """Hybrid data parallelism.
+
+    Attributes:
+        cluster: HDP ranks (Megatron's dp x cp domain), C (the most tokens of a micro-batch on one rank), and ranks of a
+            node, None where they do not fill nodes evenly.
+        cost: what a planner balances: cost of micro-batches on the largest pipeline stage, in seconds or FLOPs.
+        longest_sequence: the longest possible sequence (``--seq-length``).
+        rows_multiple: micro-batches are padded at their end to a multiple of this many tokens (the tensor-parallel
+            size under sequence parallelism, else 1); C is a multiple of it.
+        balance: what the planner balances, one of ``BALANCES``.
+        num_stages: pipeline stages.
+        expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
+        plan_ahead: steps planned and read ahead in the background.
+        plan_seconds: time limit for the plan of one step, after which the simple plan is taken; None: no limit.
+        check_plans_every: number of steps after which all ranks compare their plans.
+        kernel: attention kernel by name, or None to choose.
+        static_width: None, or the width of a static context-parallel mesh to compare with.
+        log_dir: folder of metrics and timelines, or None.
+        timeline_step: the step whose timeline is recorded (needs ``log_dir``), or None.
+        plans_offload: plans may move activations to host memory (``--activation-policy offload``), so that ranks hold
+            more than C tokens; ``PlannedOffload`` then checks that the longest sequence fits.
+    """
+
+    cluster: Cluster
+    cost: StageCost
+    longest_sequence: int
+    rows_multiple: int = 1
+    balance: str = "dp"
+    num_stages: int = 1
+    expert_ranks: int = 1
+    plan_ahead: int = 2
+    plan_seconds: float | None = None
+    check_plans_every: int = 100
+    kernel: str | None = None
+    static_width: int | None = None
+    log_dir: Path | None = None
+    timeline_step: int | None = None
+    plans_offload: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_capacity()
+        if self.plan_ahead < 1:
+            raise ValueError(f"--hdp-plan-ahead must be at least 1, got {self.plan_ahead}")
+        if self.plan_seconds is not None and self.plan_seconds <= 0:
+            raise ValueError(f"--hdp-plan-seconds must be positive, got {self.plan_seconds:g}")
+        if self.check_plans_every < 1:
+            raise ValueError(f"--hdp-check-plans-every must be at least 1, got {self.check_plans_every}")
+        if self.balance not in BALANCES:
+            raise ValueError(f"--hdp-balance {self.balance}: choose one of auto, {', '.join(BALANCES)}")
+        if self.aligned and not PLANNERS[self.balance].aligned:
+            raise ValueError(
+                f"--hdp-balance {self.balance} lets ranks drift apart, and pipelines and expert parallelism need their "
+                f"micro-batches in step: use auto, which is {auto_balance(aligned=True)} there"
+            )
+        if self.static_width is not None:
+            self._check_static(self.static_width)
+        if self.timeline_step is not None and self.log_dir is None:
+            raise ValueError("--hdp-timeline-step needs --hdp-log-dir, the folder that it is written to")
+
+    def _check_capacity(self) -> None:
+        capacity, num_ranks = self.cluster.tokens_per_rank, self.cluster.num_ranks
+        if capacity % self.rows_multiple:
+            nearest = (capacity // self.rows_multiple + 1) * self.rows_multiple
+            raise ValueError(
+                f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
+                f"{self.rows_multiple}, which --sequence-parallel needs; the next multiple is {nearest}"
+            )
+        if not self.plans_offload and -(-self.longest_sequence // capacity) > num_ranks:
+            raise ValueError(
+                f"a sequence of --seq-length {self.longest_sequence} tokens needs "
+                f"{-(-self.longest_sequence // capacity)} ranks of --hdp-tokens-per-rank {capacity}, and there are "
+                f"{num_ranks}; the smallest --hdp-tokens-per-rank that fits is {self.smallest_capacity}"
+            )
+
+    def _check_static(self, width: int) -> None:
+        if width < 1 or self.cluster.num_ranks % width:
+            raise ValueError(f"--hdp-static-width {width} does not divide the {self.cluster.num_ranks} HDP ranks")
+        if self.longest_sequence > width * self.cluster.tokens_per_rank:
+            raise ValueError(
+                f"--seq-length {self.longest_sequence} does not fit --hdp-static-width {width} x "
+                f"--hdp-tokens-per-rank {self.cluster.tokens_per_rank}; raise one of them"
+            )
+
+    @property
+    def aligned(self) -> bool:
+        """Whether ranks that share a sequence must have it in the same micro-batch slot."""
+        return self.num_stages > 1 or self.expert_ranks > 1
+
+    @property
+    def smallest_capacity(self) -> int:
+        """The smallest C with which the longest sequence fits on all ranks."""
+        exact = -(-self.longest_sequence // self.cluster.num_ranks)
+        return -(-exact // self.rows_multiple) * self.rows_multiple

@@ -1,0 +1,51 @@
+"""The planner of a run."""
+
+from __future__ import annotations
+
+from bytescale_ext.config.activations import ActivationConfig
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.offload import PlannedOffload
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.config.slices import DocumentSliceConfig
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.step.sizes import Slicing
+
+
+def slicing(run: RunConfig) -> Slicing:
+    """Return how micro-batches of documents are sliced."""
+    slices = run.find(DocumentSliceConfig)
+    return Slicing() if slices is None else slices.slicing
+
+
+def planned_offload(run: RunConfig) -> PlannedOffload | None:
+    """Return the limits of the shares that plans offload, or None where they offload nothing."""
+    activations = run.find(ActivationConfig)
+    return None if activations is None else activations.offload
+
+
+def step_cost(run: RunConfig) -> StageCost:
+    """Return the cost that the planner balances: in seconds where it offloads, as Eq. 3 compares times."""
+    offload = planned_offload(run)
+    return run.get(HdpConfig).cost if offload is None else offload.cost
+
+
+def offload_layers(run: RunConfig) -> int | None:
+    """Return the layers of a rank where plans may offload, which their check needs; else None."""
+    offload = planned_offload(run)
+    return None if offload is None else offload.limits.num_layers
+
+
+def planner_of(run: RunConfig) -> HdpPlanner:
+    """Return the function from the lengths of a step to its plan; pure, equal on every rank."""
+    hdp, offload = run.get(HdpConfig), planned_offload(run)
+    return HdpPlanner(
+        hdp.cluster,
+        (step_cost(run),) * hdp.num_stages,
+        slicing(run),
+        tokens_multiple=hdp.rows_multiple,
+        balance=hdp.balance,
+        aligned=hdp.aligned,
+        static_width=hdp.static_width,
+        offload=None if offload is None else offload.limits,
+    )

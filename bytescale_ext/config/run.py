@@ -1,0 +1,77 @@
+"""Everything that a run has decided before anything is built, as one frozen value.
+
+``megatron/bytescale/arguments/resolve.py`` makes it once from Megatron's arguments. Each feature that is on adds a
+frozen configuration of its own, and finds the configurations of earlier features by their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
+
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.step.sizes import Cluster
+
+if TYPE_CHECKING:
+    import torch  # parsing flags must not import it
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process, and what it shares with the others.
+
+    Attributes:
+        rank: among all processes.
+        local_rank: among the processes of its machine.
+        on_cuda: it computes on a GPU.
+        dtype: type of the parameters.
+        tensor_parallel: ranks that share each layer.
+        timeout_minutes: of a process group.
+        log_interval: steps from log line to log line.
+    """
+
+    rank: int
+    local_rank: int
+    on_cuda: bool
+    dtype: torch.dtype
+    tensor_parallel: int = 1
+    timeout_minutes: float = 10.0
+    log_interval: int = 100
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run.
+
+    Attributes:
+        shape: sizes of the model.
+        cluster: HDP ranks, the most tokens of a micro-batch on one of them, ranks of a node.
+        cost: measured seconds of the model (``--cost-file``), or None.
+        process: this process.
+        features: configuration of each feature that is on, by the feature's name, in the order of the feature table.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    cost: ModelCost | None
+    process: Process
+    features: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+
+    def find(self, kind: type[Config]) -> Config | None:
+        """Return the configuration of this class, or None where its feature is off."""
+        return next((config for config in self.features.values() if isinstance(config, kind)), None)
+
+    def get(self, kind: type[Config]) -> Config:
+        """Return the configuration of this class, whose feature must be on."""
+        found = self.find(kind)
+        assert found is not None, f"{kind.__name__} is off: {tuple(self.features)}"
+        return found
+
+    def with_feature(self, name: str, config: object) -> RunConfig:
+        """Return this run with the configuration of one more feature."""
+        return replace(self, features=MappingProxyType({**self.features, name: config}))

@@ -1,0 +1,1 @@
+"""Plan steps ahead of training and load this rank's tokens of each step."""

@@ -1,0 +1,195 @@
+"""Steps planned and read ahead of training, in a background thread.
+
+::
+
+    sample ids -> lengths -> planner -> check -> tokens of this rank --(at most plan_ahead steps)--> next()
+    \\______________________ background thread _____________________/
+
+Ranks do not communicate: every rank makes the same plan from the same lengths, and reads its own tokens.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bytescale_ext.data.loading.planning import PlanMaker
+from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker
+from bytescale_ext.data.samples.packed import TokenSource
+from bytescale_ext.plan.step.plan import StepPlan
+
+_JOIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What ended the thread: the error that ``next()`` raises, ``StopIteration`` at the end of the data."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Line:
+    """What the thread and its consumer share. Holds no loader, so that a dropped loader can be collected.
+
+    Attributes:
+        free: one permit for each step that may still be made ahead.
+        ready: made steps in order, then a failure.
+        stop: set when the loader is closed.
+    """
+
+    free: threading.Semaphore
+    ready: queue.SimpleQueue[StepBatch | _Failure]
+    stop: threading.Event
+
+
+class StepsAhead(Iterator[StepBatch]):
+    """Iterator over the steps of a ``StepMaker``, made in a background thread up to ``plan_ahead`` steps early.
+
+    ``next()`` first returns the steps made before an error, then raises the error of the maker, with its own type, at
+    every call. It raises ``StopIteration`` where the maker has no samples for another step.
+    """
+
+    def __init__(self, maker: StepMaker, settings: LoaderSettings) -> None:
+        self._maker = maker
+        self._plan_ahead = settings.plan_ahead
+        self._failure: _Failure | None = None
+        self._start(settings.consumed_samples, settings.first_step)
+
+    def __iter__(self) -> StepsAhead:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._failure is None:
+            began = time.perf_counter()
+            item = self._line.ready.get()
+            waited = time.perf_counter() - began
+            if isinstance(item, StepBatch):
+                self._line.free.release()
+                self._consumed_samples += len(item.sample_ids)
+                self._next_step = item.step_index + 1
+                return replace(item, wait_seconds=waited)
+            self._failure = item
+        raise self._failure.error
+
+    def simple_step(self, batch: StepBatch) -> StepBatch:
+        """Return the step of ``batch`` by the simple plan: for when another rank's planner ran out of time."""
+        return batch if batch.fell_back else self._maker.simple_step(batch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the next step begins; steps made ahead do not count until they are handed out."""
+        return {"consumed_samples": self._consumed_samples, "step_index": self._next_step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a state; steps made ahead are thrown away."""
+        self.close()
+        self._start(int(state["consumed_samples"]), int(state["step_index"]))
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; ``next()`` raises ``RuntimeError`` from now on. May be called twice."""
+        self._shutdown()
+        self._failure = _Failure(RuntimeError("the loader is closed"))
+
+    def _start(self, consumed_samples: int, first_step: int) -> None:
+        self._consumed_samples, self._next_step = consumed_samples, first_step
+        self._failure = None
+        self._line: _Line = _Line(threading.Semaphore(self._plan_ahead), queue.SimpleQueue(), threading.Event())
+        thread = threading.Thread(
+            target=_make_steps,
+            args=(self._maker, self._line, consumed_samples, first_step),
+            name="bytescale-loader",
+            daemon=True,
+        )
+        thread.start()
+        # Runs once: in close(), when the loader is collected, or before the interpreter ends.
+        self._shutdown = weakref.finalize(self, _stop, self._line, thread)
+
+
+class StepLoader(StepsAhead):
+    """Iterator over steps of a source in this process. Their order depends on the source and the settings alone.
+
+    Ranks that plan under a time limit may fall back differently, so they must agree before they run a step
+    (``StepBatch.fell_back``, ``simple_step``).
+
+    Args:
+        source: samples; on all ranks the same.
+        plans: from the lengths of a step to its plan.
+        settings: which steps, and how they are read.
+
+    Raises:
+        ValueError: a cyclic source without samples.
+    """
+
+    def __init__(self, source: TokenSource, plans: PlanMaker, settings: LoaderSettings) -> None:
+        if settings.cyclic and len(source) == 0:
+            raise ValueError("a data set without samples cannot be repeated: give one with documents")
+        super().__init__(_LocalSteps(source, plans, settings), settings)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _LocalSteps:
+    """A ``StepMaker`` that reads from a source in this process."""
+
+    source: TokenSource
+    plans: PlanMaker
+    settings: LoaderSettings
+
+    def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+        return self.settings.sample_ids(consumed_samples, len(self.source))
+
+    def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:
+        """Plan one step and read this rank's part of it. Never waits, so it does not ask ``should_stop``."""
+        return self._made(step_index, sample_ids, self.plans)
+
+    def simple_step(self, batch: StepBatch) -> StepBatch:
+        return self._made(batch.step_index, batch.sample_ids, self.plans.simple)
+
+    def _made(
+        self,
+        step_index: int,
+        sample_ids: tuple[int, ...],
+        make_plan: Callable[[tuple[int, ...]], tuple[StepPlan, bool]],
+    ) -> StepBatch:
+        began = time.perf_counter()
+        lengths = tuple(self.source.length(i) for i in sample_ids)
+        plan, fell_back = make_plan(lengths)
+        planned = time.perf_counter()
+        micro_batches = self.settings.read(self.settings.units(plan), self.source, sample_ids, lengths)
+        return StepBatch(
+            step_index=step_index,
+            sample_ids=sample_ids,
+            plan=plan,
+            micro_batches=micro_batches,
+            plan_seconds=planned - began,
+            read_seconds=time.perf_counter() - planned,
+            fell_back=fell_back,
+        )
+
+
+def _make_steps(maker: StepMaker, line: _Line, consumed_samples: int, step_index: int) -> None:
+    """Body of the thread: make steps while there is room, until the data ends, an error, or ``stop``."""
+    try:
+        while True:
+            line.free.acquire()
+            if line.stop.is_set():
+                return
+            sample_ids = maker.sample_ids(consumed_samples)
+            if sample_ids is None:
+                raise StopIteration
+            line.ready.put(maker.step(step_index, sample_ids, line.stop.is_set))
+            consumed_samples += len(sample_ids)
+            step_index += 1
+    except BaseException as error:  # handed to next(), which raises it
+        line.ready.put(_Failure(error))
+
+
+def _stop(line: _Line, thread: threading.Thread) -> None:
+    line.stop.set()
+    line.free.release()
+    line.ready.put(_Failure(RuntimeError("the loader is closed")))
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)

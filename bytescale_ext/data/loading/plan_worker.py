@@ -1,0 +1,40 @@
+"""A process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
+
+It reads a pickled planner and then the lengths of one step after another from standard input, writes each plan, or the
+planner's error, to standard output, and ends with its input. ``bytescale_ext.data.loading.planning`` starts it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import BinaryIO
+
+
+def main() -> None:
+    """Plan until the input ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with the answers
+    serve(sys.stdin.buffer, answers)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Write a pickled plan, or the planner's error, for each pickled tuple of lengths."""
+    planner = pickle.load(requests)
+    while True:
+        try:
+            lengths = pickle.load(requests)
+        except EOFError:
+            return
+        answer: object
+        try:
+            answer = planner(lengths)
+        except Exception as error:  # raised by the process that asked
+            answer = error
+        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

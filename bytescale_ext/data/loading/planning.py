@@ -1,0 +1,149 @@
+"""Makes the plan of a step: checked, within a time limit, and in a process of its own where planning takes long."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+from bytescale_ext.errors import OutOfTime
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
+
+_SLOW_SECONDS = 0.05  # of processor time: a plan that takes more is worth a process
+_LOOK_SECONDS = 0.02  # between two looks at should_stop
+_PACKAGES = Path(__file__).parents[3]
+
+
+class Planner(Protocol):
+    """From the lengths of a step to its plan: pure, equal on every rank (``plan.hdp.planner.HdpPlanner``)."""
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        """Return the plan; raise ``OutOfTime`` soon after ``should_stop`` returns True."""
+        ...
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        """Return a simple plan of the same sequences, made at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMaker:
+    """From the lengths of a step to (its checked plan, whether that is the simple one for want of time).
+
+    Attributes:
+        planner: makes the plans.
+        check: called with each plan, raises on a bad one; None: plans are trusted.
+        plan_seconds: time that the planner has for one step; None: no limit.
+    """
+
+    planner: Planner
+    check: Callable[[StepPlan], None] | None = check_step_plan
+    plan_seconds: float | None = None
+
+    def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
+        """Plan a step in its time, else by the simple plan."""
+        if self.plan_seconds is None:
+            return self._checked(self.planner(lengths), lengths), False
+        deadline = time.perf_counter() + self.plan_seconds
+        try:
+            return self._checked(self.planner(lengths, lambda: time.perf_counter() > deadline), lengths), False
+        except OutOfTime:
+            return self.simple(lengths)
+
+    def simple(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
+        """Plan a step by the simple plan."""
+        return self._checked(self.planner.fallback(lengths), lengths), True
+
+    def _checked(self, plan: StepPlan, lengths: tuple[int, ...]) -> StepPlan:
+        if self.check is not None:
+            self.check(plan)
+        assert tuple(plan.lengths) == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
+        return plan
+
+
+def without_tables(plan: StepPlan) -> StepPlan:
+    """Return the plan without the tables that it has computed from its arrays: small enough to send or to save."""
+    return replace(plan, ranks=replace(plan.ranks)) if isinstance(plan.ranks, PlacedRanks) else plan
+
+
+class PlannerInProcess:
+    """A ``Planner`` that moves to a process of its own once a plan has taken long. Plans are the same.
+
+    Python runs one thread at a time: while the loader's thread plans, the training thread launches its kernels several
+    times slower (``scripts/bench/plan/planning_beside.py``). If the process dies, the thread makes the plan.
+    """
+
+    def __init__(self, planner: Planner, slow_seconds: float = _SLOW_SECONDS) -> None:
+        """``planner`` can be pickled; a plan of more than ``slow_seconds`` of processor time starts the process."""
+        self._planner = planner
+        self._slow_seconds = slow_seconds
+        self._is_slow = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., PlannerInProcess] | None = None
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        """See ``Planner``; raises the planner's own errors."""
+        if not self._is_slow:
+            began = time.thread_time()
+            try:
+                return self._planner(lengths, should_stop)
+            finally:
+                self._is_slow = time.thread_time() - began > self._slow_seconds
+        try:
+            answer = self._ask(lengths, should_stop)
+        except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended
+            if self._end is not None and not self._end.alive:  # the interpreter ends too
+                raise
+            self._close()
+            return self._planner(lengths, should_stop)
+        if isinstance(answer, Exception):
+            raise answer
+        return cast(StepPlan, answer)
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        """See ``Planner``."""
+        return self._planner.fallback(lengths)
+
+    def _ask(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None) -> object:
+        process = self._process or self._start()
+        requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        pickle.dump(tuple(lengths), requests, pickle.HIGHEST_PROTOCOL)
+        requests.flush()
+        while should_stop is not None and not select.select([answers], [], [], _LOOK_SECONDS)[0]:
+            if should_stop():
+                self._close()  # the next plan must not wait for this one
+                raise OutOfTime("the planner was told to stop")
+        return pickle.load(answers)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "bytescale_ext.data.loading.plan_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C must not reach it; it ends with its input
+        )
+        self._end = weakref.finalize(self, _end, process)
+        pickle.dump(self._planner, cast(IO[bytes], process.stdin), pickle.HIGHEST_PROTOCOL)
+        return process
+
+    def _close(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()

@@ -1,0 +1,136 @@
+"""The step of one rank as plain data, and the settings by which every loader makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+import numpy as np
+
+from bytescale_ext.data.loading.planning import without_tables
+from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource
+from bytescale_ext.data.samples.units import Unit, units_of
+from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.step.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """Which steps a loader makes, and how it reads this rank's part of them.
+
+    Attributes:
+        rank: HDP rank whose micro-batches are read.
+        samples_per_step: samples of one step on all ranks.
+        consumed_samples: samples used before; the first step begins with the next one.
+        first_step: ``step_index`` of the first step.
+        cyclic: at the end of the data begin again (evaluation) instead of stopping.
+        plan_ahead: steps made before they are asked for, at least 1.
+        rows_multiple: rows of each micro-batch are padded to a multiple of this.
+        vocab_size: token ids must be below it; None: not checked.
+        pin_memory: keep micro-batches in page-locked memory (CUDA).
+        slice_rule: how micro-batches are cut into slices; None: they stay whole.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    rank: int
+    samples_per_step: int
+    consumed_samples: int = 0
+    first_step: int = 0
+    cyclic: bool = False
+    plan_ahead: int = 2
+    rows_multiple: int = 1
+    vocab_size: int | None = None
+    pin_memory: bool = False
+    slice_rule: SliceRule | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank {self.rank}: give 0 or more")
+        if self.samples_per_step < 1:
+            raise ValueError(f"{self.samples_per_step} samples per step: give at least 1")
+        if self.consumed_samples < 0:
+            raise ValueError(f"consumed_samples {self.consumed_samples}: give 0 or more")
+        if self.plan_ahead < 1:
+            raise ValueError(f"plan_ahead {self.plan_ahead}: at least one step must be made ahead, give 1 or more")
+        if self.rows_multiple < 1:
+            raise ValueError(f"rows_multiple {self.rows_multiple}: give 1 or more")
+
+    def sample_ids(self, consumed_samples: int, num_samples: int) -> tuple[int, ...] | None:
+        """Return the step's samples after ``consumed_samples`` of ``num_samples``; None when too few are left."""
+        ids = range(consumed_samples, consumed_samples + self.samples_per_step)
+        if self.cyclic:
+            return tuple(i % num_samples for i in ids)
+        return tuple(ids) if ids.stop <= num_samples else None
+
+    def units(self, plan: StepPlan) -> tuple[Unit, ...]:
+        """Return this rank's micro-batches of a plan, or their slices, in running order."""
+        assert 0 <= self.rank < plan.num_ranks, f"{self.rank=} {plan.num_ranks=}"
+        return units_of(plan.ranks[self.rank], plan.lengths, self.rank, self.rows_multiple, self.slice_rule)
+
+    def read(
+        self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[PackedMicroBatch, ...]:
+        """Read the tokens of units; ``sample_ids`` and ``lengths`` of each sequence of their plan."""
+        packed = (unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units)
+        return tuple(one.pinned() if self.pin_memory else one for one in packed)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepBatch:
+    """One optimizer step of one rank. Plain data: Megatron saves it in checkpoints to run the step again.
+
+    Attributes:
+        step_index: number of the step, counted from the loader's ``first_step``.
+        sample_ids: samples of the step on all ranks, in order; entry ``seq`` is the plan's sequence ``seq``.
+        plan: the plan of all ranks.
+        micro_batches: this rank's micro-batches, or their slices, in running order; may be empty.
+        plan_seconds: time for lengths, plan and check, in the background.
+        read_seconds: time for reading and packing this rank's tokens, in the background.
+        wait_seconds: time for which ``next()`` waited.
+        fell_back: the planner ran out of time, so this is its simple plan.
+        places: where the samples lie, which the remote loader needs to read them again: ``PLACE`` [n], else None.
+        num_tokens: tokens of the step on all ranks.
+    """
+
+    step_index: int
+    sample_ids: tuple[int, ...]
+    plan: StepPlan
+    micro_batches: tuple[PackedMicroBatch, ...]
+    plan_seconds: float = 0.0
+    read_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    fell_back: bool = False
+    places: np.ndarray | None = None
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(self.plan.lengths))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample of the step."""
+        return self.plan.lengths
+
+    def __reduce__(self) -> tuple[type[StepBatch], tuple[object, ...]]:
+        """Pickle and copy the fields, the plan without its tables."""
+        values = (getattr(self, one.name) for one in fields(self) if one.init)
+        return StepBatch, tuple(without_tables(one) if isinstance(one, StepPlan) else one for one in values)
+
+
+class StepMaker(Protocol):
+    """Makes each step of a loader."""
+
+    def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+        """Return the next step's samples, None when not enough are left."""
+        ...
+
+    def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool]) -> StepBatch:
+        """Plan one step and read this rank's part of it. Where that can wait, raise soon after ``should_stop``."""
+        ...
+
+    def simple_step(self, batch: StepBatch) -> StepBatch:
+        """Make the step of ``batch`` again by the planner's simple plan."""
+        ...

@@ -1,0 +1,176 @@
+"""Starts and joins the actors of the remote loader (ByteScale section 7), which read, tokenize and plan ahead.
+
+::
+
+    rank 0    starts or joins Ray; starts servers and scheduler; indexes the files    session.py, actors.py
+    servers   text -> tokens, kept in a bounded cache                                 server.py
+    scheduler samples of a step -> lengths -> plan, ahead                             scheduler.py
+    each rank fetches the plan of a step, then its own token ranges from the servers  loader.py, fetching.py
+
+Ray restarts an actor that dies, and repeats its unanswered calls; servers and scheduler can answer them anew.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.data.ray.fetching import fetch, fetch_first
+from bytescale_ext.data.ray.lines import LineIndex, chunks, index_file, join_indices, load_index, save_index
+from bytescale_ext.data.ray.scheduler import Limits, MakePlan, Samples, StepScheduler
+from bytescale_ext.data.ray.server import TokenServer
+from bytescale_ext.data.ray.session import ray_module, start_ray
+from bytescale_ext.data.samples.texts import Encode
+
+_SERVER_THREADS = 4
+_FOREVER: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+
+
+@dataclass(frozen=True)
+class RemoteText:
+    """The text to train on, and how it becomes tokens.
+
+    Attributes:
+        paths: JSONL files.
+        longest: tokens of the longest sample.
+        tokenizer: describes the tokenizer; part of the key under which an index is kept.
+        build_encode: makes the function from text to tokens, in each server; picklable.
+        cache_folder: where the index of each file is kept, or None.
+    """
+
+    paths: tuple[str, ...]
+    longest: int
+    tokenizer: str
+    build_encode: Callable[[], Encode]
+    cache_folder: str | None = None
+
+
+@dataclass(frozen=True)
+class RemoteAddress:
+    """How a rank finds the actors of this run; sent from rank 0 to the others.
+
+    Attributes:
+        ray: host:port of Ray.
+        namespace: Ray's namespace of this run's actors.
+        num_servers: number of servers in it.
+        auth_mode: ``RAY_AUTH_MODE`` of a Ray that rank 0 started; None in a cluster, where each process has its own.
+    """
+
+    ray: str
+    namespace: str
+    num_servers: int
+    auth_mode: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteActors:
+    """Handles of the actors of this run.
+
+    Attributes:
+        address: where they are.
+        servers: handles of ``TokenServer``.
+        scheduler: handle of ``StepScheduler``.
+    """
+
+    address: RemoteAddress
+    servers: tuple[Any, ...]
+    scheduler: Any
+
+
+class RemoteServers:
+    """The servers of a run, started by rank 0, which also starts Ray unless it is given an address.
+
+    The actors end with this process, or at ``close``; so does a Ray that was started here.
+
+    Raises:
+        ValueError: Ray cannot be started or joined.
+    """
+
+    def __init__(self, config: RemoteConfig, text: RemoteText) -> None:
+        self._config = config
+        self._text = text
+        namespace = f"bytescale-{uuid.uuid4().hex[:12]}"
+        ray_address = start_ray(config.address, namespace)
+        auth_mode = os.environ.get("RAY_AUTH_MODE") if config.address is None else None  # chosen by Ray when it started
+        self.address = RemoteAddress(ray_address, namespace, config.num_servers, auth_mode)
+        arguments = (text.paths, config.json_key, text.longest, config.server_tokens, text.build_encode)
+        self._servers = tuple(
+            _actor(TokenServer, f"server-{number}", max_concurrency=_SERVER_THREADS).remote(*arguments)
+            for number in range(config.num_servers)
+        )
+
+    def index_files(self) -> tuple[LineIndex, ...]:
+        """Return the index of each file, made by all servers together or kept from an earlier run.
+
+        Raises:
+            ValueError: a line of a file is bad (the first one is named), or a file has no text.
+        """
+        wanted = [self._begin_index(number, path) for number, path in enumerate(self._text.paths)]
+        found = []
+        for path, (file, kept, parts) in zip(self._text.paths, wanted, strict=True):
+            index = kept or join_indices([fetch_first(part) for part in parts])
+            if not len(index):
+                raise ValueError(f"{path}: no text under the key {self._config.json_key!r}: give a file with documents")
+            if file is not None and kept is None:
+                save_index(file, index)
+            found.append(index)
+        return tuple(found)
+
+    def start_scheduler(
+        self,
+        samples: Samples,
+        make_plan: MakePlan,
+        num_clients: int,
+    ) -> RemoteActors:
+        """Start the scheduler; ``num_clients`` ranks will ask for each step."""
+        limits = Limits(num_clients, self._config.num_servers * self._config.server_tokens)
+        # A client that waits for a step occupies one concurrent call of the actor.
+        actor = _actor(_SchedulerActor, "scheduler", max_concurrency=1000 + num_clients)
+        # The reference lives here, because a restarted scheduler reads the samples again.
+        self._samples = ray_module().put(samples)
+        scheduler = actor.remote([self._samples], self._servers, make_plan, limits)
+        fetch_first(scheduler.held_tokens.remote())  # started before other ranks look for it
+        return RemoteActors(self.address, self._servers, scheduler)
+
+    def close(self) -> None:
+        """End the actors, and Ray if it was started here. May be called twice."""
+        ray_module().shutdown()
+
+    def _begin_index(self, number: int, path: str) -> tuple[Path | None, LineIndex | None, list[Any]]:
+        """Return (file that keeps the index, the kept index, else the calls that make it)."""
+        text, servers = self._text, self._servers
+        file = None
+        if text.cache_folder is not None:
+            file = index_file(text.cache_folder, path, self._config.json_key, text.longest, text.tokenizer)
+            kept = load_index(file)
+            if kept is not None:
+                return file, kept, []
+        ranges = chunks(path)
+        return file, None, [servers[i % len(servers)].index.remote(number, *part) for i, part in enumerate(ranges)]
+
+
+class _SchedulerActor(StepScheduler):
+    """``StepScheduler`` that reads its samples from Ray's object store and puts its steps there."""
+
+    def __init__(self, samples: list[Any], servers: Sequence[Any], make_plan: MakePlan, limits: Limits) -> None:
+        super().__init__(servers, fetch(samples[0]), make_plan, limits, ray_module().put)
+
+
+def join_actors(address: RemoteAddress) -> RemoteActors:
+    """Find the actors that rank 0 has started, from any process of the same Ray cluster."""
+    if address.auth_mode is not None:  # Ray reads it once, when it is imported
+        os.environ.setdefault("RAY_AUTH_MODE", address.auth_mode)
+    ray = ray_module()
+    start_ray(address.ray, address.namespace)
+    servers = tuple(ray.get_actor(f"server-{number}") for number in range(address.num_servers))
+    return RemoteActors(address, servers, ray.get_actor("scheduler"))
+
+
+def _actor(kind: type, name: str, **options: Any) -> Any:
+    ray = ray_module()
+    return ray.remote(kind).options(name=name, scheduling_strategy="SPREAD", **_FOREVER, **options)

@@ -1,0 +1,91 @@
+"""Waits for the answers of actors, repeats calls whose answers do not come, and raises the actors' own errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bytescale_ext.data.ray.session import ray_module
+
+_POLL_SECONDS = 0.5  # between two looks at should_stop
+_ANSWER_SECONDS = 600.0  # more than any call takes, restart included
+_PATIENCE_SECONDS = 120.0  # then a call that can be repeated is made again
+_SHARED_SECONDS = 10.0  # for a value that is in the object store already
+_ATTEMPTS = 5
+
+
+def fetch(reference: Any, should_stop: Callable[[], bool] = bool, seconds: float = _ANSWER_SECONDS) -> Any:
+    """Return the value of a reference, as ``ray.get`` does; raise the actor's error with its own type.
+
+    Raises:
+        TimeoutError: no answer for ``seconds``.
+        RuntimeError: ``should_stop`` returned True.
+    """
+    ray = ray_module()
+    deadline = time.monotonic() + seconds
+    while not should_stop():
+        try:
+            return ray.get(reference, timeout=_POLL_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"--hdp-loader ray: no answer from an actor for {seconds:g} s; Ray's logs are in "
+                    "/tmp/ray/session_latest/logs"
+                ) from None
+        except ray.exceptions.RayTaskError as error:
+            cause: BaseException = error
+            while isinstance(getattr(cause, "cause", None), BaseException):
+                cause = cause.cause  # type: ignore[attr-defined]
+            raise cause from None
+    raise RuntimeError("the loader is closed")
+
+
+def fetch_answers(calls: Sequence[Callable[[], Any]], should_stop: Callable[[], bool] = bool) -> list[Any]:
+    """Make all calls at once and return their answers; a call without an answer is made again, a few times."""
+    begun = [call() for call in calls]
+    return [_answer(call, reference, should_stop) for call, reference in zip(calls, begun, strict=True)]
+
+
+def _answer(call: Callable[[], Any], reference: Any, should_stop: Callable[[], bool]) -> Any:
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return fetch(reference, should_stop, _PATIENCE_SECONDS)
+        except TimeoutError:
+            reference = call()
+    return fetch(reference, should_stop, _PATIENCE_SECONDS)
+
+
+def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool) -> Any:
+    """Return the shared value; ``call()`` answers with a list of its reference, or an empty one: ask again.
+
+    Calls again also when the value is lost: it dies with the actor that made it, and a process that drops one
+    reference to it while it gets another may wait in vain.
+
+    Raises:
+        TimeoutError: no answer, or lost each time.
+    """
+    ray = ray_module()
+    attempts_left = _ATTEMPTS
+    while True:
+        shared: list[Any] = []
+        while not shared:
+            (shared,) = fetch_answers([call], should_stop)
+        try:
+            return fetch(shared[0], should_stop, _SHARED_SECONDS)
+        except (ray.exceptions.ObjectLostError, TimeoutError):
+            attempts_left -= 1
+            if not attempts_left:
+                raise
+            time.sleep(0.1)
+
+
+def fetch_first(reference: Any) -> Any:
+    """Return an actor's first answer. Raises ValueError where the actor cannot start."""
+    try:
+        return fetch(reference)
+    except ray_module().exceptions.RayActorError as error:
+        said = str(error).strip().splitlines()[-1]
+        raise ValueError(
+            f"--hdp-loader ray: an actor cannot start ({said}): install this package on every machine of the cluster"
+        ) from error

@@ -1,0 +1,161 @@
+"""Finds the documents of a JSONL file, and how many samples each gives, while tokenizing only the long ones.
+
+A text of n bytes gives at most n tokens and a few marks in any usual tokenizer, so a short text is one sample. Only a
+text that may be longer than a sample is tokenized and counted. The order of all samples is then known before training,
+and equals the order of ``bytescale corpus`` and the local loader. Empty texts and blank lines are skipped, as there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from bytescale_ext.data.samples.texts import Encode, json_text
+
+# Special tokens that a tokenizer may add to a text: begin, end, end of document.
+MARK_TOKENS = 8
+CHUNK_BYTES = 32 << 20
+_FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LineIndex:
+    """The documents of a file, in its order: one entry for each line that has a text.
+
+    Attributes:
+        offsets: first byte of the line in the file, int64 [num_documents].
+        num_bytes: bytes of the line, int64 [num_documents].
+        tokens: tokens of the document with its end token where ``is_counted``, else an upper bound:
+            int64 [num_documents].
+        is_counted: the text was tokenized: bool [num_documents].
+    """
+
+    offsets: np.ndarray
+    num_bytes: np.ndarray
+    tokens: np.ndarray
+    is_counted: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def table_lengths(self) -> np.ndarray:
+        """Lengths that give as many samples as the true ones, 1 for a document of one sample: [num_documents]."""
+        return np.where(self.is_counted, self.tokens, 1)
+
+
+def join_indices(parts: Sequence[LineIndex]) -> LineIndex:
+    """Join the indices of the chunks of a file, in order."""
+    columns = ([getattr(part, field.name) for part in parts] for field in fields(LineIndex))
+    return LineIndex(*(np.concatenate(column) for column in columns))
+
+
+def chunks(path: str, chunk_bytes: int = CHUNK_BYTES) -> list[tuple[int, int]]:
+    """Return byte ranges of a file to be indexed separately; a line belongs to the range in which it begins."""
+    size = os.path.getsize(path)
+    return [(start, min(start + chunk_bytes, size)) for start in range(0, max(size, 1), chunk_bytes)]
+
+
+def index_lines(path: str, start: int, stop: int, key: str, longest: int, encode: Encode) -> LineIndex:
+    """Index the documents whose lines begin in bytes [start, stop) of a file; parses every line.
+
+    Args:
+        path: the file.
+        start: first byte, see ``chunks``.
+        stop: end of the bytes.
+        key: key of the text in each line.
+        longest: tokens of the longest sample; a text that may be longer is tokenized.
+        encode: turns text into tokens.
+
+    Raises:
+        ValueError: a line is bad (the message names it), or the file cannot be read.
+    """
+    rows: list[tuple[int, int, int, bool]] = []
+    try:
+        with open(path, "rb") as stream:
+            offset = 0
+            if start:  # skip to the first line that begins at ``start`` or later
+                stream.seek(start - 1)
+                offset = start - 1 + len(stream.readline())
+            while offset < stop and (line := stream.readline()):
+                text = text_of_line(path, offset, line, key)
+                if text:
+                    most = len(text) + MARK_TOKENS
+                    is_counted = most > longest
+                    tokens = len(encode_text(path, offset, text, encode)) if is_counted else most
+                    rows.append((offset, len(line), tokens, is_counted))
+                offset += len(line)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T.copy()
+    return LineIndex(offsets=columns[0], num_bytes=columns[1], tokens=columns[2], is_counted=columns[3] != 0)
+
+
+def text_of_line(path: str, offset: int, line: bytes, key: str) -> bytes:
+    """Return the text of the line at byte ``offset``. Raises ValueError, naming the line, for a bad one."""
+    try:
+        return json_text(line, key, path)
+    except ValueError:
+        return json_text(line, key, f"{path}:{_line_number(path, offset)}")
+
+
+def encode_text(path: str, offset: int, text: bytes, encode: Encode) -> np.ndarray:
+    """Return the tokens of a text. Raises ValueError, naming the line, where the tokenizer fails."""
+    try:
+        return encode(text)[0]
+    except Exception as error:
+        where = f"{path}:{_line_number(path, offset)}"
+        raise ValueError(f"{where}: the tokenizer failed ({type(error).__name__}: {error})") from error
+
+
+def unreadable(path: str, error: OSError) -> ValueError:
+    """Return the error for a file that a server cannot open."""
+    return ValueError(f"{path}: cannot read ({error.strerror}); every machine must have it under this path")
+
+
+def _line_number(path: str, offset: int) -> int:
+    """Return the number, from 1, of the line at byte ``offset``. Reads the file: for messages only."""
+    number = 1
+    with open(path, "rb") as stream:
+        while offset > 0 and (block := stream.read(min(offset, CHUNK_BYTES))):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return number
+
+
+def index_file(folder: str, path: str, key: str, longest: int, tokenizer: str) -> Path:
+    """Return the file in ``folder`` that keeps the index of ``path``, named by a hash of all inputs of the index."""
+    stat = os.stat(path)
+    parts = (_FORMAT, os.path.abspath(path), stat.st_size, stat.st_mtime_ns, key, longest, tokenizer)
+    return Path(folder) / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}-lines.npz"
+
+
+def load_index(file: Path) -> LineIndex | None:
+    """Read a kept index; None where it is missing or unreadable."""
+    try:
+        with np.load(file) as kept:
+            return LineIndex(*(kept[field.name] for field in fields(LineIndex)))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def save_index(file: Path, index: LineIndex) -> None:
+    """Write an index under another name, then rename it, so that a killed run leaves no partial file.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as stream:
+            np.savez(stream, **{field.name: getattr(index, field.name) for field in fields(LineIndex)})
+        os.replace(partial, file)
+    except OSError as error:
+        raise ValueError(f"--data-cache-path {file.parent} cannot be written ({error.strerror})") from error

@@ -1,0 +1,67 @@
+"""Turns a line of a JSONL file into token ids, by the same rule in `bytescale corpus` and the remote loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+BYTE_LEVEL_EOD = 256
+BYTE_LEVEL_VOCAB_SIZE = 257
+
+Encode = Callable[[bytes], tuple[np.ndarray, bool]]
+
+
+class Tokenizer(Protocol):
+    """The part of a Megatron tokenizer that is used here."""
+
+    vocab_size: int
+    eod: int
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+
+def json_text(line: bytes, key: str, where: str) -> bytes:
+    """Return the text under ``key`` of one line, as UTF-8; empty for a blank line.
+
+    Args:
+        line: one line of the file, with or without its end.
+        key: key of the text.
+        where: ``path:line``, for messages.
+
+    Raises:
+        ValueError: the line is not JSON, or has no text under ``key``.
+    """
+    if not line.strip():
+        return b""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
+    if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise ValueError(f"{where}: no text under the key {key!r} (found: {found}): change --json-key")
+    # An unpaired surrogate is legal in JSON and not in UTF-8.
+    return str(value[key]).encode("utf-8", errors="surrogatepass")
+
+
+def encoder(tokenizer: Tokenizer | None) -> Encode:
+    """Return a function from text bytes to (token ids, end-of-document id last; whether the bytes were UTF-8).
+
+    ``tokenizer`` None: a token is a byte.
+    """
+
+    def as_bytes(raw: bytes) -> tuple[np.ndarray, bool]:
+        tokens = np.full(len(raw) + 1, BYTE_LEVEL_EOD, dtype=np.uint16)
+        tokens[:-1] = np.frombuffer(raw, dtype=np.uint8)
+        return tokens, True
+
+    def by_tokenizer(raw: bytes) -> tuple[np.ndarray, bool]:
+        assert tokenizer is not None
+        text = raw.decode("utf-8", errors="replace")
+        is_utf8 = "\ufffd" not in text or text.encode("utf-8") == raw
+        return np.array([*tokenizer.tokenize(text), tokenizer.eod], dtype=np.int64), is_utf8
+
+    return as_bytes if tokenizer is None else by_tokenizer

@@ -1,0 +1,1 @@
+"""Figures of plans: timelines, schedules and activations."""

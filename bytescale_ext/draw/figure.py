@@ -1,0 +1,97 @@
+"""The one set-up of figures and the one palette of all pictures.
+
+Boxes take a hue by the number of their sequence or micro-batch. Forward and backward differ in lightness and lines
+differ in marker and dash, so that pictures can be read in grey. matplotlib is imported only where something is drawn.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Colour = tuple[float, float, float]
+
+INK: Final = "#333333"
+FRAME: Final = "#999999"
+GRID: Final = "#e6e6e6"
+IDLE: Final = "#f7f7f7"
+PADDING: Final = (0.8, 0.8, 0.8)
+BLUE: Final = "#4c78a8"
+DARK_BLUE: Final = "#1f3f66"
+GREYS: Final = {"wait": (0.90, 0.90, 0.90), "reduce": (0.66, 0.66, 0.66), "optimizer": (0.42, 0.42, 0.42)}
+LINES: Final = (
+    ("#9ecae1", "s", "-", 5.0),
+    ("#e08214", "o", "-", 1.6),
+    ("#35978f", "^", "-", 1.6),
+    ("#7b3294", "D", "-", 1.6),
+    ("#1a1a1a", "", "--", 1.6),
+)
+"""Colour, marker, dash and width of the lines of a plot. The first line is broad: it shows beneath equal ones."""
+_GOLDEN: Final = 0.6180339887498949  # steps of this much hue keep early numbers far apart
+
+
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """Return a figure with axes side by side. It has a canvas of its own: no pyplot, no global state, no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+    for one in axes:
+        for side in ("top", "right", "left"):
+            one.spines[side].set_visible(False)
+        one.spines["bottom"].set_color(FRAME)
+        one.tick_params(colors=INK, labelsize=9)
+        one.xaxis.label.set_color(INK)
+        one.yaxis.label.set_color(INK)
+    return figure, axes
+
+
+def draw_line(axes: Axes, number: int, points: Sequence[tuple[float, float]], label: str) -> None:
+    """Draw line ``number`` of a plot in its own style through points (x, y)."""
+    colour, marker, dash, width = LINES[number % len(LINES)]
+    x, y = [x for x, _ in points], [y for _, y in points]
+    axes.plot(x, y, color=colour, marker=marker, markersize=5, linestyle=dash, linewidth=width, label=label)
+
+
+def set_title(axes: Axes, title: str) -> None:
+    """Write the title above the left end of the axes."""
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
+
+
+def set_rows(axes: Axes, numbers: range, name: str) -> None:
+    """Number the rows of boxes, first row on top: ``name 0``, ``name 1``, ..., without tick marks."""
+    axes.set_yticks(numbers, [f"{name} {number}" for number in numbers])
+    axes.tick_params(axis="y", length=0)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure; the suffix names the format. Raises ValueError where the file cannot be written."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot write the picture {path}: {error}") from error
+
+
+def hue_colour(number: int, lightness: float, saturation: float) -> Colour:
+    """Return the colour of a sequence or micro-batch: a hue by its number."""
+    return colorsys.hls_to_rgb((0.58 + number * _GOLDEN) % 1.0, lightness, saturation)
+
+
+def tinted(colour: Colour, share: float) -> Colour:
+    """Return the colour mixed with a share of white."""
+    red, green, blue = colour
+    return (red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share)
+
+
+def ink_on(colour: Colour) -> str:
+    """Return the colour of text that can be read on ``colour``."""
+    red, green, blue = colour
+    return "white" if 0.30 * red + 0.59 * green + 0.11 * blue < 0.5 else INK

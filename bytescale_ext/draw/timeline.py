@@ -1,0 +1,212 @@
+"""The picture of a step, measured or planned: ranks over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bytescale_ext.draw.figure import (
+    FRAME,
+    GREYS,
+    IDLE,
+    INK,
+    PADDING,
+    Colour,
+    hue_colour,
+    ink_on,
+    new_figure,
+    save,
+    set_rows,
+    set_title,
+    tinted,
+)
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, Span, SpanShard, shard_parts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROW: Final = 0.78  # height of a box; ranks are 1 apart
+
+
+def draw_timeline(spans: Sequence[Span], path: Path, title: str, unit: str = "s") -> None:
+    """Draw ranks (down) over time (right) into a file; its suffix names the format.
+
+    A micro-batch is one box for its forward and one for its backward pass, divided among its shards by tokens. Each
+    sequence keeps its colour; forward is the light tint. A frame encloses the boxes of a ring on all its ranks.
+    Waiting, gradient reduction and optimizer are grey; an empty row is idle.
+
+    Args:
+        spans: of one step.
+        path: file to write.
+        title: title of the picture.
+        unit: unit of the spans' times.
+
+    Raises:
+        ValueError: there is no span.
+    """
+    if not spans:
+        raise ValueError("there are no spans to draw")
+    ranks = sorted({span.rank for span in spans})
+    rows = {rank: row for row, rank in enumerate(range(ranks[-1] + 1))}
+    origin = min(span.start for span in spans)
+    length = max(span.stop for span in spans) - origin
+    figure, (axes,) = new_figure(14.0, min(1.9 + 0.46 * len(rows), 5.2 + 0.115 * len(rows)))
+    _draw_boxes(axes, spans, origin)
+    inches_per_row = (figure.get_figheight() - 1.5) / len(rows)
+    _draw_rings(axes, spans, origin, length)
+    _draw_labels(axes, spans, origin, length, inches_per_row)
+    axes.set_xlim(0.0, length * 1.005 or 1.0)
+    axes.set_ylim(len(rows) - 0.42, -0.58)
+    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096) if len(rows) / step <= 24)
+    set_rows(axes, range(0, len(rows), step), "rank")
+    axes.set_xlabel(f"time ({unit})" if unit == "s" else unit)
+    _draw_legend(axes, {span.kind for span in spans}, any(_rings_of(span) for span in spans))
+    set_title(axes, title)
+    save(figure, path)
+
+
+@dataclass
+class _Frame:
+    """The area of one ring's boxes: ranks [first, last], time [start, stop)."""
+
+    shard: SpanShard
+    start: float
+    stop: float
+    first: int
+    last: int
+
+
+def _sequence_colour(seq: int, is_ring: bool, kind: str) -> Colour:
+    """Return the colour of a sequence: strong in a ring, soft on one rank; forward is a tint."""
+    colour = hue_colour(seq, 0.50, 0.55) if is_ring else hue_colour(seq, 0.66, 0.40)
+    return tinted(colour, 0.50 if kind == "forward" else 0.0)
+
+
+def _rings_of(span: Span) -> list[SpanShard]:
+    return [shard for shard in span.shards if len(shard.ring) > 1]
+
+
+def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    num_rows = max(span.rank for span in spans) + 1
+    end = max(span.stop for span in spans) - origin
+    boxes = [Rectangle((0.0, row - _ROW / 2), end, _ROW, facecolor=IDLE, edgecolor="none") for row in range(num_rows)]
+    outlines = []
+    for span in spans:
+        corner = (span.start - origin, span.rank - _ROW / 2)
+        if not span.shards:
+            colour = GREYS.get(span.kind, PADDING)
+            boxes.append(Rectangle(corner, span.stop - span.start, _ROW, facecolor=colour, edgecolor="none"))
+            continue
+        for shard, start, stop in shard_parts(span):
+            colour = _sequence_colour(shard.seq, len(shard.ring) > 1, span.kind)
+            part = (start - origin, span.rank - _ROW / 2)
+            edge = "white" if stop - start > 0.003 * end else colour  # white lines would wash out narrow boxes
+            boxes.append(Rectangle(part, stop - start, _ROW, facecolor=colour, edgecolor=edge, linewidth=0.25))
+        outlines.append(Rectangle(corner, span.stop - span.start, _ROW))
+    axes.add_collection(PatchCollection(boxes, match_original=True))
+    edges = PatchCollection(outlines, facecolor="none", edgecolor="white", linewidth=0.9 if num_rows <= 24 else 0.45)
+    edges.set_alpha(0.45)
+    axes.add_collection(edges)
+
+
+def _frames(spans: Sequence[Span], origin: float) -> list[tuple[str, _Frame]]:
+    """Return (kind, frame) of each ring sequence: the area of the boxes of all its members."""
+    frames: dict[tuple[str, int], _Frame] = {}
+    for span in spans:
+        for shard, start, stop in shard_parts(span):
+            if len(shard.ring) < 2 or span.kind not in COMPUTE_KINDS:
+                continue
+            start, stop = start - origin, stop - origin
+            frame = frames.setdefault((span.kind, shard.seq), _Frame(shard, start, stop, span.rank, span.rank))
+            frame.start, frame.stop = min(frame.start, start), max(frame.stop, stop)
+            frame.first, frame.last = min(frame.first, span.rank), max(frame.last, span.rank)
+    return [(kind, frame) for (kind, _), frame in frames.items()]
+
+
+def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float) -> None:
+    """Draw a frame around each ring, and fill the gaps between its rows so that it is one block."""
+    from matplotlib.patches import Rectangle
+
+    for kind, frame in _frames(spans, origin):
+        colour = _sequence_colour(frame.shard.seq, True, "backward")
+        dark: Colour = (colour[0] * 0.6, colour[1] * 0.6, colour[2] * 0.6)
+        corner = (frame.start, frame.first - _ROW / 2)
+        size = (frame.stop - frame.start, frame.last - frame.first + _ROW)
+        fill = _sequence_colour(frame.shard.seq, True, kind)
+        axes.add_patch(Rectangle(corner, *size, facecolor=fill, edgecolor="none", zorder=0.5))
+        thick = 1.6 if size[0] > 0.01 * length else 0.8
+        axes.add_patch(Rectangle(corner, *size, facecolor="none", edgecolor=dark, linewidth=thick, zorder=3))
+
+
+def _draw_labels(axes: Axes, spans: Sequence[Span], origin: float, length: float, inches_per_row: float) -> None:
+    """Name the rings, and the sequences of wide boxes, where the text fits."""
+    inches = 12.5 / length if length else 0.0
+    for kind, frame in _frames(spans, origin):
+        members = len(frame.shard.ring)
+        texts = (
+            f"seq {frame.shard.seq}\n{_count_text(frame.shard.length)} on {members}",
+            f"seq {frame.shard.seq}",
+            f"{frame.shard.seq}",
+        )
+        width = (frame.stop - frame.start) * inches
+        height = (frame.last - frame.first + _ROW) * inches_per_row
+        text = _fitting_text(texts, width, height)
+        colour = ink_on(_sequence_colour(frame.shard.seq, True, kind))
+        middle = ((frame.start + frame.stop) / 2, float((frame.first + frame.last) // 2))  # on a row, not between
+        axes.text(*middle, text, ha="center", va="center", fontsize=8, color=colour, zorder=4)
+    for span in spans:
+        for shard, start, stop in shard_parts(span):
+            if len(shard.ring) > 1:
+                continue
+            text = _fitting_text((f"{shard.seq}",), (stop - start) * inches, _ROW * inches_per_row)
+            middle = ((start + stop) / 2 - origin, float(span.rank))
+            if text:
+                colour = ink_on(_sequence_colour(shard.seq, False, span.kind))
+                axes.text(*middle, text, ha="center", va="center", fontsize=7, color=colour, zorder=4)
+
+
+def _fitting_text(texts: Sequence[str], width: float, height: float) -> str:
+    """Return the first text that fits on ``width`` x ``height`` inches, or an empty one."""
+    for text in texts:
+        lines = text.split("\n")
+        if max(map(len, lines)) * 0.075 + 0.06 <= width and len(lines) * 0.15 <= height:
+            return text
+    return ""
+
+
+def _count_text(count: int) -> str:
+    """Return 1234 as 1.2K: K is 1024, as in names of context lengths."""
+    for size, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{name}"
+    return str(count)
+
+
+def _draw_legend(axes: Axes, kinds: set[str], has_rings: bool) -> None:
+    from matplotlib.patches import Patch
+
+    entries: list[Any] = [
+        Patch(facecolor=_sequence_colour(0, True, kind), label=kind) for kind in COMPUTE_KINDS if kind in kinds
+    ]
+    if has_rings:
+        entries.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="ring: one sequence on many ranks"))
+    names = {"wait": "waiting", "reduce": "gradient reduction", "optimizer": "optimizer"}
+    entries += [Patch(facecolor=GREYS[kind], label=name) for kind, name in names.items() if kind in kinds]
+    entries.append(Patch(facecolor=IDLE, edgecolor=FRAME, linewidth=0.6, label="idle"))
+    axes.legend(
+        handles=entries,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=8,
+        labelcolor=INK,
+        handlelength=1.2,
+        columnspacing=1.2,
+        borderaxespad=0.2,
+    )

@@ -1,0 +1,1 @@
+"""Metrics and timelines of training, and cost models fitted to measured times."""

@@ -1,0 +1,107 @@
+"""Reads and writes cost files: the measured or published costs of one model on one device, as JSON (``ModelCost``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import ModelShape
+
+SHIPPED: Final = Path(__file__).parent / "costs"
+"""Folder of the cost files that come with the package."""
+
+
+def read_cost(path: Path | str) -> ModelCost:
+    """Read the cost file at ``path``.
+
+    Raises:
+        ValueError: the file cannot be read, or an entry is missing, unknown, negative or not a number.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cost file {path}: {error.strerror}; `bytescale profile` writes one") from None
+    except ValueError as error:  # bad JSON, or not UTF-8
+        raise ValueError(f"cost file {path} is not JSON ({error}); `bytescale profile` writes one") from None
+    try:
+        _check_entries(value, ModelCost, "the file")
+        for name in ("forward", "backward"):
+            _check_entries(value[name], CostModel, name)
+        _check_entries(value["shape"], ModelShape, "shape")
+        _check_types(value)
+        return ModelCost.from_json(value)
+    except ValueError as error:
+        raise ValueError(f"cost file {path}: {error}") from None
+
+
+def write_cost(path: Path | str, cost: ModelCost) -> None:
+    """Write a cost file for ``read_cost``. Raises OSError where the file cannot be written."""
+    Path(path).write_text(json.dumps(cost.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def shipped(name: str) -> ModelCost:
+    """Read the shipped cost file of this name. Raises ValueError, listing the names, for an unknown one."""
+    names = sorted(path.stem for path in SHIPPED.glob("*.json"))
+    if name not in names:
+        raise ValueError(f"no cost file {name} is shipped; choose one of {', '.join(names)}")
+    return read_cost(SHIPPED / f"{name}.json")
+
+
+def check_same_model(
+    cost: ModelCost, shape: ModelShape, tensor_parallel: int, dtype: str, path: Path | str
+) -> ModelCost:
+    """Check that costs belong to this model; return them with the number of layers of ``shape``.
+
+    Costs are of one layer, so the number of layers may differ. All other sizes that affect the time of a layer or of
+    the head must agree.
+
+    Args:
+        dtype: parameter type, for example "bfloat16".
+        path: the file, for the error message.
+
+    Raises:
+        ValueError: sizes differ; the message names them.
+    """
+    mine = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name != "num_layers"}
+    mine |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
+    theirs = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in mine}
+    differs = [f"{name} is {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]
+    if differs:
+        raise ValueError(
+            f"cost file {path} is of another model: {', '.join(differs)}; run `bytescale profile` with this model's "
+            f"flags"
+        )
+    return replace(cost, shape=shape)
+
+
+def _check_entries(value: Any, kind: type, where: str) -> None:
+    """Raise ValueError unless ``value`` is a mapping with the fields of ``kind``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} holds a {type(value).__name__} where entries are expected")
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{where} has an unknown entry {name}; known are {', '.join(known)}")
+    for name, is_needed in known.items():
+        if is_needed and name not in value:
+            raise ValueError(f"{where} has no entry {name}")
+
+
+def _check_types(value: dict[str, Any]) -> None:
+    """Raise ValueError for a size that is not a whole number or is too small, and for an entry that must be text."""
+    sizes = {f"shape.{name}": size for name, size in value["shape"].items() if name != "gated"}
+    sizes["tensor_parallel"] = value["tensor_parallel"]
+    optional = {f"shape.{field.name}" for field in fields(ModelShape) if field.default is not MISSING}
+    for name, size in sizes.items():
+        least = 0 if name in optional else 1
+        if type(size) is not int or size < least:
+            raise ValueError(f"{name} is {json.dumps(size)}; it must be a whole number, at least {least}")
+    if type(value["shape"]["gated"]) is not bool:
+        raise ValueError(f"shape.gated is {json.dumps(value['shape']['gated'])}; it must be true or false")
+    for name in ("device", "dtype", "source"):
+        if type(value[name]) is not str:
+            raise ValueError(f"{name} is {json.dumps(value[name])}; it must be text")

@@ -1,0 +1,217 @@
+"""Measures a step on this rank: marks in time, spans between them, and figures for the log."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytescale_ext.plan.step.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a step. The phase ``kind`` begins here and lasts until the next mark."""
+
+    kind: str
+    micro_batch: int | None
+    wall_seconds: float
+    busy_seconds: float
+    event: Any
+
+
+class StepClock:
+    """Marks the phases of one step.
+
+    On CPU the work of a rank is its thread's processor time, so that waiting for other ranks or for a core does not
+    count. On CUDA it is the time between events on the stream; only a traced step synchronises the device.
+    """
+
+    def __init__(self, on_cuda: bool, busy_time: Callable[[], float] = time.thread_time) -> None:
+        """``busy_time``: the clock of processor time."""
+        self.on_cuda = on_cuda
+        self.busy_time = busy_time
+        self.traced = False
+        self.marks: list[Mark] = []
+
+    def begin(self, traced: bool) -> None:
+        """Start a step; ``traced`` steps synchronise the device at each mark, for an exact timeline."""
+        self.traced = traced
+        self.marks.clear()
+        self.mark("wait")
+
+    def mark(self, kind: str, micro_batch: int | None = None) -> None:
+        """End the running phase and begin ``kind`` ("forward", "backward", "reduce", "wait")."""
+        event = None
+        if self.on_cuda:
+            if self.traced:
+                torch.cuda.synchronize()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.marks.append(Mark(kind, micro_batch, time.time(), self.busy_time(), event))
+
+    def work_seconds(self) -> float:
+        """Return the seconds of forward and backward passes, on CPU without waiting for rings."""
+        work = [
+            (mark, following)
+            for mark, following in zip(self.marks, self.marks[1:], strict=False)
+            if mark.kind in ("forward", "backward")
+        ]
+        if not self.on_cuda:
+            return sum(following.busy_seconds - mark.busy_seconds for mark, following in work)
+        if work:
+            work[-1][1].event.synchronize()
+        return sum(float(mark.event.elapsed_time(following.event)) for mark, following in work) / 1000
+
+    def spans(
+        self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """Return each phase as a dict: one line of a timeline file (``bytescale_ext.measure.timeline``)."""
+        spans = []
+        for mark, following in zip(self.marks, self.marks[1:], strict=False):
+            known = mark.micro_batch is not None and mark.micro_batch < len(micro_batches)
+            shards = micro_batches[mark.micro_batch or 0].shards if known else ()
+            spans.append(
+                {
+                    "step": step,
+                    "rank": rank,
+                    "kind": mark.kind,
+                    "micro_batch": mark.micro_batch,
+                    "start": mark.wall_seconds,
+                    "stop": following.wall_seconds,
+                    "shards": [
+                        {"seq": s.seq, "length": lengths[s.seq], "tokens": s.num_tokens, "ring": list(s.ring)}
+                        for s in shards
+                    ],
+                }
+            )
+        return spans
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """Figures of one HDP rank for one step. Steps are added up, except ``host_peak_bytes``, a maximum."""
+
+    work_seconds: float = 0.0
+    planned_work: float = 0.0
+    num_micro_batches: float = 0.0
+    num_tokens: float = 0.0
+    num_rows: float = 0.0
+    plan_wait_seconds: float = 0.0
+    bytes_sent: float = 0.0
+    attention_calls: float = 0.0
+    kept_bytes: float = 0.0
+    swapped_bytes: float = 0.0
+    recomputed_bytes: float = 0.0
+    host_peak_bytes: float = 0.0
+
+    def __add__(self, other: RankStep) -> RankStep:
+        sums = RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+        return replace(sums, host_peak_bytes=max(self.host_peak_bytes, other.host_peak_bytes))
+
+    def values(self) -> tuple[float, ...]:
+        """Return the fields in order."""
+        return tuple(asdict(self).values())
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[RankStep]) -> RankStep:
+        """Combine the stages of a pipeline: they share micro-batches; work, ring traffic and memory add up."""
+        return replace(
+            stages[0],
+            work_seconds=sum(stage.work_seconds for stage in stages),
+            plan_wait_seconds=max(stage.plan_wait_seconds for stage in stages),
+            bytes_sent=sum(stage.bytes_sent for stage in stages),
+            attention_calls=sum(stage.attention_calls for stage in stages),
+            kept_bytes=sum(stage.kept_bytes for stage in stages),
+            swapped_bytes=sum(stage.swapped_bytes for stage in stages),
+            recomputed_bytes=sum(stage.recomputed_bytes for stage in stages),
+            host_peak_bytes=max(stage.host_peak_bytes for stage in stages),
+        )
+
+
+@dataclass(frozen=True)
+class IntervalMetrics:
+    """The figures of all HDP ranks between two log lines.
+
+    ``*_imbalance`` is the work of the busiest rank over the mean; ``padding_share`` is the share of rows that are
+    padding; ``plan_wait_ms`` is the longest wait of a rank for its plans, per step. With an activation policy:
+    megabytes kept, swapped and recomputed per step on all ranks, and the highest host memory of one process so far.
+    """
+
+    iteration: int
+    num_steps: int
+    tokens_per_second: float
+    micro_batches_per_rank: tuple[float, ...]
+    planned_imbalance: float
+    measured_imbalance: float
+    padding_share: float
+    plan_wait_ms: float
+    megabytes_sent_per_step: float
+    attention_calls_per_step: float
+    kept_megabytes_per_step: float = 0.0
+    swapped_megabytes_per_step: float = 0.0
+    recomputed_megabytes_per_step: float = 0.0
+    host_peak_megabytes: float = 0.0
+
+    @classmethod
+    def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
+        """Combine the summed figures of all ranks. ``seconds``: wall time of the steps."""
+        rows = sum(rank.num_rows for rank in ranks)
+        tokens = sum(rank.num_tokens for rank in ranks)
+        return cls(
+            iteration=iteration,
+            num_steps=num_steps,
+            tokens_per_second=tokens / max(seconds, 1e-9),
+            micro_batches_per_rank=tuple(round(rank.num_micro_batches / num_steps, 2) for rank in ranks),
+            planned_imbalance=_imbalance(rank.planned_work for rank in ranks),
+            measured_imbalance=_imbalance(rank.work_seconds for rank in ranks),
+            padding_share=(rows - tokens) / rows if rows else 0.0,
+            plan_wait_ms=1000 * max(rank.plan_wait_seconds for rank in ranks) / num_steps,
+            megabytes_sent_per_step=sum(rank.bytes_sent for rank in ranks) / num_steps / 1e6,
+            attention_calls_per_step=sum(rank.attention_calls for rank in ranks) / num_steps,
+            kept_megabytes_per_step=sum(rank.kept_bytes for rank in ranks) / num_steps / 1e6,
+            swapped_megabytes_per_step=sum(rank.swapped_bytes for rank in ranks) / num_steps / 1e6,
+            recomputed_megabytes_per_step=sum(rank.recomputed_bytes for rank in ranks) / num_steps / 1e6,
+            host_peak_megabytes=max(rank.host_peak_bytes for rank in ranks) / 1e6,
+        )
+
+    def line(self) -> str:
+        """Return the line for the log."""
+        counts = " ".join(f"{count:g}" for count in self.micro_batches_per_rank[:16])
+        more = f" ... ({len(self.micro_batches_per_rank)} ranks)" if len(self.micro_batches_per_rank) > 16 else ""
+        return (
+            f" hdp: {self.tokens_per_second:,.0f} tokens/s | micro-batches per rank: {counts}{more} | "
+            f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
+            f"padding {100 * self.padding_share:.2f}% | waited for plan {self.plan_wait_ms:.1f} ms | "
+            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step{self._activations()}"
+        )
+
+    def _activations(self) -> str:
+        parts = self.kept_megabytes_per_step, self.swapped_megabytes_per_step, self.recomputed_megabytes_per_step
+        return f" | {activations_text(*parts, self.host_peak_megabytes)}" if any(parts) else ""
+
+
+def activations_text(kept: float, swapped: float, recomputed: float, host_peak: float) -> str:
+    """Return the log text of an activation policy, in megabytes per step."""
+    return (
+        f"activations kept {kept:.1f} swapped {swapped:.1f} recomputed {recomputed:.1f} MB/step, host peak "
+        f"{host_peak:.1f} MB"
+    )
+
+
+def _imbalance(work: Iterable[float]) -> float:
+    values = list(work)
+    mean = sum(values) / len(values)
+    return max(values) / mean if mean else 1.0
+
+
+def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Append one JSON line per row, in a folder that is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,100 @@
+"""Measures how many bytes per second ring attention moves between ranks, with the exchange that it uses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from bytescale_ext.parallel.p2p import RingComm
+
+MESSAGE_BYTES: Final = 1 << 23
+"""Size of one message: 8K tokens of a layer with few key heads, and large enough to saturate a network."""
+REPEATS: Final = 8
+START_SECONDS: Final = 120.0
+
+
+def exchanged_bytes_per_second(comm: RingComm, device: torch.device, num_bytes: int = MESSAGE_BYTES) -> float:
+    """Return the rate at which a rank receives while it sends as much, as in a ring: the best of several exchanges.
+
+    Collective: all ranks of ``comm`` (two or more) call it with equal sizes.
+    """
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    fastest = float("inf")
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        comm.exchange([(sent, following)], [(received, previous)]).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        fastest = min(fastest, time.perf_counter() - begun)
+    return num_bytes / fastest
+
+
+def bytes_per_second_of_two_processes(on_cuda: bool) -> float:
+    """Return the rate between two new processes on this machine, each with its own GPU or both on CPU.
+
+    Raises:
+        ValueError: the processes did not finish.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="bytescale-") as folder:
+        results, sender = context.Pipe(duplex=False)
+        store = str(Path(folder) / "store")
+        processes = [context.Process(target=_rank, args=(rank, store, on_cuda, sender)) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+        sender.close()
+        try:
+            if not results.poll(START_SECONDS):
+                raise EOFError
+            return float(results.recv())
+        except EOFError:
+            raise ValueError(
+                "two processes on this machine could not exchange data; give --ring-bytes-per-second"
+            ) from None
+        finally:
+            for process in processes:
+                process.join(5.0)
+                process.terminate()
+                process.join()
+
+
+def host_copy_bytes_per_second() -> float:
+    """Return the rate from the GPU to page-locked host memory, over the bus that a network card also uses."""
+    source = torch.zeros(MESSAGE_BYTES * 8, dtype=torch.uint8, device="cuda")
+    target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
+    fastest = float("inf")
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        fastest = min(fastest, time.perf_counter() - begun)
+    return source.numel() / fastest
+
+
+def _rank(rank: int, store: str, on_cuda: bool, sender: Connection) -> None:
+    """Run one of the two processes; the first sends the result."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=START_SECONDS)
+    backend = "nccl" if on_cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    comm = RingComm(None, rank, 2)
+    comm.warm_up(device)
+    rate = exchanged_bytes_per_second(comm, device)
+    if rank == 0:
+        sender.send(rate)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,262 @@
+"""Timelines of ranks, measured (one JSON line per event) or planned, and their Perfetto traces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
+from bytescale_ext.plan.evaluate.replay import replay
+from bytescale_ext.plan.step.micro_batch import MicroBatch
+from bytescale_ext.plan.step.plan import StepPlan
+
+KINDS: Final = ("forward", "backward", "reduce", "optimizer", "wait")
+COMPUTE_KINDS: Final = ("forward", "backward")
+_FILE_NAME = re.compile(r"rank(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class SpanShard:
+    """A shard in a span: ``tokens`` of sequence ``seq`` (of ``length`` tokens), shared by the ranks of ``ring``."""
+
+    seq: int
+    length: int
+    tokens: int
+    ring: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One phase of one rank, [start, stop) in seconds of a clock that all ranks share.
+
+    ``kind`` is one of KINDS; ``micro_batch`` is None and ``shards`` is empty outside of micro-batches.
+    """
+
+    step: int
+    rank: int
+    kind: str
+    micro_batch: int | None
+    start: float
+    stop: float
+    shards: tuple[SpanShard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Figures of one rank: computing time, its end, and its share of the step.
+
+    ``busy`` is the time of forward and backward passes. ``finish`` is the end of the last one, counted from the first
+    event of the step (0 without any).
+    """
+
+    rank: int
+    busy: float
+    finish: float
+    busy_share: float
+
+
+def read_spans(directory: str | Path, step: int | None = None) -> tuple[Span, ...]:
+    """Read ``rank{r}.jsonl`` of all ranks, ordered by rank and then as in the file.
+
+    Args:
+        directory: holds one file per rank, 0 to n-1.
+        step: number of the step; None: the latest step that every rank has.
+
+    Raises:
+        ValueError: no such directory, a rank's file is missing, a line is not an event, or a rank lacks the step.
+    """
+    files = _rank_files(Path(directory))
+    spans = [span for rank, path in enumerate(files) for span in _read_file(path, rank)]
+    steps_of_rank: list[set[int]] = [set() for _ in files]
+    for span in spans:
+        steps_of_rank[span.rank].add(span.step)
+    common = set.intersection(*steps_of_rank)
+    if step is None:
+        if not common:
+            raise ValueError(f"no step in {directory} has events of all {len(files)} ranks")
+        step = max(common)
+    elif step not in common:
+        lacking = [rank for rank, steps in enumerate(steps_of_rank) if step not in steps]
+        known = f"steps {min(common)} to {max(common)} are complete" if common else "no step is complete"
+        raise ValueError(f"step {step} has no event of ranks {lacking[:8]} in {directory}; {known}")
+    return tuple(span for span in spans if span.step == step)
+
+
+def spans_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Span, ...]:
+    """Return the timeline of a plan as ``replay`` predicts it, in the unit of the cost model.
+
+    Each micro-batch is a forward span and, right after it, a backward span twice as long (no pipeline stages).
+    """
+    result = replay(plan, cost)
+    spans: list[Span] = []
+    for rank, micro_batches in enumerate(plan.ranks):
+        for index, micro_batch in enumerate(micro_batches):
+            start = result.starts[rank][index]
+            stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # then it waits for its ring
+            turn = start + (stop - start) / (1.0 + BACKWARD_PER_FORWARD)
+            shards = _span_shards(micro_batch, plan)
+            spans.append(Span(step, rank, "forward", index, start, turn, shards))
+            spans.append(Span(step, rank, "backward", index, turn, stop, shards))
+    return tuple(spans)
+
+
+def rank_times(spans: Sequence[Span], num_ranks: int | None = None) -> tuple[RankTimes, ...]:
+    """Return the figures of ranks 0 to n-1; ``num_ranks`` None: up to the highest rank with a span."""
+    if num_ranks is None:
+        num_ranks = max((span.rank for span in spans), default=-1) + 1
+    origin = min((span.start for span in spans), default=0.0)
+    busy = [0.0] * num_ranks
+    finish = [0.0] * num_ranks
+    for span in spans:
+        if span.kind in COMPUTE_KINDS:
+            busy[span.rank] += span.stop - span.start
+            finish[span.rank] = max(finish[span.rank], span.stop - origin)
+    last = max(finish, default=0.0)
+    return tuple(
+        RankTimes(rank, busy[rank], finish[rank], busy[rank] / last if last else 0.0) for rank in range(num_ranks)
+    )
+
+
+def shard_parts(span: Span) -> Iterator[tuple[SpanShard, float, float]]:
+    """Yield each shard of a span with a part (start, stop) of its time, in proportion to its tokens.
+
+    The parts are for drawing, not measured: the shards of a micro-batch run together.
+    """
+    total = sum(shard.tokens for shard in span.shards)
+    done = 0
+    for shard in span.shards:
+        start = span.start + (span.stop - span.start) * done / total
+        done += shard.tokens
+        yield shard, start, span.start + (span.stop - span.start) * done / total
+
+
+def write_perfetto(spans: Sequence[Span], path: str | Path) -> None:
+    """Write a Chrome trace (JSON) that Perfetto reads.
+
+    One process "HDP ranks" with one thread per rank. A span is an "X" event in microseconds from the first start;
+    its shards are "X" events inside it; flow arrows ("s" to "f") join the shards of a ring in the order of their
+    starts.
+    """
+    events: list[dict[str, Any]] = [_metadata("process_name", 0, "HDP ranks")]
+    for rank in sorted({span.rank for span in spans}):
+        events.append(_metadata("thread_name", rank, f"rank {rank}"))
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+    origin = min((span.start for span in spans), default=0.0)
+    joins: dict[tuple[int, str, int], list[tuple[float, int]]] = {}
+    for span in spans:
+        events.append(_slice(_span_name(span), span.kind, span.rank, (span.start - origin, span.stop - origin), {}))
+        for shard, start, stop in shard_parts(span):
+            name = f"seq {shard.seq}"
+            args = {"sequence": shard.seq, "length": shard.length, "tokens": shard.tokens, "ring": list(shard.ring)}
+            events.append(_slice(name, span.kind, span.rank, (start - origin, stop - origin), args))
+            if len(shard.ring) > 1:
+                joins.setdefault((span.step, span.kind, shard.seq), []).append((start - origin, span.rank))
+    events.extend(_flows(joins))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _rank_files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory; give the one that holds rank0.jsonl, rank1.jsonl, ...")
+    found = {int(match[1]): path for path in directory.iterdir() if (match := _FILE_NAME.fullmatch(path.name))}
+    if not found:
+        raise ValueError(f"{directory} holds no rank0.jsonl, rank1.jsonl, ...; did the run write its timeline?")
+    missing = sorted(set(range(max(found) + 1)) - set(found))
+    if missing:
+        raise ValueError(f"{directory} has rank{max(found)}.jsonl but no files of ranks {missing[:8]}")
+    return [found[rank] for rank in range(len(found))]
+
+
+def _read_file(path: Path, rank: int) -> Iterator[Span]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            span = _span_from_json(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} line {number} is not an event: {type(error).__name__}: {error}") from error
+        if span.rank != rank:
+            raise ValueError(f"{path} line {number} is an event of rank {span.rank}")
+        yield span
+
+
+def _span_from_json(value: Any) -> Span:
+    """Read one event. Raises KeyError, TypeError, AttributeError or ValueError when the value is not an event."""
+    shards = tuple(
+        SpanShard(
+            seq=int(shard["seq"]),
+            length=int(shard["length"]),
+            tokens=int(shard["tokens"]),
+            ring=tuple(int(rank) for rank in shard["ring"]),
+        )
+        for shard in value.get("shards") or ()
+    )
+    micro_batch = value.get("micro_batch")
+    span = Span(
+        step=int(value["step"]),
+        rank=int(value["rank"]),
+        kind=str(value["kind"]),
+        micro_batch=None if micro_batch is None else int(micro_batch),
+        start=float(value["start"]),
+        stop=float(value["stop"]),
+        shards=shards,
+    )
+    if span.kind not in KINDS:
+        raise ValueError(f"kind {span.kind!r} is not one of {', '.join(KINDS)}")
+    if not span.start <= span.stop:
+        raise ValueError(f"start {span.start} is after stop {span.stop}")
+    if any(shard.tokens < 1 for shard in shards):
+        raise ValueError("a shard has no tokens")
+    return span
+
+
+def _span_shards(micro_batch: MicroBatch, plan: StepPlan) -> tuple[SpanShard, ...]:
+    return tuple(
+        SpanShard(shard.seq, plan.lengths[shard.seq], shard.num_tokens, shard.ring) for shard in micro_batch.shards
+    )
+
+
+def _span_name(span: Span) -> str:
+    return span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}"
+
+
+def _metadata(name: str, tid: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": {"name": text}}
+
+
+def _micros(seconds: float) -> float:
+    """Return microseconds, rounded to nanoseconds so that an inner slice never exceeds the one around it."""
+    return round(seconds * 1e9) / 1e3
+
+
+def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: dict[str, Any]) -> dict[str, Any]:
+    start, stop = _micros(times[0]), _micros(times[1])
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": 0,
+        "tid": rank,
+        "ts": start,
+        "dur": round(stop - start, 3),
+        "args": args,
+    }
+
+
+def _flows(joins: dict[tuple[int, str, int], list[tuple[float, int]]]) -> Iterator[dict[str, Any]]:
+    """Yield arrows between the shards of a ring, from earlier to later starts: a flow must not point back in time."""
+    number = 0
+    for (_, kind, seq), members in joins.items():
+        members = sorted(members)
+        for one, other in itertools.pairwise(members):
+            number += 1
+            base = {"name": f"ring of seq {seq}", "cat": kind, "id": number, "pid": 0}
+            yield {**base, "ph": "s", "tid": one[1], "ts": _micros(one[0])}
+            yield {**base, "ph": "f", "bp": "e", "tid": other[1], "ts": _micros(other[0])}

@@ -1,1 +1,0 @@
-"""Pipelines whose micro-batches are cut into slices (Seq1F1B)."""

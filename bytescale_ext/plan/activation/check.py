@@ -1,0 +1,146 @@
+"""The independent validator of activation plans: it knows the laws and nothing of how plans are made or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, NoReturn
+
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.activation.load import LayerLoad, Machine
+from bytescale_ext.plan.activation.plan import ActivationPlan
+
+_SLACK: Final = 1 + 1e-9
+
+
+def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machine, fits: bool = False) -> None:
+    """Raise PlanError unless the plan keeps every law on this load and machine.
+
+    1. The shares of each tensor lie between 0 and 1 and sum to 1.
+    2. The layer input, the tensors of attention and all others of kind "input" are never recomputed.
+    3. The last ``load.resident_layers`` layers stay whole, unless nothing is swapped or recomputed; a rank has no more
+       resident layers than layers.
+    4. A policy keeps its form: "none" keeps everything; "memo" swaps every input and keeps nothing else; "priced"
+       rebuilds what is cheap; "offload" swaps one share of every tensor and recomputes nothing.
+    5. What "memo" swaps of one layer, beyond inputs, is copied while one layer runs forward.
+    6. Swapped layers fit in host memory: for "memo", and for every plan that ``fits``.
+    7. Activations fit in device memory: for every plan that ``fits``.
+
+    The message holds the law and the printed plan, with ``>>`` before the bad row.
+
+    Args:
+        plan: of the micro-batch.
+        load: the micro-batch that the plan is for.
+        machine: the memory and link that the plan was made for.
+        fits: the policy promises that the plan fits both budgets.
+    """
+    _check_shares(plan, load)
+    _check_resident(plan, load)
+    _check_policy(plan, load)
+    swapped, kept = (load.num_tokens * sum(plan.shares(tensor)[i] * tensor.bytes_per_token for tensor in load.tensors)
+                     for i in (0, 1))  # fmt: skip
+    _check_hidden(plan, load, machine, swapped)
+    host = load.in_flight * _planned_layers(plan, load) * swapped
+    if (fits or plan.policy == "memo") and host > machine.host_bytes * _SLACK:
+        _fail(plan, load, f"swapped layers take {host:.6g} bytes of host memory and {machine.host_bytes:.6g} are there")
+    device = _device_peak(plan, load, kept, moves=swapped > 0)
+    if fits and device > machine.device_bytes * _SLACK:
+        law = f"activations take {device:.6g} bytes of device memory and {machine.device_bytes:.6g} are there"
+        _fail(plan, load, law)
+
+
+def _fail(plan: ActivationPlan, load: LayerLoad, law: str, marked: Collection[int] = ()) -> NoReturn:
+    """Raise PlanError with a row for each tensor; a law about no single tensor marks the heading."""
+    lines = [law if marked else f">> {law}", f"   {'tensor':26} {'kind':8} {'swapped':>8} {'kept':>8} {'rebuilt':>8}"]
+    for index, tensor in enumerate(load.tensors):
+        shares = " ".join(f"{share:8.4f}" for share in plan.shares(tensor))
+        lines.append(f"{'>>' if index in marked else '  '} {tensor.name:26} {tensor.kind:8} {shares}")
+    lines.append(
+        f"   policy {plan.policy}, {plan.resident_layers} of {load.num_layers} layers resident, {load.in_flight} "
+        f"micro-batches of {load.num_tokens} tokens in flight"
+    )
+    raise PlanError("\n".join(lines))
+
+
+def _planned_layers(plan: ActivationPlan, load: LayerLoad) -> int:
+    """Return the number of layers that the plan swaps or recomputes."""
+    return 0 if plan.is_off else load.num_layers - plan.resident_layers
+
+
+def _check_shares(plan: ActivationPlan, load: LayerLoad) -> None:
+    for index, tensor in enumerate(load.tensors):
+        shares = plan.shares(tensor)
+        if not all(0.0 <= share <= 1.0 for share in shares):
+            _fail(plan, load, f"a share of {tensor.name} is outside 0 to 1", [index])
+        if abs(sum(shares) - 1.0) > 1e-9:
+            _fail(plan, load, f"the shares of {tensor.name} sum to {sum(shares):.6g}", [index])
+        is_input = index == 0 or tensor.kind == "input" or tensor.name.startswith("attention ")
+        if is_input and shares[2]:
+            _fail(plan, load, f"{tensor.name} is recomputed, which takes attention or another layer", [index])
+
+
+def _check_resident(plan: ActivationPlan, load: LayerLoad) -> None:
+    fewest = 0 if plan.is_off else min(load.resident_layers, load.num_layers)
+    if plan.policy != "shares" and plan.resident_layers < fewest:
+        _fail(plan, load, f"{plan.resident_layers} layers are resident; the last {fewest} start backward at once")
+    if not 0 <= plan.resident_layers <= load.num_layers:
+        _fail(plan, load, f"{plan.resident_layers} layers are resident and the rank has {load.num_layers}")
+
+
+def _check_policy(plan: ActivationPlan, load: LayerLoad) -> None:
+    """Law 4, in the words of each policy."""
+    is_kept = plan.policy in ("memo", "priced", "offload") and plan.is_off
+    forms = {
+        "none": (plan.is_off, "none keeps everything"),
+        "memo": (
+            plan.input_swap == 1.0 and not plan.rebuild_cheap and abs(plan.swap + plan.recompute - 1.0) <= 1e-9,
+            "memo swaps every input, and swaps or recomputes all of the rest",
+        ),
+        "priced": (plan.rebuild_cheap, "priced rebuilds what is cheap"),
+        "offload": (
+            plan.swap == plan.input_swap and not plan.recompute and not plan.rebuild_cheap,
+            "offload swaps one share of every tensor and recomputes nothing",
+        ),
+        "shares": (True, ""),
+    }
+    keeps_form, law = forms.get(plan.policy, (False, f"the policy {plan.policy} is unknown"))
+    if not keeps_form and not is_kept:
+        _fail(plan, load, law)
+
+
+def _check_hidden(plan: ActivationPlan, load: LayerLoad, machine: Machine, swapped: float) -> None:
+    seconds = swapped / machine.link_bytes_per_second
+    if plan.policy == "memo" and plan.swap and seconds > load.forward_seconds * _SLACK:
+        _fail(
+            plan,
+            load,
+            f"one layer is copied in {seconds:.6g} s and the next runs forward in {load.forward_seconds:.6g} s",
+        )
+
+
+def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moves: bool) -> float:
+    """Return the most bytes on the device, by walking through the loss and the backward pass layer by layer.
+
+    A planned layer holds ``kept`` bytes, a resident one all its tensors. A layer is whole while it runs backward, and
+    so is the next one to run if its tensors are being read back.
+    """
+    planned = _planned_layers(plan, load)
+    whole = load.num_tokens * sum(tensor.bytes_per_token for tensor in load.tensors)
+    held = [kept] * planned + [whole] * (load.num_layers - planned)
+    gradients = load.num_tokens * (
+        max(tensor.bytes_per_token for tensor in load.tensors) + 2 * load.tensors[0].bytes_per_token
+    )
+    rebuilt = 0.0  # with part of the rows rebuilt, these are first tensors of their own
+    if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
+        others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind != "input")
+        rebuilt = plan.recompute * load.num_tokens * others
+    now = load.in_flight * sum(held)
+    still_writing = whole - kept if moves and planned == load.num_layers else 0.0
+    peak = now + still_writing + max(gradients, load.head_bytes)
+    for layer in reversed(range(load.num_layers)):
+        extra = gradients
+        if layer < planned:
+            reading = whole - kept if moves and layer else 0.0
+            extra = whole - kept + reading + max(gradients, rebuilt)
+        peak = max(peak, now + extra)
+        now -= held[layer]
+    return peak

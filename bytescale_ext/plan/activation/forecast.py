@@ -1,0 +1,108 @@
+"""The predicted time, device memory and host memory of an activation plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bytescale_ext.plan.activation.load import LayerLoad, Machine
+from bytescale_ext.plan.activation.plan import ActivationPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The prediction for one plan.
+
+    Attributes:
+        transfer_seconds: of one layer, one way.
+        recompute_seconds: of one layer.
+        step_seconds: forward and backward of all layers of one micro-batch, with waits for transfers.
+        device_bytes: the most activations on the device at one time, with the logits.
+        host_bytes: the most activations in host memory at one time.
+    """
+
+    transfer_seconds: float
+    recompute_seconds: float
+    step_seconds: float
+    device_bytes: float
+    host_bytes: float
+
+    def fits(self, machine: Machine) -> bool:
+        """Return whether the plan fits in the machine's memory."""
+        slack = 1 + 1e-9
+        return self.device_bytes <= machine.device_bytes * slack and self.host_bytes <= machine.host_bytes * slack
+
+
+def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecast:
+    """Predict time and memory of one micro-batch.
+
+    A swapped layer is written to host memory while the next layer computes, and read back while the next layer runs
+    its backward pass (MEMO section 4.1, Fig. 10). Each takes the longer of both times. For memory see ``DeviceNeed``.
+    """
+    transferred = kept = recompute_seconds = 0.0
+    for tensor in load.tensors:
+        swap, keep, recompute = plan.shares(tensor)
+        transferred += swap * tensor.bytes_per_token * load.num_tokens
+        kept += keep * tensor.bytes_per_token * load.num_tokens
+        recompute_seconds += recompute * load.rebuild_seconds(tensor, machine) if recompute else 0.0
+    resident = load.num_layers if plan.is_off else min(plan.resident_layers, load.num_layers)
+    planned = load.num_layers - resident
+    transfer_seconds = transferred / machine.link_bytes_per_second
+    each = max(load.forward_seconds, transfer_seconds)
+    each += max(load.backward_seconds + recompute_seconds, transfer_seconds)
+    copies = 0.0
+    if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
+        copies = plan.recompute * load.bytes_of("matrix", "cheap")
+    need = DeviceNeed.of(load, resident, moves=transferred > 0, copies=copies)
+    return Forecast(
+        transfer_seconds=transfer_seconds,
+        recompute_seconds=recompute_seconds,
+        step_seconds=planned * each + resident * (load.forward_seconds + load.backward_seconds),
+        device_bytes=need.device_bytes(kept),
+        host_bytes=load.in_flight * planned * transferred,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNeed:
+    """Device memory of activations at its two peaks: at the loss, and in the backward pass of a planned layer.
+
+    Each peak is a fixed number of bytes plus the kept bytes of a number of layers. At the loss the resident layers are
+    whole; without any, so is the last layer, which is still being written. In the backward pass of a planned layer,
+    that layer is whole, and so is the layer that is being read back. Beside them are gradients, or before that the
+    rebuilt rows of a tensor, which are copied into it.
+    """
+
+    at_loss: float
+    layers_at_loss: int
+    in_backward: float
+    layers_in_backward: int
+
+    @classmethod
+    def of(cls, load: LayerLoad, resident: int, moves: bool, copies: float = 0.0) -> DeviceNeed:
+        """Return the need of a load with ``resident`` layers kept whole; ``copies``: bytes of rebuilt rows."""
+        layer, planned = load.bytes_of(), load.num_layers - resident
+        whole = min(2 if moves else 1, planned)
+        earlier = (load.in_flight - 1) * resident * layer
+        on_its_way = 1 if moves and not resident else 0
+        return cls(
+            at_loss=earlier + (resident + on_its_way) * layer + max(load.working_bytes, load.head_bytes),
+            layers_at_loss=load.in_flight * planned - on_its_way,
+            in_backward=earlier + whole * layer + max(load.working_bytes, copies) if planned else 0.0,
+            layers_in_backward=load.in_flight * planned - whole,
+        )
+
+    def device_bytes(self, kept: float) -> float:
+        """Return the larger peak with ``kept`` bytes of each planned layer on the device."""
+        return max(self.at_loss + self.layers_at_loss * kept, self.in_backward + self.layers_in_backward * kept)
+
+    def most_kept(self, device_bytes: float) -> float:
+        """Return how many bytes of each planned layer may be kept; negative where even 0 does not fit."""
+        limits = [
+            (device_bytes - fixed) / layers if layers else math.copysign(math.inf, device_bytes - fixed)
+            for fixed, layers in (
+                (self.at_loss, self.layers_at_loss),
+                (self.in_backward, self.layers_in_backward),
+            )
+        ]
+        return min(limits)

@@ -1,0 +1,178 @@
+"""The input of an activation policy: one micro-batch in the layers of a rank, and the memory and link it may use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from bytescale_ext.plan.activation.tensors import LayerTensor, layer_tensors
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import ModelShape, linear_flops_per_token
+
+RESIDENT_LAYERS: Final = 2
+"""The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
+
+LOGIT_BYTES: Final = 6
+"""Of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The memory and bandwidth of one process.
+
+    Attributes:
+        device_bytes: device memory for activations, beside model states.
+        host_bytes: host memory of the arena.
+        link_bytes_per_second: between device and pinned host memory, each way.
+        memory_bytes_per_second: of device memory.
+    """
+
+    device_bytes: float
+    host_bytes: float
+    link_bytes_per_second: float = 55e9
+    memory_bytes_per_second: float = 3.3e12
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """How a rank runs its layers.
+
+    Attributes:
+        num_layers: layers of the rank; None: all layers of the model.
+        resident_layers: the last layers, which are never swapped; 0 on a pipeline stage that is not the last.
+        in_flight: micro-batches whose backward pass is still to come, including this one.
+        element_bytes: of one element of an activation.
+        sequence_parallel: tensor-parallel ranks share the norms.
+        fused_norms: see ``layer_tensors``.
+        loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
+    """
+
+    num_layers: int | None = None
+    resident_layers: int = RESIDENT_LAYERS
+    in_flight: int = 1
+    element_bytes: int = 2
+    sequence_parallel: bool = False
+    fused_norms: bool = False
+    loss_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """One micro-batch in the layers of one rank.
+
+    Attributes:
+        tensors: of one layer.
+        num_tokens: of the micro-batch on this rank.
+        forward_seconds, backward_seconds: of one layer.
+        linear_seconds: forward seconds of the matrix products of one layer.
+        linear_flops: of one token in these products.
+        num_layers: of this rank.
+        resident_layers, in_flight: see ``LayerSettings``.
+        head_bytes: of the logits.
+    """
+
+    tensors: tuple[LayerTensor, ...]
+    num_tokens: int
+    forward_seconds: float
+    backward_seconds: float
+    linear_seconds: float
+    linear_flops: float
+    num_layers: int
+    resident_layers: int = RESIDENT_LAYERS
+    in_flight: int = 1
+    head_bytes: float = 0.0
+
+    def bytes_of(self, *kinds: str) -> float:
+        """Return the bytes of the tensors of these kinds in one layer; without kinds, of all tensors."""
+        return self.num_tokens * sum(
+            tensor.bytes_per_token for tensor in self.tensors if not kinds or tensor.kind in kinds
+        )
+
+    def rebuild_seconds(self, tensor: LayerTensor, machine: Machine) -> float:
+        """Return the seconds to rebuild a tensor for all tokens; infinite for kind "input"."""
+        if tensor.kind == "input":
+            return math.inf
+        products = self.linear_seconds * tensor.flops_per_token / self.linear_flops
+        return products + self.num_tokens * tensor.moved_bytes_per_token / machine.memory_bytes_per_second
+
+    def price(self, tensor: LayerTensor, machine: Machine) -> float:
+        """Return the seconds to rebuild one byte of a tensor."""
+        return self.rebuild_seconds(tensor, machine) / (self.num_tokens * tensor.bytes_per_token)
+
+    def rebuild_seconds_of(self, kind: str, machine: Machine) -> float:
+        """Return the seconds to rebuild all tensors of a kind in one layer, for all tokens."""
+        return sum(self.rebuild_seconds(tensor, machine) for tensor in self.tensors if tensor.kind == kind)
+
+    @property
+    def working_bytes(self) -> float:
+        """Gradients that exist together in a layer's backward pass: of its widest tensor, and two of its input.
+
+        The gradient of the activation function's output reuses the memory of that output.
+        """
+        widest = max(tensor.bytes_per_token for tensor in self.tensors)
+        return self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token)
+
+
+def layer_load(cost: ModelCost, length: int, width: int = 1, how: LayerSettings | None = None) -> LayerLoad:
+    """Return the load of a sequence of ``length`` tokens on each of the ``width`` ranks of its ring."""
+    forward, backward = (part.sequence_cost(length, width) + part.g for part in (cost.forward, cost.backward))
+    return load_of_tokens(cost, -(-length // width), forward, backward, how)
+
+
+def load_of_tokens(
+    cost: ModelCost,
+    num_tokens: int,
+    forward_seconds: float,
+    backward_seconds: float,
+    how: LayerSettings | None = None,
+) -> LayerLoad:
+    """Return the load of any micro-batch of ``num_tokens`` tokens on a rank, given the seconds of one layer."""
+    how = how or LayerSettings()
+    ranks = cost.tensor_parallel
+    head = 2 * cost.shape.hidden * cost.shape.vocab
+    logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
+    return LayerLoad(
+        tensors=layer_tensors(cost.shape, how.element_bytes, ranks, how.sequence_parallel, how.fused_norms),
+        num_tokens=num_tokens,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        linear_seconds=cost.forward.linear_cost(num_tokens),
+        linear_flops=(linear_flops_per_token(cost.shape) - head) / cost.shape.num_layers / ranks,
+        num_layers=cost.shape.num_layers if how.num_layers is None else how.num_layers,
+        resident_layers=how.resident_layers,
+        in_flight=how.in_flight,
+        head_bytes=float(LOGIT_BYTES * logits * cost.shape.vocab / ranks),
+    )
+
+
+def cost_of_rates(
+    shape: ModelShape,
+    linear_flops: float,
+    attention_forward_flops: float,
+    attention_backward_flops: float,
+    tensor_parallel: int = 1,
+) -> ModelCost:
+    """Return the cost of a model on a device that was not profiled, from its FLOPs per second in three kinds of work.
+
+    Tensor-parallel ranks share the work evenly; their collectives are not counted. Causal attention of s tokens takes
+    ``2 s^2 head_dim num_heads`` FLOPs forward and 2.5 times as many backward (FlashAttention-2, Dao 2023, section 4.1).
+    """
+    head = 2.0 * shape.hidden * shape.vocab / tensor_parallel
+    layer = (linear_flops_per_token(shape) / tensor_parallel - head) / shape.num_layers
+    attention = 2.0 * shape.num_heads * shape.head_dim / tensor_parallel
+    tensors = layer_tensors(shape, tensor_parallel=tensor_parallel)
+    return ModelCost(
+        shape=shape,
+        device="a device of given FLOPs per second",
+        dtype="bfloat16",
+        tensor_parallel=tensor_parallel,
+        source="given rates",
+        forward=CostModel(a=attention / attention_forward_flops, b=layer / linear_flops),
+        backward=CostModel(a=2.5 * attention / attention_backward_flops, b=2 * layer / linear_flops),
+        head_forward=head / linear_flops,
+        head_backward=2 * head / linear_flops,
+        layer_bytes=sum(tensor.bytes_per_token for tensor in tensors),
+        recompute_bytes=tensors[0].bytes_per_token,
+    )

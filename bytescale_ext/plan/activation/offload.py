@@ -1,0 +1,81 @@
+"""ByteScale's selective offloading (section 5.2, Eq. 3): how many tokens a rank holds when part of them is on the host.
+
+``OffloadLimits`` belongs to the HDP planner, which gives a sequence fewer ranks when offloading makes room for it.
+``policies.plan_offload`` chooses the share of a micro-batch whose ranks are already fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadLimits:
+    """The bounds on the share r of a micro-batch's activations that goes to host memory (ByteScale Eq. 3).
+
+    Two of the l layers stay on the device: the one that computes and the one that is being copied. The others keep the
+    share ``1 - r``. So n tokens take the device memory of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper prints
+    ``1 >= r >= min(1, ...)``; it means 0 <= r <= 1, and no more of a layer than the link copies while one layer
+    computes. We add the host's memory, which the paper leaves out.
+
+    Attributes:
+        num_layers: l, the layers of a rank.
+        layer_bytes_per_token: activations that one token keeps in one layer.
+        bytes_per_second: between device and host, the slower direction.
+        host_bytes: host memory for one micro-batch of one rank.
+    """
+
+    num_layers: int
+    layer_bytes_per_token: float
+    bytes_per_second: float
+    host_bytes: float
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1 or min(self.layer_bytes_per_token, self.bytes_per_second) <= 0 or self.host_bytes < 0:
+            raise ValueError(f"offload limits need layers, bytes and bytes per second above 0: {self}")
+
+    def hidden_shares(self, lengths: Floats, forward: CostModel) -> Floats:
+        """Return the largest share of each sequence whose copy hides behind computing, T(s) >= r Act(s) / B: [n].
+
+        The width of the ring divides both sides of Eq. 3, so the share depends on the length alone.
+
+        Args:
+            lengths: tokens: [n].
+            forward: of the rank's ``num_layers`` layers.
+        """
+        layer_seconds = (forward.a * lengths + forward.b) * lengths / self.num_layers
+        return np.minimum(1.0, layer_seconds * self.bytes_per_second / (self.layer_bytes_per_token * lengths))
+
+    def max_tokens(self, lengths: Floats, tokens_per_rank: int, forward: CostModel) -> Floats:
+        """Return the most tokens of each sequence [n] that a rank holds with offloading: [n], >= ``tokens_per_rank``.
+
+        Eq. 3's D(s) is the length divided by this. The host must hold the activations of ``n - C`` tokens in all
+        layers, so its memory allows ``C + host_bytes / (l Act(1))``.
+        """
+        if self.num_layers <= 2:
+            return np.full(len(lengths), float(tokens_per_rank))
+        kept = 1.0 - self.hidden_shares(lengths, forward) * (self.num_layers - 2) / self.num_layers
+        on_host = self.host_bytes / (self.num_layers * self.layer_bytes_per_token)
+        return np.minimum(tokens_per_rank / kept, tokens_per_rank + on_host)
+
+    def min_shares(self, num_tokens: Floats, tokens_per_rank: int) -> Floats:
+        """Return the smallest shares with which micro-batches of ``num_tokens`` [n] fit: [n], 0 where all is kept."""
+        if self.num_layers <= 2:
+            return np.zeros(len(num_tokens))
+        kept = tokens_per_rank / np.maximum(num_tokens, 1.0)
+        return np.clip((1.0 - kept) * self.num_layers / (self.num_layers - 2), 0.0, 1.0)
+
+    def min_capacity(self, length: int, num_tokens: int, forward: CostModel) -> float:
+        """Return the smallest C with which ``num_tokens`` tokens of a sequence of ``length`` tokens fit on one rank."""
+        if self.num_layers <= 2:
+            return float(num_tokens)
+        share = float(self.hidden_shares(np.array([float(length)]), forward)[0])
+        on_host = self.host_bytes / (self.num_layers * self.layer_bytes_per_token)
+        return max(num_tokens * (1.0 - share * (self.num_layers - 2) / self.num_layers), num_tokens - on_host)

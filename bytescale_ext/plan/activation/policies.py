@@ -1,0 +1,224 @@
+"""The activation policies: pure functions from a load and a machine to an ``ActivationPlan``.
+
+- ``plan_memo``: MEMO's program. It swaps all inputs and a fraction alpha of all other tensors, and recomputes the rest.
+- ``plan_priced``: each tensor has a price, the seconds to rebuild one byte. Outputs of norms and of the activation
+  function are nearly free, so they are rebuilt; outputs of matrix products are swapped, or kept where memory is free.
+- ``plan_offload``: ByteScale's selective offloading (Eq. 3). It swaps one share of every tensor and recomputes nothing.
+- ``plan_auto``: the policy with the least predicted time that fits, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Final
+
+from bytescale_ext.plan.activation.check import check_activation_plan
+from bytescale_ext.plan.activation.forecast import DeviceNeed, forecast
+from bytescale_ext.plan.activation.load import LayerLoad, Machine
+from bytescale_ext.plan.activation.plan import ActivationPlan
+
+POLICIES: Final = ("none", "memo", "priced", "offload", "auto")
+
+
+def memo_alpha(load: LayerLoad, machine: Machine) -> float:
+    """Solve MEMO's program (section 4.1); with one variable the largest alpha is the smallest of its bounds::
+
+        max alpha   s.t.  (S_input + S_attn + alpha S_others) / B <= T_layer
+                          (n - 2) (S_input + S_attn + alpha S_others) <= M_CPU       0 <= alpha <= 1
+
+    Raises:
+        ValueError: host memory is too small for the layer inputs and attention outputs.
+    """
+    always, others = load.bytes_of("input"), load.bytes_of("matrix", "cheap")
+    room = machine.link_bytes_per_second * load.forward_seconds
+    swapped_layers = load.in_flight * (load.num_layers - min(load.resident_layers, load.num_layers))
+    if swapped_layers:
+        if swapped_layers * always > machine.host_bytes:
+            raise ValueError(
+                f"layer inputs and attention outputs of {swapped_layers} layers need "
+                f"{in_gigabytes(swapped_layers * always)} GB of host memory, and there are "
+                f"{machine.host_bytes / 1e9:.4g}: give that, or use priced, which then keeps more on the device"
+            )
+        room = min(room, machine.host_bytes / swapped_layers)
+    return min(1.0, max(0.0, (room - always) / others))
+
+
+def plan_memo(load: LayerLoad, machine: Machine) -> ActivationPlan:
+    """Swap layer inputs, attention outputs and the fraction alpha of all other tensors; recompute the rest (MEMO).
+
+    Raises:
+        ValueError: see ``memo_alpha``.
+    """
+    alpha = memo_alpha(load, machine)
+    return ActivationPlan("memo", alpha, 1.0 - alpha, 1.0, False, min(load.resident_layers, load.num_layers))
+
+
+def plan_offload(load: LayerLoad, machine: Machine) -> ActivationPlan:
+    """Swap the smallest share of every tensor with which one micro-batch fits on the device; recompute nothing.
+
+    Two layers stay whole, and (1 - r) of the others (ByteScale section 5.2, Eq. 3). The share may be larger than what
+    hides behind the forward pass; the forecast shows the price. The HDP planner's ``OffloadLimits`` never exceed what
+    hides.
+    """
+    resident = min(load.resident_layers, load.num_layers)
+    if forecast(ActivationPlan("none"), load, machine).device_bytes <= machine.device_bytes:
+        return ActivationPlan("offload")
+    room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
+    share = _share(1.0 - room / load.bytes_of()) if resident < load.num_layers else 0.0
+    return ActivationPlan("offload", share, 0.0, share, False, resident if share else 0)
+
+
+def plan_priced(load: LayerLoad, machine: Machine) -> ActivationPlan:
+    """Return the shares with the least predicted time.
+
+    For a fixed number of resident layers, time is a convex and piecewise linear function of three shares under linear
+    bounds. Its minimum lies where bounds meet, so all such points are tried. Ties go to the plan that moves less.
+
+    Raises:
+        ValueError: no shares fit; names the least host memory with which some do.
+    """
+    return _chosen(_priced, load, machine)
+
+
+def _priced(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+    """Return the plan of ``plan_priced``, or None where no shares fit."""
+    fewest = min(load.resident_layers, load.num_layers)
+    plans = [
+        ActivationPlan("priced", swap, max(0.0, 1.0 - swap - keep), input_swap, True, resident)
+        for resident in range(fewest, load.num_layers)
+        for input_swap, keep, swap in (_unmoved(load, machine, resident), *_corners(load, machine, resident))
+    ]
+    return _fastest([*plans, ActivationPlan("priced")], load, machine)
+
+
+def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
+    """Return (input swap, keep, swap) without transfers, which take one layer less on the device."""
+    room = DeviceNeed.of(load, resident, moves=False).most_kept(machine.device_bytes) - load.bytes_of("input")
+    return 0.0, _share(room / load.bytes_of("matrix")), 0.0
+
+
+def _corners(load: LayerLoad, machine: Machine, resident: int) -> Iterable[tuple[float, float, float]]:
+    """Yield (input swap, keep, swap) where two or more bounds meet, with ``resident`` layers kept whole."""
+    planned = load.in_flight * (load.num_layers - resident)
+    inputs, matrix = load.bytes_of("input"), load.bytes_of("matrix")
+    room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
+    if room < 0:
+        return
+    host, link = machine.host_bytes / planned, machine.link_bytes_per_second
+    matrix_seconds = load.rebuild_seconds_of("matrix", machine)
+    cheap_seconds = load.rebuild_seconds_of("cheap", machine)
+    hidden = load.forward_seconds * link
+    behind = (load.backward_seconds + matrix_seconds + cheap_seconds) * link
+    input_swaps = {1.0, *(_share(x / inputs) for x in (inputs - room, hidden, behind, host))}
+    for input_swap in sorted(input_swaps):
+        keep = (room - (1.0 - input_swap) * inputs) / matrix
+        if keep < -1e-12 or input_swap * inputs > host * (1 + 1e-12):
+            continue
+        keep = _share(keep)
+        most = min(1.0 - keep, max(0.0, (host - input_swap * inputs) / matrix))
+        balanced = (load.backward_seconds + cheap_seconds + (1.0 - keep) * matrix_seconds) * link - input_swap * inputs
+        swaps = (0.0, most, (hidden - input_swap * inputs) / matrix, balanced / (matrix + matrix_seconds * link))
+        for swap in sorted({min(most, _share(swap)) for swap in swaps}):
+            yield input_swap, keep, swap
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+def _fastest(plans: list[ActivationPlan], load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+    """Return the fitting plan with the least predicted time; ties go to the least host memory, then to the first."""
+    fitting = [(forecast(plan, load, machine), plan) for plan in plans]
+    fitting = [(prediction, plan) for prediction, plan in fitting if prediction.fits(machine)]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda one: (one[0].step_seconds, one[0].host_bytes))[1]
+
+
+def _chosen(
+    choose: Callable[[LayerLoad, Machine], ActivationPlan | None], load: LayerLoad, machine: Machine
+) -> ActivationPlan:
+    """Return the plan that ``choose`` finds. Raises ValueError, with the least memory that would do, for none."""
+    plan = choose(load, machine)
+    if plan is not None:
+        return plan
+    everything = load.in_flight * load.num_layers * load.bytes_of()
+    needed = least_budget(lambda size: choose(load, replace(machine, host_bytes=size)) is not None, everything)
+    if needed is not None:
+        remedy = f"it fits with {in_gigabytes(needed)} GB of host memory, or more device memory, or fewer tokens"
+    else:
+        ample = replace(machine, host_bytes=everything)
+        most = forecast(ActivationPlan("none"), load, machine).device_bytes
+        least = least_budget(lambda size: choose(load, replace(ample, device_bytes=size)) is not None, most) or most
+        remedy = f"it takes {in_gigabytes(least)} GB of device memory, however much host memory, or fewer tokens"
+    raise ValueError(
+        f"activations of {load.num_tokens} tokens do not fit in {machine.device_bytes / 1e9:.4g} GB of device memory "
+        f"and {machine.host_bytes / 1e9:.4g} GB of host memory: {remedy}"
+    )
+
+
+def least_budget(works: Callable[[float], bool], most: float) -> float | None:
+    """Return the smallest budget in ``(0, most]`` that works, or slightly more; None if ``most`` does not work.
+
+    ``works`` must be true for every budget above one that works.
+    """
+    if not works(most):
+        return None
+    fails, precise = 0.0, 1e-6 * most
+    while most - fails > max(1e-4 * most, precise):
+        middle = (fails + most) / 2
+        fails, most = (fails, middle) if works(middle) else (middle, most)
+    return most
+
+
+def in_gigabytes(num_bytes: float) -> str:
+    """Return a budget in GB as text, rounded up so that the printed number is enough."""
+    return f"{math.ceil(num_bytes / 1e6 - 1e-9) / 1e3:.3f}"
+
+
+def plan_auto(load: LayerLoad, machine: Machine) -> ActivationPlan:
+    """Return the plan of the policy with the least predicted time that fits; ties go to the simplest.
+
+    Raises:
+        ValueError: none fits; names the least host memory with which one does.
+    """
+    return _chosen(_auto, load, machine)
+
+
+def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+    """Return the plan of ``plan_auto``, or None where no policy fits."""
+    plans = [ActivationPlan("none"), plan_offload(load, machine)]
+    with contextlib.suppress(ValueError):  # it does not fit; others may
+        plans.append(plan_memo(load, machine))
+    priced = _priced(load, machine)
+    return _fastest([*plans, *([priced] if priced is not None else [])], load, machine)
+
+
+def given_plan(policy: str, swap: float | None, recompute: float | None, resident_layers: int) -> ActivationPlan:
+    """Return the plan of a policy with given shares; at least one is given, the other is the rest.
+
+    The policy "none" applies the shares alone, to all tensors of all layers.
+    """
+    if policy == "none":
+        return ActivationPlan("shares", swap or 0.0, recompute or 0.0, swap or 0.0)
+    if policy == "offload":
+        share = swap or 0.0
+        return ActivationPlan("offload", share, 0.0, share, False, resident_layers if share else 0)
+    swapped = swap if swap is not None else 1.0 - (recompute or 0.0)
+    recomputed = recompute if recompute is not None else 1.0 - swapped
+    return ActivationPlan(policy, swapped, recomputed, 1.0, policy == "priced", resident_layers)
+
+
+def make_plan(policy: str, load: LayerLoad, machine: Machine) -> ActivationPlan:
+    """Return the checked plan of a policy by name. Raises ValueError for an unknown name, or where nothing fits."""
+    if policy == "none":
+        return ActivationPlan("none")
+    makers = {"memo": plan_memo, "priced": plan_priced, "offload": plan_offload, "auto": plan_auto}
+    if policy not in makers:
+        raise ValueError(f"the activation policy {policy} is unknown; choose one of {', '.join(POLICIES)}")
+    plan = makers[policy](load, machine)
+    check_activation_plan(plan, load, machine, fits=policy in ("priced", "auto"))
+    return plan

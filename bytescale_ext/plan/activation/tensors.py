@@ -1,0 +1,82 @@
+"""The tensors that a layer saves for its backward pass, with their sizes and what it takes to rebuild them.
+
+These are MEMO's skeletal activations (Zhao et al. 2025, section 3.2, Fig. 4). The layer input and the output of
+attention are never recomputed: from them all other tensors can be rebuilt token by token, without attention
+(section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from bytescale_ext.plan.cost.model_shape import ModelShape
+
+LSE_BYTES: Final = 4
+"""The log-sum-exp of attention is one float32 per token and head."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensor:
+    """One tensor that a layer's backward pass needs.
+
+    Attributes:
+        name: for printing, for example "attention output".
+        kind: "input" is never recomputed; "matrix" is the output of matrix products; "cheap" is rebuilt from another
+            tensor by one pass over memory.
+        bytes_per_token: on one rank.
+        flops_per_token: of the matrix products that rebuild it, on one rank.
+        moved_bytes_per_token: device memory read and written to rebuild it.
+    """
+
+    name: str
+    kind: str
+    bytes_per_token: float
+    flops_per_token: float = 0.0
+    moved_bytes_per_token: float = 0.0
+
+
+def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:
+    """Return the bytes of one token's key and value in one layer on one rank."""
+    return 2.0 * shape.num_kv_heads * shape.head_dim * element_bytes / tensor_parallel
+
+
+def layer_tensors(
+    shape: ModelShape,
+    element_bytes: int = 2,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    fused_norms: bool = False,
+) -> tuple[LayerTensor, ...]:
+    """Return the tensors of one layer on one rank, in the order in which the layer makes them.
+
+    Norms and the activation function count as fused kernels, which save only their input. The angles of rotary
+    embeddings, about one percent, are left out. With ``fused_norms`` a norm and the matrix product behind it are one
+    module (TransformerEngine); the norm's output cannot be rebuilt without that product, so its kind is "input".
+    In a model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device;
+    the norm before the experts is always a module of its own.
+    """
+    into_qkv = "input" if fused_norms else "cheap"
+    into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
+    whole = shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1)
+    query = shape.num_heads * shape.head_dim / tensor_parallel
+    key_value = 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
+    inner = shape.ffn_hidden / tensor_parallel
+    gates = 2 if shape.gated else 1
+    width = 2.0 * shape.hidden
+    attention = (
+        LayerTensor("layer input", "input", whole),
+        LayerTensor("input norm output", into_qkv, whole, 0.0, 2 * whole),
+        LayerTensor("query, key, value", "matrix", (query + key_value) * element_bytes, width * (query + key_value)),
+        LayerTensor("attention output", "input", query * element_bytes),
+        LayerTensor("attention log-sum-exp", "input", LSE_BYTES * shape.num_heads / tensor_parallel),
+        LayerTensor("residual after attention", "matrix", whole, width * query),
+        LayerTensor("MLP norm output", into_mlp, whole, 0.0, 2 * whole),
+    )
+    if shape.num_expert_layers:
+        return attention
+    return (
+        *attention,
+        LayerTensor("MLP first output", "matrix", gates * inner * element_bytes, width * gates * inner),
+        LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes),
+    )

@@ -1,0 +1,1 @@
+"""Every formula for the time, memory and bytes of a model, each with its source."""

@@ -1,0 +1,109 @@
+"""Predict the time of sequences, micro-batches and pipeline stages (ByteScale Eq. 3 and section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Cost of tokens on ranks, in seconds (or FLOPs, or any unit), of some layers in one direction or in both.
+
+    A sequence of s tokens on d ranks costs each of them (ByteScale Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma,
+    divided over the ring, with the ring's exchange of keys and values hidden behind attention, section 7)::
+
+        max(a s^2 / d, c s (d - 1) / d) + h s (d - 1) / d + b s / d          and each micro-batch g once
+
+    Attributes:
+        a: per squared token, causal attention.
+        b: per token, everything that is linear in tokens.
+        c: per token whose keys and values a rank receives, hidden behind attention.
+        g: per micro-batch.
+        h: per token whose keys and values a rank receives, never hidden: the cost of merging blocks, starting messages
+            and waiting for them and, where processors move the data themselves, copying. The paper has no such term.
+    """
+
+    a: float
+    b: float
+    c: float = 0.0
+    g: float = 0.0
+    h: float = 0.0
+
+    @overload
+    def attention_cost(self, lengths: float, widths: float) -> float: ...
+    @overload
+    def attention_cost(self, lengths: Floats, widths: Floats) -> Floats: ...
+    def attention_cost(self, lengths: float | Floats, widths: float | Floats) -> float | Floats:
+        """Return the cost of attention on each rank of a ring: the slower of computing and receiving, plus h.
+
+        ``lengths`` and ``widths`` are tokens and ranks of one sequence, or of many: [n] each, and so is the result.
+        """
+        received = lengths * (widths - 1)
+        slower = np.maximum if isinstance(received, np.ndarray) else max  # max is much faster for numbers
+        return (slower(self.a * lengths * lengths, self.c * received) + self.h * received) / widths
+
+    @overload
+    def sequence_cost(self, lengths: float, widths: float) -> float: ...
+    @overload
+    def sequence_cost(self, lengths: Floats, widths: Floats) -> Floats: ...
+    def sequence_cost(self, lengths: float | Floats, widths: float | Floats) -> float | Floats:
+        """Return the cost of a sequence on each rank of its ring, without ``g``; many sequences: [n] each."""
+        return self.attention_cost(lengths, widths) + self.b * lengths / widths  # type: ignore[arg-type]
+
+    def linear_cost(self, num_tokens: int) -> float:
+        """Return the linear cost of ``num_tokens`` tokens on one rank."""
+        return self.b * num_tokens
+
+    def end_of_share(self, lengths: Floats, shares: Floats, widths: Floats) -> Floats:
+        """Return the number of first tokens that cost this share of a sequence (Seq1F1B, Sun et al. 2024, section 3.3).
+
+        Token P costs ``max(2 a P, c (d - 1)) + b`` on d ranks that keep keys: up to some P exchange takes longer.
+        All arguments broadcast to the shape of the result.
+        """
+        exchange = self.c * (widths - 1)
+        kink = np.minimum(exchange / max(2 * self.a, 1e-300), lengths)
+        extra = exchange * kink - self.a * kink**2
+        targets = shares * (self.a * lengths**2 + self.b * lengths + extra)
+        squares = np.maximum(targets - extra, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):  # b = 0 spoils only the branch that is not taken
+            before = targets / (exchange + self.b)
+            beyond = 2 * squares / (self.b + np.sqrt(self.b**2 + 4 * self.a * squares))
+        return np.asarray(np.where(before < kink, before, beyond))
+
+    def shard_cost(self, shard: Shard, length: int) -> float:
+        """Return the cost of a shard of a sequence of ``length`` tokens; linear work counts the shard's own tokens."""
+        return self.attention_cost(length, len(shard.ring)) + self.linear_cost(shard.num_tokens)
+
+    def micro_batch_cost(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> float:
+        """Return the cost of a micro-batch on its rank; ``lengths`` are the plan's."""
+        return self.g + sum(self.shard_cost(shard, lengths[shard.seq]) for shard in micro_batch.shards)
+
+    def scaled(self, factor: float) -> CostModel:
+        """Return the same model in another unit, or of ``factor`` layers."""
+        return CostModel(self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
+
+    def __add__(self, other: CostModel) -> CostModel:
+        """Return the cost of both in turn; one exchange of keys and values hides behind the attention of both."""
+        return CostModel(self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Forward and backward cost of one pipeline stage, or of a whole model without pipelines."""
+
+    forward: CostModel
+    backward: CostModel
+
+    @property
+    def both(self) -> CostModel:
+        """Forward and backward together: the cost that planners balance."""
+        return self.forward + self.backward

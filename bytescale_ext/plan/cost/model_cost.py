@@ -1,0 +1,110 @@
+"""The cost of one model: in seconds from a cost file, or in FLOPs from its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_shape import (
+    BACKWARD_PER_FORWARD,
+    ModelShape,
+    attention_flops_per_square,
+    linear_flops_per_token,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Costs of one model on one device, in seconds and bytes: the content of a cost file.
+
+    Attributes:
+        shape: the measured model; the file is refused for any other model.
+        device: the hardware, in words.
+        dtype: parameter type, for example "bfloat16".
+        tensor_parallel: ranks that share each layer.
+        source: where the constants are from: a measurement, or a paper with figure and equation.
+        forward, backward: of one layer on one rank. ``g`` is the fixed cost of a layer for each micro-batch.
+        head_forward, head_backward: seconds per token of embedding, output layer and loss together.
+        layer_bytes: activations that one token keeps in one layer until its backward pass.
+        recompute_bytes: the same with full recompute (the layer's input).
+    """
+
+    shape: ModelShape
+    device: str
+    dtype: str
+    tensor_parallel: int
+    source: str
+    forward: CostModel
+    backward: CostModel
+    head_forward: float
+    head_backward: float
+    layer_bytes: float
+    recompute_bytes: float
+
+    def stage(self, num_layers: int, has_head: bool = False) -> StageCost:
+        """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer."""
+        forward, backward = self.forward.scaled(num_layers), self.backward.scaled(num_layers)
+        if has_head:
+            forward = replace(forward, b=forward.b + self.head_forward)
+            backward = replace(backward, b=backward.b + self.head_backward)
+        return StageCost(forward, backward)
+
+    def whole(self) -> StageCost:
+        """Return the cost of the whole model on one rank."""
+        return self.stage(self.shape.num_layers, has_head=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain dicts: the format of a cost file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ModelCost:
+        """The inverse of ``to_json``. Raises ValueError, naming the entry, that is missing, unknown or negative."""
+        try:
+            nested: dict[str, Any] = {"shape": ModelShape(**value["shape"])}
+            nested |= {name: CostModel(**value[name]) for name in ("forward", "backward")}
+            cost = cls(**{**value, **nested})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
+        cost._check()
+        return cost
+
+    def _check(self) -> None:
+        numbers = {f"{name}.{key}": number for name in ("forward", "backward")
+                   for key, number in asdict(getattr(self, name)).items()}  # fmt: skip
+        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes"):
+            numbers[name] = getattr(self, name)
+        for name, number in numbers.items():
+            if not isinstance(number, int | float) or not 0 <= number < float("inf"):
+                raise ValueError(f"the cost file's {name} is {number}; constants are numbers from 0 on")
+        for name in ("forward.a", "forward.b", "backward.a", "backward.b"):
+            if not numbers[name]:
+                raise ValueError(f"the cost file's {name} is 0: attention and linear work both cost time")
+
+
+def flops_cost(shape: ModelShape) -> CostModel:
+    """Return costs in FLOPs, forward and backward, to predict imbalance without measuring (c = g = 0)."""
+    passes = 1.0 + BACKWARD_PER_FORWARD
+    return CostModel(a=passes * attention_flops_per_square(shape), b=passes * linear_flops_per_token(shape))
+
+
+def flops_stage_cost(shape: ModelShape, num_stages: int) -> StageCost:
+    """Return the FLOPs of the largest pipeline stage: its share of the layers, and the output layer."""
+    share = replace(
+        shape,
+        num_layers=-(-shape.num_layers // num_stages),
+        num_expert_layers=-(-shape.num_expert_layers // num_stages),
+    )
+    both = flops_cost(share)
+    forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
+    return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))
+
+
+def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+    """Return forward and backward model FLOPs of whole documents; causal attention counts inside each document only.
+
+    Recomputed work is not model FLOPs (PaLM, Chowdhery et al. 2022, appendix B, "MFU").
+    """
+    return sum(flops_cost(shape).sequence_cost(length, 1) for length in lengths)

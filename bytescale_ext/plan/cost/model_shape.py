@@ -1,0 +1,75 @@
+"""The sizes of a transformer decoder and its FLOPs; each formula names its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+BACKWARD_PER_FORWARD: Final = 2.0
+"""Backward FLOPs per forward FLOP, without recompute: two matrix products for each one (Megatron-LM, Narayanan et
+al. 2021, appendix; PaLM, Chowdhery et al. 2022, appendix B)."""
+
+ATTENTION_BACKWARD_PER_FORWARD: Final = 2.5
+"""Attention backward per forward: five matrix products for two (FlashAttention-2, Dao 2023, section 4.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a transformer decoder that its FLOPs depend on.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key and value heads (grouped-query attention; equal to num_heads without it).
+        head_dim: width of one head.
+        ffn_hidden: inner width of the MLP.
+        gated: the MLP has a gate (SwiGLU): three matrices, not two.
+        vocab: rows of the output layer.
+        num_expert_layers: how many of the layers have experts in place of one MLP.
+        expert_ffn_hidden: there, the inner width that one token passes: of its routed experts and the shared ones.
+        num_experts: there, the experts that the router chooses from.
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden: int
+    gated: bool
+    vocab: int
+    num_expert_layers: int = 0
+    expert_ffn_hidden: int = 0
+    num_experts: int = 0
+
+
+LLAMA_7B: Final = ModelShape(
+    num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden=11008, gated=True, vocab=32000
+)
+"""ByteScale's 7B model (section 8; 8 key-value groups), with LLaMA's MLP and vocabulary (Touvron et al. 2023)."""
+
+
+def linear_flops_per_token(shape: ModelShape) -> float:
+    """Return forward FLOPs of one token without attention: 2 per weight (Narayanan et al. 2021, appendix).
+
+    Query, key, value and output projections, the MLP or the router and the experts that the token is routed to, and
+    the output layer; embedding, norms and softmax are not counted.
+    """
+    query = shape.num_heads * shape.head_dim
+    key_value = 2 * shape.num_kv_heads * shape.head_dim
+    projections = shape.hidden * (query + key_value) + query * shape.hidden
+    width_of_mlps = shape.num_layers * shape.ffn_hidden
+    width_of_mlps += shape.num_expert_layers * (shape.expert_ffn_hidden - shape.ffn_hidden)
+    mlps = (3 if shape.gated else 2) * shape.hidden * width_of_mlps
+    routers = shape.num_expert_layers * shape.hidden * shape.num_experts
+    return 2.0 * (shape.num_layers * projections + mlps + routers + shape.hidden * shape.vocab)
+
+
+def attention_flops_per_square(shape: ModelShape) -> float:
+    """Return forward FLOPs of causal attention over s tokens, divided by s^2.
+
+    ``4 s^2 head_dim num_heads`` for scores and values, half of it under the causal mask (FlashAttention-2, Dao 2023,
+    section 4.1).
+    """
+    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim

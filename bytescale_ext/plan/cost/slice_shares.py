@@ -1,0 +1,86 @@
+"""Cost of the slices of many sequences (Seq1F1B, Sun et al. 2024, section 3.3, with rings of ByteScale section 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.step.sizes import Slicing
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class SliceShares:
+    """How n sequences are cut into k slices, as shares of each whole sequence.
+
+    Attributes:
+        lengths, widths: tokens and ranks of each sequence: [n].
+        tokens: tokens of each slice: [n, k].
+        exchanged: tokens whose keys travel round the ring for the slice: its own where keys are kept, else all up to
+            its end: [n, k].
+        squares: attention of the slice: [n, k].
+        kept: whether the keys of the sequence are kept from slice to slice: [n].
+    """
+
+    lengths: Floats
+    widths: Floats
+    tokens: Floats
+    exchanged: Floats
+    squares: Floats
+    kept: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, cost: CostModel, lengths: Floats, widths: Floats, slicing: Slicing) -> SliceShares:
+        """Cut sequences, [n] each, into slices of equal cost (``CostModel.end_of_share``), not rounded to whole tokens.
+
+        A sequence on one rank is cut together with the others of its micro-batch, so it counts as k equal parts.
+        """
+        num_slices = slicing.num_slices
+        inner = np.arange(1, num_slices) / num_slices
+        kept = (lengths <= slicing.kept_tokens) & (num_slices > 1)
+        stops = cost.end_of_share(lengths[:, None], inner, np.where(kept, widths, 1)[:, None]) / lengths[:, None]
+        ends = np.zeros((len(lengths), num_slices + 1))
+        ends[:, -1] = 1.0
+        ends[:, 1:-1] = np.where((widths == 1)[:, None], inner, stops)
+        squares = np.where((widths == 1)[:, None], ends, ends**2)
+        tokens = np.diff(ends, axis=1)
+        exchanged = np.where(kept[:, None], tokens, ends[:, 1:])
+        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept)
+
+    def costs(self, cost: CostModel) -> tuple[Floats, Floats]:
+        """Return the forward cost of each slice on each rank of its ring, without ``g``: [n, k].
+
+        A slice attends to all tokens before it, so on d ranks the keys of the tokens up to its end P' travel round
+        once for it; linear work is that of its own tokens::
+
+            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + h P' (d - 1) / d + b (P' - P) / d
+
+        Where all ranks kept the keys of the slices before, only its own keys travel: P' - P instead of P'.
+
+        The second result is the part of the cost that is exchange not hidden behind attention: [n, k].
+        """
+        return self._costs(cost, self.exchanged)
+
+    def stage_costs(self, stage: StageCost) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+        """Return ``costs`` of the forward and of the backward pass."""
+        return self.costs(stage.forward), self._costs(stage.backward, self.backward_exchanged(stage))
+
+    def backward_exchanged(self, stage: StageCost) -> Floats:
+        """Return ``exchanged`` of the backward pass: [n, k].
+
+        Of kept keys only the gradient sums travel, which is what the backward's c has beyond the forward's.
+        """
+        share = max(0.0, 1.0 - stage.forward.c / stage.backward.c) if stage.backward.c else 1.0
+        return self.exchanged * np.where(self.kept, share, 1.0)[:, None]
+
+    def _costs(self, cost: CostModel, exchanged: Floats) -> tuple[Floats, Floats]:
+        lengths, widths = self.lengths, self.widths
+        attention = (cost.a * lengths * lengths / widths)[:, None] * self.squares
+        exchange = (cost.c * lengths * (widths - 1) / widths)[:, None] * exchanged
+        exposed = np.maximum(exchange - attention, 0.0)
+        joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged
+        return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed

@@ -1,0 +1,1 @@
+"""Judge plans: replays, lower bounds, true optima, and other schedulers to compare with."""

@@ -1,0 +1,313 @@
+"""A replay of a step plan under a cost model: when each micro-batch runs on each stage.
+
+Micro-batches that share a ring, directly or through others, are a coupled group. The ring's exchange couples them layer
+by layer, so a group starts when all its members are ready and takes the time of its slowest member. With pipelines this
+holds on every stage, forward and backward apart. A stage runs its actions strictly in the order of
+``plan.schedule.actions``: while it waits for a ring it does nothing else. With slices, all of this holds for each
+slice. The engine is ``plan.schedule.simulate.WorkGraph``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.slice_shares import SliceShares
+from bytescale_ext.plan.evaluate.shards import ShardTable
+from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, stage_orders
+from bytescale_ext.plan.schedule.simulate import WorkGraph
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """When each micro-batch runs without pipelines, in the unit of the cost model (seconds below).
+
+    Attributes:
+        starts: starts[rank][micro_batch].
+        stops: stops[rank][micro_batch]; equal for all members of a coupled group.
+        rank_seconds: busy time of each rank by its own costs, without waiting.
+        finish_seconds: when each rank ends its last micro-batch (0 when it has none).
+    """
+
+    starts: tuple[tuple[float, ...], ...]
+    stops: tuple[tuple[float, ...], ...]
+    rank_seconds: tuple[float, ...]
+    finish_seconds: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        return max(self.finish_seconds, default=0.0)
+
+    @property
+    def imbalance(self) -> float:
+        """Makespan over mean busy time: 1 when no rank ever waits, 1 too when there is no work."""
+        busy = sum(self.rank_seconds)
+        return self.makespan * len(self.rank_seconds) / busy if busy else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class StageReplay:
+    """When each slice runs on each stage, in seconds. There are V = p x chunks virtual stages v = chunk x p + s.
+
+    Attributes:
+        num_stages: p.
+        counts: micro-batches of each rank (pipeline): [num_ranks]; micro-batches are numbered rank by rank, and slices
+            micro-batch by micro-batch; without slices each micro-batch is one.
+        starts, stops: [slices, 2, V]; second axis FORWARD, BACKWARD.
+        own_seconds: cost of the slice itself, at most stop - start: [slices, 2, V].
+        exposed_seconds: its part that is ring exchange beyond what attention hides: [slices, 2, V].
+        peak_tokens: the most tokens whose activations one stage of a rank holds at once: [num_ranks].
+        kept_keys: the most tokens whose keys it keeps beside them, other ranks' tokens included: [num_ranks].
+    """
+
+    num_stages: int
+    counts: Ints
+    starts: Floats
+    stops: Floats
+    own_seconds: Floats
+    exposed_seconds: Floats
+    peak_tokens: Ints
+    kept_keys: Ints
+
+    @cached_property
+    def makespan(self) -> float:
+        return float(self.stops.max(initial=0.0))
+
+    @property
+    def _all_seconds(self) -> float:
+        return self.makespan * len(self.counts) * self.num_stages
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all device time without computing or receiving: the pipeline bubble and waiting for rings."""
+        return 1.0 - float(self.own_seconds.sum()) / self._all_seconds if self._all_seconds else 0.0
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of all device time spent waiting for the part of ring exchanges that attention does not hide."""
+        return float(self.exposed_seconds.sum()) / self._all_seconds if self._all_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """The figures that plans are compared by.
+
+    Attributes:
+        micro_batches_per_rank: count for each rank.
+        tokens_per_rank: tokens of each rank, padding left out.
+        padding_share: padding tokens over all tokens of the padded micro-batches.
+        fill_share: tokens over ``C x micro-batches``.
+        makespan: in the unit of the cost model.
+        imbalance: makespan over mean busy time, at least 1.
+    """
+
+    micro_batches_per_rank: tuple[int, ...]
+    tokens_per_rank: tuple[int, ...]
+    padding_share: float
+    fill_share: float
+    makespan: float
+    imbalance: float
+
+
+def replay(plan: StepPlan, cost: CostModel) -> Replay:
+    """Run the plan without pipelines: each rank runs its micro-batches in order.
+
+    Raises:
+        ValueError: the ranks wait for each other for ever (``check_step_plan`` names the cycle).
+    """
+    table = ShardTable.of(plan)
+    costs = table.row_costs(cost)
+    groups = table.row_groups
+    seconds = np.zeros(int(groups.max(initial=-1)) + 1)
+    np.maximum.at(seconds, groups, costs)
+    same_rank = table.row_ranks[1:] == table.row_ranks[:-1]
+    delays = np.zeros(int(same_rank.sum()))
+    starts, left = WorkGraph(seconds, groups[:-1][same_rank], groups[1:][same_rank], delays).run()
+    if left.any():
+        raise ValueError("the plan deadlocks: its ranks have no common order of their rings; check_step_plan names it")
+    row_starts, row_stops = starts[groups], (starts + seconds)[groups]
+    finish = np.zeros(table.num_ranks)
+    np.maximum.at(finish, table.row_ranks, row_stops)
+    return Replay(
+        starts=_by_rank(row_starts, table.counts),
+        stops=_by_rank(row_stops, table.counts),
+        rank_seconds=tuple(np.bincount(table.row_ranks, weights=costs, minlength=table.num_ranks).tolist()),
+        finish_seconds=tuple(finish.tolist()),
+    )
+
+
+def replay_stages(
+    plan: StepPlan | ShardTable,
+    stages: Sequence[StageCost],
+    slicing: Slicing = ONE_SLICE,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    p2p_seconds: float = 0.0,
+) -> StageReplay:
+    """Run the plan with pipelines: 1F1B, Megatron's interleaved order with model chunks, or Seq1F1B with slices.
+
+    A forward takes the output of the previous virtual stage, a backward the gradient of the next one. Without pipelines
+    (one stage) each forward is followed by its backward.
+
+    Args:
+        plan: ranks are pipelines.
+        stages: cost of each virtual stage: V = p x num_chunks of them, chunk by chunk.
+        slicing: slices have equal cost (forward and backward) on the first stage.
+        num_chunks: model chunks of each stage.
+        group_size: micro-batches that run one chunk before the next chunk begins (interleaved order only).
+        p2p_seconds: time of a message between virtual stages on different devices.
+
+    Raises:
+        ValueError: the stages wait for each other for ever; the number of stages is no multiple of the chunks; or
+            there are both slices and chunks.
+    """
+    table = plan if isinstance(plan, ShardTable) else ShardTable.of(plan)
+    num_virtual = len(stages)
+    if num_virtual < 1 or num_virtual % num_chunks:
+        raise ValueError(f"{num_virtual} stage costs are no multiple of {num_chunks} model chunks")
+    num_slices, num_stages = slicing.num_slices, num_virtual // num_chunks
+    if num_slices > 1 and num_chunks > 1:
+        raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice, or no chunks")
+    sliced = _Slices.of(table, stages, slicing)
+    groups = (table.row_groups[:, None] * num_slices + np.arange(num_slices)).ravel()
+    seconds = np.zeros((int(groups.max(initial=-1)) + 1, 2, num_virtual))
+    np.maximum.at(seconds, groups, sliced.own)
+    orders = partial(stage_orders, num_stages, slicing=slicing, num_chunks=num_chunks, group_size=group_size)
+    lanes, peaks = _lanes(table, sliced.held, groups, num_virtual, orders)
+    before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
+    fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
+    graph = WorkGraph(
+        seconds.ravel(),
+        np.concatenate((before, fed_before)),
+        np.concatenate((after, fed_after)),
+        np.concatenate((np.zeros(len(before)), messages)),
+    )
+    starts, left = graph.run()
+    if left.any():
+        raise ValueError(_deadlock_text(table, left, num_stages, num_virtual, num_slices))
+    shaped = starts.reshape(seconds.shape)
+    starts, stops = shaped[groups], (shaped + seconds)[groups]
+    return StageReplay(num_stages, table.counts, starts, stops, sliced.own, sliced.exposed, *peaks)
+
+
+def summarize(plan: StepPlan, cost: CostModel, tokens_multiple: int = 1) -> PlanSummary:
+    """Return the figures of a plan whose micro-batches are padded to a multiple of ``tokens_multiple`` tokens."""
+    table = ShardTable.of(plan)
+    num_tokens = int(table.row_tokens.sum())
+    padded = int((-(-table.row_tokens // tokens_multiple) * tokens_multiple).sum())
+    per_rank = np.bincount(table.row_ranks, weights=table.row_tokens, minlength=table.num_ranks)
+    result = replay(plan, cost)
+    return PlanSummary(
+        micro_batches_per_rank=tuple(table.counts.tolist()),
+        tokens_per_rank=tuple(per_rank.astype(np.int64).tolist()),
+        padding_share=(padded - num_tokens) / padded if padded else 0.0,
+        fill_share=num_tokens / (table.num_rows * plan.tokens_per_rank) if table.num_rows else 0.0,
+        makespan=result.makespan,
+        imbalance=result.imbalance,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Slices:
+    """The work of each slice of each micro-batch, micro-batch by micro-batch: k slices for each.
+
+    Attributes:
+        own, exposed: seconds in each direction on each virtual stage, see ``StageReplay``: [slices, 2, V].
+        held: tokens whose activations are held from the slice's forward to its backward, and tokens whose keys are:
+            [2, slices].
+    """
+
+    own: Floats
+    exposed: Floats
+    held: Floats
+
+    @classmethod
+    def of(cls, table: ShardTable, stages: Sequence[StageCost], slicing: Slicing) -> _Slices:
+        num_slices = slicing.num_slices
+        lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
+        cut = SliceShares.of(stages[0].both, lengths, widths, slicing)
+        beyond_even = table.tokens - lengths / widths  # linear work counts the tokens of the shard itself
+        cells = (table.rows[:, None] * num_slices + np.arange(num_slices)).ravel()
+
+        def of_slices(values: Floats) -> Floats:
+            return np.bincount(cells, weights=values.ravel(), minlength=table.num_rows * num_slices)
+
+        own = np.zeros((table.num_rows * num_slices, 2, len(stages)))
+        exposed = np.zeros_like(own)
+        for cost in set(stages):
+            same = [number for number, stage in enumerate(stages) if stage == cost]
+            ways = cut.stage_costs(cost)
+            for direction, one in ((FORWARD, cost.forward), (BACKWARD, cost.backward)):
+                costs, beyond_attention = ways[direction]
+                costs += one.b * beyond_even[:, None] * cut.tokens
+                own[:, direction, same] = (one.g + of_slices(costs))[:, None]
+                exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
+        is_first = np.arange(num_slices) == 0  # keys are kept until its backward pass, the last one
+        kept = np.where(cut.kept & (widths > 1), lengths, 0.0)[:, None] * is_first
+        return cls(own, exposed, np.stack((of_slices(table.tokens[:, None] * cut.tokens), of_slices(kept))))
+
+
+def _lanes(
+    table: ShardTable, held: Floats, groups: Ints, num_virtual: int, orders: Callable[[int], Sequence[Ints]]
+) -> tuple[list[tuple[Ints, Ints]], Ints]:
+    """Return edges between each action of a stage and the next one, and the most that each rank holds: [2, num_ranks].
+
+    Nodes are numbered (group, direction, virtual stage). Ranks with equal counts have equal orders.
+
+    Args:
+        held, groups: of each slice, micro-batch by micro-batch: [2, slices], [slices].
+        orders: number of micro-batches of a pipeline -> ``stage_orders``.
+    """
+    num_slices = len(groups) // max(table.num_rows, 1)
+    edges: list[tuple[Ints, Ints]] = []
+    peaks = np.zeros((2, table.num_ranks), dtype=np.int64)
+    for count in np.unique(table.counts[table.counts > 0]).tolist():
+        ranks = np.flatnonzero(table.counts == count)
+        of_stages = orders(count)
+        num_stages = len(of_stages)
+        for stage, order in enumerate(of_stages):
+            direction, place, chunk = order.T
+            units = table.offsets[ranks][:, None] * num_slices + place
+            nodes = (groups[units] * 2 + direction) * num_virtual + chunk * num_stages + stage
+            edges.append((nodes[:, :-1].ravel(), nodes[:, 1:].ravel()))
+            most = np.cumsum(held[:, units] * np.where(direction == FORWARD, 1, -1), axis=2).max(axis=2)
+            peaks[:, ranks] = np.maximum(peaks[:, ranks], np.round(most * num_stages / num_virtual).astype(np.int64))
+    return edges, peaks
+
+
+def _data_edges(num_groups: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:
+    """Return (befores, afters, delays): forwards down the virtual stages, the turn at the last one, backwards up."""
+    path = np.append(np.arange(num_virtual), num_virtual + np.arange(num_virtual)[::-1])
+    nodes = np.arange(num_groups)[:, None] * (2 * num_virtual) + path
+    delays = np.full((num_groups, 2 * num_virtual - 1), p2p_seconds)
+    delays[:, num_virtual - 1] = 0.0  # the turn is on one device
+    return nodes[:, :-1].ravel(), nodes[:, 1:].ravel(), delays.ravel()
+
+
+def _deadlock_text(
+    table: ShardTable, left: npt.NDArray[np.bool_], num_stages: int, num_virtual: int, num_slices: int
+) -> str:
+    stuck = left.reshape(-1, num_slices, 2, num_virtual).any(axis=1)[table.row_groups]
+    row, direction, virtual = (int(part[0]) for part in np.nonzero(stuck))
+    rank = int(table.row_ranks[row])
+    what = f"the {'backward' if direction else 'forward'} of micro-batch {row - int(table.offsets[rank])}"
+    return (
+        f"the plan deadlocks: {int(left.sum())} of {left.size} actions never start, the first is {what} of rank {rank} "
+        f"on stage {virtual % num_stages}; a ring needs the same micro-batch index on all its ranks (aligned slots)"
+    )
+
+
+def _by_rank(values: Floats, counts: Ints) -> tuple[tuple[float, ...], ...]:
+    stops = np.cumsum(counts).tolist()
+    listed = values.tolist()
+    return tuple(tuple(listed[stop - count : stop]) for stop, count in zip(stops, counts.tolist(), strict=True))

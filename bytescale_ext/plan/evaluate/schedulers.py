@@ -1,0 +1,232 @@
+"""Compare schedulers on one step: each makes a plan, which is checked and replayed.
+
+Every scheduler gets the same sequences, ranks, C and costs. Each scheduler is charged only for overheads that its own
+runtime has: padding micro-batches and launches count only where they really run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.evaluate.replay import replay_stages
+from bytescale_ext.plan.evaluate.shards import ShardTable
+from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+Ints = npt.NDArray[np.int64]
+
+
+class NotApplicable(ValueError):
+    """A scheduler does not support the scenario; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What all schedulers share.
+
+    Attributes:
+        cluster: the ranks; with pipelines, each rank is a pipeline.
+        context: the most tokens of a sequence; it decides the width of the static mesh.
+        stages: cost of each pipeline stage, the slowest one last; one without pipelines.
+        slicing: how the schedulers ``SLICED`` slice micro-batches (Seq1F1B); the others run 1F1B.
+    """
+
+    cluster: Cluster
+    context: int
+    stages: tuple[StageCost, ...]
+    slicing: Slicing = ONE_SLICE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Figures of one scheduler on one step.
+
+    Attributes:
+        makespan: seconds from the first start to the last stop.
+        idle_share: share of all device time without computing or receiving.
+        exposed_communication: share of all device time spent waiting for ring exchange that attention does not hide.
+        forwards_per_rank: micro-batches of the rank that has most.
+        peak_tokens: the most tokens whose activations one device holds at once.
+        kept_keys: the most tokens whose keys one device keeps from slice to slice.
+        distinct_peers: ranks with which a rank exchanges keys and values; of the rank that has most.
+        planning_seconds: wall time of the planner, on one core.
+    """
+
+    makespan: float
+    idle_share: float
+    exposed_communication: float
+    forwards_per_rank: int
+    peak_tokens: int
+    kept_keys: int
+    distinct_peers: int
+    planning_seconds: float
+
+
+Scheduler = Callable[[Sequence[int], Scenario], Outcome]
+
+
+def stage_costs(cost: ModelCost, num_stages: int) -> tuple[StageCost, ...]:
+    """Return the costs of a model cut into stages of equal layers; the last one adds embedding and output layer.
+
+    Raises:
+        ValueError: the stages do not divide the layers.
+    """
+    num_layers = cost.shape.num_layers
+    if num_stages < 1 or num_layers % num_stages:
+        raise ValueError(f"{num_stages} stages do not divide the {num_layers} layers of the cost file's model")
+    return tuple(cost.stage(num_layers // num_stages, stage == num_stages - 1) for stage in range(num_stages))
+
+
+def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
+    """Run data x context parallelism of one width: the smallest power of two that holds the context at C.
+
+    Documents are packed in the order in which they come; a pack ends where the next one no longer fits. Packs are
+    dealt to the groups in turn. The ranks of a group are alike, so one of them stands for all. With pipelines every
+    group runs equally many micro-batches, as Megatron does; without, groups do not wait for each other.
+    """
+    num_ranks, tokens_per_rank = scenario.cluster.num_ranks, scenario.cluster.tokens_per_rank
+    width = 1 << (-(-scenario.context // tokens_per_rank) - 1).bit_length()
+    if num_ranks % width:
+        raise NotApplicable(f"context parallelism of {width} does not divide {num_ranks} ranks")
+    began = time.perf_counter()
+    num_groups = num_ranks // width
+    tokens = np.asarray(lengths, dtype=np.int64)
+    shares = -(-tokens // width)
+    packs = _packs_in_order(shares, tokens_per_rank)
+    counts = np.bincount(np.arange(packs[-1] + 1) % num_groups, minlength=num_groups)
+    if len(scenario.stages) > 1:
+        counts = np.full(num_groups, counts.max())
+    rows = (np.cumsum(counts) - counts)[packs % num_groups] + packs // num_groups
+    widths = np.minimum(width, tokens)
+    table = ShardTable(counts, rows, np.arange(len(tokens)), np.zeros_like(rows), widths, tokens, shares)
+    one_slice = replace(scenario, slicing=ONE_SLICE)
+    return _outcome(table, one_slice, min(width - 1, 2), time.perf_counter() - began)
+
+
+def naive(lengths: Sequence[int], scenario: Scenario) -> Outcome:
+    """Plan with ByteScale's Algorithm 1: fewest ranks, tokens balanced, work not."""
+    return _planned(lengths, scenario, "none")
+
+
+def bytescale(lengths: Sequence[int], scenario: Scenario) -> Outcome:
+    """Plan with ByteScale's Algorithm 2 as published."""
+    return _planned(lengths, scenario, "bytescale")
+
+
+def ours(lengths: Sequence[int], scenario: Scenario) -> Outcome:
+    """Plan with this project's balance planner."""
+    return _planned(lengths, scenario, auto_balance(len(scenario.stages) > 1))
+
+
+SCHEDULERS: Final = MappingProxyType({"static": static, "naive": naive, "bytescale": bytescale, "ours": ours})
+"""Schedulers that need only this package, by name."""
+
+SLICED: Final = ("naive", "bytescale", "ours")
+"""Schedulers whose plans this project can run in slices; the others are Megatron as it is."""
+
+
+def planner_of(scenario: Scenario, balance: str) -> HdpPlanner:
+    """Return the planner with one kind of balance in this scenario; it balances the slowest stage."""
+    return HdpPlanner(scenario.cluster, scenario.stages, scenario.slicing, balance=balance)
+
+
+def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcome:
+    planner = planner_of(scenario, balance)
+    began = time.perf_counter()
+    plan = planner(lengths)
+    seconds = time.perf_counter() - began
+    check_step_plan(plan, lengths)
+    table = ShardTable.of(plan)
+    padded = table.with_counts(np.array(micro_batch_counts(plan)))  # a rank that has none runs an empty one
+    return _outcome(padded, scenario, int(table.distinct_peers().max()), seconds)
+
+
+def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, planning_seconds: float) -> Outcome:
+    result = replay_stages(table, scenario.stages, scenario.slicing)
+    return Outcome(
+        makespan=result.makespan,
+        idle_share=result.idle_share,
+        exposed_communication=result.exposed_share,
+        forwards_per_rank=int(table.counts.max()),
+        peak_tokens=int(result.peak_tokens.max()),
+        kept_keys=int(result.kept_keys.max()),
+        distinct_peers=distinct_peers,
+        planning_seconds=planning_seconds,
+    )
+
+
+def _packs_in_order(shares: Ints, capacity: int) -> Ints:
+    """Return the number of the pack of each document, packed in order by ``shares``: [n] both."""
+    ends = np.cumsum(shares)
+    packs = np.zeros(len(shares), dtype=np.int64)
+    first = number = 0
+    while first < len(shares):
+        used = int(ends[first - 1]) if first else 0
+        stop = int(np.searchsorted(ends, used + capacity, side="right"))
+        packs[first:stop] = number
+        first, number = stop, number + 1
+    return packs
+
+
+def run_groups(
+    groups: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], scenario: Scenario, planning_seconds: float
+) -> Outcome:
+    """Run groups of sub-samples with a barrier between them, as Megatron's hybrid context parallelism does.
+
+    In a group each rank takes its sub-samples in order, one in each forward, so each pays ``g``. The ring of a
+    sub-sample is all ranks that have it, in the order 0, 1, 2, ....
+
+    Args:
+        groups: groups[number][rank] -> sequences; each sequence is in one group.
+        lengths: tokens of each sequence.
+        scenario: without pipelines.
+        planning_seconds: for the outcome.
+    """
+    placed = [
+        np.array([(rank, seq) for rank, seqs in enumerate(group) for seq in seqs], dtype=np.int64) for group in groups
+    ]
+    tokens = np.asarray(lengths, dtype=np.int64)
+    makespan = sum(replay_stages(_one_each(part, tokens, scenario), scenario.stages).makespan for part in placed)
+    table = _one_each(np.concatenate(placed), tokens, scenario)
+    device_seconds = scenario.cluster.num_ranks * makespan
+    passes = (scenario.stages[0].forward, scenario.stages[0].backward)
+    return Outcome(
+        makespan=makespan,
+        idle_share=1.0 - float(sum(table.row_costs(cost).sum() for cost in passes)) / device_seconds,
+        exposed_communication=float(sum(table.row_exposed(cost).sum() for cost in passes)) / device_seconds,
+        forwards_per_rank=int(table.counts.max()),
+        peak_tokens=int(table.row_tokens.max()),
+        kept_keys=0,
+        distinct_peers=int(table.distinct_peers(folded=False).max()),
+        planning_seconds=planning_seconds,
+    )
+
+
+def _one_each(placed: Ints, tokens: Ints, scenario: Scenario) -> ShardTable:
+    """Return micro-batches of one shard each.
+
+    ``placed``: (rank, sequence) of each in the running order of its rank, [n, 2]; ``tokens``: of each sequence.
+    """
+    ranks, seqs = placed.T
+    rows = np.empty_like(ranks)
+    rows[np.argsort(ranks, kind="stable")] = np.arange(len(ranks))
+    sizes = np.bincount(seqs, minlength=len(tokens))
+    in_order = np.lexsort((ranks, seqs))
+    members = np.empty_like(ranks)
+    members[in_order] = np.arange(len(seqs)) - (np.cumsum(sizes) - sizes)[seqs[in_order]]
+    widths, lengths = sizes[seqs], tokens[seqs]
+    shares = lengths // widths + (members < lengths % widths)
+    return ShardTable(
+        np.bincount(ranks, minlength=scenario.cluster.num_ranks), rows, seqs, members, widths, lengths, shares
+    )

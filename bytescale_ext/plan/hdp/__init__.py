@@ -1,0 +1,1 @@
+"""Planners of hybrid data parallelism: which ranks compute which tokens in which micro-batch."""

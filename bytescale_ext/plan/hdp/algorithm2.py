@@ -1,0 +1,83 @@
+"""ByteScale's balance strategy as published (section 6, Algorithm 2), to compare with; widths are the fewest ranks."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.hdp.baselines import aligned_slots, least_loaded_window
+from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
+from bytescale_ext.plan.hdp.packing import pack_best_fit
+from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.step.placed import PlacedRanks
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+NUM_BUCKETS = 16
+
+
+def place_algorithm2(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
+    """Run Algorithm 2: DP-Balance, or PP-Balance in aligned slots.
+
+    The paper leaves some choices open; this is how they are made. Short sequences are packed first, best fit under C
+    (Algorithm 1, lines 7 to 9); a pack is then treated as one sequence on one rank. There are 16 buckets of about equal
+    work, longest sequences first (a pack counts by its longest one; tie: older pack). DP-Balance empties them one after
+    the other, PP-Balance takes one sequence of each in turn. A sequence goes to the contiguous ranks whose latest is
+    ready first (tie: least total time, lowest rank). Target ranks are those behind the latest by more than delta; the
+    ranks that are ready first are among them whenever there are any, so delta changes nothing and is left out.
+
+    In aligned slots a ring takes the first slot after the latest slot of its ranks, a pack the first free one.
+    """
+    lengths, ring_widths, num_ranks, cost = problem.lengths, problem.min_widths, problem.num_ranks, problem.cost
+    in_order = np.argsort(-lengths, kind="stable")
+    is_long = lengths[in_order] > problem.tokens_per_rank
+    packs = pack_best_fit(lengths.tolist(), in_order[~is_long].tolist(), problem.tokens_per_rank)
+    items: list[Sequence[int]] = [(seq,) for seq in in_order[is_long].tolist()]
+    items += sorted(packs, key=lambda pack: -int(lengths[pack[0]]))
+    widths = np.array([ring_widths[item[0]] for item in items], dtype=np.int64)
+    each = cost.sequence_cost(lengths.astype(np.float64), ring_widths.astype(np.float64))
+    seconds = np.array([sum(each[seq] for seq in item) for item in items]) + cost.g
+    turns = list(_turns(seconds * widths, problem.aligned))
+    placed_on = _windows(seconds, widths, turns, num_ranks, should_stop)
+    slots = aligned_slots(placed_on[turns], widths[turns], num_ranks) if problem.aligned else np.arange(len(items))
+    firsts, orders = np.zeros_like(ring_widths), np.zeros_like(ring_widths)
+    for turn, number in enumerate(turns):
+        firsts[list(items[number])], orders[list(items[number])] = placed_on[number], slots[turn]
+    return PlacedRanks(num_ranks, lengths, firsts, ring_widths, orders, problem.aligned)
+
+
+def _turns(work: Floats, in_turn: bool) -> Iterator[int]:
+    """Yield items, ``work`` [items], from buckets of about equal work: bucket after bucket, or one of each in turn."""
+    if not len(work):
+        return
+    done = np.cumsum(work) - work / 2
+    buckets = np.minimum((done * NUM_BUCKETS / work.sum()).astype(np.int64), NUM_BUCKETS - 1)
+    place = np.arange(len(work)) - np.searchsorted(buckets, buckets)
+    yield from (np.lexsort((buckets, place)) if in_turn else np.arange(len(work))).tolist()
+
+
+def _windows(seconds: Floats, widths: Ints, turns: list[int], num_ranks: int, should_stop: ShouldStop) -> Ints:
+    """Return the first rank of each item, placed in the order of ``turns``: [items], as ``seconds`` and ``widths``."""
+    firsts = np.zeros(len(widths), dtype=np.int64)
+    ready = np.zeros(num_ranks)
+    heap = [(0.0, rank) for rank in range(num_ranks)]  # (ready, rank); entries of the past are skipped
+    for count, number in enumerate(turns):
+        if count % 1024 == 0:
+            stop_if(should_stop)
+        width = int(widths[number])
+        if width > 1:
+            first = least_loaded_window(ready, width)
+        else:
+            while heap[0][0] != ready[heap[0][1]]:
+                heapq.heappop(heap)
+            first = heap[0][1]
+        window = slice(first, first + width)
+        ready[window] = ready[window].max() + seconds[number]
+        for rank in range(first, first + width):
+            heapq.heappush(heap, (float(ready[rank]), rank))
+        firsts[number] = first
+    return firsts

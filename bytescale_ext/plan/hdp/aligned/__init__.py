@@ -1,0 +1,1 @@
+"""Planners whose ranks run equally many slots, aligned for pipelines."""

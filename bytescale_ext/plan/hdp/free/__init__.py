@@ -1,0 +1,1 @@
+"""Planners whose ranks run any number of micro-batches, without a pipeline."""

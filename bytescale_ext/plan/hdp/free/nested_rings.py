@@ -1,0 +1,139 @@
+"""Widths and ranks of rings: moldable tasks on nested runs of ranks.
+
+A ring may be wider than memory asks for; as long as its exchange of keys and values hides behind attention this costs
+nothing but its share of ranks. That freedom is used to keep the floor flat: all ranks of a ring are ready at the same
+time, so no rank waits. The ranks begin as one run; the longest sequence goes first. It takes the run that is ready
+first, cuts it in as many equal parts as are still wide enough, and uses one part whole. Every later sequence is
+shorter and needs no more ranks, so it fits into what the cuts left::
+
+    ranks   0      8      16     24     32          32 ranks; needs: 15, 9, 6, 3 ...
+    1st     |---- seq 0 ----|                        two parts of 16, takes the left one
+    2nd     |               |---- seq 1 ----|        takes the right one (9 does not go into 16 twice)
+    3rd     |       |       |-seq 2-|       |        right is ready first: two parts of 8
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
+from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.step.sizes import Cluster
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_WASTE = 1.02  # a ring may cost this many times the rank-seconds of its exact width, to take a run whole
+
+
+def target_widths(problem: Problem, target: float) -> Ints:
+    """Return the fewest ranks with which each sequence takes at most ``target`` seconds: [n].
+
+    A sequence that no width brings there gets the most ranks over which its exchange still hides behind attention, or
+    its fewest ranks. No sequence gets more than a longer one. The problem's longest sequences come first.
+    """
+    lengths, cost, most = problem.lengths, problem.cost, problem.num_ranks
+    sizes = lengths.astype(np.float64)
+    seconds = max(target - cost.g, 1e-300)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        # computing: (a s^2 + b s) / d + h s (d - 1) / d <= seconds
+        joining = cost.h * sizes
+        computing = np.where(
+            joining < seconds, (cost.a * sizes * sizes + cost.b * sizes - joining) / (seconds - joining), np.inf
+        )
+        # receiving: (c + h) s (d - 1) / d + b s / d <= seconds; wider helps only while b > c + h
+        ring = cost.c + cost.h
+        receiving = np.where(ring * sizes < seconds, (cost.b - ring) * sizes / (seconds - ring * sizes), 0.0)
+        hidden = sizes * cost.a / cost.c + 1 if cost.c else np.full(len(sizes), np.inf)
+    wanted = np.maximum(computing, receiving)
+    unreachable = (wanted > hidden) & ((ring * sizes >= seconds) | (cost.b <= ring))
+    wanted = np.where(unreachable, np.floor(hidden), wanted)
+    widths = np.clip(np.ceil(np.minimum(wanted, most)), problem.min_widths, np.minimum(lengths, most)).astype(np.int64)
+    return np.asarray(np.minimum.accumulate(widths))
+
+
+@dataclass(frozen=True, slots=True)
+class NestedRings:
+    """The places of rings, in the order in which they run.
+
+    Attributes:
+        first_ranks, widths: of each ring: [n].
+        loads: seconds of each rank: [num_ranks].
+    """
+
+    first_ranks: Ints
+    widths: Ints
+    loads: Floats
+
+
+def nest_rings(
+    lengths: Ints, needs: Ints, cluster: Cluster, cost: CostModel, should_stop: ShouldStop = None
+) -> NestedRings:
+    """Place rings on nested runs of ranks (see the module), each where it can start first (tie: lowest rank).
+
+    A ring no wider than a node lies inside one node; a wider one begins with a node.
+
+    Args:
+        lengths: tokens of each ring sequence, the one that needs most ranks first: [n].
+        needs: the fewest ranks of each, at most all ranks: [n], not ascending.
+        cluster: the ranks.
+        cost: forward and backward together.
+        should_stop: see ``HdpPlanner``.
+    """
+    num_ranks, node = cluster.num_ranks, cluster.node_ranks
+    runs = [(0.0, 0, num_ranks)]  # (load, first rank, ranks), a heap
+    firsts, widths = [], []
+    for number, (length, need) in enumerate(zip(lengths.tolist(), needs.tolist(), strict=True)):
+        if number % 1024 == 0:
+            stop_if(should_stop)
+        narrow = []
+        while runs[0][2] < need:
+            narrow.append(heapq.heappop(runs))
+        load, first, width = heapq.heappop(runs)
+        for run in narrow:
+            heapq.heappush(runs, run)
+        bounds = _cut(first, width, need, node)
+        bounds = _without_waste(bounds, length, need, node, cost)
+        for start, stop in itertools.pairwise(bounds[1:]):
+            heapq.heappush(runs, (load, start, stop - start))
+        width = bounds[1] - first
+        heapq.heappush(runs, (load + cost.sequence_cost(length, width) + cost.g, first, width))
+        firsts.append(first)
+        widths.append(width)
+    loads = np.empty(num_ranks, dtype=np.float64)
+    for load, first, width in runs:
+        loads[first : first + width] = load
+    return NestedRings(np.array(firsts, dtype=np.int64), np.array(widths, dtype=np.int64), loads)
+
+
+def _cut(first: int, width: int, need: int, node: int) -> list[int]:
+    """Return the bounds of the equal parts of a run, the first at least ``need`` wide: whole nodes or parts of one."""
+    stop = first + width
+    inside = min(width, node - first % node)
+    if need <= inside:
+        count = inside // need
+        bounds = [first + part * inside // count for part in range(count + 1)]
+        return bounds + list(range(bounds[-1] + node, stop, node)) + ([stop] if stop > bounds[-1] else [])
+    num_nodes = -(-width // node)
+    for count in range(num_nodes // -(-need // node), 1, -1):
+        bounds = [first + part * num_nodes // count * node for part in range(count)] + [stop]
+        if all(high - low >= need for low, high in itertools.pairwise(bounds)):
+            return bounds
+    return [first, stop]
+
+
+def _without_waste(bounds: list[int], length: int, need: int, node: int, cost: CostModel) -> list[int]:
+    """Return the bounds with the first part cut to ``need``, if its whole width exposes too much of the exchange."""
+    width = bounds[1] - bounds[0]
+    exact = need if need <= node else min(-(-need // node) * node, width)
+    if width > length:  # some rank would hold nothing
+        exact = min(exact, length)
+    elif width * cost.sequence_cost(length, width) <= _WASTE * exact * cost.sequence_cost(length, exact):
+        return bounds
+    return [bounds[0], bounds[0] + exact, *bounds[1:]] if exact < width else bounds

@@ -1,0 +1,194 @@
+"""Packing of short sequences: best fit into packs (ByteScale section 5, Algorithm 1, line "pack"), or by work."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_WORD_BITS = 1024
+
+
+class _ResidualSet:
+    """A set of small integers that answers "the smallest member >= x" in a few integer operations.
+
+    Two levels of bit sets: bit v of word w stands for the member ``w * _WORD_BITS + v``; the top level has a bit
+    for each word that is not zero. A sorted list with bisect would move up to ``capacity`` entries at every change.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[int, int] = {}
+        self._top = 0
+
+    def add(self, member: int) -> None:
+        word, bit = divmod(member, _WORD_BITS)
+        self._words[word] = self._words.get(word, 0) | (1 << bit)
+        self._top |= 1 << word
+
+    def remove(self, member: int) -> None:
+        word, bit = divmod(member, _WORD_BITS)
+        self._words[word] ^= 1 << bit
+        if not self._words[word]:
+            self._top ^= 1 << word
+
+    def smallest_from(self, bound: int) -> int | None:
+        """The smallest member that is at least ``bound``; None when there is none."""
+        word, bit = divmod(bound, _WORD_BITS)
+        rest = self._words.get(word, 0) >> bit
+        if rest:
+            return bound + (rest & -rest).bit_length() - 1
+        later = self._top >> (word + 1)
+        if not later:
+            return None
+        word += (later & -later).bit_length()
+        bits = self._words[word]
+        return word * _WORD_BITS + (bits & -bits).bit_length() - 1
+
+
+def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Pack sequences into as few packs of ``capacity`` tokens as best-fit-decreasing finds.
+
+    Longer sequences go first (tie: lower index). Each goes to the fullest pack that still has room for it
+    (tie: the oldest pack), else it opens a new pack. About O(n log n).
+
+    Args:
+        lengths: tokens of every sequence of the step.
+        indices: which of them to pack, each at most once.
+        capacity: the most tokens of one pack.
+
+    Returns:
+        Packs in the order in which they were opened, each the indices it holds in the order of placement.
+
+    Raises:
+        ValueError: a sequence is empty or longer than ``capacity``.
+    """
+    sizes = [int(length) for length in lengths]
+    order = sorted(sorted(indices), key=sizes.__getitem__, reverse=True)  # stable, also in reverse
+    if order and sizes[order[0]] > capacity:
+        raise ValueError(
+            f"sequence {order[0]} has {sizes[order[0]]} tokens, more than a pack of {capacity} tokens holds; "
+            f"raise the capacity or cut the sequence"
+        )
+    if order and sizes[order[-1]] < 1:
+        raise ValueError(f"sequence {order[-1]} has {sizes[order[-1]]} tokens; drop it, a sequence needs at least 1")
+    packs: list[list[int]] = []
+    residuals = _ResidualSet()
+    packs_with: dict[int, list[int]] = {}  # residual -> heap of the packs that have it, oldest first
+    for index in order:
+        length = sizes[index]
+        residual = residuals.smallest_from(length)
+        if residual is None:
+            pack, residual = len(packs), capacity
+            packs.append([index])
+        else:
+            heap = packs_with[residual]
+            pack = heapq.heappop(heap)
+            if not heap:
+                residuals.remove(residual)
+            packs[pack].append(index)
+        residual -= length
+        if not residual:
+            continue
+        heap = packs_with.setdefault(residual, [])
+        if not heap:
+            residuals.add(residual)
+        heapq.heappush(heap, pack)
+    return tuple(tuple(pack) for pack in packs)
+
+
+def deal_by_work(work: Floats, loads: Floats) -> Ints:
+    """Deal items, in the given order, each to the bin with the least load so far (tie: lowest index).
+
+    With the most work first this is the longest-processing-time rule (Graham 1969): loads end within one item.
+
+    Args:
+        work: of each item: [n].
+        loads: work that the bins hold already: [bins].
+
+    Returns:
+        The bin of each item: [n].
+    """
+    heap = [(load, index) for index, load in enumerate(loads.tolist())]
+    heapq.heapify(heap)
+    bins = []
+    for amount in work.tolist():
+        load, index = heap[0]
+        bins.append(index)
+        heapq.heapreplace(heap, (load + amount, index))
+    return np.array(bins, dtype=np.int64)
+
+
+def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
+    """Pack the items of each owner best-fit in the given order, for all owners at once.
+
+    Args:
+        tokens: of each item, at most ``capacity``: [n].
+        owners: owner of each item, from 0 on: [n].
+        capacity: the most tokens of a pack.
+
+    Returns:
+        The pack of each item, numbered from 0 for each owner: [n].
+    """
+    packs = np.zeros(len(tokens), dtype=np.int64)
+    if not len(tokens):
+        return packs
+    in_order = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners)
+    begins = np.cumsum(counts) - counts
+    by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    room = np.full((len(counts), 1), capacity, dtype=np.int64)
+    for turn in range(int(counts.max())):
+        active = int(np.searchsorted(-counts[by_count], -turn))
+        items = in_order[begins[by_count[:active]] + turn]
+        size = tokens[items]
+        left = room[:active] - size[:, None]
+        tightest = np.where(left < 0, capacity, left).argmin(axis=1)
+        fits = left[np.arange(active), tightest] >= 0
+        if not fits.all():  # a new pack for the others: an unused one, and one more column if all are used
+            room = np.concatenate((room[:active], np.full((active, 1), capacity, dtype=np.int64)), axis=1)
+            unused = (room == capacity).argmax(axis=1)
+            tightest = np.where(fits, tightest, unused)
+            if (room[:, -1] == capacity).all() and not (tightest == room.shape[1] - 1).any():
+                room = room[:, :-1]
+        packs[items] = tightest
+        room[np.arange(active), tightest] -= size
+    return packs
+
+
+def fill_slots(tokens: Ints, work: Floats, owners: Ints, room: Ints, missing_seconds: Floats) -> Ints:
+    """Give each item the slot of its owner that misses most work and has room for it.
+
+    Args:
+        tokens: of each item: [n].
+        work: of each item, most work first: [n].
+        owners: owner of each item: [n].
+        room: tokens that each slot still holds: [owners, slots].
+        missing_seconds: work that each slot still misses: [owners, slots].
+
+    Returns:
+        The slot of each item, -1 for one that has room nowhere: [n].
+    """
+    slots = np.full(len(tokens), -1, dtype=np.int64)
+    if not len(tokens):
+        return slots
+    in_order = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners, minlength=len(room))
+    begins = np.cumsum(counts) - counts
+    by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    room, missing = room[by_count], missing_seconds[by_count]
+    for turn in range(int(counts.max())):
+        active = np.arange(int(np.searchsorted(-counts[by_count], -turn)))
+        items = in_order[begins[by_count[active]] + turn]
+        most = np.where(room[active] >= tokens[items, None], missing[active], -np.inf)
+        chosen = most.argmax(axis=1)
+        fits = most[active, chosen] > -np.inf
+        active, items, chosen = active[fits], items[fits], chosen[fits]
+        slots[items] = chosen
+        room[active, chosen] -= tokens[items]
+        missing[active, chosen] -= work[items]
+    return slots

@@ -1,0 +1,158 @@
+"""The planner of a step: the table of all planners, and one frozen value that is called with the lengths of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.plan.activation.offload import OffloadLimits
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.hdp.algorithm2 import place_algorithm2
+from bytescale_ext.plan.hdp.aligned.search import place_pipelined
+from bytescale_ext.plan.hdp.baselines import place_naive, place_static
+from bytescale_ext.plan.hdp.deadline import ShouldStop
+from bytescale_ext.plan.hdp.free.balance import place_balanced
+from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerRow:
+    """One planner. To add one, write its ``place`` in a file of this folder and add a row to ``PLANNERS``.
+
+    Attributes:
+        name: the choice of ``--hdp-balance`` and ``bytescale plan --balance``.
+        place: places the sequences of a problem on ranks; pure, equal problems give equal placements.
+        aligned: it makes aligned slots where the problem asks for them; else it is refused there.
+        sliced: it plans for slices; the others are given whole micro-batches.
+    """
+
+    name: str
+    place: Callable[[Problem, ShouldStop], PlacedRanks]
+    aligned: bool
+    sliced: bool
+
+
+_STATIC: Final = PlannerRow("static", place_static, aligned=True, sliced=False)
+
+PLANNERS: Final[Mapping[str, PlannerRow]] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            PlannerRow("none", place_naive, aligned=True, sliced=False),
+            PlannerRow("dp", place_balanced, aligned=False, sliced=False),
+            PlannerRow("pp", place_pipelined, aligned=True, sliced=True),
+            PlannerRow("bytescale", place_algorithm2, aligned=True, sliced=False),
+            _STATIC,
+        )
+    }
+)
+
+BALANCES: Final = tuple(name for name in PLANNERS if name != _STATIC.name)
+"""Planners that are chosen by name; the static mesh is chosen by its width."""
+
+
+def auto_balance(aligned: bool) -> str:
+    """Return the balance planner for a step with aligned slots or without."""
+    return "pp" if aligned else "dp"
+
+
+@dataclass(frozen=True)
+class HdpPlanner:
+    """The planner's settings; calling it is pure: equal lengths give an equal plan on every rank.
+
+    Attributes:
+        cluster: the HDP ranks; with pipelines, each rank is a pipeline.
+        stages: cost of each pipeline stage, the slowest one last; one without pipelines.
+        slicing: how each stage slices its micro-batches.
+        tokens_multiple: micro-batches are padded at their end to a multiple of this.
+        balance: one of ``BALANCES``.
+        aligned: the plan must have aligned slots even without pipelines (expert parallelism).
+        static_width: plan static context parallelism of this width instead, to compare with.
+        offload: activations may go to host memory within these limits, so that a sequence needs fewer ranks; a plan
+            then names the share of each micro-batch. The micro-batches in flight share the host memory. None: nothing
+            is offloaded.
+    """
+
+    cluster: Cluster
+    stages: tuple[StageCost, ...]
+    slicing: Slicing = ONE_SLICE
+    tokens_multiple: int = 1
+    balance: str = "dp"
+    aligned: bool = False
+    static_width: int | None = None
+    offload: OffloadLimits | None = None
+
+    def __post_init__(self) -> None:
+        if self.balance not in BALANCES:
+            raise ValueError(f"balance {self.balance!r} is unknown; choose one of {', '.join(BALANCES)}")
+        if not self.stages:
+            raise ValueError("0 stages: there must be at least 1")
+        if self.needs_aligned and not self.row.aligned:
+            raise ValueError(
+                f"balance {self.row.name} has no aligned slots, as pipelines and expert parallelism need; "
+                f"choose {auto_balance(aligned=True)}"
+            )
+
+    @property
+    def row(self) -> PlannerRow:
+        """The planner that makes the plans."""
+        return _STATIC if self.static_width is not None else PLANNERS[self.balance]
+
+    @property
+    def needs_aligned(self) -> bool:
+        """Whether the plan must have aligned slots."""
+        return self.aligned or len(self.stages) > 1
+
+    def __call__(self, lengths: Sequence[int], should_stop: ShouldStop = None) -> StepPlan:
+        """Return the plan of a step.
+
+        Args:
+            lengths: tokens of each sequence, at least 1 each.
+            should_stop: asked now and then; once it returns True the planner gives up.
+
+        Raises:
+            OutOfTime: ``should_stop`` returned True before a plan was found; ``fallback`` makes a simple one.
+            ValueError: C is no multiple of ``tokens_multiple``, a sequence is empty, or one does not fit on its ranks
+                (the message names the smallest C that fits).
+        """
+        problem = self._problem(lengths, self.static_width)
+        return self._plan(
+            self.row.place(problem if self.row.sliced else replace(problem, slicing=ONE_SLICE), should_stop)
+        )
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        """Return the simple plan (``place_naive``), made at once, for a planner that ran out of its time."""
+        return self._plan(place_naive(self._problem(lengths, None)))
+
+    @property
+    def _limits(self) -> OffloadLimits | None:
+        """The limits of one micro-batch, of which as many are in flight as there are stages."""
+        limits = self.offload
+        return None if limits is None else replace(limits, host_bytes=limits.host_bytes / len(self.stages))
+
+    def _problem(self, lengths: Sequence[int], static_width: int | None) -> Problem:
+        """Return the problem of a step, without a static mesh or with one."""
+        sizes = checked_lengths(lengths, self.cluster, self.tokens_multiple)
+        if static_width is None:
+            forward = self.stages[-1].forward
+            widths = min_widths(sizes, self.cluster, self.tokens_multiple, self._limits, forward)
+        else:
+            widths = static_widths(sizes, self.cluster, static_width, self.tokens_multiple)
+        return Problem(sizes, widths, self.cluster, self.stages, self.slicing, self.needs_aligned, static_width)
+
+    def _plan(self, placed: PlacedRanks) -> StepPlan:
+        """Return the plan of a placement, with the smallest offload shares that make its widths fit."""
+        if self._limits is not None:
+            tokens = -(-placed.lengths // placed.widths)
+            tokens = -(-tokens // self.tokens_multiple) * self.tokens_multiple
+            shares = self._limits.min_shares(tokens.astype(np.float64), self.cluster.tokens_per_rank)
+            placed = replace(placed, offloads=shares)
+        lengths = tuple(placed.lengths.tolist())
+        return StepPlan(self.cluster.num_ranks, self.cluster.tokens_per_rank, lengths, placed, placed.aligned)

@@ -1,0 +1,157 @@
+"""The planning problem of one step, which every planner takes, and the fewest ranks that memory allows a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.activation.offload import OffloadLimits
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One step to plan.
+
+    Attributes:
+        lengths: tokens of each sequence: [n].
+        min_widths: the fewest ranks of each sequence that its memory allows: [n].
+        cluster: the ranks; with pipelines, each rank is a pipeline.
+        stages: cost of each pipeline stage; one without pipelines.
+        slicing: how stages slice micro-batches.
+        aligned: the plan must have aligned slots (``StepPlan.aligned``).
+        static_width: ranks of each group of a static mesh; only ``place_static`` reads it.
+    """
+
+    lengths: Ints
+    min_widths: Ints
+    cluster: Cluster
+    stages: tuple[StageCost, ...]
+    slicing: Slicing = ONE_SLICE
+    aligned: bool = False
+    static_width: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.cluster.num_ranks
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.cluster.tokens_per_rank
+
+    @property
+    def stage(self) -> StageCost:
+        """Cost of the slowest stage, which planners balance: the last one, as it has the output layer."""
+        return self.stages[-1]
+
+    @property
+    def cost(self) -> CostModel:
+        """Forward and backward cost of the slowest stage."""
+        return self.stage.both
+
+    def longest_first(self) -> tuple[Problem, Ints]:
+        """Return the problem with its longest sequences first (tie: lower index), and their indices here: [n]."""
+        in_order = np.argsort(-self.lengths, kind="stable")
+        return replace(self, lengths=self.lengths[in_order], min_widths=self.min_widths[in_order]), in_order
+
+    def mean_seconds(self) -> float:
+        """Return the time of a step whose work, with rings of least width, is spread evenly: no plan is shorter."""
+        launches = -(-int(self.lengths.sum()) // (self.num_ranks * self.tokens_per_rank))
+        seconds = self.cost.sequence_cost(self.lengths.astype(np.float64), self.min_widths.astype(np.float64))
+        return float((self.min_widths * seconds).sum()) / self.num_ranks + self.cost.g * launches
+
+    def longest_seconds(self) -> float:
+        """Return the time of the longest of at least one sequence at its best width: no plan is shorter."""
+        longest = int(self.lengths.argmax())
+        widths = np.arange(self.min_widths[longest], self.num_ranks + 1, dtype=np.float64)
+        lengths = np.full(len(widths), float(self.lengths[longest]))
+        return float(self.cost.sequence_cost(lengths, widths).min()) + self.cost.g
+
+
+def checked_lengths(lengths: Sequence[int], cluster: Cluster, tokens_multiple: int) -> Ints:
+    """Return the lengths as an array: [n]. Raises ValueError for sizes that do not go together."""
+    if tokens_multiple < 1:
+        raise ValueError(f"the tokens multiple is {tokens_multiple}; it must be at least 1")
+    if cluster.tokens_per_rank % tokens_multiple:
+        raise ValueError(
+            f"tokens per rank {cluster.tokens_per_rank} is no multiple of {tokens_multiple}, to which micro-batches "
+            f"are padded; use {cluster.tokens_per_rank + -cluster.tokens_per_rank % tokens_multiple}"
+        )
+    sizes = np.array(lengths, dtype=np.int64)
+    if (sizes < 1).any():
+        seq = int((sizes < 1).argmax())
+        raise ValueError(f"sequence {seq} has {sizes[seq]} tokens; drop it, a sequence needs at least 1")
+    return sizes
+
+
+def min_widths(
+    sizes: Ints,
+    cluster: Cluster,
+    tokens_multiple: int = 1,
+    limits: OffloadLimits | None = None,
+    forward: CostModel | None = None,
+) -> Ints:
+    """Return the fewest ranks that hold each sequence, ``ceil(s / C)`` or, with offloading, ByteScale's Eq. 3: [n].
+
+    Args:
+        sizes: tokens of each sequence: [n].
+        cluster: the ranks.
+        tokens_multiple: micro-batches are padded at their end to a multiple of this.
+        limits, forward: limits of offloading and the forward cost of a stage; None: nothing is offloaded.
+
+    Raises:
+        ValueError: all ranks together do not hold a sequence; names the smallest C that does.
+    """
+    num_ranks, tokens_per_rank = cluster.num_ranks, cluster.tokens_per_rank
+    most = np.full(len(sizes), tokens_per_rank, dtype=np.int64)
+    if limits is not None and forward is not None:
+        held = limits.max_tokens(sizes.astype(np.float64), tokens_per_rank, forward)
+        most = np.floor(np.minimum(held, np.maximum(sizes + tokens_multiple, tokens_per_rank))).astype(np.int64)
+        most -= most % tokens_multiple
+    widths = -(-sizes // most)
+    if (widths <= num_ranks).all():
+        return widths
+    seq = int((widths - num_ranks).argmax())
+    share = _min_capacity(int(sizes[seq]), num_ranks, tokens_multiple)
+    text = (
+        f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold; raise the tokens per rank to at least {share}"
+    )
+    if limits is not None and forward is not None:
+        with_offload = math.ceil(limits.min_capacity(int(sizes[seq]), share, forward))
+        with_offload += -with_offload % tokens_multiple
+        text = (
+            f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold, {most[seq]} with offloading; raise the "
+            f"tokens per rank to at least {with_offload} ({share} without offloading)"
+        )
+    raise ValueError(f"sequence {seq} has {sizes[seq]} tokens, {text}, or cut sequences with a smaller sequence length")
+
+
+def static_widths(sizes: Ints, cluster: Cluster, width: int, tokens_multiple: int = 1) -> Ints:
+    """Return the ranks of each sequence on a static mesh: all ``width`` of its group, or one for each token: [n].
+
+    Raises:
+        ValueError: ``width`` does not divide the ranks, or a sequence is longer than ``width * C`` tokens.
+    """
+    num_ranks, tokens_per_rank = cluster.num_ranks, cluster.tokens_per_rank
+    if width < 1 or num_ranks % width:
+        raise ValueError(f"static width {width} does not divide {num_ranks} ranks; choose a divisor of {num_ranks}")
+    if (sizes > width * tokens_per_rank).any():
+        seq = int((sizes > width * tokens_per_rank).argmax())
+        raise ValueError(
+            f"sequence {seq} has {sizes[seq]} tokens, more than {width} ranks of {tokens_per_rank} tokens hold; raise "
+            f"the width, or the tokens per rank to at least {_min_capacity(int(sizes[seq]), width, tokens_multiple)}"
+        )
+    return np.minimum(sizes, width)
+
+
+def _min_capacity(length: int, num_ranks: int, tokens_multiple: int) -> int:
+    """Return the smallest C, a multiple of ``tokens_multiple``, with which ``num_ranks`` ranks hold a sequence."""
+    share = -(-length // num_ranks)
+    return share + -share % tokens_multiple

@@ -1,0 +1,1 @@
+"""Where each allocation of a step lies in memory, decided before training."""

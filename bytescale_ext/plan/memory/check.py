@@ -1,0 +1,99 @@
+"""The independent validator of memory plans: it knows the laws and nothing of how addresses are chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Final, NoReturn
+
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.memory.plan import MemoryPlan, TwoLevelPlan
+
+_MAX_ROWS: Final = 40
+
+
+def check_memory_plan(plan: MemoryPlan) -> None:
+    """Raise PlanError unless the plan keeps every law.
+
+    1. Each request has one address, not negative, and a positive size and life.
+    2. Each address is a multiple of the largest number that divides all sizes, so blocks of whole granules lie on
+       granules.
+    3. Requests that exist together share no memory.
+    4. The bound is the most bytes that exist at one time.
+    5. A peak that equals the bound is called optimal.
+
+    The message holds the law and the printed requests (at most 40), with ``>>`` before each bad row.
+    """
+    if len(plan.addresses) != len(plan.requests):
+        raise PlanError(f">> {len(plan.requests)} requests have {len(plan.addresses)} addresses")
+    unit = math.gcd(*(request.num_bytes for request in plan.requests))
+    for index, (request, address) in enumerate(zip(plan.requests, plan.addresses, strict=True)):
+        if request.num_bytes < 1 or request.stop <= request.start:
+            _fail(plan, f"{request.name} has no size or no life", [index])
+        if address < 0:
+            _fail(plan, f"{request.name} lies at {address}", [index])
+        if address % unit:
+            _fail(plan, f"{request.name} lies at {address}, no multiple of {unit}", [index])
+    bound = _check_disjoint(plan)
+    if plan.bound != bound:
+        _fail(plan, f"the liveness bound is {bound}, not {plan.bound}")
+    if plan.peak == bound and not plan.is_optimal:
+        _fail(plan, f"the peak equals the liveness bound {bound} and is not called optimal")
+
+
+def _check_disjoint(plan: MemoryPlan) -> int:
+    """Return the most bytes that exist at one time, after comparing each request with all that exist when it starts."""
+    most = 0
+    alive: list[int] = []
+    for index in sorted(range(len(plan.requests)), key=lambda i: plan.requests[i].start):
+        begin, end = plan.addresses[index], plan.addresses[index] + plan.requests[index].num_bytes
+        alive = [other for other in alive if plan.requests[other].stop > plan.requests[index].start]
+        for other in alive:
+            low, high = plan.addresses[other], plan.addresses[other] + plan.requests[other].num_bytes
+            if begin < high and low < end:
+                names = f"{plan.requests[other].name} and {plan.requests[index].name}"
+                _fail(plan, f"{names} share memory at {max(begin, low)}", [other, index])
+        alive.append(index)
+        most = max(most, sum(plan.requests[one].num_bytes for one in alive))
+    return most
+
+
+def check_two_level_plan(plan: TwoLevelPlan) -> None:
+    """Raise PlanError unless both levels keep the laws of ``check_memory_plan``, and each pass fits in its block.
+
+    A block of the model has the size of its level's peak, and exists as long as the level's requests take.
+    """
+    for level in plan.levels.values():
+        check_memory_plan(level)
+    check_memory_plan(plan.model)
+    for index, block in enumerate(plan.model.requests):
+        words = block.name.split()
+        if len(words) != 3 or words[0] != "layer" or not words[1].isdigit():
+            continue
+        if words[2] not in plan.levels:
+            _fail(plan.model, f"{block.name} is a block of a pass that has no plan", [index])
+        level = plan.levels[words[2]]
+        if block.num_bytes != level.peak:
+            _fail(plan.model, f"{block.name} has {block.num_bytes} bytes, its pass needs {level.peak}", [index])
+        lives = max((request.stop for request in level.requests), default=0)
+        if block.stop - block.start < lives:
+            law = f"{block.name} exists for {block.stop - block.start} events, its pass takes {lives}"
+            _fail(plan.model, law, [index])
+
+
+def _fail(plan: MemoryPlan, law: str, marked: Collection[int] = ()) -> NoReturn:
+    """Raise PlanError with a row for each request, the bad ones always; a law of no row marks the heading."""
+    shown = sorted({*marked, *range(min(_MAX_ROWS, len(plan.requests)))})
+    lines = [
+        law if marked else f">> {law}",
+        f"   {'request':32} {'bytes':>14} {'start':>8} {'stop':>8} {'address':>14}",
+    ]
+    for index in shown:
+        request = plan.requests[index]
+        lines.append(
+            f"{'>>' if index in marked else '  '} {request.name:32} {request.num_bytes:14} {request.start:8} "
+            f"{request.stop:8} {plan.addresses[index]:14}"
+        )
+    if len(shown) < len(plan.requests):
+        lines.append(f"   and {len(plan.requests) - len(shown)} more")
+    raise PlanError("\n".join(lines))

@@ -1,0 +1,101 @@
+"""The values of memory planning: requests for device memory, and an address for each (MEMO, Zhao et al. 2025, 4.2).
+
+A request is a block of memory between its allocation and its release. A placement gives each request an address such
+that blocks that exist together do not overlap; its peak is the memory to reserve.
+
+A plan has two levels, as in MEMO Fig. 7: the requests of one layer's pass are placed once for all layers, and in the
+trace of the model each pass of a layer is one block of that size. ``placement.py`` and ``exact.py`` make plans,
+``check.py`` proves them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One block of memory.
+
+    Attributes:
+        name: for printing.
+        num_bytes: its size, positive.
+        start, stop: it exists in ``[start, stop)``, in events of the trace.
+    """
+
+    name: str
+    num_bytes: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: Request) -> bool:
+        """Whether both exist at one time."""
+        return self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Addresses for the requests of one trace.
+
+    Attributes:
+        requests: in order of their allocation.
+        addresses: of each request.
+        bound: the liveness bound, the most bytes that exist at one time: no placement has a lower peak.
+        is_optimal: no placement has a lower peak; proven by the bound or a solver.
+    """
+
+    requests: tuple[Request, ...]
+    addresses: tuple[int, ...]
+    bound: int
+    is_optimal: bool
+
+    @property
+    def peak(self) -> int:
+        """Bytes to reserve."""
+        ends = (a + request.num_bytes for a, request in zip(self.addresses, self.requests, strict=True))
+        return max(ends, default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists and dicts: the format of a plan file."""
+        rows = [
+            [request.name, request.num_bytes, request.start, request.stop, address]
+            for request, address in zip(self.requests, self.addresses, strict=True)
+        ]
+        return {"bound": self.bound, "is_optimal": self.is_optimal, "peak": self.peak, "requests": rows}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> MemoryPlan:
+        """Invert ``to_json``; the plan is not checked. Raises KeyError or TypeError for another format."""
+        requests = tuple(Request(str(name), int(size), int(start), int(stop))
+                         for name, size, start, stop, _ in value["requests"])  # fmt: skip
+        addresses = tuple(int(row[4]) for row in value["requests"])
+        return cls(requests, addresses, int(value["bound"]), bool(value["is_optimal"]))
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLevelPlan:
+    """A plan for each pass of a layer, and a plan for the model in which each pass is one block (MEMO Fig. 7).
+
+    Attributes:
+        levels: plans of one layer, by the name of the pass ("forward", "backward").
+        model: the plan of the whole trace; the block of a pass is named by ``block_name``.
+    """
+
+    levels: dict[str, MemoryPlan]
+    model: MemoryPlan
+
+    @staticmethod
+    def block_name(layer: int, level: str) -> str:
+        """Return the name of the request that stands for a layer's pass in the model's plan."""
+        return f"layer {layer} {level}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists and dicts."""
+        return {"levels": {name: plan.to_json() for name, plan in self.levels.items()}, "model": self.model.to_json()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> TwoLevelPlan:
+        """Invert ``to_json``; the plans are not checked."""
+        levels = {name: MemoryPlan.from_json(level) for name, level in value["levels"].items()}
+        return cls(levels, MemoryPlan.from_json(value["model"]))

@@ -1,0 +1,92 @@
+"""The plan file of ``bytescale memory-plan``: the recorded step, and the address of each of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.check import check_two_level_plan
+from bytescale_ext.plan.memory.plan import TwoLevelPlan
+
+SHARE_TOLERANCE = 0.01
+"""Shares that differ by at most this are equal, because shares are rounded to rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The settings of a recorded forward and backward pass: one micro-batch on one process.
+
+    Attributes:
+        shape: of the model, with the vocabulary that was built.
+        num_tokens: of the micro-batch.
+        dtype: of the parameters, for example "bfloat16".
+        loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``), or None.
+        activations: the shares kept, swapped and recomputed.
+    """
+
+    shape: ModelShape
+    num_tokens: int
+    dtype: str
+    loss_tokens: int | None
+    activations: ActivationPlan
+
+    def differences(self, other: StepRecord) -> list[str]:
+        """Return, in words, why a plan of this record cannot serve ``other``; fewer tokens are no reason."""
+        mine, theirs = asdict(self.shape), asdict(other.shape)
+        mine |= {"dtype": self.dtype, "--chunked-cross-entropy": self.loss_tokens}
+        theirs |= {"dtype": other.dtype, "--chunked-cross-entropy": other.loss_tokens}
+        found = [f"{name} is {mine[name]} there and {theirs[name]} here" for name in mine if mine[name] != theirs[name]]
+        if other.num_tokens > self.num_tokens:
+            found.append(f"it is for {self.num_tokens} tokens and micro-batches have up to {other.num_tokens}")
+        for field in fields(ActivationPlan):
+            one, two = getattr(self.activations, field.name), getattr(other.activations, field.name)
+            near = isinstance(one, float) and abs(one - two) <= SHARE_TOLERANCE
+            if field.name != "policy" and one != two and not near:
+                found.append(f"the {field.name} of activations is {one} there and {two} here")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The content of a plan file.
+
+    Attributes:
+        record: the step that was recorded.
+        buffer_bytes: the most device memory that the swapped tensors of one layer are read back to.
+        plan: the addresses.
+    """
+
+    record: StepRecord
+    buffer_bytes: int
+    plan: TwoLevelPlan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists and dicts."""
+        return {"record": asdict(self.record), "buffer_bytes": self.buffer_bytes, **self.plan.to_json()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> StepMemory:
+        """Invert ``to_json`` and check the plan. Raises ValueError for another format or a broken plan."""
+        try:
+            known = value["record"]
+            shape, activations = ModelShape(**known["shape"]), ActivationPlan(**known["activations"])
+            record = StepRecord(**{**known, "shape": shape, "activations": activations})
+            memory = cls(record, int(value["buffer_bytes"]), TwoLevelPlan.from_json(value))
+            check_two_level_plan(memory.plan)
+            return memory
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a memory plan ({error}); `bytescale memory-plan --output` writes one") from None
+        except PlanError as error:
+            raise ValueError(f"a broken memory plan: {error}") from None
+
+    def check_serves(self, step: StepRecord, where: object) -> None:
+        """Raise ValueError, naming all differences, unless the plan serves this step."""
+        found = self.record.differences(step)
+        if found:
+            raise ValueError(
+                f"--memory-plan {where} is of another model or step: {'; '.join(found)}; record one with "
+                "`bytescale memory-plan` and these sizes"
+            )

@@ -1,0 +1,1 @@
+"""The order of work on pipeline stages, and where micro-batches are cut into slices."""

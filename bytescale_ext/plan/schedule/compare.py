@@ -1,0 +1,179 @@
+"""Pipeline schedules side by side: idle time and activations of 1F1B, interleaved 1F1B, Seq1F1B and Seq1F1B-I.
+
+The models are GPTs, with which Seq1F1B was measured (Sun et al. 2024, section 4), and ByteScale's 7B model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape
+from bytescale_ext.plan.schedule.actions import SliceSchedule, bubble_of_equal_costs, seq1f1b_schedule
+from bytescale_ext.plan.schedule.simulate import Simulated, peak_held, simulate_slices
+from bytescale_ext.plan.schedule.slices import Partition, layer_cost, slice_costs, slice_lengths
+from bytescale_ext.plan.step.sizes import Slicing
+
+LAYER_BYTES_PER_HIDDEN: Final = 34.0
+"""Activations of a token in one layer, in bytes per unit of the hidden size, without recompute and with attention that
+keeps no scores (Korthikanti et al. 2022, Eq. 2 and section 5); tensor and sequence parallelism divide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperModel:
+    """A model of the paper with the parallelism it ran with.
+
+    Attributes:
+        shape: of the model; the vocabulary is GPT-2's, padded.
+        num_stages: pipeline stages; with ``tensor_parallel`` one pipeline fills the paper's GPUs.
+        tensor_parallel: ranks that share a layer, with sequence parallelism.
+        seq_lengths: that the paper trained with.
+    """
+
+    shape: ModelShape
+    num_stages: int
+    tensor_parallel: int
+    seq_lengths: tuple[int, ...]
+
+
+def _gpt(num_layers: int, hidden: int, num_heads: int) -> ModelShape:
+    return ModelShape(num_layers, hidden, num_heads, num_heads, hidden // num_heads, 4 * hidden, False, 51200)
+
+
+PAPER_MODELS: Final = {
+    "gpt-2.7b": PaperModel(_gpt(32, 2560, 32), 8, 1, (16384, 24576, 32768)),
+    "gpt-7b": PaperModel(_gpt(32, 4096, 32), 4, 8, (32768, 65536, 131072)),
+    "gpt-13b": PaperModel(_gpt(40, 5120, 40), 4, 8, (32768, 49152, 65536)),
+    "gpt-30b": PaperModel(_gpt(64, 6144, 64), 8, 8, (32768, 49152, 65536)),
+}
+
+SHAPES: Final = {"llama-7b": LLAMA_7B, **{name: model.shape for name, model in PAPER_MODELS.items()}}
+"""Model shapes by name, for the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceModel:
+    """The model and the sequence length for which schedules are compared.
+
+    Attributes:
+        shape: of the model.
+        seq_length: tokens of a micro-batch.
+        tensor_parallel: ranks that share a layer, with sequence parallelism where there are several.
+        measured: a cost file of this model, or None: FLOPs (see ``layer_cost``).
+    """
+
+    shape: ModelShape
+    seq_length: int
+    tensor_parallel: int = 1
+    measured: ModelCost | None = None
+
+    def layer_bytes(self) -> float:
+        """Return the bytes of activations that one token keeps in one layer on each rank."""
+        if self.measured is not None:
+            return self.measured.layer_bytes
+        return LAYER_BYTES_PER_HIDDEN * self.shape.hidden / self.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFigures:
+    """The figures of one schedule.
+
+    Attributes:
+        name: "1F1B", "1F1B-I", "Seq1F1B" or "Seq1F1B-I", with the partition where there are slices, and "eager".
+        slices: tokens of each slice.
+        bubble: simulated share of idle time; slices are costed by time whatever the partition.
+        bubble_of_equal_costs: by the formula.
+        relative_time: simulated, against the same work without any idle time.
+        peak_slices: most slices (times chunks) held by stage 0.
+        peak_micro_batches: the same in whole micro-batches of the stage's layers, by tokens.
+        activation_bytes: the same in bytes.
+    """
+
+    name: str
+    slices: tuple[int, ...]
+    bubble: float
+    bubble_of_equal_costs: float
+    relative_time: float
+    peak_slices: int
+    peak_micro_batches: float
+    activation_bytes: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def schedule_name(slicing: Slicing, num_chunks: int, partition: Partition) -> str:
+    """Return the schedule's name in the papers, and how slices are cut."""
+    interleaved, order = "-I" if num_chunks > 1 else "", " eager" if slicing.eager else ""
+    if slicing.num_slices == 1:
+        return f"1F1B{interleaved}{order}"
+    return f"Seq1F1B{interleaved} {partition if isinstance(partition, str) else 'explicit'}{order}"
+
+
+def simulated(model: SliceModel, schedule: SliceSchedule, lengths: tuple[int, ...]) -> Simulated:
+    """Return the schedule with times: seconds of a measured model, else FLOPs. Stages have equally many layers."""
+    cost = layer_cost(model.shape, "time", model.measured)
+    num_layers = model.shape.num_layers / (schedule.num_stages * schedule.num_chunks)
+    times = {
+        "F": slice_costs(lengths, cost.forward.scaled(num_layers)),
+        "B": slice_costs(lengths, cost.backward.scaled(num_layers)),
+    }
+    return simulate_slices(schedule, lambda stage, action: times[action.kind][action.slice_index])
+
+
+def lengths_of(model: SliceModel, num_slices: int, partition: Partition) -> tuple[int, ...]:
+    """Return the tokens of each slice of this model's micro-batches. Raises ValueError as ``slice_lengths``."""
+    cost = None
+    if partition in ("flops", "time"):
+        cost = layer_cost(model.shape, str(partition), model.measured).both
+    return slice_lengths(model.seq_length, num_slices, partition, cost, model.tensor_parallel)
+
+
+def evaluate(
+    model: SliceModel,
+    num_stages: int,
+    num_micro_batches: int,
+    slicing: Slicing,
+    num_chunks: int = 1,
+    partition: Partition = "time",
+) -> ScheduleFigures:
+    """Make and simulate one schedule, and return its figures. Raises ValueError for sizes that do not fit."""
+    schedule = seq1f1b_schedule(num_stages, num_micro_batches, slicing, num_chunks)
+    lengths = lengths_of(model, slicing.num_slices, partition)
+    result = simulated(model, schedule, lengths)
+    tokens = peak_held(schedule, 0, [float(length) for length in lengths])
+    layers = model.shape.num_layers / (num_stages * num_chunks)
+    return ScheduleFigures(
+        name=schedule_name(slicing, num_chunks, partition),
+        slices=lengths,
+        bubble=result.bubble,
+        bubble_of_equal_costs=bubble_of_equal_costs(num_stages, num_micro_batches, slicing.num_slices, num_chunks),
+        relative_time=1.0 / (1.0 - result.bubble),
+        peak_slices=int(peak_held(schedule, 0)),
+        peak_micro_batches=tokens / (model.seq_length * num_chunks),
+        activation_bytes=tokens * layers * model.layer_bytes(),
+    )
+
+
+def compared(
+    model: SliceModel,
+    num_stages: int,
+    num_micro_batches: int,
+    slicing: Slicing,
+    num_chunks: int = 1,
+    partition: Partition = "time",
+) -> tuple[ScheduleFigures, ...]:
+    """Return the figures of 1F1B and Seq1F1B, each without and with ``num_chunks`` virtual stages.
+
+    Seq1F1B with even slices stands beside the given partition. There are no rows of virtual stages with one chunk or
+    up to two stages, which Megatron does not interleave. ``slicing.eager`` adds Seq1F1B in the eager order.
+    """
+    chunks = (1, num_chunks) if num_chunks > 1 and num_stages > 2 else (1,)
+    plain = Slicing(slicing.num_slices)
+    partitions = dict.fromkeys(("even", partition)) if plain.num_slices > 1 else {}
+    rows: list[tuple[Slicing, int, Partition]] = [(Slicing(), count, "even") for count in chunks]
+    rows += [(plain, count, kind) for count in chunks for kind in partitions]
+    rows += [(slicing, 1, partition)] * slicing.eager
+    return tuple(evaluate(model, num_stages, num_micro_batches, *row) for row in rows)

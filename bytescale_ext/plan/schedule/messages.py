@@ -1,0 +1,172 @@
+"""The sends and receives of a schedule of slices, in the batches in which Megatron's schedules post them.
+
+Megatron 0.19.2 posts a batch after each forward or backward and waits for all of it before it continues. A message
+completes when both sides have posted it. ``check_messages`` runs the batches of all stages against each other, and
+``received_actions`` names the action that takes each received tensor, in order.
+
+In the eager order a stage posts each receive one batch earlier than Megatron would, and waits for it where Megatron
+asks for it (``p2p_communication.ReceiveAheadP2PCommunicator``). ``check_messages`` assumes that it waits at once, which
+is stricter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, chunk_turns
+
+
+class Message(NamedTuple):
+    """The output of an action on its way to the next stage (forward) or the stage before (backward)."""
+
+    source: int
+    target: int
+    action: Action
+
+
+Batch = frozenset[Message]
+
+
+def outgoing(schedule: SliceSchedule, stage: int, action: Action) -> Message | None:
+    """Return where the output of an action goes, with the action that takes it. None at the ends of the model."""
+    is_forward = action.kind == "F"
+    last = schedule.num_stages - 1
+    target, chunk = stage + (1 if is_forward else -1), action.chunk
+    if not 0 <= target <= last:
+        target, chunk = (0, chunk + 1) if is_forward else (last, chunk - 1)
+    if not 0 <= chunk < schedule.num_chunks:
+        return None
+    return Message(stage, target, action._replace(chunk=chunk))
+
+
+def incoming(schedule: SliceSchedule, stage: int, kind: str) -> tuple[Message, ...]:
+    """Return all messages to a stage, forward ("F") or backward ("B"), in the order of the sender."""
+    before = (stage - 1 if kind == "F" else stage + 1) % schedule.num_stages
+    sent = (outgoing(schedule, before, action) for action in schedule.stages[before] if action.kind == kind)
+    return tuple(message for message in sent if message is not None and message.target == stage)
+
+
+def received_actions(schedule: SliceSchedule, stage: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """Return the action that takes each tensor a stage receives, from the previous stage and from the next stage."""
+    forward, backward = (tuple(message.action for message in incoming(schedule, stage, kind)) for kind in "FB")
+    return forward, backward
+
+
+def check_messages(schedule: SliceSchedule) -> None:
+    """Run the batches of all stages against each other; a stage waits until its whole batch is complete.
+
+    Raises:
+        PlanError: a batch waits for ever, for example because two sides expect different slices in one message.
+    """
+    if schedule.num_stages == 1:
+        return
+    batches = [list(_batches(schedule, stage)) for stage in range(schedule.num_stages)]
+    nexts = [0] * schedule.num_stages
+    posted: Counter[Message] = Counter()
+    for own in batches:
+        posted.update(own[0] if own else ())
+    moved = True
+    while moved:
+        moved = False
+        for stage, own in enumerate(batches):
+            while nexts[stage] < len(own) and all(posted[message] == 2 for message in own[nexts[stage]]):
+                nexts[stage] += 1
+                moved = True
+                posted.update(own[nexts[stage]] if nexts[stage] < len(own) else ())
+    stuck = [stage for stage, own in enumerate(batches) if nexts[stage] < len(own)]
+    if stuck:
+        what = "; ".join(
+            f"stage {stage} at {', '.join(map(_text, sorted(batches[stage][nexts[stage]])))}" for stage in stuck
+        )
+        raise PlanError(f"messages wait for each other for ever: {what}\n{schedule}")
+
+
+def _text(message: Message) -> str:
+    return f"{message.source}->{message.target} {message.action}"
+
+
+class _Stage:
+    """The messages of one stage, taken in order."""
+
+    def __init__(self, schedule: SliceSchedule, stage: int) -> None:
+        self.schedule, self.stage = schedule, stage
+        self.forward = iter(incoming(schedule, stage, "F"))
+        self.backward = iter(incoming(schedule, stage, "B"))
+
+    def batch(
+        self, sent: Sequence[Action] = (), receives_forward: bool = False, receives_backward: bool = False
+    ) -> Batch:
+        """Return what the given actions send and the next message of each direction that is received."""
+        messages = {outgoing(self.schedule, self.stage, action) for action in sent}
+        if receives_forward:
+            messages.add(next(self.forward, None))
+        if receives_backward:
+            messages.add(next(self.backward, None))
+        return frozenset(message for message in messages if message is not None)
+
+
+def _batches(schedule: SliceSchedule, stage: int) -> Iterator[Batch]:
+    """Yield the batches of a stage that have messages."""
+    make = _batches_of_one_chunk if schedule.num_chunks == 1 else _batches_of_chunks
+    return (batch for batch in make(schedule, stage) if batch)
+
+
+def _batches_of_one_chunk(schedule: SliceSchedule, stage: int) -> Iterator[Batch]:
+    """Yield the batches of ``forward_backward_pipelining_without_interleaving``."""
+    actions = schedule.stages[stage]
+    own = _Stage(schedule, stage)
+    num_first = schedule.num_first_forwards(stage)
+    steady, last = actions[num_first : len(actions) - num_first], actions[len(actions) - num_first :]
+    yield own.batch(receives_forward=schedule.slicing.eager)
+    for action in actions[:num_first]:
+        yield own.batch(receives_forward=True)
+        yield own.batch([action])
+    if steady:
+        yield own.batch(receives_forward=True)
+    for index, action in enumerate(steady):
+        if action.kind == "F":
+            yield own.batch([action], receives_backward=True)
+        else:
+            yield own.batch([action], receives_forward=index < len(steady) - 1)
+    for action in last:
+        yield own.batch(receives_backward=True)
+        yield own.batch([action])
+
+
+def _batches_of_chunks(schedule: SliceSchedule, stage: int) -> Iterator[Batch]:
+    """Yield the batches of ``forward_backward_pipelining_with_interleaving`` without overlapped messages."""
+    actions = schedule.stages[stage]
+    own = _Stage(schedule, stage)
+    forwards = [action for action in actions if action.kind == "F"]
+    backwards = [action for action in actions if action.kind == "B"]
+    num_first, total = schedule.num_first_forwards(stage), len(forwards)
+    last_stage = schedule.num_stages - 1
+    forward_comes, backward_comes = (_comes_next(schedule, stage, kind) for kind in "FB")
+    if stage:
+        yield own.batch(receives_forward=True)
+    for turn in range(num_first):
+        into_steady = turn == num_first - 1 and num_first < total
+        yield own.batch([forwards[turn]], forward_comes[turn], into_steady and stage < last_stage)
+    for turn in range(total - num_first):
+        ahead = turn + num_first
+        yield own.batch([forwards[ahead], backwards[turn]], forward_comes[ahead], backward_comes[turn])
+    if num_first == total and stage < last_stage:
+        yield own.batch(receives_backward=True)
+    for turn in range(total - num_first, total):
+        yield own.batch([backwards[turn]], receives_backward=backward_comes[turn])
+
+
+def _comes_next(schedule: SliceSchedule, stage: int, kind: str) -> tuple[bool, ...]:
+    """Return for each turn whether the stage receives a tensor after its forward (or backward) pass.
+
+    The first stage (backward: the last) receives what the stage at the other end sent p - 1 turns before, if anything.
+    """
+    units = schedule.num_micro_batches * schedule.num_slices
+    _, chunks = chunk_turns(units, schedule.num_chunks, schedule.group_size)
+    if stage != (0 if kind == "F" else schedule.num_stages - 1):
+        return (True,) * (len(chunks) - 1) + (False,)
+    sent = (chunks != schedule.num_chunks - 1).tolist()
+    return (*tuple(([False] * (schedule.num_stages - 1) + sent)[: len(chunks) - 1]), False)

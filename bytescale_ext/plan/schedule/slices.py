@@ -1,0 +1,165 @@
+"""Cut samples of one length into slices that a pipeline runs one after another (Seq1F1B, section 3.3).
+
+A slice attends to all earlier slices, so among slices of equal tokens the last one costs most. The first P tokens cost
+``T(P) = a P^2 + b P`` (causal attention and everything linear). All k slices cost the same when slice i (from 1) ends
+at the P with ``T(P) = T(S) i / k``. Slices then get shorter::
+
+    tokens  0                                            S
+    even    |     0     |     1     |     2     |     3     |
+    flops   |        0        |     1     |    2    |   3   |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import (
+    ATTENTION_BACKWARD_PER_FORWARD,
+    BACKWARD_PER_FORWARD,
+    ModelShape,
+    attention_flops_per_square,
+    linear_flops_per_token,
+)
+
+PARTITIONS: Final = ("time", "flops", "even")
+"""The quantity that all slices have equally much of: see ``layer_cost`` for the first two; "even" is tokens."""
+
+TILE: Final = 128
+"""Long slices end at multiples of this: the rows that one block of a matrix product computes on a GPU."""
+
+Partition = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRange:
+    """Tokens [start, stop) of a micro-batch, slice number ``index`` of it."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slice."""
+        return self.stop - self.start
+
+
+def parse_partition(text: str) -> Partition:
+    """Read a name of ``PARTITIONS``, or "L1,...,Lk" as explicit lengths. Raises ValueError."""
+    if text in PARTITIONS:
+        return text
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        names = ", ".join(PARTITIONS)
+        raise ValueError(f"partition {text!r}: give {names}, or the tokens of each slice as L1,...,Lk") from None
+
+
+def slice_lengths(
+    num_tokens: int, num_slices: int, partition: Partition, cost: CostModel | None = None, multiple: int = 1
+) -> tuple[int, ...]:
+    """Return the tokens of each slice, first to last. Pure: all ranks get the same slices.
+
+    Args:
+        num_tokens: of the micro-batch.
+        num_slices: k, at least 1.
+        partition: "even", explicit lengths, or "flops" or "time": equal ``cost``.
+        cost: of a slice, in FLOPs or time; only ``a`` and ``b`` matter.
+        multiple: every slice is a multiple of this: the tensor-parallel size under sequence parallelism.
+
+    Raises:
+        ValueError: there are more slices than multiples, ``num_tokens`` is no multiple, or an explicit list does not
+            fit. The message gives the nearest sizes that fit.
+    """
+    if num_slices < 1:
+        raise ValueError(f"{num_slices} slices of a sequence: use 1 or more")
+    if num_tokens < 1 or num_tokens % multiple:
+        below = num_tokens - num_tokens % multiple
+        near = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
+        raise ValueError(
+            f"{num_tokens} tokens cannot be cut into slices of a multiple of {multiple} tokens (the "
+            f"tensor-parallel size, for sequence parallelism); the nearest lengths that can are {near}"
+        )
+    if num_slices * multiple > num_tokens:
+        each = "a token" if multiple == 1 else f"{multiple} tokens"
+        raise ValueError(
+            f"{num_tokens} tokens cannot be cut into {num_slices} slices of at least {each} each; "
+            f"the most that can be is {num_tokens // multiple}"
+        )
+    if not isinstance(partition, str):
+        _check_explicit(partition, num_tokens, num_slices, multiple)
+        return partition
+    if partition == "even":
+        ends = [num_tokens * index / num_slices for index in range(1, num_slices)]
+    else:
+        if cost is None:
+            raise ValueError(f"partition {partition!r} needs the cost of tokens; only even and explicit slices do not")
+        shares = np.arange(1, num_slices) / num_slices
+        ends = cost.end_of_share(np.array(float(num_tokens)), shares, np.ones(1)).tolist()
+    tiles = math.lcm(multiple, TILE)
+    grain = tiles if num_tokens >= 64 * tiles * num_slices and num_tokens % tiles == 0 else multiple
+    return _rounded(ends, num_tokens, grain)
+
+
+def slice_ranges(lengths: Sequence[int]) -> tuple[SliceRange, ...]:
+    """Return slices of the given lengths, side by side from token 0."""
+    stops = accumulate(lengths)
+    return tuple(SliceRange(i, stop - n, stop) for i, (n, stop) in enumerate(zip(lengths, stops, strict=True)))
+
+
+def slice_costs(lengths: Sequence[int], cost: CostModel) -> tuple[float, ...]:
+    """Return the cost of each slice: ``T(stop) - T(start) + g``."""
+    return tuple(
+        cost.a * (part.stop**2 - part.start**2) + cost.b * part.num_tokens + cost.g for part in slice_ranges(lengths)
+    )
+
+
+def layer_cost(shape: ModelShape, partition: str, measured: ModelCost | None = None) -> StageCost:
+    """Return the cost of one layer, without embedding and output layer, which only the end stages have.
+
+    "time" takes the measured cost file. Without one it counts FLOPs, with attention's backward pass at 2.5 times its
+    forward pass because kernels recompute scores. "flops" (and "even") counts as the paper does, with 2 times for all
+    work (Seq1F1B Eq. 3 counts the forward pass; a constant factor does not move a boundary).
+    """
+    if partition == "time" and measured is not None:
+        return measured.stage(1)
+    a = attention_flops_per_square(shape) / shape.num_layers
+    b = (linear_flops_per_token(shape) - 2.0 * shape.hidden * shape.vocab) / shape.num_layers
+    attention_factor = ATTENTION_BACKWARD_PER_FORWARD if partition == "time" else BACKWARD_PER_FORWARD
+    return StageCost(CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b))
+
+
+def _rounded(ends: Sequence[float], num_tokens: int, grain: int) -> tuple[int, ...]:
+    """Return lengths of slices that end near ``ends``, at multiples of ``grain``; none is empty."""
+    num_grains = num_tokens // grain
+    bounds = [0]
+    for index, end in enumerate(ends):
+        slices_behind = len(ends) - index
+        bounds.append(min(max(math.floor(end / grain + 0.5), bounds[-1] + 1), num_grains - slices_behind))
+    bounds.append(num_grains)
+    return tuple((stop - start) * grain for start, stop in pairwise(bounds))
+
+
+def _check_explicit(lengths: tuple[int, ...], num_tokens: int, num_slices: int, multiple: int) -> None:
+    """Raise ValueError with the nearest list that fits if explicit lengths do not fit."""
+    sound = len(lengths) == num_slices and sum(lengths) == num_tokens and min(lengths) > 0
+    if sound and not any(length % multiple for length in lengths):
+        return
+    wanted = [max(length, 1) for length in lengths[:num_slices]]
+    wanted += [max(1, num_tokens // num_slices)] * (num_slices - len(wanted))
+    scale = num_tokens / sum(wanted)
+    ends = [stop * scale for stop in accumulate(wanted)][:-1]
+    near = ",".join(map(str, _rounded(ends, num_tokens, multiple)))
+    each = f", each a multiple of {multiple}" if multiple > 1 else ""
+    raise ValueError(
+        f"slices of {','.join(map(str, lengths))} tokens: there must be {num_slices}, of {num_tokens} tokens "
+        f"together{each}; the nearest that fit are {near}"
+    )

@@ -1,0 +1,86 @@
+"""The value that says where each token of one step is computed (hybrid data parallelism).
+
+A step plan is three nested values::
+
+    StepPlan   ranks[r] -> micro-batches of HDP rank r, in the order in which it runs them
+    MicroBatch shards    -> what one forward pass consumes, in memory order
+    Shard      ranges    -> token ranges [start, stop) of one sequence, in memory order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.table import table_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Where every token of one optimizer step is computed.
+
+    Attributes:
+        num_ranks: HDP ranks.
+        tokens_per_rank: C, the most tokens a micro-batch may hold.
+        lengths: tokens of each sequence of the step, in sample order.
+        ranks: for each rank, its micro-batches in running order (may be empty, lengths may differ).
+        aligned: the micro-batches of a sequence have the same index on every rank of its ring, which pipelines and
+            expert parallelism need; a rank without work at an index has an empty micro-batch there.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    lengths: tuple[int, ...]
+    ranks: Sequence[tuple[MicroBatch, ...]]
+    aligned: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain lists and dicts (the format of ``bytescale plan --json``); defaults are left out."""
+        return {
+            "num_ranks": self.num_ranks,
+            "tokens_per_rank": self.tokens_per_rank,
+            "lengths": list(self.lengths),
+            "ranks": [[_micro_batch_json(micro_batch) for micro_batch in rank] for rank in self.ranks],
+            **({"aligned": True} if self.aligned else {}),
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> StepPlan:
+        """Return the plan of ``to_json``."""
+        return cls(
+            num_ranks=int(value["num_ranks"]),
+            tokens_per_rank=int(value["tokens_per_rank"]),
+            lengths=tuple(int(length) for length in value["lengths"]),
+            ranks=tuple(
+                tuple(
+                    MicroBatch(
+                        tuple(
+                            Shard(
+                                seq=int(shard["seq"]),
+                                ranges=tuple((int(a), int(b)) for a, b in shard["ranges"]),
+                                ring=tuple(int(rank) for rank in shard["ring"]),
+                            )
+                            for shard in micro_batch["shards"]
+                        ),
+                        float(micro_batch.get("offload", 0.0)),
+                    )
+                    for micro_batch in rank
+                )
+                for rank in value["ranks"]
+            ),
+            aligned=bool(value.get("aligned", False)),
+        )
+
+    def digest(self) -> str:
+        """Return sha256 (first 16 hex digits) of the plan's table: equal plans, equal digests, on every machine."""
+        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, self.aligned)
+
+
+def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    shards = [
+        {"seq": shard.seq, "ranges": [list(pair) for pair in shard.ranges], "ring": list(shard.ring)}
+        for shard in micro_batch.shards
+    ]
+    return {"shards": shards, **({"offload": micro_batch.offload} if micro_batch.offload else {})}

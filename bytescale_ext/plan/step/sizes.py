@@ -1,0 +1,68 @@
+"""Sizes that every planner, bound and replay shares: the cluster of a step, and how micro-batches are sliced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """How each stage runs a micro-batch in slices (Seq1F1B, Sun et al. 2024).
+
+    Attributes:
+        num_slices: k, slices of a micro-batch; 1 runs each micro-batch whole.
+        kept_tokens: each rank keeps the received keys of a ring sequence of at most this many tokens from slice to
+            slice; keys of longer sequences travel round the ring again with each slice.
+        eager: each stage runs as many more forwards before its first backward as there are stages after it.
+    """
+
+    num_slices: int = 1
+    kept_tokens: int = 0
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_slices < 1:
+            raise ValueError(f"{self.num_slices} slices of a micro-batch: use 1 or more")
+        if self.kept_tokens < 0:
+            raise ValueError(f"keys of sequences of up to {self.kept_tokens} tokens are kept: use 0 or more")
+
+    def __str__(self) -> str:
+        """Return for example ``8 eager slices, keys kept up to 65536 tokens``."""
+        if self.num_slices == 1:
+            return "1 slice"
+        order = "eager slices" if self.eager else "slices"
+        return f"{self.num_slices} {order}, keys kept up to {self.kept_tokens} tokens"
+
+
+ONE_SLICE: Final = Slicing()
+"""Micro-batches run whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The ranks that share a step.
+
+    Attributes:
+        num_ranks: HDP ranks; with pipelines, the number of pipelines.
+        tokens_per_rank: C, the most tokens of a micro-batch on one rank.
+        ranks_per_node: HDP ranks of a node; None when all ranks are in one node.
+    """
+
+    num_ranks: int
+    tokens_per_rank: int
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("number of ranks", self.num_ranks),
+            ("tokens per rank", self.tokens_per_rank),
+            ("ranks per node", self.ranks_per_node),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"the {name} is {value}; it must be at least 1")
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of a node, at most all ranks."""
+        return min(self.ranks_per_node or self.num_ranks, self.num_ranks)

@@ -1,0 +1,189 @@
+"""A plan as columns of integers, which are checked and hashed.
+
+The columns come from micro-batches, right or wrong, or from a plan that is stored as arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTable:
+    """Micro-batches (rows) in the order of ranks, their shards in memory order, and the ranges of the shards.
+
+    Attributes:
+        counts: micro-batches of each rank: [ranks].
+        offloads: of each micro-batch: [rows].
+        shard_rows: the row of each shard: [shards].
+        seqs: its sequence: [shards].
+        ring_firsts, ring_widths: the first rank of its ring and how many it has (-1 and 0 for no ring): [shards].
+        odd_rings: shard -> ring, for rings that are no run of contiguous ascending ranks.
+        num_ranges: ranges of each shard: [shards].
+        starts, stops: of each range: [ranges].
+    """
+
+    counts: Ints
+    offloads: Floats
+    shard_rows: Ints
+    seqs: Ints
+    ring_firsts: Ints
+    ring_widths: Ints
+    odd_rings: dict[int, tuple[int, ...]]
+    num_ranges: Ints
+    starts: Ints
+    stops: Ints
+
+    @cached_property
+    def row_ranks(self) -> Ints:
+        """The rank of each row: [rows]."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def row_indices(self) -> Ints:
+        """Which micro-batch of its rank a row is: [rows]."""
+        return np.arange(len(self.row_ranks)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+
+    @cached_property
+    def range_shards(self) -> Ints:
+        """The shard of each range: [ranges]."""
+        return np.repeat(np.arange(len(self.seqs)), self.num_ranges)
+
+    @cached_property
+    def first_ranges(self) -> Ints:
+        """The first range of each shard: [shards]."""
+        return np.asarray(np.cumsum(self.num_ranges) - self.num_ranges)
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """Tokens of each shard: [shards]."""
+        sums = np.append(0, np.cumsum(self.stops - self.starts))
+        return np.asarray(sums[self.first_ranges + self.num_ranges] - sums[self.first_ranges])
+
+    @cached_property
+    def row_groups(self) -> Ints:
+        """The coupled group of each row: [rows]."""
+        in_ring = self.ring_widths > 1
+        return coupled_groups(self.shard_rows[in_ring], self.seqs[in_ring], len(self.row_ranks))
+
+    @cached_property
+    def _rank_shards(self) -> Ints:
+        """The first shard of each rank, and the end of the last: [ranks + 1]."""
+        first_rows = np.append(0, np.cumsum(self.counts))
+        return np.asarray(np.searchsorted(self.shard_rows, first_rows), dtype=np.int64)
+
+    def micro_batches(self, rank: int) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches of a rank."""
+        first_row = int(self.counts[:rank].sum())
+        held: list[list[Shard]] = [[] for _ in range(int(self.counts[rank]))]
+        for shard in range(int(self._rank_shards[rank]), int(self._rank_shards[rank + 1])):
+            begin = int(self.first_ranges[shard])
+            ranges = slice(begin, begin + int(self.num_ranges[shard]))
+            pairs = zip(self.starts[ranges].tolist(), self.stops[ranges].tolist(), strict=True)
+            held[int(self.shard_rows[shard]) - first_row].append(
+                Shard(int(self.seqs[shard]), tuple(pairs), self.ring(shard))
+            )
+        offloads = self.offloads[first_row : first_row + len(held)].tolist()
+        return tuple(MicroBatch(tuple(shards), offload) for shards, offload in zip(held, offloads, strict=True))
+
+    def where(self, shard: int) -> tuple[int, int]:
+        """Return (rank, micro-batch) of a shard."""
+        row = int(self.shard_rows[shard])
+        return int(self.row_ranks[row]), int(self.row_indices[row])
+
+    def ring(self, shard: int) -> tuple[int, ...]:
+        """Return the ring of a shard."""
+        first, width = int(self.ring_firsts[shard]), int(self.ring_widths[shard])
+        return self.odd_rings.get(shard, tuple(range(first, first + width)))
+
+    def digest(self, num_ranks: int, tokens_per_rank: int, lengths: Sequence[int], aligned: bool) -> str:
+        """Return sha256 (first 16 hex digits) of all columns as little-endian 64-bit numbers."""
+        odd = [number for shard, ring in sorted(self.odd_rings.items()) for number in (shard, len(ring), *ring)]
+        columns = (
+            self.counts, self.shard_rows, self.seqs, self.ring_firsts, self.ring_widths, self.num_ranges, self.starts,
+            self.stops, odd, lengths, (num_ranks, tokens_per_rank, int(aligned)),
+        )  # fmt: skip
+        digest = hashlib.sha256()
+        for column in columns:
+            numbers = np.asarray(column, dtype="<i8")
+            digest.update(np.array([len(numbers)], dtype="<i8").tobytes() + numbers.tobytes())
+        digest.update(self.offloads.astype("<f8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+def coupled_groups(rows: Ints, seqs: Ints, num_rows: int) -> Ints:
+    """Return the coupled group of each micro-batch: [num_rows], numbered from 0 by first appearance.
+
+    Micro-batches that share a ring, directly or through others, are one group: they must run at the same time. Each
+    ring hands the smallest label of its members to all of them until nothing changes.
+
+    ``rows``, ``seqs``: micro-batch and sequence of each shard of a ring: [shards].
+    """
+    labels = np.arange(num_rows)
+    in_order = np.argsort(seqs, kind="stable")
+    rows, seqs = rows[in_order], seqs[in_order]
+    opens = np.flatnonzero(np.append(True, seqs[1:] != seqs[:-1])[: len(seqs)])
+    sizes = np.diff(np.append(opens, len(seqs)))
+    while len(opens):
+        smallest = np.repeat(np.minimum.reduceat(labels[rows], opens), sizes)
+        merged = labels.copy()
+        np.minimum.at(merged, labels[rows], smallest)  # at the label itself too, so that long chains join soon
+        np.minimum.at(merged, rows, smallest)
+        merged = merged[merged]
+        if np.array_equal(merged, labels):
+            break
+        labels = merged
+    return np.asarray(np.unique(labels, return_inverse=True)[1], dtype=np.int64)
+
+
+@runtime_checkable
+class Tabled(Protocol):
+    """Ranks that have their table without making micro-batches."""
+
+    @property
+    def table(self) -> PlanTable: ...
+
+
+def table_of(ranks: Sequence[tuple[MicroBatch, ...]]) -> PlanTable:
+    """Return the table of ``StepPlan.ranks``."""
+    if isinstance(ranks, Tabled):
+        return ranks.table
+    rows = [micro_batch for rank in ranks for micro_batch in rank]
+    shards = [shard for row in rows for shard in row.shards]
+    rings = [(shard.ring[0], len(shard.ring)) if shard.ring else (-1, 0) for shard in shards]
+    firsts, widths = _ints(rings).reshape(-1, 2).T
+    bounds = _ints([pair for shard in shards for pair in shard.ranges]).reshape(-1, 2)
+    return PlanTable(
+        counts=_ints([len(rank) for rank in ranks]),
+        offloads=np.array([row.offload for row in rows], dtype=np.float64),
+        shard_rows=np.repeat(np.arange(len(rows)), _ints([len(row.shards) for row in rows])),
+        seqs=_ints([shard.seq for shard in shards]),
+        ring_firsts=firsts,
+        ring_widths=widths,
+        odd_rings={
+            number: shard.ring for number, shard in enumerate(shards) if shard.ring != tuple(range(*_span(shard.ring)))
+        },
+        num_ranges=_ints([len(shard.ranges) for shard in shards]),
+        starts=bounds[:, 0],
+        stops=bounds[:, 1],
+    )
+
+
+def _span(ring: tuple[int, ...]) -> tuple[int, int]:
+    return (ring[0], ring[0] + len(ring)) if ring else (0, 0)
+
+
+def _ints(values: Sequence[int] | Sequence[tuple[int, int]]) -> Ints:
+    return np.array(values, dtype=np.int64)

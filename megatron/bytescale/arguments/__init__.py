@@ -1,0 +1,1 @@
+"""Parse our flags, check them against Megatron's, and resolve them."""

@@ -1,0 +1,31 @@
+"""Errors over bad input: one line for the user, whoever raised them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Turn a ValueError into one line, printed by the first process of each machine, and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Turn the errors that Megatron raises over arguments, of several types, into a ValueError of one line."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, OSError) as error:
+        broken = traceback.extract_tb(error.__traceback__)[-1].line  # many of its asserts have no message
+        said = " ".join((str(error) or f"this must hold: {broken}").split())
+        raise ValueError(f"Megatron refuses these arguments: {said}") from error

@@ -1,0 +1,106 @@
+"""Our flags in Megatron's parser, defaults of the device, and Megatron's own checks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron.bytescale import features
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of all features to Megatron's parser (``extra_args_provider``)."""
+    parser.usage = "%(prog)s FLAGS (--help lists them)"  # not a thousand lines before each message
+    group = parser.add_argument_group("bytescale: device and costs")
+    group.add_argument("--cpu", action="store_true", help="Train on CPU with gloo. The default where there is no GPU.")
+    group.add_argument(
+        "--cost-file",
+        type=Path,
+        metavar="FILE",
+        help="Measured costs of this model on this hardware, by `bytescale profile`, for every plan. Default: plans "
+        "balance FLOPs, and activation policies use the rates of an H200.",
+    )
+    for feature in features.FEATURES:
+        feature.add_arguments(parser)
+    escape_percent_signs(parser)
+    return parser
+
+
+def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
+    """Double the bare percent signs in help texts. Megatron 0.19.2 has one, which ends ``--help`` with an error."""
+    for action in parser._actions:
+        if action.help:
+            action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
+
+
+def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: bool) -> None:
+    """Turn off what this machine cannot run, so that no command line has to.
+
+    Without TransformerEngine, use Megatron's own layers; without Apex, no fused kernels; on CPU, gloo in place of NCCL
+    and weights made on the CPU. Raises ValueError where TransformerEngine is asked for by name and is not installed.
+    """
+    has_engine = importlib.util.find_spec("transformer_engine") is not None and not on_cpu
+    if args.transformer_impl == "transformer_engine" and not has_engine:
+        if "--transformer-impl" in argv:
+            reason = "there is no GPU" if on_cpu else "TransformerEngine is not installed (pip install .[gpu])"
+            raise ValueError(f"--transformer-impl transformer_engine: {reason}; use --transformer-impl local")
+        args.transformer_impl = "local"
+    if not has_engine:
+        args.apply_rope_fusion = False
+        args.no_persist_layer_norm = True
+    if on_cpu or importlib.util.find_spec("apex") is None:
+        args.gradient_accumulation_fusion = args.gradient_accumulation_fusion and has_engine
+        args.masked_softmax_fusion = False
+    if on_cpu:
+        args.distributed_backend = "gloo"
+        args.use_cpu_initialization = True
+        args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
+    if args.tensor_model_parallel_size > 1:  # Megatron asserts it before Blackwell
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def check_checkpoint_folder(folder: str | None) -> None:
+    """Raise ValueError at start, not at the first save, if ``--save`` cannot be written."""
+    if folder is None:
+        return
+    probe = Path(folder) / f".writable-{os.environ.get('RANK', '0')}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--save {folder} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def parse(
+    argv: Sequence[str], on_cpu: bool, settle: Callable[[argparse.Namespace], None] | None = None
+) -> argparse.Namespace:
+    """Parse with Megatron's parser, check everything, and set Megatron's globals.
+
+    ``settle`` changes the parsed arguments before they are checked; the profile takes a training command that way.
+
+    Raises ValueError, before anything is built, for what cannot run. After it: tokenizer, timers and writers exist.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, ours too
+        raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
+    with refusals_of_megatron():
+        args = parse_args(add_arguments)
+    if settle is not None:
+        settle(args)
+    set_device_defaults(args, argv, on_cpu)
+    features.check(args)
+    check_checkpoint_folder(args.save)
+    with refusals_of_megatron():
+        validate_args(args)
+        for feature in features.enabled(args):
+            feature.after_checks(args)
+        set_global_variables(args)
+    return args

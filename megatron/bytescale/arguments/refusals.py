@@ -1,0 +1,221 @@
+"""Settings of Megatron that features do not run with: one table, with a column that says which features refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting that some features do not run with.
+
+    Attributes:
+        flag: the setting, as messages name it.
+        applies: whether parsed arguments have it.
+        instead: what the user can do, by the name of each feature that refuses.
+    """
+
+    flag: str
+    applies: Callable[[Any], bool]
+    instead: Mapping[str, str]
+
+    def message(self, feature: str, feature_flag: str) -> str:
+        """Return the error of one feature, which ``feature_flag`` switches on."""
+        return f"{feature_flag} does not work with {self.flag}: {self.instead[feature].format(feature_flag)}"
+
+
+REMOVE: Final = "remove it, or train without {}"
+
+
+def refuse(
+    flag: str, features: str, instead: str = REMOVE, applies: Callable[[Any], bool] | None = None, **own: str
+) -> Refusal:
+    """Return a row of the table.
+
+    Args:
+        flag: see ``Refusal``; its words after the first are not part of the flag.
+        features: names of the features that refuse it, in one string.
+        instead: the advice of all of them; ``{}`` stands for the flag that switches the feature on.
+        applies: default: the argument of that name has a true value.
+        own: advice of one feature that differs.
+    """
+    return Refusal(
+        flag,
+        applies or _is_set(flag.split()[0].lstrip("-").replace("-", "_")),
+        {**dict.fromkeys(features.split(), instead), **own},
+    )
+
+
+def refuse_conflicts(args: Any, features: Mapping[str, str], rows: Collection[Refusal]) -> None:
+    """Raise ValueError, naming the flag, for the first row that applies to an enabled feature.
+
+    Args:
+        args: what Megatron's parser has given, before Megatron checks it.
+        features: flag of each enabled feature, by its name.
+        rows: the table.
+    """
+    for row in rows:
+        refusing = [name for name in features if name in row.instead]
+        if refusing and row.applies(args):
+            raise ValueError(row.message(refusing[0], features[refusing[0]]))
+
+
+def _is_set(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _above(name: str, limit: float) -> Callable[[Any], bool]:
+    return lambda args: (getattr(args, name, None) or 0) > limit
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _recomputes_what_policies_recompute(args: Any) -> bool:
+    """Whether Megatron recomputes more than parts of experts, which policies leave alone."""
+    if getattr(args, "recompute_activations", False):
+        return True
+    modules = set(args.recompute_modules or ["core_attn"])
+    experts_only = modules <= {"moe", "moe_act", "shared_experts"}
+    return args.recompute_granularity == "full" or bool(args.recompute_granularity and not experts_only)
+
+
+_NO_GRAPH = "a graph's memory cannot be swapped: remove it"
+_NOT_STANDARD = "its layers are not Megatron's TransformerLayer: remove it"
+_NEW_SHAPES = "micro-batches change their shape"
+_ONE_PROCESS = "a plan is of the whole model in one process"
+_SECOND_SWAP = "the policy swaps: choose one"
+REFUSALS: Final[tuple[Refusal, ...]] = (
+    refuse("--context-parallel-size > 1", "", applies=_above("context_parallel_size", 1),
+           hdp="leave it at 1: --hybrid-data-parallel gives each document its own width",
+           slices="leave it at 1: its zigzag shares hold tokens from both ends of the sequence"),
+    refuse("--hybrid-context-parallel", "hdp slices", hdp="choose one: --hybrid-data-parallel takes its place"),
+    refuse("--tensor-model-parallel-size > 1", "memory_plan", _ONE_PROCESS, _above("tensor_model_parallel_size", 1)),
+    refuse("--pipeline-model-parallel-size > 1", "memory_plan", _ONE_PROCESS,
+           _above("pipeline_model_parallel_size", 1)),
+    refuse("--seq1f1b-slices > 1", "memory_plan", "a plan is of whole micro-batches", _above("seq1f1b_slices", 1)),
+    refuse("--microbatch-group-size-per-virtual-pipeline-stage", "hdp", "give at least --pipeline-model-parallel-size",
+           lambda a: (a.microbatch_group_size_per_vp_stage or 1 << 30) < a.pipeline_model_parallel_size),
+    refuse("--defer-embedding-wgrad-compute", "hdp slices loss_chunks",
+           hdp="its buffers count on micro-batches of one size",
+           slices="its first backward pass is not the first forward's"),
+    refuse("--delay-wgrad-compute", "slices", "it pairs forward and backward passes in another order"),
+    refuse("--overlap-p2p-communication-warmup-flush", "slices", applies=_is_set("overlap_p2p_comm_warmup_flush")),
+    refuse("--overlap-param-gather-with-optimizer-step", "hdp slices", "give --overlap-param-gather alone",
+           hdp="give --overlap-param-gather alone: all gathers start with the step"),
+    refuse("--num-experts", "slices", "the router's losses would be taken of each slice, not of the sequence"),
+    refuse("--num-experts under tensor parallelism", "hdp",
+           "add --sequence-parallel, which Megatron's experts need there",
+           lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not a.sequence_parallel),
+    refuse("--moe-token-dispatcher-type allgather", "hdp", "use alltoall: data-parallel ranks that share experts have "
+           "different numbers of tokens, and allgather needs equal ones",
+           lambda a: a.moe_token_dispatcher_type == "allgather" and ranks_that_share_experts(a) > 1),
+    refuse("--moe-token-dispatcher-type flex", "hdp", "use alltoall", lambda a: a.moe_token_dispatcher_type == "flex"),
+    refuse("--moe-router-load-balancing-type", "hdp", "use aux_loss or none, and --moe-router-enable-expert-bias if "
+           "wanted: the others need statistics of whole documents, or of all ranks, inside a layer",
+           lambda a: bool(a.num_experts and set(_as_list(a.moe_router_load_balancing_type)) - {"aux_loss", "none"})),
+    refuse("--moe-expert-capacity-factor", "hdp", "which tokens are dropped would depend on the plan",
+           lambda a: a.moe_expert_capacity_factor is not None),
+    refuse("--overlap-moe-expert-parallel-comm", "hdp slices activations", "it has a schedule of its own",
+           hdp="it has a schedule of its own, which knows no planned steps"),
+    refuse("--moe-paged-stash", "hdp activations", activations="it stores activations itself: choose one"),
+    refuse("--moe-enable-routing-replay", "hdp"),
+    refuse("--moe-use-upcycling", "hdp"),
+    refuse("--moe-latent-size", "hdp"),
+    refuse("--cuda-graph-impl", "hdp slices activations", _NEW_SHAPES, lambda a: a.cuda_graph_impl != "none",
+           activations=_NO_GRAPH),
+    refuse("--enable-cuda-graph", "hdp slices", _NEW_SHAPES, activations=_NO_GRAPH),
+    refuse("--external-cuda-graph", "hdp slices", _NEW_SHAPES, activations=_NO_GRAPH),
+    refuse("--optimizer-cuda-graph", "hdp"),
+    refuse("--use-megatron-fsdp", "hdp slices activations", "use --use-distributed-optimizer",
+           hdp="use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
+    refuse("--use-torch-fsdp2", "hdp slices activations", "use --use-distributed-optimizer",
+           hdp="use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
+    refuse("--num-distributed-optimizer-instances > 1", "hdp",
+           applies=_above("num_distributed_optimizer_instances", 1)),
+    refuse("--tensor-parallel-num-weight-shards", "hdp"),
+    refuse("--tp-comm-overlap", "hdp slices", "its buffers have one fixed shape"),
+    refuse("--multi-latent-attention", "hdp", activations=_NOT_STANDARD,
+           slices="its RoPE is inside of attention, where positions of slices are not known"),
+    refuse("--mtp-num-layers", "hdp loss_chunks", slices="it needs tokens of the next slice",
+           activations=_NOT_STANDARD),
+    refuse("--experimental-attention-variant", "hdp slices", activations=_NOT_STANDARD),
+    refuse("--hybrid-layer-pattern", "hdp", activations=_NOT_STANDARD,
+           slices="the state of Mamba's layers would have to pass from slice to slice"),
+    refuse("--hybrid-override-pattern", "hdp", activations=_NOT_STANDARD,
+           slices="the state of Mamba's layers would have to pass from slice to slice"),
+    refuse("--heterogeneous-layers-config-path", "hdp slices", activations=_NOT_STANDARD),
+    refuse("--heterogeneous-layers-config-encoded-json", "hdp slices", activations=_NOT_STANDARD),
+    refuse("--spec", "hdp slices", "{} brings its own layer spec", activations=_NOT_STANDARD),
+    refuse("--transformer-impl inference_optimized", "hdp slices", "use local or transformer_engine",
+           lambda a: a.transformer_impl == "inference_optimized"),
+    refuse("--apply-layernorm-1p", "hdp", "it needs TransformerEngine",
+           lambda a: a.layernorm_zero_centered_gamma and a.transformer_impl == "local"),
+    refuse("--num-query-groups", "hdp slices", "make it a divisor of --num-attention-heads",
+           lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
+    refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
+           lambda a: a.attention_backend.name != "auto", slices="slices have kernels of their own"),
+    refuse("--use-kitchen-attention", "hdp", "choose with --hdp-attention-kernel",
+           slices="slices have kernels of their own"),
+    refuse("--max-seqlen-per-dp-cp-rank", "hdp", "give --hdp-tokens-per-rank"),
+    refuse("--window-size", "hdp slices", "sliding-window attention is not supported"),
+    refuse("--softmax-type", "hdp slices", "use vanilla", lambda a: getattr(a, "softmax_type", "vanilla") != "vanilla"),
+    refuse("--attention-dropout > 0", "hdp slices", "add --attention-dropout 0 (Megatron's default is 0.1)",
+           _above("attention_dropout", 0), activations="give 0: what is recomputed must be what was computed"),
+    refuse("--hidden-dropout > 0", "activations", "give 0: what is recomputed must be what was computed",
+           _above("hidden_dropout", 0)),
+    refuse("--recompute-granularity", "activations",
+           "the policy recomputes: choose one; of --recompute-modules those of experts combine",
+           _recomputes_what_policies_recompute),
+    refuse("--mlp-chunks-for-training", "activations", "remove it", _above("mlp_chunks_for_training", 1)),
+    refuse("--apply-query-key-layer-scaling", "hdp slices"),
+    refuse("--qk-clip", "hdp slices"),
+    refuse("--log-max-attention-logit", "hdp slices"),
+    refuse("--position-embedding-type", "hdp slices", "use rope, learned_absolute or none",
+           lambda a: a.position_embedding_type not in ("rope", "learned_absolute", "none")),
+    refuse("--fp8-format", "hdp slices", "use bf16: FP8 needs aligned token counts", _is_set("fp8"),
+           activations="use bf16"),
+    refuse("--fp4-format", "hdp slices", "use bf16: FP4 needs aligned token counts", _is_set("fp4"),
+           activations="use bf16"),
+    refuse("--te-precision-config-file", "hdp slices", "it may choose FP8, which needs aligned token counts"),
+    refuse("--fine-grained-activation-offloading", "hdp", activations=_SECOND_SWAP,
+           slices="it brings back the oldest activations, not those of the last slice"),
+    refuse("--cpu-offloading-num-layers", "hdp", activations=_SECOND_SWAP,
+           slices="it brings back the oldest activations, not those of the last slice"),
+    refuse("--rampup-batch-size", "hdp", "steps are planned ahead with one batch size"),
+    refuse("--step-batch-size-schedule", "hdp", "steps are planned ahead with one batch size"),
+    refuse("--decrease-batch-size-if-needed", "hdp"),
+    refuse("--iterations-to-skip", "hdp"),
+    refuse("--phase-transition-iterations", "hdp"),
+    refuse("--full-validation", "hdp", "use --eval-iters"),
+    refuse("--multiple-validation-sets", "hdp"),
+    refuse("--sft", "hdp slices"),
+    refuse("--fim-data", "hdp"),
+    refuse("--mock-data", "hdp", "build a corpus with `bytescale corpus`"),
+    refuse("--per-dataset-sequences-path", "hdp", "lengths come from the .idx files"),
+    refuse("--dataloader-fast-cache-load", "hdp", "document samples keep no index cache"),
+    refuse("--dataloader-defer-npy-index-mmap", "hdp", "document samples keep no index cache"),
+    refuse("--dataloader-inter-document-masking", "hdp", "documents never attend to each other here",
+           slices="use --hybrid-data-parallel, where documents never attend to each other"),
+    refuse("--reset-position-ids", "hdp", "positions always start anew with each document here"),
+    refuse("--reset-attention-mask", "hdp", "documents never attend to each other here",
+           slices="use --hybrid-data-parallel, where documents never attend to each other"),
+    refuse("--eod-mask-loss", "hdp", "the last token of a document never has a label here"),
+    refuse("--dataloader-type cyclic", "hdp", applies=lambda a: a.dataloader_type == "cyclic"),
+    refuse("--micro-batch-size > 1", "hdp", "leave it at 1: documents are packed by tokens",
+           _above("micro_batch_size", 1)),
+    refuse("--eval-micro-batch-size > 1", "hdp", "leave it at 1", _above("eval_micro_batch_size", 1)),
+    refuse("--no-align-param-gather", "hdp", "a rank that waits in a ring must not hold back another's parameters",
+           lambda a: not a.align_param_gather),
+    refuse("--logits-save-dir", "hdp slices loss_chunks"),
+    refuse("--logits-load-dir", "hdp slices loss_chunks"),
+    refuse("--use-checkpoint-args", "hdp slices", "give the model's flags on the command line"),
+    refuse("--inprocess-restart", "hdp"),
+    refuse("--perform-rl-step", "hdp slices"),
+    refuse("--vision-pretraining", "hdp slices"),
+)  # fmt: skip

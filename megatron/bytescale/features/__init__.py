@@ -1,0 +1,71 @@
+"""What a run can do beyond Megatron: one file for each feature, and the table of them.
+
+To add a feature, write one file here and add its row to ``FEATURES``; its decisions go to ``bytescale_ext/plan/``.
+Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table. ``states``, ``experts``,
+``gates``, ``drafts``, ``ngram`` and ``sculpt`` will be rows too.
+
+Importing this package imports neither torch nor Megatron; what a feature builds with is imported inside its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
+from megatron.bytescale.features.activations import ACTIVATIONS
+from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.hdp import HDP
+from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
+from megatron.bytescale.features.memory_plan import MEMORY_PLAN
+from megatron.bytescale.features.ray import RAY
+from megatron.bytescale.features.slices import SLICES
+
+if TYPE_CHECKING:
+    from megatron.bytescale.registry import Patch
+
+FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN)
+"""In the order in which they resolve and build: each may use what the features before it have made."""
+
+
+def enabled(args: Any) -> list[Feature]:
+    """Return the features that are on, in the table's order."""
+    return [feature for feature in FEATURES if feature.is_on(args)]
+
+
+def refusals() -> list[Refusal]:
+    """Return the shared table of refusals and the rows of each feature."""
+    return [*REFUSALS, *(row for feature in FEATURES for row in feature.refusals)]
+
+
+def patches_of(names: Collection[str]) -> list[Patch]:
+    """Return the patch rows that these features bring beside the table in ``patches.py``."""
+    return [row for feature in FEATURES if feature.name in names for row in feature.patches()]
+
+
+def check(args: Any) -> None:
+    """Check the flags of all features, and set the arguments of Megatron's that the enabled ones need.
+
+    Call it before Megatron checks its arguments. Raises ValueError, naming the flag.
+    """
+    on = enabled(args)
+    names = {feature.name for feature in on}
+    for feature in FEATURES:
+        if feature.name not in names:
+            _check_not_given(feature, args)
+        elif missing := [one for one in FEATURES if one.name in feature.requires and one.name not in names]:
+            raise ValueError(f"{feature.flag} needs {missing[0].flag}")
+    if args.cost_file is not None and not any(feature.reads_cost for feature in on):
+        readers = " or ".join(feature.flag for feature in FEATURES if feature.reads_cost)
+        raise ValueError(f"--cost-file needs {readers}")
+    refuse_conflicts(args, {feature.name: feature.flag for feature in on}, refusals())
+    for feature in on:
+        feature.before_checks(args)
+
+
+def _check_not_given(feature: Feature, args: Any) -> None:
+    """Raise ValueError for a flag of a feature that is off, but for the flag that switches it on."""
+    for action in feature.actions():
+        (flag,) = action.option_strings
+        if flag != feature.flag and getattr(args, action.dest) != action.default:
+            raise ValueError(f"{flag} needs {feature.needs or feature.flag}")

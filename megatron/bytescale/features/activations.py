@@ -1,0 +1,220 @@
+"""Activation policies (MEMO; ByteScale section 5.2): what layers save is kept, swapped to host memory or recomputed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from bytescale_ext.config.activations import ActivationConfig
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.loss_chunks import LossChunks
+from bytescale_ext.config.offload import planned_offload
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, cost_of_rates
+from bytescale_ext.plan.activation.policies import POLICIES
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import num_parameters
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+RATES = (650e12, 600e12, 500e12)
+"""FLOPs per second of matrix products, attention forward and backward, without a cost file: one H200."""
+
+OFFLOADED_PARAMETER_BYTES = 16
+"""Host memory of a parameter whose optimizer states Megatron holds there, in float32."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of activation policies."""
+    group = parser.add_argument_group("bytescale: activations")
+    group.add_argument(
+        "--activation-policy",
+        choices=POLICIES,
+        default="none",
+        help="What becomes of the tensors that layers save for the backward pass. memo: layer inputs and attention "
+        "outputs go to host memory, and as much of the rest as the link carries; what is left is recomputed, attention "
+        "never. priced: likewise, but what is cheap to rebuild is never moved and free device memory is used. offload: "
+        "a share of everything goes to host memory; with --hybrid-data-parallel the plan gives each micro-batch its "
+        "own, so that a long sequence needs fewer ranks. auto: the one with the least predicted time. Default: none. "
+        "`bytescale activations` prints what each does to a model.",
+    )
+    texts = {
+        "--swap-fraction F": "Swap this share of the tokens. With memo and priced it is their alpha; with none, the "
+        "share of all tensors.",
+        "--recompute-fraction F": "Recompute this share of the tokens, without attention: 1 alone is full recompute "
+        "except attention. What neither swaps nor recomputes stays on the device.",
+        "--host-memory-gb G": "Host memory of each process for activations: taken once, when training starts, and "
+        "never more. Whatever swaps needs it.",
+        "--device-memory-gb G": "The most device memory for activations, beside parameters, gradients and optimizer "
+        "states: priced, offload and auto plan with it, and need it; not offload with --hybrid-data-parallel, where "
+        "--hdp-tokens-per-rank sets it.",
+        "--link-gb-per-second B": "Speed between device and pinned host memory, one way (55).",
+    }
+    for words, text in texts.items():
+        flag, metavar = words.split()
+        group.add_argument(flag, type=float, metavar=metavar, help=text)
+
+
+def is_on(args: Any) -> bool:
+    """Return whether activations follow a plan; a memory plan needs one too."""
+    shares = (args.swap_fraction, args.recompute_fraction)
+    return args.activation_policy != "none" or shares != (None, None) or args.memory_plan is not None
+
+
+def resolve(args: Any, run: RunConfig) -> ActivationConfig:
+    """Return the policy with its budgets.
+
+    Raises:
+        ValueError: settings that do not fit together, budgets that are missing or too small.
+    """
+    _check_shares(args)
+    machine = machine_of(args, run.shape)
+    num_layers = -(-args.num_layers // args.pipeline_model_parallel_size)
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    slices = _slices(run)
+    in_flight = stages * (2 if virtual > 1 else 1) + len(slices) - 1 + (stages - 1) * args.seq1f1b_eager
+    chunks, hdp = run.find(LossChunks), run.find(HdpConfig)
+    config = ActivationConfig(
+        policy=args.activation_policy,
+        swap=args.swap_fraction,
+        recompute=args.recompute_fraction,
+        machine=machine,
+        cost=run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=args.tensor_model_parallel_size),
+        num_tokens=run.cluster.tokens_per_rank,
+        length=args.seq_length,
+        slices=slices,
+        layers=LayerSettings(
+            num_layers=num_layers,
+            resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
+            in_flight=in_flight,
+            element_bytes=args.params_dtype.itemsize,
+            sequence_parallel=args.sequence_parallel,
+            fused_norms=args.transformer_impl == "transformer_engine",
+            loss_tokens=None if chunks is None else chunks.num_tokens,
+        ),
+    )
+    if hdp is not None and hdp.plans_offload:
+        _check_planned_offload(args, num_layers)
+        config = replace(config, offload=planned_offload(hdp, machine, config.cost, config.largest))
+    config.check_fits()
+    return config
+
+
+def _slices(run: RunConfig) -> tuple[int, ...]:
+    """Return the tokens of the slices of a micro-batch, or their proportion; one without slices."""
+    samples, documents = run.find(SliceConfig), run.find(DocumentSliceConfig)
+    if samples is not None:
+        return samples.lengths
+    return (1,) * (1 if documents is None else documents.rule.num_slices)
+
+
+def _check_shares(args: Any) -> None:
+    """Raise ValueError for shares that are not shares, or that do not go with the policy."""
+    if args.activation_policy == "auto" and (args.swap_fraction, args.recompute_fraction) != (None, None):
+        raise ValueError("--activation-policy auto chooses the shares: remove --swap-fraction and --recompute-fraction")
+    if args.activation_policy == "offload" and args.recompute_fraction:
+        raise ValueError("--activation-policy offload recomputes nothing: remove --recompute-fraction")
+    for flag, share in (("--swap-fraction", args.swap_fraction), ("--recompute-fraction", args.recompute_fraction)):
+        if share is not None and not 0.0 <= share <= 1.0:
+            raise ValueError(f"{flag} {share:g} is not a share of the tokens, from 0 to 1")
+    if (args.swap_fraction or 0.0) + (args.recompute_fraction or 0.0) > 1.0:
+        raise ValueError(
+            f"--swap-fraction {args.swap_fraction:g} and --recompute-fraction {args.recompute_fraction:g} sum to more "
+            "than 1; what neither swaps nor recomputes stays on the device"
+        )
+
+
+def _check_planned_offload(args: Any, layers_of_process: int) -> None:
+    """Raise ValueError for settings with which HDP plans cannot choose the shares."""
+    policy = "--activation-policy offload by the plan of --hybrid-data-parallel"
+    by_share = "or give --swap-fraction, the same share for all micro-batches"
+    if args.device_memory_gb is not None:
+        raise ValueError(f"{policy}: --hdp-tokens-per-rank says what the device holds; remove --device-memory-gb")
+    if args.hdp_static_width is not None:
+        raise ValueError(
+            f"{policy} does not work with --hdp-static-width, whose widths are fixed: remove it, {by_share}"
+        )
+    if args.num_experts:
+        raise ValueError(
+            f"{policy} does not work with --num-experts: what experts save stays on the device, so a share of the rest "
+            f"does not make room for more tokens; use priced, {by_share}"
+        )
+    if (args.seq1f1b_slices or 1) > 1:
+        raise ValueError(
+            f"{policy} does not work with --seq1f1b-slices, which hold less by themselves; remove one, {by_share}"
+        )
+    if layers_of_process <= RESIDENT_LAYERS:
+        raise ValueError(
+            f"{policy} keeps {RESIDENT_LAYERS} layers of each process on the device, and a process has "
+            f"{layers_of_process}: use fewer pipeline stages, {by_share}"
+        )
+
+
+def machine_of(args: Any, shape: ModelShape) -> Machine:
+    """Return the budgets of one process. Raises ValueError for a missing, impossible or negative one."""
+    policy, is_planned = args.activation_policy, (args.swap_fraction, args.recompute_fraction) == (None, None)
+    if args.host_memory_gb is None and (policy != "none" or args.swap_fraction):
+        raise ValueError("give --host-memory-gb, the host memory of each process for activations")
+    is_planned = is_planned and not (args.hybrid_data_parallel and policy == "offload")
+    if args.device_memory_gb is None and policy in ("priced", "offload", "auto") and is_planned:
+        raise ValueError(f"--activation-policy {policy} needs --device-memory-gb, the device memory for activations")
+    for flag, value in (("--host-memory-gb", args.host_memory_gb), ("--device-memory-gb", args.device_memory_gb)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{flag} {value:g} is not an amount of memory")
+    link = 55.0 if args.link_gb_per_second is None else args.link_gb_per_second
+    if not 0 < link < math.inf:
+        raise ValueError(f"--link-gb-per-second {link:g} must be positive")
+    host = args.host_memory_gb or 0.0
+    optimizer = optimizer_host_bytes(args, shape) / 1e9
+    free = max(0.0, psutil.virtual_memory().available / 1e9 / local_processes() - optimizer)
+    if host > free:
+        beside = f" beside {optimizer:.4g} GB of the optimizer (--optimizer-cpu-offload)" if optimizer else ""
+        raise ValueError(
+            f"--host-memory-gb {host:g} for each of {local_processes()} processes of this machine: each has "
+            f"{free:.4g} GB of its free memory{beside}; give at most that"
+        )
+    device = math.inf if args.device_memory_gb is None else args.device_memory_gb
+    return Machine(device * 1e9, host * 1e9, link * 1e9)
+
+
+def optimizer_host_bytes(args: Any, shape: ModelShape) -> float:
+    """Return the host memory of the optimizer in a process: a copy, two moments and a gradient of each parameter."""
+    if not getattr(args, "optimizer_cpu_offload", False):
+        return 0.0
+    parameters = num_parameters(shape, args.tensor_model_parallel_size)
+    parameters /= args.pipeline_model_parallel_size * (args.data_parallel_size if args.use_distributed_optimizer else 1)
+    return OFFLOADED_PARAMETER_BYTES * args.optimizer_offload_fraction * parameters
+
+
+def local_processes() -> int:
+    """Return the processes of the run on this machine, by torchrun's LOCAL_WORLD_SIZE."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Plan what each layer saves, micro-batch by micro-batch."""
+    from megatron.bytescale.training import activations
+
+    return activations.plan_activations(training, runtime)
+
+
+ACTIVATIONS = Feature(
+    name="activations",
+    flag="--activation-policy",
+    summary="activation policies: what layers save is kept, swapped or recomputed",
+    add_arguments=add_arguments,
+    is_on=is_on,
+    resolve=resolve,
+    build=build,
+    needs="--activation-policy, --swap-fraction or --recompute-fraction",
+    reads_cost=True,
+)

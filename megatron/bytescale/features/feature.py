@@ -1,0 +1,67 @@
+"""The type of a row of the feature table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.refusals import Refusal
+
+if TYPE_CHECKING:  # flags are added before torch and Megatron are imported
+    from megatron.bytescale.registry import Patch
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+
+def _nothing(args: Any) -> None:
+    pass
+
+
+def _no_patches() -> tuple[Patch, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that a run can do beyond Megatron.
+
+    Attributes:
+        name: key of its configuration in ``RunConfig``, of its patch rows and of its column in the refusals.
+        flag: the flag that switches it on, as messages name it.
+        summary: what it does, in a few words.
+        add_arguments: adds its flags to a parser; imports neither torch nor Megatron.
+        is_on: whether parsed arguments switch it on.
+        resolve: returns its frozen configuration from checked arguments and the run so far. Raises ValueError.
+        build: changes what Megatron's ``pretrain`` is given.
+        before_checks: checks its flags and sets arguments of Megatron's, before Megatron checks them.
+        after_checks: sets arguments that Megatron's checks have changed.
+        needs: what its other flags need, in messages; default: ``flag``.
+        requires: names of features that must be on too.
+        reads_cost: it plans with the costs of ``--cost-file``.
+        refusals: rows beside those of the shared table that name this feature.
+        patches: returns rows beside those of the shared table that name this feature.
+    """
+
+    name: str
+    flag: str
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    is_on: Callable[[Any], bool]
+    resolve: Callable[[Any, RunConfig], object]
+    build: Callable[[Training, Runtime], Training]
+    before_checks: Callable[[Any], None] = _nothing
+    after_checks: Callable[[Any], None] = _nothing
+    needs: str = ""
+    requires: tuple[str, ...] = ()
+    reads_cost: bool = False
+    refusals: tuple[Refusal, ...] = ()
+    patches: Callable[[], tuple[Patch, ...]] = _no_patches
+
+    def actions(self) -> list[argparse.Action]:
+        """Return its flags as argparse knows them."""
+        parser = argparse.ArgumentParser(add_help=False)
+        self.add_arguments(parser)
+        return parser._actions

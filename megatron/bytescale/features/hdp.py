@@ -1,0 +1,178 @@
+"""Hybrid data parallelism (ByteScale section 5): each document gets as many data-parallel ranks as it needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.cost.model_cost import flops_stage_cost
+from bytescale_ext.plan.hdp.planner import BALANCES, auto_balance
+from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of hybrid data parallelism."""
+    group = parser.add_argument_group("bytescale: hybrid data parallelism")
+    group.add_argument(
+        "--hybrid-data-parallel",
+        action="store_true",
+        help="Give each document as many data-parallel ranks as it needs and pack the short ones.",
+    )
+    group.add_argument(
+        "--hdp-tokens-per-rank",
+        type=int,
+        metavar="C",
+        help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks or more.",
+    )
+    group.add_argument(
+        "--hdp-balance",
+        choices=["auto", *BALANCES],
+        help="What the planner balances. dp: the work of ranks that run freely; pp: the work of pipelines, and "
+        "of ranks that share experts, slot by slot; auto (default): whichever of these fits; bytescale (Algorithm 2 of "
+        "the paper) and none (tokens alone) are for comparison.",
+    )
+    group.add_argument(
+        "--hdp-ranks-per-node",
+        type=int,
+        metavar="N",
+        help="Keep rings of up to N ranks inside nodes of N ranks. Default: from LOCAL_WORLD_SIZE.",
+    )
+    group.add_argument(
+        "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
+    )
+    group.add_argument(
+        "--hdp-plan-seconds",
+        type=float,
+        metavar="S",
+        help="Time limit for the plan of one step; then all ranks take the simple plan of none. Default: no limit.",
+    )
+    group.add_argument(
+        "--hdp-check-plans-every",
+        type=int,
+        metavar="N",
+        help="Compare the plans of all ranks in the first step and every N steps (100).",
+    )
+    group.add_argument(
+        "--hdp-attention-kernel", metavar="NAME", help="Attention kernel; `bytescale doctor` lists them. Default: best."
+    )
+    group.add_argument(
+        "--hdp-static-width",
+        type=int,
+        metavar="W",
+        help="For comparison: cut every document over fixed groups of W ranks, as --context-parallel-size W does.",
+    )
+    group.add_argument(
+        "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."
+    )
+    group.add_argument(
+        "--hdp-timeline-step", type=int, metavar="N", help="Record when each rank computes what in iteration N."
+    )
+
+
+def is_on(args: Any) -> bool:
+    """Return whether documents are planned."""
+    return bool(args.hybrid_data_parallel)
+
+
+def before_checks(args: Any) -> None:
+    """Check sizes, and set the arguments of Megatron's that hybrid data parallelism is built on."""
+    for flag in ("--seq-length", "--hdp-tokens-per-rank", "--global-batch-size"):
+        if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
+            raise ValueError(f"--hybrid-data-parallel needs {flag}")
+    if args.hdp_tokens_per_rank < 1:
+        raise ValueError(f"--hdp-tokens-per-rank must be positive, got {args.hdp_tokens_per_rank}")
+    if args.hdp_ranks_per_node is not None and args.hdp_ranks_per_node < 1:
+        raise ValueError(f"--hdp-ranks-per-node must be at least 1, got {args.hdp_ranks_per_node}")
+    _check_ranks(args)
+    args.calculate_per_token_loss = True  # ByteScale Eq. 1-2: one sum over all tokens, then one division
+    args.dataloader_type = "external"
+    args.micro_batch_size = args.eval_micro_batch_size = 1  # so that --global-batch-size counts documents
+    args.create_attention_mask_in_dataloader = False
+    args.dist_ckpt_optim_fully_reshardable = True  # resume with another number of ranks
+
+
+def _check_ranks(args: Any) -> None:
+    tensor_ranks, num_stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    model_ranks = tensor_ranks * num_stages
+    if args.world_size % model_ranks:
+        pipelines = f" x --pipeline-model-parallel-size {num_stages}" if num_stages > 1 else ""
+        raise ValueError(
+            f"{args.world_size} processes cannot be divided among --tensor-model-parallel-size {tensor_ranks}"
+            f"{pipelines}; start {(args.world_size // model_ranks + 1) * model_ranks} processes, or lower it"
+        )
+    num_ranks = args.world_size // model_ranks
+    sizes = {
+        "--global-batch-size": args.global_batch_size,
+        "--eval-global-batch-size": args.eval_global_batch_size or args.global_batch_size,
+    }
+    for flag, size in sizes.items():
+        if size < 1 or size % num_ranks:
+            raise ValueError(
+                f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, which Megatron counts "
+                f"documents by; the next multiple is {(max(size, 0) // num_ranks + 1) * num_ranks}"
+            )
+
+
+def after_checks(args: Any) -> None:
+    """Align parameter gathers again, which Megatron turns off without virtual stages."""
+    if args.overlap_param_gather:
+        args.align_param_gather = True
+
+
+def resolve(args: Any, run: RunConfig) -> HdpConfig:
+    """Return the settings of the planner and of what watches over it."""
+    num_stages, expert_ranks = args.pipeline_model_parallel_size, ranks_that_share_experts(args)
+    balance = args.hdp_balance or "auto"
+    if balance == "auto":
+        balance = auto_balance(aligned=num_stages > 1 or expert_ranks > 1)
+    names = ("plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step")
+    given = {name: getattr(args, f"hdp_{name}") for name in names}
+    return HdpConfig(
+        run.cluster,
+        stage_cost(run, num_stages),
+        longest_sequence=args.seq_length,
+        rows_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        balance=balance,
+        num_stages=num_stages,
+        expert_ranks=expert_ranks,
+        kernel=args.hdp_attention_kernel,
+        plans_offload=args.activation_policy == "offload" and args.swap_fraction is None,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def stage_cost(run: RunConfig, num_stages: int) -> StageCost:
+    """Return the cost of the largest pipeline stage: in measured seconds, else in FLOPs."""
+    if run.cost is None:
+        return flops_stage_cost(run.shape, num_stages)
+    return run.cost.stage(-(-run.shape.num_layers // num_stages), has_head=True)
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Train on documents: their data, attention, positions and forward step."""
+    from megatron.bytescale.training import hdp
+
+    return hdp.train_on_documents(training, runtime)
+
+
+HDP = Feature(
+    name="hdp",
+    flag="--hybrid-data-parallel",
+    summary="hybrid data parallelism: each document on as many ranks as it needs",
+    add_arguments=add_arguments,
+    is_on=is_on,
+    resolve=resolve,
+    build=build,
+    before_checks=before_checks,
+    after_checks=after_checks,
+    reads_cost=True,
+)

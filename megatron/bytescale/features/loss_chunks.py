@@ -1,0 +1,51 @@
+"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist together."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.loss_chunks import LossChunks
+from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the loss in chunks."""
+    group = parser.add_argument_group("bytescale: loss")
+    group.add_argument(
+        "--chunked-cross-entropy",
+        type=int,
+        metavar="TOKENS",
+        help="Compute output layer and loss for TOKENS tokens at a time, and once more in the backward pass, so that "
+        "the logits of a long sequence never exist together. Needs no activation policy.",
+    )
+
+
+def resolve(args: Any, run: RunConfig) -> LossChunks:
+    """Return the number of tokens of a chunk."""
+    return LossChunks(args.chunked_cross_entropy)
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Compute the loss of each model chunk that has the output layer by chunks of tokens."""
+    from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
+
+    training.model.pre_wrap_hooks.append(partial(use_chunked_loss, runtime.run.get(LossChunks).num_tokens))
+    return training
+
+
+LOSS_CHUNKS = Feature(
+    name="loss_chunks",
+    flag="--chunked-cross-entropy",
+    summary="the loss by chunks of tokens: logits of a long sequence never exist together",
+    add_arguments=add_arguments,
+    is_on=lambda args: args.chunked_cross_entropy is not None,
+    resolve=resolve,
+    build=build,
+)

@@ -1,0 +1,66 @@
+"""Remote loading (ByteScale section 7): Ray actors read and tokenize text while training runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the remote loader."""
+    group = parser.add_argument_group("bytescale: remote loading")
+    group.add_argument(
+        "--hdp-loader",
+        choices=["local", "ray"],
+        help="local (default): Megatron's .bin and .idx files. ray: --data-path names .jsonl files, whose text Ray "
+        "actors tokenize while training runs.",
+    )
+    group.add_argument(
+        "--hdp-ray-address",
+        metavar="HOST:PORT",
+        help="A Ray cluster that all machines of the run belong to. Default: Ray is started on this machine.",
+    )
+    group.add_argument("--hdp-ray-servers", type=int, metavar="N", help="Actors that read and tokenize (2).")
+    group.add_argument(
+        "--hdp-ray-server-tokens", type=int, metavar="N", help="The most tokens that each of them keeps (16777216)."
+    )
+    group.add_argument("--hdp-json-key", metavar="KEY", help="Key of the text in each line (text).")
+
+
+def resolve(args: Any, run: RunConfig) -> RemoteConfig:
+    """Return the settings of the actors."""
+    given = {
+        "address": args.hdp_ray_address,
+        "num_servers": args.hdp_ray_servers,
+        "server_tokens": args.hdp_ray_server_tokens,
+        "json_key": args.hdp_json_key,
+    }
+    return RemoteConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Load steps from Ray actors in place of Megatron's data sets."""
+    from megatron.bytescale.training import hdp
+
+    return hdp.load_from_ray(training, runtime)
+
+
+RAY = Feature(
+    name="ray",
+    flag="--hdp-loader",
+    summary="remote loading: Ray actors tokenize text while training runs",
+    add_arguments=add_arguments,
+    is_on=lambda args: args.hdp_loader == "ray",
+    resolve=resolve,
+    build=build,
+    needs="--hdp-loader ray",
+    requires=("hdp",),
+)

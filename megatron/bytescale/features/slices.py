@@ -1,0 +1,200 @@
+"""Pipelines in slices (Seq1F1B, Sun et al. 2024): micro-batches are cut, and slices pass the stages one by one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.tensors import key_value_bytes, layer_tensors
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.schedule.check_slices import check_slices
+from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
+from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of Seq1F1B."""
+    group = parser.add_argument_group("bytescale: pipelines in slices (Seq1F1B)")
+    group.add_argument(
+        "--seq1f1b-slices",
+        type=int,
+        metavar="K",
+        help="Cut each micro-batch into K slices that pass the pipeline one after another. Default: 1, not cut.",
+    )
+    group.add_argument(
+        "--seq1f1b-partition",
+        metavar="NAME",
+        help="What slices are equal in: time (default), flops or even; or the tokens of each, as L1,...,LK. "
+        "`bytescale schedule` shows the lengths for each.",
+    )
+    group.add_argument(
+        "--seq1f1b-eager",
+        action="store_true",
+        help="Each stage runs two forwards ahead of the next one, not one, so that slices of different duration do not "
+        "wait for each other. Faster, and holds the activations of up to (stages - 1) / K micro-batches more.",
+    )
+    group.add_argument(
+        "--hdp-kept-keys",
+        type=int,
+        metavar="TOKENS",
+        help="With --hybrid-data-parallel: each rank keeps the keys that it has received of documents of up to this "
+        "many tokens, so that they travel once, not again with each slice. Default: as many as take no more memory "
+        "than 1F1B; 0: none.",
+    )
+
+
+def is_on(args: Any) -> bool:
+    """Return whether micro-batches are cut into slices."""
+    return args.seq1f1b_slices not in (None, 1)
+
+
+def before_checks(args: Any) -> None:
+    """Check the flags of slices, and set the arguments of Megatron's that slices need."""
+    if args.seq1f1b_slices < 1:
+        raise ValueError(f"--seq1f1b-slices {args.seq1f1b_slices} must be at least 1; 1 does not cut micro-batches")
+    if args.hdp_kept_keys is not None and not args.hybrid_data_parallel:
+        raise ValueError("--hdp-kept-keys needs --hybrid-data-parallel")
+    if args.hdp_kept_keys is not None and args.hdp_kept_keys < 0:
+        raise ValueError(f"--hdp-kept-keys must be at least 0, got {args.hdp_kept_keys}")
+    if args.seq1f1b_eager:
+        _check_eager(args)
+    args.create_attention_mask_in_dataloader = False  # a mask covers a whole sequence; slices need none
+    args.overlap_p2p_comm = False  # messages in batches, in the order that the schedule was checked for
+
+
+def _check_eager(args: Any) -> None:
+    if args.pipeline_model_parallel_size == 1:
+        raise ValueError("--seq1f1b-eager needs a --pipeline-model-parallel-size of 2 or more")
+    chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    if any(getattr(args, name) for name in chunks):
+        raise ValueError("--seq1f1b-eager does not work with virtual stages, which run two forwards ahead anyway")
+
+
+def resolve(args: Any, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
+    """Return how samples of one length are cut, or how documents are under hybrid data parallelism."""
+    num_stages = args.pipeline_model_parallel_size
+    if (args.virtual_pipeline_model_parallel_size or 1) > 1 and num_stages < 3:
+        raise ValueError(
+            f"--seq1f1b-slices with virtual stages needs --pipeline-model-parallel-size 3 or more, not {num_stages}: "
+            "both neighbours would be one process, and their messages would be mixed up"
+        )
+    hdp = run.find(HdpConfig)
+    return sample_slices(args, run) if hdp is None else document_slices(args, run, hdp)
+
+
+def sample_slices(args: Any, run: RunConfig) -> SliceConfig:
+    """Return the slices of samples of one length.
+
+    Raises:
+        ValueError: slices or groups of virtual stages that do not fit, with the nearest that do.
+    """
+    partition = parse_partition(args.seq1f1b_partition or "time")
+    row_shares = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    cost = layer_cost(run.shape, partition, run.cost).both if isinstance(partition, str) else None
+    lengths = slice_lengths(args.seq_length, args.seq1f1b_slices, partition, cost, row_shares)
+    check_slices(lengths, args.seq_length, args.seq1f1b_slices, row_shares)
+    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    if num_chunks > 1 and args.rampup_batch_size:
+        raise ValueError(
+            "--seq1f1b-slices with virtual stages does not work with --rampup-batch-size: remove one of them"
+        )
+    config = SliceConfig(lengths, args.pipeline_model_parallel_size, num_chunks, row_shares, args.seq1f1b_eager)
+    if not args.rampup_batch_size:
+        config.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    if args.eval_iters and args.eval_global_batch_size:
+        samples = (args.eval_micro_batch_size or args.micro_batch_size) * args.data_parallel_size
+        config.schedule(args.eval_global_batch_size // samples)
+    return config
+
+
+def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceConfig:
+    """Return the slices of micro-batches of documents; with the partition "time" equal in the planner's cost.
+
+    Raises:
+        ValueError: a partition that only samples of one length can have.
+    """
+    partition = parse_partition(args.seq1f1b_partition or "time")
+    if not isinstance(partition, str):
+        raise ValueError(
+            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose "
+            f"micro-batches differ in length: use {', '.join(PARTITIONS)}"
+        )
+    equal = {"time": hdp.cost.both, "flops": layer_cost(run.shape, "flops").both, "even": None}[partition]
+    kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
+    config = DocumentSliceConfig(
+        SliceRule(args.seq1f1b_slices, equal, hdp.rows_multiple, kept_tokens), hdp.num_stages, args.seq1f1b_eager
+    )
+    return config.with_note(kept_note(config, run.shape, hdp.longest_sequence, args.tensor_model_parallel_size))
+
+
+def _affordable_tokens(args: Any, run: RunConfig) -> int:
+    """Return the longest sequence whose keys can be kept between slices at no cost in memory.
+
+    Where activations are recomputed or leave the device, a token is sure to keep only the input of each layer.
+    """
+    tensors = layer_tensors(run.shape, tensor_parallel=args.tensor_model_parallel_size)
+    shares = (args.swap_fraction, args.recompute_fraction)
+    if args.recompute_granularity or args.activation_policy != "none" or shares != (None, None):
+        tensors = tensors[:1]
+    return affordable_tokens(
+        args.pipeline_model_parallel_size,
+        Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager),
+        run.cluster.tokens_per_rank,
+        sum(tensor.bytes_per_token for tensor in tensors),
+        key_value_bytes(run.shape, args.tensor_model_parallel_size),
+    )
+
+
+def kept_note(config: DocumentSliceConfig, shape: ModelShape, longest: int, tensor_parallel: int) -> str:
+    """Return what to tell the user about keys that are kept between slices.
+
+    Args:
+        config: the slices.
+        shape: of the model.
+        longest: tokens of the longest sequence.
+        tensor_parallel: ranks that share each layer.
+    """
+    kept_tokens, num_stages = config.rule.kept_tokens, config.num_stages
+    note = f"keys of documents of up to {kept_tokens:,} tokens are kept from slice to slice"
+    if kept_tokens >= longest or num_stages == 1:
+        return note
+    key_bytes = key_value_bytes(shape, tensor_parallel)
+    layers = -(-shape.num_layers // num_stages)
+    num_bytes = layers * kept_bytes(num_stages, config.slicing, longest, key_bytes)
+    return (
+        f"{note}. Longer ones send theirs again with each slice, which may take longer than slices save: with "
+        f"--hdp-kept-keys {longest} none does, for up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
+        "or use fewer slices (`bytescale simulate` compares)"
+    )
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Run each micro-batch in slices."""
+    from megatron.bytescale.training import slices
+
+    if runtime.run.find(DocumentSliceConfig) is not None:
+        return slices.cut_documents(training, runtime)
+    return slices.cut_samples(training, runtime)
+
+
+SLICES = Feature(
+    name="slices",
+    flag="--seq1f1b-slices",
+    summary="pipelines in slices (Seq1F1B): a smaller bubble and less memory",
+    add_arguments=add_arguments,
+    is_on=is_on,
+    resolve=resolve,
+    build=build,
+    before_checks=before_checks,
+    needs="--seq1f1b-slices of 2 or more",
+    reads_cost=True,
+)

@@ -1,0 +1,75 @@
+"""What Megatron's ``pretrain`` is given: the stock training, changed by each feature that is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron.bytescale import features
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training import stock
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The arguments of ``pretrain``. Features change the model's configuration and return new functions.
+
+    Attributes:
+        model: Megatron's configuration of the model: layer spec, hooks before DDP, end of the gradients.
+        dataset_provider: ``train_valid_test_datasets_provider``.
+        forward_step: ``forward_step_func``.
+    """
+
+    model: GPTModelConfig
+    dataset_provider: Function
+    forward_step: Function
+
+    def wrap_layer_spec(self, wrap: Callable[[Any], Any]) -> Training:
+        """Change the layer spec of each pipeline stage: ``wrap`` takes the spec so far and returns another."""
+        made = self.model.transformer_layer_spec or default_layer_spec
+
+        def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+            spec: Any = made(config, vp_stage) if callable(made) and not hasattr(made, "submodules") else made
+            return wrap(spec)
+
+        self.model.transformer_layer_spec = layer_spec
+        return self
+
+    def wrap_finalize(self, wrap: Callable[[Function], Function]) -> Training:
+        """Wrap the function that runs once in a step, after its last backward pass."""
+        transformer = self.model.transformer
+        transformer.finalize_model_grads_func = wrap(transformer.finalize_model_grads_func or finalize_model_grads)
+        return self
+
+    def wrap_forward_step(self, wrap: Callable[[Function], Function]) -> Training:
+        """Return this training with another forward step around its own."""
+        return replace(self, forward_step=wrap(self.forward_step))
+
+
+def build(args: Any, runtime: Runtime) -> Training:
+    """Return the training of a run: the stock one, then each feature in the table's order.
+
+    Raises ValueError for arguments that Megatron refuses, data that cannot be read, and kernels that do not fit.
+    """
+    training = stock_training(args)
+    for feature in features.enabled(args):
+        training = feature.build(training, runtime)
+    process = runtime.run.process
+    if not process.on_cuda and process.rank == 0:
+        print("> bytescale: training on CPU with gloo; calls to CUDA are stood in for (megatron/bytescale/cpu.py)")
+    return training
+
+
+def stock_training(args: Any) -> Training:
+    """Return the training without any feature. Raises ValueError for arguments that Megatron refuses."""
+    with refusals_of_megatron():
+        model = gpt_config_from_args(args)
+    return Training(model, stock.dataset_provider, stock.forward_step)

@@ -1,0 +1,232 @@
+"""A GPT of Megatron's layers on one device, whose activation policy can change between steps: to measure and record.
+
+All policies share weights, kernels and loss, and the layers are the same objects; so what differs is the policy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bytescale_ext.activation.arena import allocate_arena
+from bytescale_ext.activation.link import make_link
+from bytescale_ext.activation.region import num_bytes, region_of
+from bytescale_ext.activation.store import ActivationStore
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from megatron.bytescale import cpu
+
+
+@dataclass
+class OneDeviceModel:
+    """A model, its store, and what one step on it needs.
+
+    Attributes:
+        model: a GPTModel, in training mode.
+        store: set ``store.plan`` to choose the policy.
+        device: of the model.
+        vocab: tokens are below it.
+        weights: the first weights, which each arm starts from.
+    """
+
+    model: Any
+    store: ActivationStore
+    device: torch.device
+    vocab: int
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Go back to the first weights and count anew."""
+        with torch.no_grad():
+            for parameter, first in zip(self.model.parameters(), self.weights, strict=True):
+                parameter.copy_(first)
+                parameter.grad = None
+        self.store.take_counts()
+
+    def batch(self, num_tokens: int, seed: int) -> torch.Tensor:
+        """Token ids [num_tokens + 1]."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, self.vocab, (num_tokens + 1,), generator=generator).to(self.device)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss of one sequence, with its graph."""
+        from bytescale_ext.attention.layouts.layout import attention_layout
+        from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+        length = len(tokens) - 1
+        shard = Shard(0, ((0, length),), (0,))
+        layout = attention_layout(MicroBatch((shard,)), 0, (length,), length)
+        positions = torch.arange(length, device=self.device)
+        losses = self.model(
+            tokens[None, :-1],
+            positions[None],
+            None,
+            labels=tokens[None, 1:],
+            packed_seq_params=DocumentSeqParams(positions=positions, layout=layout),
+        )
+        return losses.float().mean()
+
+    def step(self, tokens: torch.Tensor, rate: float = 0.1) -> float:
+        """Forward, backward and a plain gradient step; the loss."""
+        loss = self.loss(tokens)
+        loss.backward()
+        self.store.check_empty()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=rate)
+                    parameter.grad = None
+        return float(loss.detach())
+
+
+def build_model(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    host_bytes: int,
+    loss_tokens: int | None = None,
+    on_cpu: bool | None = None,
+    fine_grained_offload: bool = False,
+) -> OneDeviceModel:
+    """Build the model on this process's device, as the only process of its group. Call it once in a process.
+
+    ``fine_grained_offload``: with TransformerEngine's layers under Megatron's own offload instead of policies.
+    """
+    stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from bytescale_ext.attention.kernels.table import choose_kernel
+    from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
+    from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
+    from megatron.bytescale.core.transformer.norm import LocalNorm
+    from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
+
+    device = torch.device("cpu" if stand_ins is not None else "cuda")
+    if not torch.distributed.is_initialized():
+        file = tempfile.NamedTemporaryFile(delete=False).name
+        backend = "gloo" if stand_ins is not None else "nccl"
+        torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    config = _configuration(shape, dtype, stand_ins is not None, fine_grained_offload)
+    kernel = choose_kernel(device, dtype, shape.head_dim)[0]
+    spec = _layer_spec(kernel, fine_grained_offload)
+    store = ActivationStore(
+        ActivationPlan("none"), make_link(allocate_arena(host_bytes, device.type == "cuda"), device.type == "cuda"),
+        shape.num_layers,
+    )  # fmt: skip
+    block: Any = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
+    block = block if fine_grained_offload else planned_layer_spec(block, store)
+    model = GPTModel(
+        config, block, shape.vocab, 1 << 21, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    model.to(device=device, dtype=dtype).train()
+    use_document_positions([model])
+    if loss_tokens is not None:
+        use_chunked_loss(loss_tokens, [model])
+    built = OneDeviceModel(model, store, device, shape.vocab)
+    built.weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return built
+
+
+def _layer_spec(kernel: Any, engine: bool) -> Any:
+    """A layer of Megatron's own modules, or of TransformerEngine's, with attention over documents."""
+    from functools import partial
+
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+    from megatron.bytescale.core.transformer.norm import LocalNorm
+
+    spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer: Any = spec.submodules
+    layer.self_attention.submodules.core_attention = partial(
+        DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
+    )
+    if not engine:  # whose products begin with the norm
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    return spec
+
+
+def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_grained_offload: bool) -> Any:
+    """Megatron's configuration of the model: without dropout, so that all policies compute the same."""
+    from megatron.core.transformer import TransformerConfig
+
+    offload = {
+        "fine_grained_activation_offloading": True, "offload_modules": ["qkv_linear", "core_attn", "attn_proj"],
+        "recompute_granularity": "selective", "recompute_modules": ["mlp"],
+    }  # fmt: skip
+    return TransformerConfig(
+        num_layers=shape.num_layers, hidden_size=shape.hidden, num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden,
+        gated_linear_unit=shape.gated, activation_func=torch.nn.functional.silu, normalization="RMSNorm",
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype,
+        bf16=dtype == torch.bfloat16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
+        bias_activation_fusion=not on_cpu and shape.gated, gradient_accumulation_fusion=False,
+        apply_rope_fusion=False, init_method_std=0.05, **(offload if fine_grained_offload else {}),
+    )  # fmt: skip
+
+
+def end_fine_grained_step() -> None:
+    """What Megatron's schedules do after each step under its fine-grained offload."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
+
+    FineGrainedActivationOffloadingInterface.reset()
+
+
+def saved_bytes(model: torch.nn.Module, run: Callable[[], Any]) -> int:
+    """Bytes that autograd keeps of one forward pass beside parameters and what policies manage, each once."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    regions: dict[Any, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        region = region_of(tensor)
+        if region is not None and region.storage not in parameters:
+            regions[region] = tensor.detach()  # held, so that no address is used twice
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(num_bytes(tensor) for tensor in regions.values())
+
+
+def run_policy(built: OneDeviceModel, plan: ActivationPlan, lengths: list[int]) -> dict[str, Any]:
+    """Train from the first weights on sequences of these lengths under a plan; figures of the whole run.
+
+    Times are medians; the bytes and FLOPs are of one step of the first length.
+    """
+    built.store.plan = plan
+    built.reset()
+    first = built.batch(lengths[0], seed=0)
+    outside = saved_bytes(built.model, lambda: built.loss(first).backward())
+    counts = built.store.counts
+    figures = {
+        "kept_bytes": outside + counts.kept_bytes,
+        "swapped_bytes": counts.swapped_bytes,
+        "recomputed_flops": counts.recomputed_flops,
+    }
+    built.reset()
+    losses, seconds = [], []
+    for number, length in enumerate(lengths):
+        tokens = built.batch(length, seed=number)
+        if built.device.type == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        losses.append(built.step(tokens))  # reading the loss waits for the device
+        seconds.append(time.perf_counter() - begun)
+    return {"losses": losses, "step_seconds": statistics.median(seconds), **figures}

@@ -1,0 +1,138 @@
+"""The arms of ``gpu_activations.py``: our plans, and what Megatron and torch offer for saved activations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from bytescale_ext.measure.cost_file import read_cost
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.activation.policies import make_plan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import num_parameters
+from megatron.bytescale.training.one_device import OneDeviceModel, end_fine_grained_step
+from scripts.bench.activation.gpu_options import LOSS_TOKENS
+from scripts.bench.activation.offloaded_inputs import OffloadedInputs
+
+ALPHAS = tuple(tenths / 10 for tenths in range(1, 11))
+TINY_ALPHAS = (0.5, 1.0)
+ENGINE_WAY = "engine"
+RATES = (650e12, 600e12, 500e12)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one run of the benchmark."""
+
+    shape: ModelShape
+    lengths: tuple[int, ...]
+    on_cuda: bool
+    host_gb: tuple[float, ...]
+    device_gb: float
+    link_gb_per_second: float
+    num_steps: int
+    cost_file: Path | None
+    peak_flops: float
+    engine: bool = False
+    is_tiny: bool = False
+    arms: tuple[str, ...] = ()
+    with_sweep: bool = True
+
+    @property
+    def states_gb(self) -> float:
+        """Parameters and gradients, both of one type; there is no optimizer."""
+        return 2 * (2 if self.on_cuda else 4) * num_parameters(self.shape) / 1e9
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to handle activations: one of our plans, or a method of Megatron or torch by name."""
+
+    name: str
+    plan: ActivationPlan
+    way: str = ""
+
+
+def load_of(settings: Settings, length: int) -> LayerLoad:
+    """Return the load of a micro-batch of ``length`` tokens."""
+    if settings.cost_file is None:
+        cost = cost_of_rates(settings.shape, *RATES)
+    else:
+        measured = read_cost(settings.cost_file)
+        cost = replace(measured, shape=replace(measured.shape, num_layers=settings.shape.num_layers))
+    return layer_load(
+        cost, length, how=LayerSettings(loss_tokens=LOSS_TOKENS, element_bytes=2 if settings.on_cuda else 4)
+    )
+
+
+def arms_of(settings: Settings, length: int, host_gb: float) -> list[Arm]:
+    """Return all arms of a length, without policies that cannot fit their budgets."""
+    off, load = ActivationPlan("none"), load_of(settings, length)
+    machine = Machine(settings.device_gb * 1e9, host_gb * 1e9, settings.link_gb_per_second * 1e9)
+    arms = [
+        Arm("none", off),
+        Arm("full recompute", off, "full"),
+        Arm("full recompute, inputs on host", off, "full, inputs on host"),
+        Arm("recompute attention", off, "core_attn"),
+        Arm("recompute MLP", off, "mlp"),
+        Arm("save_on_cpu", off, "save_on_cpu"),
+        Arm("keep attention output", ActivationPlan("shares", 0.0, 1.0, 0.0)),
+        Arm("alpha 0", ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2)),
+    ]
+    for policy in ("memo", "priced"):
+        with contextlib.suppress(ValueError):
+            arms.append(Arm(policy, make_plan(policy, load, machine)))
+    tight = forecast(next(arm.plan for arm in arms if arm.name == "alpha 0"), load, machine).device_bytes
+    with contextlib.suppress(ValueError):
+        arms.append(Arm("priced, no memory to spare", make_plan("priced", load, replace(machine, device_bytes=tight))))
+    if settings.with_sweep:
+        alphas = TINY_ALPHAS if settings.is_tiny else ALPHAS
+        arms += [Arm(f"alpha {alpha:g}", ActivationPlan("memo", alpha, 1 - alpha, 1.0, False, 2)) for alpha in alphas]
+    return arms
+
+
+@contextlib.contextmanager
+def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
+    """Switch on a method of Megatron or torch, and off again."""
+    if way == ENGINE_WAY:  # its model was built that way
+        try:
+            yield
+        finally:
+            end_fine_grained_step()
+        return
+    config, layers = built.model.decoder.config, built.model.decoder.layers
+    try:
+        if way.startswith("full"):
+            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+        for layer in layers:
+            layer.recompute_mlp = way == "mlp"
+            layer.self_attention.checkpoint_core_attention = way == "core_attn"
+        with contextlib.ExitStack() as stack:
+            if way == "save_on_cpu":
+                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=built.device.type == "cuda"))
+            if way.endswith("inputs on host"):
+                stack.enter_context(OffloadedInputs(built.store.link, len(layers)).during(built.model.decoder))
+            yield
+    finally:
+        config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
+        for layer in layers:
+            layer.recompute_mlp = layer.self_attention.checkpoint_core_attention = False
+
+
+def lacks_host_memory(arm: Arm, length: int, settings: Settings) -> str | None:
+    """Return, in words, the host memory that an arm with its own pinned memory lacks; else None.
+
+    Torch rounds each block up to a power of two. A process that takes too much is killed, and all arms with it.
+    """
+    if arm.way != "save_on_cpu":
+        return None
+    needed = 2 * settings.shape.num_layers * load_of(settings, length).bytes_of() / 1e9
+    free = psutil.virtual_memory().available / 1e9
+    return f"may need {needed:.0f} GB of host memory, {free:.0f} are free" if needed > free else None

@@ -1,0 +1,302 @@
+"""Step time, memory and utilisation of activation policies against what Megatron and torch offer, on one GPU.
+
+    .venv/bin/python scripts/bench/activation/gpu_activations.py [--host-bound] [--cost-file cost.json] [--json]
+
+8 layers of 7B width, one sequence per step, forward and backward without optimizer. Every arm has the same attention
+kernel and chunked loss. Step time is the median of 10 steps; recomputed work does not count in MFU. Stalls, the time
+that computing waits for copies, are measured in two further steps. An arm that runs out of memory says so. Then the
+longest trainable sequence of some arms is searched, and all figures are compared with the targets. Megatron's
+fine-grained offload needs TransformerEngine's layers; if that is installed, it runs in a separate process.
+``--host-bound`` measures a 3B model at 32K to 256K tokens with 16 to 100 GB of host memory instead, without sweep and
+search. ``--device cpu --quick`` runs tiny sizes, and counts memory against a small limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from bytescale_ext.activation.arena import HostArena  # noqa: E402
+from bytescale_ext.activation.link import make_link  # noqa: E402
+from bytescale_ext.activation.trace import AllocationTrace  # noqa: E402
+from bytescale_ext.plan.activation.forecast import forecast  # noqa: E402
+from bytescale_ext.plan.activation.load import Machine  # noqa: E402
+from bytescale_ext.plan.activation.plan import ActivationPlan  # noqa: E402
+from bytescale_ext.plan.cost.model_cost import model_flops  # noqa: E402
+from bytescale_ext.plan.cost.model_shape import ModelShape  # noqa: E402
+from bytescale_ext.plan.memory.placement import liveness_bound  # noqa: E402
+from megatron.bytescale.training.one_device import OneDeviceModel, build_model  # noqa: E402
+from scripts.bench.activation.activation_arms import (  # noqa: E402
+    ENGINE_WAY,
+    Arm,
+    Settings,
+    arms_of,
+    in_way,
+    lacks_host_memory,
+    load_of,
+)
+from scripts.bench.activation.activation_verdicts import longest, table, verdicts  # noqa: E402
+from scripts.bench.activation.gpu_activations_calibrate import layer_seconds  # noqa: E402
+from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser  # noqa: E402
+from scripts.bench.activation.gpu_options import parse as parse_options  # noqa: E402
+
+LENGTHS = (8192, 16384, 32768, 65536, 98304, 131072, 196608)
+HOST_BOUND_SHAPE = ModelShape(28, 3072, 24, 8, 128, 8192, True, 128256)
+HOST_BOUND_LENGTHS = (32768, 65536, 131072, 262144)
+HOST_BOUND_GB = (16.0, 32.0, 64.0, 100.0)
+TINY_LENGTHS = (64, 130)
+LONGEST_ARMS = ("none", "full recompute", "full recompute, inputs on host", "keep attention output", "priced")
+MOST_TOKENS, GRANULE = 393216, 1024
+TINY_MOST_TOKENS, TINY_GRANULE, TINY_BYTES = 512, 32, 2_000_000
+LAYER_REPEATS = 3
+WARM_UP = 2
+STALL_STEPS = 2
+ENGINE_ARM = "fine-grained offload (TransformerEngine)"
+ENGINE_SETTING = {"NVTE_CPU_OFFLOAD_V1": "1"}
+"""Megatron asks for it from TransformerEngine 2.10 on, or weights would be offloaded too."""
+USABLE = 0.92
+"""Share of device memory that is planned with: the rest is the driver's, workspaces and gaps between blocks."""
+
+
+def one_step(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> float:
+    """Run forward and backward on ``tokens`` [s]; return the loss."""
+    with in_way(built, arm.way):
+        loss = built.loss(tokens)
+        loss.backward()
+    value = float(loss.detach())  # waits for the forward pass
+    if built.device.type == "cuda":
+        torch.cuda.synchronize()
+    built.model.zero_grad(set_to_none=False)
+    return value
+
+
+def stall_seconds(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> float | None:
+    """Return how long a step on ``tokens`` [s] waits for copies; None where torch copies by itself."""
+    if arm.way in ("save_on_cpu", ENGINE_WAY):
+        return None
+    link = built.store.link
+    link.timed = True
+    for _ in range(STALL_STEPS):
+        one_step(built, arm, tokens)
+    return link.take_stall_seconds() / STALL_STEPS
+
+
+def wanted(arms: list[Arm], settings: Settings) -> list[Arm]:
+    """Those that were asked for by name; all if none was."""
+    return [arm for arm in arms if not settings.arms or arm.name in settings.arms]
+
+
+def clean(built: OneDeviceModel, on_cuda: bool) -> None:
+    """Leave nothing of the arm before, which may have ended anywhere."""
+    built.model.zero_grad(set_to_none=False)
+    gc.collect()
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    built.store.take_counts()
+
+
+def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) -> dict[str, Any]:
+    """Figures of one arm at one length, or {"error": why it did not run}."""
+    built.store.plan = arm.plan
+    clean(built, settings.on_cuda)
+    lack = lacks_host_memory(arm, length, settings)
+    if lack is not None:
+        return {"error": lack}
+    tokens = built.batch(length, seed=0)
+    seconds: list[float] = []
+    loss = 0.0
+    try:
+        for _ in range(settings.num_steps + WARM_UP):
+            begun = time.perf_counter()
+            loss = one_step(built, arm, tokens)
+            seconds.append(time.perf_counter() - begun)
+        counts = built.store.take_counts()
+        stalls = stall_seconds(built, arm, tokens)
+    except torch.OutOfMemoryError:
+        return {"error": "out of memory"}
+    step = statistics.median(seconds[WARM_UP:])
+    machine = Machine(settings.device_gb * 1e9, settings.host_gb[0] * 1e9, settings.link_gb_per_second * 1e9)
+    predicted = forecast(arm.plan, load_of(settings, length), machine) if not arm.way else None
+    return {
+        "step_seconds": step,
+        "stall_seconds": stalls,
+        "loss": loss,
+        "mfu": model_flops(settings.shape, [length]) / step / settings.peak_flops,
+        "peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9 if settings.on_cuda else 0.0,
+        "peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if settings.on_cuda else 0.0,
+        "host_gb": built.store.link.arena.peak_bytes / 1e9,
+        "swapped_bytes": counts.swapped_bytes // len(seconds),
+        "overflowed_bytes": counts.overflowed_bytes // len(seconds),
+        "recomputed_flops": counts.recomputed_flops // len(seconds),
+        "alpha": arm.plan.swap,
+        "predicted_peak_gb": settings.states_gb + predicted.device_bytes / 1e9 if predicted else None,
+        "predicted_layers_seconds": predicted.step_seconds if predicted else None,
+    }
+
+
+def step_fits(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) -> bool:
+    """Whether one step of a sequence of ``length`` tokens can be trained; on CPU within bytes that are counted."""
+    built.store.plan = arm.plan
+    clean(built, settings.on_cuda)
+    tokens = built.batch(length, seed=0)
+    if not settings.on_cuda:
+        with AllocationTrace([*built.model.parameters(), built.store.link.arena.memory]) as trace:
+            one_step(built, arm, tokens)
+        return liveness_bound(trace.requests()) <= TINY_BYTES
+    try:
+        one_step(built, arm, tokens)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def longest_tokens(built: OneDeviceModel, settings: Settings) -> dict[str, int]:
+    """The longest trainable sequence of some arms, with the first host budget."""
+    host_gb, memory = settings.host_gb[0], built.store.link.arena.memory
+    budget = replace(settings, with_sweep=False)
+    budget = replace(budget, device_gb=TINY_BYTES / 1e9) if settings.is_tiny else budget
+
+    def fits(name: str, length: int) -> bool:
+        arm = next((arm for arm in arms_of(budget, length, host_gb) if arm.name == name), None)
+        built.store.link = make_link(HostArena(memory[: int(host_gb * 1e9)]), settings.on_cuda)
+        return arm is not None and step_fits(built, arm, length, settings)
+
+    most, granule = (TINY_MOST_TOKENS, TINY_GRANULE) if settings.is_tiny else (MOST_TOKENS, GRANULE)
+    found = {}
+    for name in (name for name in LONGEST_ARMS if not settings.arms or name in settings.arms):
+        found[name] = longest(lambda length, name=name: fits(name, length), settings.lengths[0], most, granule)
+        print(f"longest sequence of {name:32} {found[name]:8} tokens{' or more' * (found[name] == most)}", flush=True)
+    return found
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Rows for every host budget, length and arm, and what they say about the targets.
+
+    Host budgets are views of one arena, which is pinned once.
+    """
+    rows = engine_rows(settings) if settings.on_cuda and not settings.engine and not settings.arms else []
+    dtype = torch.bfloat16 if settings.on_cuda else torch.float32
+    most = 0 if settings.engine else int(max(settings.host_gb) * 1e9)  # the engine pins memory of its own
+    built = build_model(
+        settings.shape, dtype, most, LOSS_TOKENS, on_cpu=not settings.on_cuda, fine_grained_offload=settings.engine
+    )
+    built.weights.clear()  # no arm changes them
+    memory = built.store.link.arena.memory
+    engine = [Arm(ENGINE_ARM, ActivationPlan("none"), ENGINE_WAY)]
+    layer_forward: dict[int, float] = {}
+    for length in () if settings.engine else settings.lengths:
+        built.store.plan = ActivationPlan("none")
+        layer_forward[length] = layer_seconds(built, length, LAYER_REPEATS)[0]
+    for host_gb in settings.host_gb:
+        for length in settings.lengths:
+            for arm in engine if settings.engine else wanted(arms_of(settings, length, host_gb), settings):
+                arena = HostArena(memory[: int(host_gb * 1e9)])
+                built.store.link = make_link(arena, settings.on_cuda)  # nothing of the arm before waits in it
+                figures = measure(built, arm, length, settings)
+                rows.append({"host_budget_gb": host_gb, "num_tokens": length, "arm": arm.name, **figures})
+                print(row_text(rows[-1]), flush=True)
+    found = longest_tokens(built, settings) if settings.with_sweep and not settings.engine else {}
+    first = [row for row in rows if row["host_budget_gb"] == settings.host_gb[0]]
+    told = verdicts(first, layer_forward, settings.shape.num_layers, found)
+    print(table(told), flush=True)
+    return {
+        "rows": rows, "layer_forward_seconds": layer_forward, "longest_tokens": found,
+        "targets": [asdict(one) for one in told],
+    }  # fmt: skip
+
+
+def engine_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Rows of Megatron's fine-grained offload, by a process of its own; none without TransformerEngine."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        print(f"{ENGINE_ARM}: TransformerEngine is not installed")
+        return []
+    command = [sys.executable, *sys.argv, "--engine", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENGINE_SETTING})
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        return [{"host_budget_gb": settings.host_gb[0], "num_tokens": length, "arm": ENGINE_ARM, "error": lines[-1]}
+                for length in settings.lengths]  # fmt: skip
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    for row in rows:
+        print(row_text(row), flush=True)
+    return rows
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """One line of the table."""
+    head = f"{row['host_budget_gb']:7.3g} GB {row['num_tokens']:8} {row['arm']:40}"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    predicted = f" (predicted {row['predicted_peak_gb']:7.2f})" if row["predicted_peak_gb"] else ""
+    stall = "-" if row["stall_seconds"] is None else f"{row['stall_seconds'] * 1e3:.2f}"
+    return (
+        f"{head} {row['step_seconds'] * 1e3:10.2f} ms  stall {stall:>8} ms  MFU {row['mfu']:6.1%}  "
+        f"allocated {row['peak_allocated_gb']:7.2f}{predicted} reserved {row['peak_reserved_gb']:7.2f} "
+        f"host {row['host_gb']:7.2f} GB  loss {row['loss']:.6f}"
+    )
+
+
+def parse() -> tuple[Settings, argparse.Namespace]:
+    """Return the settings of the command line."""
+    parser = make_parser(str(__doc__).splitlines()[0])
+    parser.add_argument("--host-bound", action="store_true", help="a 3B model with little host memory; without sweep")
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--host-gb", type=float, nargs="+")
+    parser.add_argument("--device-gb", type=float, help="for activations (most of what parameters leave free)")
+    parser.add_argument("--link-gb-per-second", type=float, default=55.0)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cost-file", type=Path, help="of gpu_activations_calibrate.py")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device in bf16, for MFU")
+    parser.add_argument("--arms", nargs="+", default=(), metavar="NAME", help="only these, by the names in the table")
+    parser.add_argument("--engine", action="store_true", help="only Megatron's fine-grained offload")
+    args = parse_options(parser)
+    shape, lengths, host_gb = SHAPE, LENGTHS, (100.0,)
+    if args.host_bound:
+        shape, lengths, host_gb = HOST_BOUND_SHAPE, HOST_BOUND_LENGTHS, HOST_BOUND_GB
+    made = Settings(
+        shape=TINY if args.quick else shape,
+        lengths=TINY_LENGTHS if args.quick else tuple(args.lengths or lengths),
+        on_cuda=args.device == "cuda",
+        host_gb=(0.01,) if args.quick else tuple(args.host_gb or host_gb),
+        device_gb=args.device_gb or 110.0,
+        link_gb_per_second=args.link_gb_per_second,
+        num_steps=2 if args.quick else args.steps,
+        cost_file=args.cost_file,
+        peak_flops=args.peak_tflops * 1e12,
+        engine=args.engine,
+        is_tiny=args.quick,
+        arms=tuple(args.arms),
+        with_sweep=not args.host_bound,
+    )
+    if made.on_cuda and args.device_gb is None:
+        whole = torch.cuda.get_device_properties(0).total_memory / 1e9
+        made = replace(made, device_gb=USABLE * whole - made.states_gb)
+    return made, args
+
+
+def main() -> None:
+    """Measure and print."""
+    settings, args = parse()
+    figures = run(settings)
+    if args.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Measures the inputs of activation policies: the link to host memory, and a layer's time against length.
+
+    .venv/bin/python scripts/bench/activation/gpu_activations_calibrate.py --output cost.json [--json]
+
+The link is measured each way alone, both ways at once, and each way while matrices are multiplied. ``--output`` is a
+cost file for ``--cost-file``. ``--device cpu --quick`` runs tiny sizes, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from bytescale_ext.activation.arena import allocate_arena  # noqa: E402
+from bytescale_ext.measure.cost_file import write_cost  # noqa: E402
+from bytescale_ext.plan.activation.load import cost_of_rates  # noqa: E402
+from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
+from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
+from megatron.bytescale.training.one_device import OneDeviceModel, build_model  # noqa: E402
+from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser, parse  # noqa: E402
+
+LENGTHS = (8192, 16384, 32768, 49152, 65536, 98304, 131072)
+TINY_LENGTHS = (64, 128, 256)
+HEAD_FLOPS = 650e12
+
+
+def seconds_of(run: Callable[[], Any], repeats: int, on_cuda: bool) -> float:
+    """Median seconds of a run, after one to warm up."""
+    found = []
+    for _ in range(repeats + 1):
+        if on_cuda:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if on_cuda:
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found[1:])
+
+
+def link_speeds(num_bytes: int, repeats: int, on_cuda: bool) -> dict[str, float]:
+    """GB/s each way: alone, both at once (of each), and while the compute stream multiplies matrices."""
+    device = torch.device("cuda" if on_cuda else "cpu")
+    arena = allocate_arena(2 * num_bytes, pinned=on_cuda)
+    host = arena.memory[:num_bytes], arena.memory[num_bytes : 2 * num_bytes]
+    near = (
+        torch.empty(num_bytes, dtype=torch.uint8, device=device),
+        torch.empty(num_bytes, dtype=torch.uint8, device=device),
+    )
+    streams = (torch.cuda.Stream(), torch.cuda.Stream()) if on_cuda else (None, None)
+    matrix = torch.randn(4096 if on_cuda else 64, 4096 if on_cuda else 64, device=device, dtype=torch.bfloat16)
+
+    def copy(way: int) -> None:
+        target, source = (host[0], near[0]) if way == 0 else (near[1], host[1])
+        if not on_cuda:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(streams[way]):
+            target.copy_(source, non_blocking=True)
+
+    def while_multiplying(way: int) -> float:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for _ in range(400):
+            torch.mm(matrix, matrix)
+        streams[way].record_event(events[0])
+        copy(way)
+        streams[way].record_event(events[1])
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+    speeds = {
+        "to_host": num_bytes / seconds_of(lambda: copy(0), repeats, on_cuda) / 1e9,
+        "to_device": num_bytes / seconds_of(lambda: copy(1), repeats, on_cuda) / 1e9,
+        "each_of_both": num_bytes / seconds_of(lambda: (copy(0), copy(1)), repeats, on_cuda) / 1e9,
+    }
+    if on_cuda:
+        for name, way in (("to_host_while_multiplying", 0), ("to_device_while_multiplying", 1)):
+            speeds[name] = num_bytes / statistics.median(while_multiplying(way) for _ in range(repeats)) / 1e9
+    return speeds
+
+
+def layer_seconds(built: OneDeviceModel, length: int, repeats: int) -> tuple[float, float]:
+    """Median (forward, backward) seconds of one layer on one sequence."""
+    from bytescale_ext.attention.layouts.layout import attention_layout
+    from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+    from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+    on_cuda = built.device.type == "cuda"
+    layer, dtype = built.model.decoder.layers[0], next(built.model.parameters()).dtype
+    layout = attention_layout(MicroBatch((Shard(0, ((0, length),), (0,)),)), 0, (length,), length)
+    positions = torch.arange(length, device=built.device)
+    params = DocumentSeqParams(positions=positions, layout=layout)
+    hidden = torch.randn(length, 1, built.model.config.hidden_size, device=built.device, dtype=dtype).requires_grad_()
+    angles = built.model.rotary_pos_emb(positions)
+    outputs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        outputs[:] = [layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params)[0]]
+
+    def both() -> None:
+        forward()
+        outputs[0].sum().backward()
+
+    one = seconds_of(forward, repeats, on_cuda)
+    return one, seconds_of(both, repeats, on_cuda) - one
+
+
+def fit(lengths: list[int], seconds: list[float]) -> tuple[CostModel, float]:
+    """``a s^2 + b s`` with the least relative errors, and the largest of those errors."""
+    sizes, times = np.array(lengths, dtype=np.float64), np.array(seconds)
+    rows = np.stack([sizes**2, sizes], axis=1) / times[:, None]
+    (a, b), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
+    a, b = max(float(a), 1e-18), max(float(b), 1e-15)
+    return CostModel(a=a, b=b), float(np.abs((a * sizes**2 + b * sizes) / times - 1).max())
+
+
+def calibrate(on_cuda: bool, quick: bool, repeats: int) -> tuple[dict[str, Any], ModelCost]:
+    """All figures, and the cost of the model."""
+    shape, lengths = (TINY, TINY_LENGTHS) if quick else (SHAPE, LENGTHS)
+    shape = replace(shape, num_layers=1)
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    speeds = link_speeds((1 << 16) if quick else (1 << 30), repeats, on_cuda)
+    built = build_model(shape, dtype, 0, loss_tokens=LOSS_TOKENS, on_cpu=not on_cuda)
+    times = [layer_seconds(built, length, repeats) for length in lengths]
+    (forward, forward_error), (backward, backward_error) = (
+        fit(list(lengths), [one[way] for one in times]) for way in (0, 1)
+    )
+    device = torch.cuda.get_device_name() if on_cuda else "cpu"
+    cost = replace(
+        cost_of_rates(shape, HEAD_FLOPS, HEAD_FLOPS, HEAD_FLOPS),
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        source="gpu_activations_calibrate.py; the head is not measured, it is taken at 650 TFLOP/s",
+        forward=forward,
+        backward=backward,
+    )
+    rows = [{"num_tokens": n, "forward_seconds": f, "backward_seconds": b}
+            for n, (f, b) in zip(lengths, times, strict=True)]  # fmt: skip
+    return {
+        "device": device, "link_gb_per_second": speeds, "layer": rows,
+        "largest_fit_error": {"forward": forward_error, "backward": backward_error},
+    }, cost  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = make_parser("Measure the link to host memory and a layer's time against length.")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--output", type=Path, metavar="F.json", help="write a cost file")
+    args = parse(parser)
+    figures, cost = calibrate(args.device == "cuda", args.quick, args.repeats)
+    for name, speed in figures["link_gb_per_second"].items():
+        print(f"{name:28} {speed:8.2f} GB/s")
+    for row in figures["layer"]:
+        forward, backward = (row[f"{way}_seconds"] * 1e3 for way in ("forward", "backward"))
+        print(f"{row['num_tokens']:8} tokens  {forward:9.3f} ms {backward:9.3f} ms")
+    print(f"largest error of the fit: {figures['largest_fit_error']}")
+    if args.output is not None:
+        write_cost(args.output, cost)
+    if args.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""Measure ring attention of D virtual ranks, run in turn on one device, against one kernel call on the whole sequence.
+
+    python scripts/bench/attention/gpu_attention.py                 # one GPU, 32K and 128K tokens, D = 1, 2, 4, 8, bf16
+    python scripts/bench/attention/gpu_attention.py --quick --json  # smaller, and one JSON line at the end
+    python scripts/bench/attention/gpu_attention.py --device cpu    # tiny: shows that it runs, nothing about speed
+
+The ranks of a ring do the same work as one kernel call on the whole sequence, cut into D blocks for each rank.
+"kernel ratio" divides the time inside the attention kernel, summed over ranks, by the time of the whole-sequence call.
+"total ratio" adds joining the blocks, packing keys, and one copy in device memory for every transfer. No network is
+measured. Packs of short documents take the same path and are compared with one varlen call. Times are medians after
+warm-up; TFLOP/s count the causal triangle once (the backward counts 2.5 times the forward).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
+from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
+from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.layout import AttentionLayout, ring_pass
+from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.attention.ring import Backend, backward_steps, forward_steps
+from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
+from bytescale_ext.plan.step.micro_batch import zigzag_ranges
+
+TARGET_RATIO = 1.10
+Tensors = tuple[torch.Tensor, ...]
+Mark = torch.cuda.Event | float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured. ``lengths`` and ``pack_tokens`` in tokens."""
+
+    device: torch.device
+    dtype: torch.dtype
+    lengths: tuple[int, ...]
+    widths: tuple[int, ...]
+    pack_tokens: int
+    check_tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    repeats: int
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def values(self, num_tokens: int) -> Tensors:
+        """Return random ``q, k, v, dout``: ``[num_tokens, heads or kv_heads, head_dim]``."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        device, dtype = self.device, self.dtype
+        return tuple(
+            torch.randn(num_tokens, count, self.head_dim, generator=generator, device=device, dtype=dtype)
+            for count in heads
+        )
+
+    def tera_flops(self, lengths: Sequence[int], backward: bool) -> float:
+        """Return the 1e12 operations of causal attention (two matrix products forward, five backward)."""
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        return 4 * self.heads * self.head_dim * pairs * (3.5 if backward else 1.0) / 1e12
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; ``width`` 0 means a pack of local documents."""
+
+    what: str
+    num_tokens: int
+    width: int
+    one_kernel_ms: float
+    kernel_ms: float
+    total_ms: float
+    teraflops_per_second: float
+
+    @property
+    def kernel_ratio(self) -> float:
+        return self.kernel_ms / self.one_kernel_ms
+
+    @property
+    def total_ratio(self) -> float:
+        return self.total_ms / self.one_kernel_ms
+
+
+class Clock:
+    """The time spent inside the calls that it runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[Mark, Mark]] = []
+
+    def run[Result](self, function: Callable[[], Result]) -> Result:
+        """Call a function and add its time."""
+        start = self._mark()
+        result = function()
+        self._marks.append((start, self._mark()))
+        return result
+
+    def timed(self, kernel: Kernel) -> Kernel:
+        """Return the kernel with its calls timed."""
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+            return self.run(lambda: kernel.forward(q, k, v, block))
+
+        def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+            return self.run(lambda: kernel.backward(dout, saved, block))
+
+        return dataclasses.replace(kernel, forward=forward, backward=backward)
+
+    def _mark(self) -> Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read_ms(self) -> float:
+        """Return the milliseconds since the last reading."""
+        marks, self._marks = self._marks, []
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return sum(map(_milliseconds, marks))
+
+
+def _milliseconds(marks: tuple[Mark, Mark]) -> float:
+    start, stop = marks
+    if isinstance(start, float) and isinstance(stop, float):
+        return (stop - start) * 1e3
+    assert isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event), f"{start=} {stop=}"
+    return float(start.elapsed_time(stop))
+
+
+def median_ms(run: Callable[[], object], settings: Settings, clock: Clock | None = None) -> tuple[float, float]:
+    """Return the medians of the total time of ``run`` and of the time that ``clock`` counts inside, in milliseconds."""
+    outer = Clock(settings.device)
+    totals, inside = [], []
+    for repeat in range(settings.repeats + 2):
+        outer.run(run)
+        total = outer.read_ms()
+        kernel = clock.read_ms() if clock else total
+        # The first two runs warm up compilation, the allocator and the clocks.
+        if repeat >= 2:
+            totals.append(total)
+            inside.append(kernel)
+    return statistics.median(totals), statistics.median(inside)
+
+
+def ring_layouts(length: int, width: int) -> list[AttentionLayout]:
+    """Return the layout of each rank for one sequence on a ring (for ``width`` 1: one local document)."""
+    if width == 1:
+        return [pack_layout([length])]
+    members = [ring_pass([length], range(width), index) for index in range(width)]
+    return [AttentionLayout(m.num_rows, (m,), m.num_rows, CuSeqlens((0,)), Rows(())) for m in members]
+
+
+def pack_layout(lengths: Sequence[int]) -> AttentionLayout:
+    """Return the layout of local documents laid end to end."""
+    documents = CuSeqlens.of_lengths(lengths)
+    return AttentionLayout(documents.num_tokens, (), 0, documents, Rows.of([(0, documents.num_tokens)]))
+
+
+def shares(values: Tensors, length: int, width: int) -> list[Tensors]:
+    """Return the rows of each ring member: ``values`` are ``[length, heads, dim]`` each."""
+    parts = [zigzag_ranges(length, width, index) for index in range(width)]
+    return [tuple(torch.cat([x[a:b] for a, b in ranges]) for x in values) for ranges in parts]
+
+
+def run_ranks_in_turn(
+    layouts: Sequence[AttentionLayout], inputs: Sequence[Tensors], kernel: Kernel, scale: float, backward: bool
+) -> list[Tensors]:
+    """Return ``out`` of each virtual rank, and with ``backward`` also ``dq, dk, dv``; shapes as in ``inputs``.
+
+    ``inputs``: ``q, k, v, dout`` of each rank, ``[rows, heads or kv_heads, dim]``.
+    """
+    backends = [Backend(comm, kernel, scale) for comm in mailbox_comms(len(layouts))]
+    ranks = list(zip(inputs, layouts, backends, strict=True))
+    outputs = run_in_turn([forward_steps(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
+    if not backward:
+        return [(out,) for out, _ in outputs]
+    grads = run_in_turn(
+        [
+            backward_steps(dout, Saved(q, k, v, *output), layout, backend)
+            for ((q, k, v, dout), layout, backend), output in zip(ranks, outputs, strict=True)
+        ]
+    )
+    return [(out, *grad) for (out, _), grad in zip(outputs, grads, strict=True)]
+
+
+def run_one_kernel(values: Tensors, block: AttentionBlock, kernel: Kernel, backward: bool) -> Tensors:
+    """Run the whole sequence, or all documents of a pack, in one call of the kernel.
+
+    ``values``: ``q, k, v, dout``, ``[t, heads or kv_heads, dim]``. Returns ``out`` (and ``dq, dk, dv``).
+    """
+    q, k, v, dout = values
+    out, lse = kernel.forward(q, k, v, block)
+    return (out, *kernel.backward(dout, Saved(q, k, v, out, lse), block)) if backward else (out,)
+
+
+def measure(settings: Settings, kernel: Kernel) -> list[Row]:
+    """Measure every length on every ring, then a pack of short documents."""
+    rows = []
+    for length in settings.lengths:
+        values = settings.values(length)
+        layouts = {width: ring_layouts(length, width) for width in settings.widths}
+        rows += _measure_against_one(settings, kernel, values, CuSeqlens((0, length)), layouts)
+    lengths = pack_lengths(settings.pack_tokens)
+    values = settings.values(settings.pack_tokens)
+    rows += _measure_against_one(settings, kernel, values, CuSeqlens.of_lengths(lengths), {0: [pack_layout(lengths)]})
+    return rows
+
+
+def _measure_against_one(
+    settings: Settings,
+    kernel: Kernel,
+    values: Tensors,
+    documents: CuSeqlens,
+    layouts: dict[int, list[AttentionLayout]],
+) -> list[Row]:
+    """Return a row for each direction and each layout; ``values``: ``q, k, v, dout``, ``[t, heads, dim]``."""
+    rows = []
+    block = AttentionBlock(documents, documents, causal=True, scale=settings.scale)
+    for backward in (False, True):
+        one, _ = median_ms(partial(run_one_kernel, values, block, kernel, backward), settings)
+        for width, ranks in layouts.items():
+            inputs = shares(values, documents.num_tokens, max(width, 1))
+            clock = Clock(settings.device)
+            run = partial(run_ranks_in_turn, ranks, inputs, clock.timed(kernel), settings.scale, backward)
+            total, inside = median_ms(run, settings, clock)
+            work = settings.tera_flops(documents.lengths, backward)
+            what = "forward+backward" if backward else "forward"
+            rows.append(Row(what, documents.num_tokens, width, one, inside, total, work / (total / 1e3)))
+    return rows
+
+
+def pack_lengths(num_tokens: int) -> list[int]:
+    """Return document lengths that fill ``num_tokens``: many short, few long, none above an eighth."""
+    pattern = [num_tokens // part for part in (8, 16, 64, 64, 128, 256, 256, 512)]
+    lengths: list[int] = []
+    while sum(lengths) < num_tokens:
+        room = num_tokens - sum(lengths)
+        lengths.append(min(room, max(1, pattern[len(lengths) % len(pattern)])))
+    return lengths
+
+
+def errors(settings: Settings, kernel: Kernel) -> dict[int, dict[str, float]]:
+    """Return the error of each tensor for each ring width: largest difference from the float32 reference, relative."""
+    length = settings.check_tokens
+    values = settings.values(length)
+    q, k, v, dout = (x.float() for x in values)
+    documents = CuSeqlens((0, length))
+    block = AttentionBlock(documents, documents, causal=True, scale=settings.scale)
+    out, lse = reference_forward(q, k, v, block)
+    wanted = (out, *reference_backward(dout, Saved(q, k, v, out, lse), block))
+    found = {}
+    for width in settings.widths:
+        inputs = shares(values, length, width)
+        got = run_ranks_in_turn(ring_layouts(length, width), inputs, kernel, settings.scale, True)
+        expected = shares(wanted, length, width)
+        found[width] = {
+            name: max(float((a[i].float() - b[i]).abs().max()) for a, b in zip(got, expected, strict=True))
+            / float(wanted[i].abs().max())
+            for i, name in enumerate(("out", "dq", "dk", "dv"))
+        }
+    return found
+
+
+def table(settings: Settings, rows: Sequence[Row], found: dict[int, dict[str, float]]) -> str:
+    """Return the results as a table."""
+    lines = [f"{'':18}{'tokens':>8}{'ranks':>7}{'one ms':>10}{'total ms':>10}{'TFLOP/s':>9}{'kernel':>8}{'total':>7}"]
+    for row in rows:
+        ranks = str(row.width) if row.width else "pack"
+        mark = " *" if row.kernel_ratio > TARGET_RATIO else ""
+        lines.append(
+            f"{row.what:18}{row.num_tokens:8}{ranks:>7}{row.one_kernel_ms:10.3f}{row.total_ms:10.3f}"
+            f"{row.teraflops_per_second:9.2f}{row.kernel_ratio:8.3f}{row.total_ratio:7.3f}{mark}"
+        )
+    lines.append(
+        f"kernel, total: ratios to one kernel call; * marks a kernel ratio above its target {TARGET_RATIO:.2f}"
+    )
+    lines.append(f"relative error against float32 at {settings.check_tokens} tokens:")
+    for width, by_name in found.items():
+        lines.append(f"  {width} ranks: " + ", ".join(f"{name} {error:.1e}" for name, error in by_name.items()))
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="measure ring attention of virtual ranks against one kernel call")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script with tiny sizes")
+    parser.add_argument("--kernel", default=None, help="name of a kernel of the table (default: the best)")
+    parser.add_argument("--quick", action="store_true", help="measure one short length with few repeats")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON on the last line")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device; --device cpu runs tiny sizes")
+    if device.type == "cuda":
+        lengths, repeats, check = ((8192,), 3, 2048) if options.quick else ((32768, 131072), 10, 4096)
+        return options, Settings(device, torch.bfloat16, lengths, (1, 2, 4, 8), lengths[0], check, 32, 8, 128, repeats)
+    lengths, repeats = ((192,), 1) if options.quick else ((512, 2048), 5)
+    return options, Settings(device, torch.float32, lengths, (1, 2, 4, 8), lengths[0], 128, 4, 2, 64, repeats)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print the results."""
+    options, settings = parse(arguments)
+    kernel, reason, considered = choose_kernel(settings.device, settings.dtype, settings.head_dim, options.kernel)
+    on_gpu = settings.device.type == "cuda"
+    name = torch.cuda.get_device_name(settings.device) if on_gpu else "CPU (tiny sizes, says nothing about GPUs)"
+    print(
+        f"{name}, torch {torch.__version__}, {settings.dtype}, {settings.heads} heads, {settings.kv_heads} kv heads, "
+    )
+    print(f"head dim {settings.head_dim}; kernel {kernel.name}: {reason}")
+    for other, why_not in considered:
+        print(f"  not {other}: {why_not}")
+    found = errors(settings, kernel)
+    rows = measure(settings, kernel)
+    print(table(settings, rows, found))
+    if options.json:
+        results = [
+            {**dataclasses.asdict(row), "kernel_ratio": row.kernel_ratio, "total_ratio": row.total_ratio}
+            for row in rows
+        ]
+        print(json.dumps({"device": name, "kernel": kernel.name, "rows": results, "relative_errors": found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

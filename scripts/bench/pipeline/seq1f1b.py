@@ -1,0 +1,234 @@
+"""Measure Seq1F1B: speed of a pipeline in slices, activations of its first stage, overhead of slices.
+
+(a) 2 stages, 2 micro-batches of one long sequence: 1F1B, even slices, slices of equal time (calibrated here), and these
+    in the eager order. The arms run in turn.
+(b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
+(c) forward and backward of one layer in slices against the whole sequence, in this process.
+
+(a) and (b) train with Megatron in real processes. The arm of one slice runs the same code and kernel as the others.
+
+    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abc]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import runpy
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+import torch  # noqa: E402
+
+from bytescale_ext.attention.kernels.table import choose_kernel  # noqa: E402
+from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts  # noqa: E402
+from bytescale_ext.attention.ring import Backend  # noqa: E402
+from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention  # noqa: E402
+from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
+from bytescale_ext.plan.schedule.actions import seq1f1b_schedule  # noqa: E402
+from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
+from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
+from scripts.bench.pipeline.saved_bytes import SavedBytes  # noqa: E402
+from scripts.bench.plan.launch import printed_by  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One layer of the measured model."""
+
+    hidden: int = 256
+    num_heads: int = 4
+    ffn_hidden: int = 1024
+
+
+class Layer(torch.nn.Module):
+    """A transformer layer with attention over slices, without Megatron."""
+
+    def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        make = {"device": device, "dtype": dtype, "bias": False}
+        self.heads = sizes.num_heads
+        self.qkv = torch.nn.Linear(sizes.hidden, 3 * sizes.hidden, **make)
+        self.proj = torch.nn.Linear(sizes.hidden, sizes.hidden, **make)
+        self.up = torch.nn.Linear(sizes.hidden, sizes.ffn_hidden, **make)
+        self.down = torch.nn.Linear(sizes.ffn_hidden, sizes.hidden, **make)
+        self.kernel = choose_kernel(device, dtype, sizes.hidden // sizes.num_heads).kernel
+
+    def forward(self, rows: torch.Tensor, prefix: MicroBatchPrefix, layout: SliceLayout) -> torch.Tensor:
+        """[n, hidden] -> [n, hidden]"""
+        query, key, value = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        layer = prefix.layer(self, key, value)
+        backend = Backend(None, self.kernel, query.shape[-1] ** -0.5)
+        out = slice_attention(query, key, value, layer, layout, backend)
+        rows = rows + self.proj(out.flatten(1))
+        return rows + self.down(torch.nn.functional.gelu(self.up(rows)))
+
+
+def layer_seconds(layer: Layer, sizes: Sizes, lengths: tuple[int, ...], repeats: int = 3) -> float:
+    """Return the median time of forward and backward of a sequence in slices."""
+    weight = layer.qkv.weight
+    rows = torch.randn(sum(lengths), sizes.hidden, device=weight.device, dtype=weight.dtype)
+    seconds = []
+    for _ in range(repeats + 1):
+        layer.zero_grad(set_to_none=False)
+        _synchronize(weight)
+        began = time.perf_counter()
+        prefix, outs = MicroBatchPrefix(len(rows)), []
+        for part, layout in zip(slice_ranges(lengths), sample_layouts(lengths, 1), strict=True):
+            outs.append(layer(rows[part.start : part.stop].requires_grad_(), prefix, layout))
+        for out in reversed(outs):
+            out.backward(out.detach())
+        _synchronize(weight)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def measured_cost(layer: Layer, sizes: Sizes, num_tokens: int) -> CostModel:
+    """Return the seconds of a layer as ``a s^2 + b s``, from a whole and half a sequence."""
+    whole, half = (layer_seconds(layer, sizes, (tokens,)) for tokens in (num_tokens, num_tokens // 2))
+    a = max(0.0, 2 * (whole - 2 * half) / num_tokens**2)
+    return CostModel(a=a, b=max(1e-12, whole / num_tokens - a * num_tokens))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline of a measured run."""
+
+    num_stages: int
+    num_micro_batches: int
+    layers_per_stage: int
+
+
+def train(pipeline: Pipeline, lengths: tuple[int, ...], steps: int, sizes: Sizes, eager: bool = False) -> str:
+    """Train on slices of these lengths, with one process for each stage, and return what the processes printed."""
+    num_stages, num_tokens = pipeline.num_stages, sum(lengths)
+    flags = {
+        "num-layers": pipeline.layers_per_stage * num_stages,
+        "hidden-size": sizes.hidden, "ffn-hidden-size": sizes.ffn_hidden,
+        "num-attention-heads": sizes.num_heads, "seq-length": num_tokens, "max-position-embeddings": num_tokens,
+        "position-embedding-type": "rope", "attention-dropout": 0, "hidden-dropout": 0, "micro-batch-size": 1,
+        "tokenizer-type": "NullTokenizer", "vocab-size": 127, "pipeline-model-parallel-size": num_stages,
+        "global-batch-size": pipeline.num_micro_batches, "train-iters": steps, "lr": 1e-4,
+        "log-interval": 1, "eval-iters": 0, "eval-interval": 1000,
+        "num-workers": 0, "split": "100,0,0", "seq1f1b-slices": len(lengths),
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    words += ["--mock-data", "--cpu", "--no-one-logger", *["--seq1f1b-eager"] * eager]
+    if len(lengths) > 1:
+        words.append(f"--seq1f1b-partition={','.join(map(str, lengths))}")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]
+    return printed_by([*launch, __file__, "--rank", *words])
+
+
+def rank_main(argv: list[str]) -> None:
+    """Run one process of ``train``: pretrain_gpt_hdp.py, counting the bytes that it saves for backward."""
+    from megatron.bytescale import features
+
+    # One slice runs by our code too, not by Megatron's.
+    table = [replace(one, is_on=lambda args: True) if one.name == "slices" else one for one in features.FEATURES]
+    sys.argv = ["pretrain_gpt_hdp.py", *argv]
+    saved = SavedBytes()
+    with saved, patch.object(features, "FEATURES", tuple(table)):
+        runpy.run_path(str(ROOT / "pretrain_gpt_hdp.py"), run_name="__main__")
+    if os.environ["RANK"] == "0":
+        print(f"\nSAVED {saved.peak_bytes}", flush=True)
+
+
+def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
+    torch.set_num_threads(1)
+    cost = measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens)
+    arms = {
+        "1f1b": (num_tokens,),
+        "even": slice_lengths(num_tokens, num_slices, "even"),
+        "time": slice_lengths(num_tokens, num_slices, "time", cost),
+    }
+    arms["eager"] = arms["time"]
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, lengths in arms.items():
+            text = train(Pipeline(2, 2, 2), lengths, steps, sizes, eager=name == "eager")
+            found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
+            seconds[name] += [float(value) / 1000 for value in found[1:]]
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "slices": {name: list(lengths) for name, lengths in arms.items()},
+        "step_seconds": median,
+        "speedup_even": median["1f1b"] / median["even"],
+        "speedup_time_balanced": median["1f1b"] / median["time"],
+        "speedup_eager": median["1f1b"] / median["eager"],
+    }
+
+
+def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
+    """Measure part (b): the most bytes that stage 0 of 4 saves for backward, and the formula's figure."""
+    saved = {}
+    for num_slices in (1, 2, 4, 8):
+        text = train(Pipeline(4, 6, 1), slice_lengths(num_tokens, num_slices, "even"), 1, sizes)
+        found = re.search(r"SAVED (\d+)", text)
+        assert found, text[-2000:]
+        saved[num_slices] = int(found[1])
+    expected = {k: saved[1] / 4 * seq1f1b_schedule(4, 6, Slicing(k)).peak_slices(0) / k for k in saved}
+    return {
+        "activation_bytes": saved,
+        "activation_bytes_by_formula": expected,
+        "activation_error": max(abs(saved[k] / expected[k] - 1.0) for k in saved),
+    }
+
+
+def overheads(sizes: Sizes, lengths: tuple[int, ...], device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Measure part (c): overhead of 4 and 8 slices over the whole sequence, as a share of its time."""
+    layer = Layer(sizes, device, dtype)
+    figures = {}
+    for num_tokens in lengths:
+        cost = measured_cost(layer, sizes, num_tokens)
+        whole = layer_seconds(layer, sizes, (num_tokens,))
+        for num_slices in (4, 8):
+            cut = slice_lengths(num_tokens, num_slices, "time", cost)
+            figures[f"{num_tokens}/{num_slices}"] = layer_seconds(layer, sizes, cut) / whole - 1.0
+    return figures
+
+
+def main() -> int:
+    """Measure and print; with --json the last line is a JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="abc", help="which parts to measure (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence in (a) (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first not counted (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a) (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    args = parser.parse_args()
+    sizes, figures = Sizes(), {}
+    if "a" in args.parts:
+        figures |= speed(sizes, args.tokens, 4, args.steps, args.rounds)
+    if "b" in args.parts:
+        figures |= activations(Sizes(64, 2, 256), 2048)
+    if "c" in args.parts:
+        figures["split_overhead"] = overheads(sizes, (16384,), "cpu", torch.float32)
+    for name, value in figures.items():
+        print(f"{name:28} {value}")
+    if args.json:
+        print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(sys.argv[2:])
+    else:
+        sys.exit(main())

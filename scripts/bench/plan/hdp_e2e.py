@@ -1,0 +1,131 @@
+"""Hybrid data parallelism against simpler plans, or in slices against whole micro-batches in pipelines, for real.
+
+All arms train the demo's model on the demo's corpus with the same documents in the same steps, through the same
+code. ``hdp`` balances the seconds that its ranks measure first (``bytescale profile``, ``--cost-file``); ``naive``
+balances tokens, not work (``--hdp-balance none``); ``static`` cuts every document of a pack over all D ranks, as
+``--context-parallel-size D`` does. The arms take turns, so that a slow minute of the machine meets all of them. There
+are as many ranks as have a GPU, or else a core, of their own, four at most: where two share a core, one that waits
+for the other costs nothing.
+
+With ``--stages p`` the ranks are pipelines of p stages, and the arms are ``slices`` (``--seq1f1b-slices 4``), the same
+``eager`` (``--seq1f1b-eager``), and ``1f1b``, all with the balance planner.
+
+    .venv/bin/python scripts/bench/plan/hdp_e2e.py [--stages p] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from rich.console import Console  # noqa: E402
+
+from scripts.bench.plan.launch import printed_by  # noqa: E402
+from scripts.demo import CONTEXT, Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
+
+MOST_RANKS = 4
+FIGURES = ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_step", "measured_imbalance")
+
+
+def arm_flags(cost: Path, num_ranks: int, num_stages: int = 1) -> dict[str, list[str]]:
+    """What each arm adds to the training command; the first is what the others are compared with."""
+    balanced = ["--cost-file", str(cost)]
+    if num_stages == 1:
+        static = ["--hdp-static-width", str(num_ranks)]
+        return {"hdp": balanced, "naive": ["--hdp-balance", "none"], "static": static}
+    tokens = str(max(int(CONTEXT[1]) // 4, -(-int(CONTEXT[1]) * num_stages // num_ranks)))
+    piped = [*balanced, "--pipeline-model-parallel-size", str(num_stages), "--hdp-tokens-per-rank", tokens]
+    sliced = [*piped, "--seq1f1b-slices", "4"]
+    return {"eager": [*sliced, "--seq1f1b-eager"], "slices": sliced, "1f1b": piped}
+
+
+def measure_cost(demo: Demo, path: Path) -> None:
+    """Write the cost file of the demo's model, measured by all its ranks at once."""
+    torchrun, script = demo.command[: -1 - len(demo.flags)], str(Path(sys.executable).parent / "bytescale")
+    settings = ["--output", str(path), "--max-tokens", "4096", "--repeats", "3"]
+    printed_by([*torchrun, "--no-python", script, "profile", *settings, "--", *demo.flags])
+
+
+def run_arm(demo: Demo, flags: list[str], num_steps: int) -> list[dict[str, Any]]:
+    """Train one arm and return the metrics of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["--train-iters", str(num_steps), "--hdp-log-dir", folder, "--tensorboard-dir", folder]
+        printed_by([*demo.command, *settings, *flags])
+        return read_metrics(Path(folder) / "metrics.jsonl")
+
+
+def compare(rounds: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Medians over all steps of all rounds but each run's first, which warms up."""
+    steps = {arm: [step for one in rounds for step in one[arm][1:]] for arm in rounds[0]}
+    ours, *others = steps
+    median = {
+        arm: {name: statistics.median(step[name] for step in found) for name in FIGURES} for arm, found in steps.items()
+    }
+    return {
+        "num_steps": len(steps[ours]),
+        "arms": median,
+        "speedup": {arm: _speedup(steps[ours], steps[arm]) for arm in others},
+        "largest_loss_difference": max(
+            abs(mine["lm loss"] - theirs["lm loss"]) / theirs["lm loss"]
+            for arm in others
+            for mine, theirs in zip(steps[ours], steps[arm], strict=True)
+        ),
+    }
+
+
+def _speedup(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+    """Tokens per second of one arm over another's, step by step on the same documents."""
+    ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, theirs, strict=True)]
+    return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+
+
+def main() -> int:
+    """Run the arms in turn, print the table and, with --json, one JSON object as the last line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, help="(one for each GPU, or core, 4 at most)")
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each run, the first not counted (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    args = parser.parse_args()
+    on_cpu = num_gpus() < 2
+    available = (os.cpu_count() or 2) if on_cpu else num_gpus()
+    num_ranks = args.ranks or min(max(2, available), MOST_RANKS)
+    demo = Demo(num_ranks, on_cpu, folder=ROOT / "runs" / "demo")
+    build_corpora(demo, Console(stderr=True))
+    with tempfile.TemporaryDirectory() as folder:
+        cost = Path(folder) / "cost.json"
+        measure_cost(demo, cost)
+        arms = arm_flags(cost, num_ranks, args.stages)
+        rounds = [{arm: run_arm(demo, flags, args.steps) for arm, flags in arms.items()} for _ in range(args.rounds)]
+    figures = compare(rounds)
+    print(f"{num_ranks} {demo.device} processes, {args.stages} stages, {os.cpu_count()} cores")
+    print(f"{'':10}{'tokens/s':>12}{'MB sent/step':>14}{'attention calls/step':>22}{'imbalance':>11}")
+    for arm, values in figures["arms"].items():
+        print(
+            f"{arm:10}{values['tokens_per_second']:12,.0f}{values['megabytes_sent_per_step']:14.1f}"
+            f"{values['attention_calls_per_step']:22,.0f}{values['measured_imbalance']:11.2f}"
+        )
+    ours = next(iter(arms))
+    for arm, ratio in figures["speedup"].items():
+        print(
+            f"{ours} over {arm}: {ratio['median']:.2f}x (median of {figures['num_steps']} steps on the same documents, "
+            f"{ratio['lowest']:.2f} to {ratio['highest']:.2f})"
+        )
+    print(f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most")
+    if args.json:
+        print(json.dumps({"num_ranks": num_ranks, "num_stages": args.stages, **figures}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

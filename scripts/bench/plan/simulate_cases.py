@@ -1,0 +1,164 @@
+"""The cases of docs/performance.md: schedulers on steps of published lengths, planning speed, distance from optima."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+
+from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.activation.tensors import key_value_bytes
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
+from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
+from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from bytescale_ext.plan.evaluate.replay import replay
+from bytescale_ext.plan.evaluate.schedulers import Outcome, Scenario, stage_costs
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.schedule.document_slices import affordable_tokens
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+from megatron.bytescale.cli.simulate import ALL, outcomes_of
+
+K, M = 1 << 10, 1 << 20
+TOKENS_PER_RANK = 8 * K
+SLICED = {
+    "ours, 2 slices": Slicing(2),
+    "ours, 8 slices": Slicing(8),
+    "ours, 8 slices, all keys": Slicing(8, 2 * M),
+    "ours, 8 slices, all keys, eager": Slicing(8, 2 * M, eager=True),
+    "ours, 12 slices, all keys, eager": Slicing(12, 2 * M, eager=True),
+}
+"""Slicings that are tried with pipelines; 0 kept tokens stand for the default of training."""
+EARLY = "*eager*: stages run two forwards ahead (`--seq1f1b-eager`)."
+
+
+@dataclass(frozen=True)
+class Case:
+    """A distribution of lengths on a cluster."""
+
+    sampler: str
+    context: int
+    num_ranks: int
+    global_tokens: int
+
+    @property
+    def name(self) -> str:
+        context = f"{self.context // M}M" if self.context >= M else f"{self.context // K}K"
+        return f"{self.sampler} {context}, {self.num_ranks} ranks"
+
+
+CASES = (
+    *(Case(sampler, 256 * K, 64, 4 * M) for sampler in ("byted", "github", "wikipedia")),
+    *(Case(sampler, 1 * M, 128, 8 * M) for sampler in ("byted", "github")),
+    *(Case(sampler, 2 * M, 512, 32 * M) for sampler in ("byted", "github")),
+)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Outcomes of every scheduler in one case, step by step.
+
+    Attributes:
+        bounds: of each step, without slices.
+        outcomes: by scheduler, and by the names of ``SLICED``.
+        sliced_bounds: of each step in k slices, by the name in ``outcomes``.
+    """
+
+    case: Case
+    num_stages: int
+    bounds: list[float]
+    outcomes: dict[str, list[Outcome] | str]
+    sliced_bounds: dict[str, list[float]]
+
+    def over_bound(self, name: str) -> list[float]:
+        return [one.makespan / bound for one, bound in zip(self.of(name), self.bounds, strict=True)]
+
+    def over_own_bound(self, name: str) -> list[float]:
+        """Return makespans over the bound of the slices that were run; without slices, as ``over_bound``."""
+        bounds = self.sliced_bounds.get(name, self.bounds)
+        return [one.makespan / bound for one, bound in zip(self.of(name), bounds, strict=True)]
+
+    @property
+    def best_sliced(self) -> str:
+        """The name of our fastest plans with pipelines, in slices or not."""
+        return min(("ours", *self.sliced_bounds), key=lambda name: statistics.mean(self.over_bound(name)))
+
+    def faster_than(self, name: str, other: str) -> list[float]:
+        return [theirs.makespan / one.makespan for one, theirs in zip(self.of(name), self.of(other), strict=True)]
+
+    def of(self, name: str) -> list[Outcome]:
+        outcomes = self.outcomes[name]
+        return [] if isinstance(outcomes, str) else outcomes
+
+
+def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
+    """Run every scheduler on every step of a case."""
+    print(f"{case.name} x {num_stages} stages", file=sys.stderr, flush=True)
+    cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
+    scenario = Scenario(cluster, case.context, stage_costs(shipped("bytescale_7b"), num_stages))
+    steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
+    outcomes = {name: outcomes_of(scheduler, scenario, steps) for name, scheduler in ALL.items()}
+
+    def bounds(slicing: Slicing) -> list[float]:
+        return [lower_bounds(step, cluster, scenario.stages, slicing).largest for step in steps]
+
+    sliced_bounds = {}
+    for name, slicing in SLICED.items() if num_stages > 1 else ():
+        used = slicing if slicing.kept_tokens else replace(slicing, kept_tokens=default_kept_keys(num_stages, slicing))
+        outcomes[name] = outcomes_of(ALL["ours"], replace(scenario, slicing=used), steps)
+        sliced_bounds[name] = bounds(used)
+    return Scores(case, num_stages, bounds(ONE_SLICE), outcomes, sliced_bounds)
+
+
+def default_kept_keys(num_stages: int, slicing: Slicing) -> int:
+    """Return the tokens of ``--hdp-kept-keys`` where it is not given."""
+    cost = shipped("bytescale_7b")
+    return affordable_tokens(num_stages, slicing, TOKENS_PER_RANK, cost.layer_bytes, key_value_bytes(cost.shape))
+
+
+def planning_seconds(num_ranks: int, num_sequences: int, num_seeds: int) -> tuple[int, int, list[float]]:
+    """Return (ranks, sequences, seconds of each plan) of GitHub's lengths at 2M tokens."""
+    cluster = Cluster(num_ranks, TOKENS_PER_RANK)
+    planner = HdpPlanner(cluster, stage_costs(shipped("bytescale_7b"), 1))
+    seconds = []
+    for seed in range(num_seeds):
+        lengths = sample_lengths("github", 2 * M, 2600 * num_sequences, seed)[:num_sequences].tolist()
+        assert len(lengths) == num_sequences, f"{len(lengths)=} {num_sequences=}"
+        began = time.perf_counter()
+        planner(lengths)
+        seconds.append(time.perf_counter() - began)
+    return num_ranks, num_sequences, seconds
+
+
+def small_gaps() -> list[tuple[str, list[float], list[float]]]:
+    """Try every schedule of up to 8 documents on 4 ranks; return name, plan / optimum, optimum / bound."""
+    rows = []
+    for num_sequences in (4, 6, 8):
+        gaps, bounds = zip(*(_gap(4, num_sequences, seed, None) for seed in range(3)), strict=True)
+        rows.append((f"{num_sequences} documents on 4 ranks, brute force, 3 steps", list(gaps), list(bounds)))
+    return rows
+
+
+def middle_gaps(limit_seconds: float) -> list[tuple[str, list[float], list[float]]]:
+    """Return the same for more documents with the bound of CP-SAT, which no schedule beats, as the optimum."""
+    rows = []
+    for num_ranks, num_sequences in ((8, 24), (8, 48), (16, 48)):
+        gaps, bounds = zip(*(_gap(num_ranks, num_sequences, seed, limit_seconds) for seed in range(3)), strict=True)
+        rows.append((f"{num_sequences} documents on {num_ranks} ranks, CP-SAT, 3 steps", list(gaps), list(bounds)))
+    return rows
+
+
+def _gap(num_ranks: int, num_sequences: int, seed: int, limit_seconds: float | None) -> tuple[float, float]:
+    """Return (our plan / optimum or its best known bound, that / lower bound); launches are left out."""
+    stage = stage_costs(shipped("bytescale_7b"), 1)[0]
+    free = type(stage)(without_launch(stage.forward), without_launch(stage.backward))
+    context = num_ranks * TOKENS_PER_RANK
+    lengths = sample_lengths("byted", context, 64 * num_sequences * context, seed)[:num_sequences].tolist()
+    cluster = Cluster(num_ranks, TOKENS_PER_RANK)
+    bound = lower_bounds(lengths, cluster, (free,)).largest
+    if limit_seconds is None:
+        best = brute_force(lengths, cluster, free.both)
+    else:  # a solver that is stopped early may have proved less than the bound
+        best = max(bound, solve(lengths, cluster, free.both, limit_seconds).bound)
+    plan = HdpPlanner(cluster, (free,))(lengths)
+    return replay(plan, free.both).makespan / best, best / bound

@@ -1,0 +1,112 @@
+"""Describe an emulated cluster as a value, and the commands that build its network. Runs nothing.
+
+Every rank has a network namespace with one interface, its own NIC. The interfaces meet in a switch: a bridge in one
+more namespace. Each interface shapes what it sends with two classes, one for ranks of its own node and one for all
+others, so nodes are a matter of speed only::
+
+    rank 0 (node 0)  --eth0--+
+    rank 1 (node 0)  --eth0--+-- switch (bridge) --+-- eth0--  rank 2 (node 1)
+                                                   +-- eth0--  rank 3 (node 1)
+
+Rank r of node n has the address 10.77.n.(r + 1). The addresses exist inside the namespaces only; the bridge has none,
+so nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_BURST_BYTES = 64 << 10  # sent at full speed after a pause; what token buckets need at these rates
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """An emulated cluster.
+
+    Attributes:
+        num_nodes, ranks_per_node: its shape.
+        inter_gbps, intra_gbps: what a rank can send per second to ranks of other nodes and of its own, in gigabits;
+            0: as fast as the kernel copies.
+        latency_us: added to each packet between ranks, in microseconds.
+        cores_per_rank: processor time of each rank per second of wall time.
+        name: starts the name of every namespace, interface and control group, by which a later start cleans up.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    inter_gbps: float = 0.0
+    intra_gbps: float = 0.0
+    latency_us: float = 0.0
+    cores_per_rank: float = 0.2
+    name: str = "bytescale"
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.num_nodes <= 200 and 1 <= self.ranks_per_node <= 200):
+            raise ValueError(
+                f"--nodes {self.num_nodes} x --ranks-per-node {self.ranks_per_node}: give 1 to 200 of each"
+            )
+        if min(self.inter_gbps, self.intra_gbps, self.latency_us) < 0:
+            raise ValueError("--inter-gbps, --intra-gbps and --latency-us must not be negative")
+        if self.cores_per_rank <= 0:
+            raise ValueError(f"--cores-per-rank {self.cores_per_rank:g} must be positive")
+        if not self.name.isalnum() or len(self.name) > 10:
+            raise ValueError(f"--name {self.name}: give at most 10 letters and digits")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def switch(self) -> str:
+        """The namespace of the bridge."""
+        return f"{self.name}-switch"
+
+    def namespace(self, rank: int) -> str:
+        """The namespace of a rank."""
+        return f"{self.name}-{rank}"
+
+    def address(self, rank: int) -> str:
+        """The IPv4 address of a rank."""
+        node, place = divmod(rank, self.ranks_per_node)
+        return f"10.77.{node}.{place + 1}"
+
+    def subnet(self, rank: int) -> str:
+        """The addresses of the node of a rank."""
+        return f"10.77.{rank // self.ranks_per_node}.0/24"
+
+
+def network_commands(topology: Topology) -> Iterator[tuple[str, ...]]:
+    """Yield the ``ip`` and ``tc`` commands that build the network, in order."""
+    switch = topology.switch
+    yield "ip", "netns", "add", switch
+    yield "ip", "-n", switch, "link", "add", "bridge", "type", "bridge"
+    yield "ip", "-n", switch, "link", "set", "bridge", "up"
+    for rank in range(topology.num_ranks):
+        own, port = topology.namespace(rank), f"port{rank}"
+        yield "ip", "netns", "add", own
+        yield "ip", "link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", own
+        yield "ip", "-n", switch, "link", "set", port, "master", "bridge", "up"
+        yield "ip", "-n", own, "address", "add", f"{topology.address(rank)}/16", "dev", "eth0"
+        yield "ip", "-n", own, "link", "set", "lo", "up"
+        yield "ip", "-n", own, "link", "set", "eth0", "up"
+        yield from _shaping_commands(topology, rank)
+
+
+def _shaping_commands(topology: Topology, rank: int) -> Iterator[tuple[str, ...]]:
+    """Yield the ``tc`` commands of one rank: class 1:1 is its own node, class 1:2 everything else."""
+    if not (topology.inter_gbps or topology.intra_gbps or topology.latency_us):
+        return
+    tc = ("tc", "-n", topology.namespace(rank))
+    device = ("dev", "eth0")
+    yield *tc, "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "2", "r2q", "1000"
+    for number, gbps in ((1, topology.intra_gbps), (2, topology.inter_gbps)):
+        rate = f"{round((gbps or 100.0) * 1e6)}kbit"
+        burst = ("burst", str(_BURST_BYTES), "cburst", str(_BURST_BYTES))
+        yield *tc, "class", "add", *device, "parent", "1:", "classid", f"1:{number}", "htb", "rate", rate, *burst
+        if topology.latency_us:
+            delay = ("netem", "delay", f"{topology.latency_us:g}us", "limit", "100000")
+            yield *tc, "qdisc", "add", *device, "parent", f"1:{number}", *delay
+    match = ("u32", "match", "ip", "dst", topology.subnet(rank), "flowid", "1:1")
+    yield *tc, "filter", "add", *device, "parent", "1:", "protocol", "ip", *match

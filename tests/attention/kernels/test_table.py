@@ -1,0 +1,162 @@
+"""The choice between kernels: limits, names, counted calls and the probe."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
+from bytescale_ext.attention.kernels.table import (
+    KernelCalls,
+    choose_kernel,
+    counting,
+    kernel_table,
+    named_kernel,
+    probe,
+)
+from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from tests.attention.cases import block_of, block_tensors, kernel_named
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_calls_are_counted_and_change_nothing() -> None:
+    block = block_of([5, 11])
+    q, k, v, dout = block_tensors(block, torch.float32)
+    plain = kernel_named("cpu_flash")
+    counted, calls = counting(plain)
+    _, others = counting(plain)
+    for _ in range(2):
+        out, lse = counted.forward(q, k, v, block)
+    saved = Saved(q, k, v, out, lse)
+    grads = counted.backward(dout, saved, block)
+    assert (calls, others) == (KernelCalls(num_forward=2, num_backward=1), KernelCalls())
+    assert torch.equal(out, plain.forward(q, k, v, block)[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain.backward(dout, saved, block), strict=True))
+    assert dataclasses.replace(counted, forward=plain.forward, backward=plain.backward) == plain
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float64, "reference"),
+        (torch.float32, "cpu_flash"),
+        (torch.bfloat16, "cpu_flash"),
+        (torch.float16, "cpu_flash"),
+    ],
+)
+def test_choice_on_cpu(dtype: torch.dtype, name: str) -> None:
+    choice = choose_kernel("cpu", dtype, head_dim=24)
+    assert choice.kernel.name == name
+    assert str(dtype) in choice.reason
+    passed_over = [row.name for row in kernel_table()]
+    assert [row for row, _ in choice.considered] == passed_over[: passed_over.index(name)]
+    assert all("not" in why for _, why in choice.considered)
+
+
+def test_a_kernel_can_be_named() -> None:
+    assert choose_kernel("cpu", torch.float32, 8, name="reference").kernel.name == "reference"
+    with pytest.raises(ValueError, match="choose one of flash_attn_3, flash_attn, torch_flash"):
+        choose_kernel("cpu", torch.float32, 8, name="flash")
+    with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
+        choose_kernel("cpu", torch.bfloat16, 8, name="torch_flash")
+    with pytest.raises(ValueError, match=r"not torch.float64"):
+        choose_kernel("cpu", torch.float64, 8, name="cpu_flash")
+
+
+def test_a_kernel_is_named_before_its_device_exists() -> None:
+    assert named_kernel("cuda", torch.bfloat16, 64, "torch_flash").name == "torch_flash"
+    with pytest.raises(ValueError, match=r"'torch_cudnn' cannot be used: head dim must be .* up to 128, got 256"):
+        named_kernel("cuda", torch.bfloat16, 256, "torch_cudnn")
+
+
+def test_limits_of_a_kernel() -> None:
+    row = dataclasses.replace(kernel_named("torch_flash"), missing=lambda: "not built")
+    assert "multiple of 8 up to 256, got 12" in str(row.why_not(CUDA, torch.bfloat16, 12))
+    assert "got 264" in str(row.why_not(CUDA, torch.bfloat16, 264))
+    assert "not torch.float32" in str(row.why_not(CUDA, torch.float32, 64))
+    assert row.why_not(CUDA, torch.float16, 64) == "not built"
+    assert kernel_named("torch_flash").why_not(CUDA, torch.float16, 64) is None
+
+
+def test_the_reference_is_last_and_takes_everything() -> None:
+    *others, reference = kernel_table()
+    assert reference.name == "reference"
+    for device in (CPU, CUDA):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert reference.why_not(device, dtype, 7) is None
+    assert all(row.why_not(CUDA, torch.float64, 64) for row in others)
+    assert len({row.name for row in (*others, reference)}) == len(others) + 1
+
+
+def test_without_any_kernel_the_error_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(row for row in kernel_table() if row.name != "reference")
+    monkeypatch.setattr("bytescale_ext.attention.kernels.table.kernel_table", lambda: rows)
+    with pytest.raises(ValueError, match=r"no attention kernel takes torch.float64 of head dim 16 on cpu") as error:
+        choose_kernel("cpu", torch.float64, 16)
+    assert all(repr(row.name) in str(error.value) for row in rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 24, 64])
+def test_probe_accepts_kernels_of_this_torch(dtype: torch.dtype, head_dim: int) -> None:
+    assert probe(kernel_named("cpu_flash"), CPU, dtype, head_dim) is None
+
+
+def test_probe_finds_a_backward_that_takes_its_own_sum() -> None:
+    """A backward made for whole documents ignores the output and the sum over all keys."""
+    good = kernel_named("cpu_flash")
+
+    def backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
+        own = good.forward(saved.q, saved.k, saved.v, block)
+        return good.backward(dout, Saved(*saved[:3], *own), block)
+
+    assert "differs" in str(probe(dataclasses.replace(good, backward=backward), CPU, torch.float32, 16))
+
+
+def test_probe_finds_wrong_and_broken_forwards() -> None:
+    good = kernel_named("cpu_flash")
+
+    def of_nan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        out, lse = good.forward(q, k, v, block)
+        return out * float("nan"), lse
+
+    def in_base_two(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        out, lse = good.forward(q, k, v, block)
+        return out, lse / torch.tensor(2.0).log()
+
+    def rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        out, lse = good.forward(q, k, v, block)
+        return out, lse.t()
+
+    def without_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        return good.forward(q, k, v, dataclasses.replace(block, causal=False))
+
+    def across_documents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        return good.forward(q, k, v, block_of([len(q)], [len(k)], block.causal, block.scale))
+
+    def failing(*arguments: object) -> Output:
+        raise TypeError("got an unexpected keyword argument")
+
+    for forward in (of_nan, in_base_two, rows_first, without_mask, across_documents):
+        assert "differs" in str(probe(dataclasses.replace(good, forward=forward), CPU, torch.float32, 16)), forward
+    assert "unexpected keyword" in str(probe(dataclasses.replace(good, forward=failing), CPU, torch.float32, 16))
+
+
+def test_a_kernel_that_fails_its_probe_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    *others, flash, reference = kernel_table()
+    assert flash.name == "cpu_flash"
+
+    def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        out, lse = flash.forward(q, k, v, block)
+        return out + 1, lse
+
+    rows = (*others, dataclasses.replace(flash, forward=wrong), reference)
+    monkeypatch.setattr("bytescale_ext.attention.kernels.table.kernel_table", lambda: rows)
+    choice = choose_kernel("cpu", torch.float32, 16)
+    assert choice.kernel is reference
+    assert "differs from the reference" in dict(choice.considered)["cpu_flash"]
+    with pytest.raises(ValueError, match="'cpu_flash' cannot be used: its probe differs"):
+        choose_kernel("cpu", torch.float32, 16, name="cpu_flash")

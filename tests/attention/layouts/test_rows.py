@@ -1,0 +1,95 @@
+"""Rows of tensors against lists of indices, and offsets of documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6))
+def test_rows_are_taken_put_and_added(gaps_and_sizes: list[tuple[int, int]]) -> None:
+    intervals, stop = [], 0
+    for gap, size in gaps_and_sizes:
+        intervals.append((stop + gap, stop + gap + size))
+        stop += gap + size
+    rows = Rows.of(intervals)
+    listed = [row for a, b in intervals for row in range(a, b)]
+    assert rows.num_rows == len(listed)
+    assert rows.is_view == (not listed or listed[-1] - listed[0] == len(listed) - 1)
+    tensor = torch.arange(2.0 * (stop + 2)).view(2, -1)
+    taken = rows.take(tensor, dim=1)
+    assert torch.equal(taken, tensor[:, listed])
+    assert (taken.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()) == rows.is_view
+    expected = tensor.clone()
+    expected[:, listed] *= 2
+    values = taken.double().clone()
+    rows.add_(tensor, values, dim=1)
+    assert torch.equal(tensor, expected)
+    rows.put_(tensor, values, dim=1)
+    expected[:, listed] /= 2
+    assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("intervals", [((1, 4),), ((0, 1), (2, 4))], ids=["view", "gathered"])
+def test_values_are_rounded_to_the_tensor(intervals: tuple[tuple[int, int], ...]) -> None:
+    """Kernels compute in float32 or float64; outputs and gradients are stored in the dtype of the inputs."""
+    rows = Rows.of(intervals)
+    values = torch.full((rows.num_rows, 2), 1 + 2**-12, dtype=torch.float64)
+    tensor = torch.zeros(4, 2, dtype=torch.bfloat16)
+    rows.put_(tensor, values)
+    rows.add_(tensor, values)
+    assert torch.equal(rows.take(tensor), torch.full((rows.num_rows, 2), 2.0, dtype=torch.bfloat16))
+    assert int(tensor.count_nonzero()) == 2 * rows.num_rows
+
+
+def test_empty_and_adjacent_intervals_are_joined() -> None:
+    assert Rows.of([(0, 2), (2, 2), (2, 3), (5, 7)]).intervals == ((0, 3), (5, 7))
+    assert Rows.of([(4, 4), (1, 1)]).intervals == ()
+    assert Rows.of([]).take(torch.ones(3, 2)).shape == (0, 2)
+
+
+@pytest.mark.parametrize("intervals", [[(3, 5), (0, 1)], [(0, 3), (2, 4)], [(4, 2)]])
+def test_intervals_must_ascend_without_overlap(intervals: list[tuple[int, int]]) -> None:
+    with pytest.raises(AssertionError, match="joined="):
+        Rows.of(intervals)
+
+
+def test_rows_are_values() -> None:
+    """What was copied to a device is no part of the value."""
+    first, second = Rows.of([(0, 2), (2, 2), (2, 3), (5, 7)]), Rows(((0, 3), (5, 7)))
+    first.take(torch.zeros(8))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert "device" not in repr(first)
+
+
+def test_the_index_is_made_once() -> None:
+    rows = Rows.of([(0, 2), (5, 7)])
+    assert rows._index(CPU) is rows._index(CPU)
+    assert rows._index(CPU).tolist() == [0, 1, 5, 6]
+
+
+@given(st.lists(st.integers(0, 9), max_size=6))
+@settings(max_examples=30)
+def test_offsets_of_lengths(lengths: list[int]) -> None:
+    documents = CuSeqlens.of_lengths(lengths)
+    assert documents.lengths == tuple(lengths)
+    assert (documents.num_documents, documents.num_tokens) == (len(lengths), sum(lengths))
+    assert documents.longest == max(lengths, default=0)
+    tensor = documents.on(CPU)
+    assert tensor.dtype == torch.int32
+    assert tuple(tensor.tolist()) == documents.offsets
+    assert documents.on(CPU) is tensor
+    assert documents == CuSeqlens.of_lengths(lengths)
+
+
+@pytest.mark.parametrize("offsets", [(), (1, 2), (0, 3, 2)])
+def test_offsets_must_ascend_from_zero(offsets: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="start at 0"):
+        CuSeqlens(offsets)

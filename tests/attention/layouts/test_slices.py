@@ -1,0 +1,149 @@
+"""Slices of micro-batches with rings and packs: attention in float64 against whole documents, and examples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bytescale_ext.attention.kernels.contract import Saved
+from bytescale_ext.attention.layouts.layout import attention_layout
+from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
+from bytescale_ext.attention.ring import Backend, Steps, backward_steps, forward_steps
+from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from tests.attention.cases import ALL, GROUPS, MIXED, TINY, Case, kernel_named
+
+COST = CostModel(0.1, 1.0)
+# A long document in the middle of a pack, rings whose sequences are long enough to be cut, a rank without local
+# documents and a rank with almost nothing else.
+LONG = Case(
+    lengths=(160, 9, 70, 3, 131, 48, 5),
+    rounds=(((0, ALL), (1, (0,)), (2, (0,)), (3, (0,)), (4, (1, 2)), (5, (3,)), (6, (3,))),),
+    num_ranks=4,
+    num_padding=0,
+)
+
+
+def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[DocumentSlices, tuple[SliceLayout, ...]]:
+    cut = rule(case.micro_batch(number, rank), case.lengths)
+    rows = [cut.slice(index, rank).num_tokens + 2 for index in range(rule.num_slices)]
+    return cut, slice_layouts(cut, rank, rows)
+
+
+def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Steps[None]:
+    """One virtual rank: all slices forward, then backward from the last; checks against dense attention."""
+    cut, layouts = slices_of(case, number, comm.rank, rule)
+    expected = list(zip(*case.expected(), strict=True))
+    shape = (layouts[0].num_keys, case.kv_heads, case.dim)
+    keys, values, *sums = (torch.full(shape, float("nan"), dtype=torch.float64) for _ in range(4))
+    for total in sums:
+        total.zero_()
+    backend, runs = Backend(comm, kernel_named("reference"), case.scale), []
+    for layout in layouts:
+        piece = cut.slice(layout.index, comm.rank)
+        q, k, v, dout = (torch.cat((x, torch.ones(2, *x.shape[1:]).double())) for x in case.planned_inputs(piece))
+        layout.own.put_(keys, k[: piece.num_tokens])
+        layout.own.put_(values, v[: piece.num_tokens])
+        runs.append((layout, piece, q, dout, *(yield from forward_steps(q, keys, values, layout.attention, backend))))
+    for layout, piece, q, dout, out, lse in reversed(runs):
+        saved = Saved(q, keys, values, out, lse)
+        dq, *_ = yield from backward_steps(dout, saved, layout.attention, backend, tuple(sums))
+        assert not out[piece.num_tokens :].any()
+        assert not dq[piece.num_tokens :].any()
+        got = (out[: piece.num_tokens], dq[: piece.num_tokens], *(layout.own.take(total) for total in sums))
+        for tensor, column in zip(got, expected, strict=True):
+            torch.testing.assert_close(tensor, case.rows(piece, column), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 1, 1000], ids=["travel", "some-kept", "kept"])
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
+@pytest.mark.parametrize("case", [LONG, MIXED, GROUPS, TINY], ids=["long", "mixed", "groups", "tiny"])
+def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int) -> None:
+    """All ranks run their slices in one order without a deadlock, and the results match whole documents."""
+    if kept_tokens == 1:  # up to the middle one of the sequences in rings
+        lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
+        kept_tokens = lengths[(len(lengths) - 1) // 2]
+        assert kept_tokens < lengths[-1]
+    rule = SliceRule(num_slices, COST, kept_tokens=kept_tokens)
+    for number in range(len(case.rounds)):
+        comms = mailbox_comms(case.num_ranks)
+        run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
+
+
+def test_without_slices_it_is_the_layout_of_the_micro_batch() -> None:
+    for case in (LONG, MIXED, GROUPS):
+        for rank in range(case.num_ranks):
+            held = case.micro_batch(0, rank)
+            (layout,) = slice_layouts(SliceRule(1)(held, case.lengths), rank, [held.num_tokens])
+            assert layout.attention == attention_layout(held, rank, case.lengths, held.num_tokens)
+
+
+def test_prefix_blocks_of_a_ring() -> None:
+    """Ring of 3, sequence of 24 tokens in two slices: keys of a member are its 2 rows of slice 0 and 6 of slice 1."""
+    held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)),))
+    first, second = slice_layouts(DocumentSlices(held, ((6, 24),), (0, 0)), 1, [2, 6])
+    assert first.attention.passes[0].prefix_blocks == ()
+    assert first.attention.passes[0].rows == (2, 2, 2)
+    member = second.attention.passes[0]
+    assert member.rows == (8, 8, 8)
+    assert member.keys.intervals == ((0, 8),)
+    described = [
+        [(block.queries.intervals, block.keys.intervals, block.causal) for block in member.at(step)]
+        for step in range(3)
+    ]
+    mine, fronts, backs = ((0, 6),), ((0, 3),), ((3, 6),)
+    of_earlier = [(mine, ((0, 5),), False)]
+    of_later = [(backs, ((0, 8),), False), (fronts, ((0, 2),), False)]
+    of_source = {0: of_earlier, 1: [(mine, ((2, 8),), True), (mine, ((0, 2),), False)], 2: of_later}
+    assert described == [of_source[member.source(step)] for step in range(3)]
+
+
+def test_kept_keys_of_a_ring() -> None:
+    """The same ring with kept keys: the buffer holds all members in turn, and slice 1 sends 6 rows instead of 8."""
+    held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)), Shard(1, ((0, 4),), (1,))))
+    cut = DocumentSlices(held, ((6, 24),), (2, 4), kept=frozenset({0}))
+    first, second = slice_layouts(cut, 1, [4, 8])
+    assert first.num_keys == second.num_keys == 24 + 4
+    assert first.own.intervals == ((8, 10), (24, 26))
+    assert second.own.intervals == ((10, 16), (26, 28))
+    member = second.attention.passes[0]
+    assert [rows.intervals for rows in member.kept.whole] == [((0, 8),), ((8, 16),), ((16, 24),)]
+    assert [rows.intervals for rows in member.kept.own] == [((2, 8),), ((10, 16),), ((18, 24),)]
+    assert member.sent_keys.intervals == ((10, 16),)
+    assert [member.travelling(one) for one in range(3)] == [6, 6, 6]
+    travelling = slice_layouts(DocumentSlices(held, ((6, 24),), (2, 4)), 1, [4, 8])[1].attention.passes[0]
+    assert [travelling.travelling(one) for one in range(3)] == [8, 8, 8]
+    assert (member.blocks, member.prefix_blocks) == (travelling.blocks, travelling.prefix_blocks)
+
+
+@pytest.mark.parametrize("num_slices", [2, 4])
+def test_kept_keys_travel_once(num_slices: int) -> None:
+    """A sequence of 160 tokens on 4 ranks: k slices send (k + 1) / 2 times the bytes, and fewer when keys are kept."""
+    case = replace(LONG, lengths=(160,), rounds=(((0, ALL),),))
+    sent = {}
+    for name, rule in (("whole", SliceRule(1)), ("travel", SliceRule(num_slices)),
+                       ("kept", SliceRule(num_slices, kept_tokens=160))):  # fmt: skip
+        comms = mailbox_comms(case.num_ranks)
+        run_in_turn([run_slices(case, 0, comm, rule) for comm in comms])
+        sent[name] = sum(comm.stats.bytes_sent for comm in comms)
+    assert sent["travel"] == sent["whole"] * (num_slices + 1) / 2
+    # Without slices keys travel forward and backward, and sums backward; kept keys travel only forward.
+    assert sent["kept"] == sent["whole"] * 2 / 3
+
+
+def test_samples_side_by_side() -> None:
+    first, second = sample_layouts((3, 2), batch=2)
+    assert first.own.intervals == ((0, 3), (5, 8))
+    assert second.own.intervals == ((3, 5), (8, 10))
+    assert first.attention.local_prefix is None
+    assert second.num_keys == 10
+    assert second.num_rows == 4
+    prefix = second.attention.local_prefix
+    assert prefix.queries.intervals == ((0, 4),)
+    assert prefix.keys.intervals == ((0, 3), (5, 8))
+    assert prefix.cu_q.offsets == (0, 2, 4)
+    assert prefix.cu_k.offsets == (0, 3, 6)

@@ -1,0 +1,170 @@
+"""The benchmarks for a GPU run on CPU with tiny sizes, and every arm computes the same loss."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.measure.cost_file import read_cost
+from tests.harness import run_ranks
+
+ARMS = {"none", "full recompute", "full recompute, inputs on host", "recompute attention", "recompute MLP",
+        "save_on_cpu", "keep attention output", "alpha 0", "memo", "priced"}  # fmt: skip
+SCRIPTS = ("gpu_activations", "gpu_activations_calibrate", "gpu_memory_plan")
+QUICK = ["script", "--device", "cpu", "--quick"]
+
+
+def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """What each script measures, all in one process."""
+    from bytescale_ext.measure.cost_file import write_cost
+    from megatron.bytescale.cli import memory_plan
+    from scripts.bench.activation import (
+        gpu_activations,
+        gpu_activations_calibrate,
+        gpu_memory_plan,
+    )
+
+    found: dict[str, Any] = {}
+    found["calibrate"], cost = gpu_activations_calibrate.calibrate(on_cuda=False, quick=True, repeats=2)
+    write_cost(Path(folder) / "cost.json", cost)
+    sys.argv = [*QUICK, "--cost-file", f"{folder}/cost.json"]
+    found["activations"] = gpu_activations.run(gpu_activations.parse()[0])
+    sys.argv = [*QUICK, "--host-bound"]
+    found["host bound"] = gpu_activations.run(gpu_activations.parse()[0])
+    parser = argparse.ArgumentParser()
+    memory_plan.add_arguments(parser)
+    sys.argv = QUICK
+    args = gpu_memory_plan.options()
+    words = gpu_memory_plan.recording(args, Path(folder) / "plan.json")
+    memory_plan.run(parser.parse_args(words[1:]))
+    memory = gpu_memory_plan.read(Path(folder) / "plan.json")
+    rows = [gpu_memory_plan.run_arm(arm, memory, False, args.host_gb, args.steps) for arm in gpu_memory_plan.ARMS]
+    found["memory plan"] = {"rows": rows, "buffer": memory.buffer_bytes, "bound": memory.plan.model.bound}
+    return found
+
+
+def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
+    """Megatron's fine-grained offload as the script drives it, with Megatron's own layers for TransformerEngine's.
+
+    Its configuration, hooks around modules and end of a step are those of the real arm; on CPU it moves nothing.
+    """
+    from megatron.core.extensions import transformer_engine
+
+    from megatron.bytescale.training import one_device
+    from scripts.bench.activation import gpu_activations
+
+    entered: list[str] = []
+    local = one_device._layer_spec
+    one_device._layer_spec = lambda kernel, engine: local(kernel, False)
+    transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # of the engine's own
+    end = one_device.end_fine_grained_step
+    from scripts.bench.activation import activation_arms
+
+    activation_arms.end_fine_grained_step = lambda: (entered.append("end"), end())
+    sys.argv = [*QUICK, "--engine"]
+    results = gpu_activations.run(gpu_activations.parse()[0])
+    return {**results, "ends": len(entered)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("scripts")
+    results = dict(run_ranks(run_scripts, 1, str(folder), init_group=False)[0])
+    return {**results, "cost": read_cost(folder / "cost.json")}
+
+
+@pytest.mark.parametrize("name", ["activations", "host bound"])
+def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]) -> None:
+    rows = found[name]["rows"]
+    assert {row["num_tokens"] for row in rows} == {64, 130}
+    for length in (64, 130):
+        arms = {row["arm"]: row for row in rows if row["num_tokens"] == length}
+        assert set(arms) >= ARMS
+        assert {row["loss"] for row in arms.values()} == {arms["none"]["loss"]}
+        assert all(row["step_seconds"] > 0 for row in arms.values())
+        predicted = {arm for arm, row in arms.items() if row["predicted_peak_gb"]}
+        assert predicted == {arm for arm in arms if "recompute" not in arm} - {"save_on_cpu"}
+        assert arms["none"]["swapped_bytes"] == arms["save_on_cpu"]["recomputed_flops"] == 0
+        assert arms["keep attention output"]["recomputed_flops"] > arms["memo"]["recomputed_flops"] >= 0
+        assert arms["alpha 0"]["swapped_bytes"] > 0
+        moved = {arm for arm, row in arms.items() if row["stall_seconds"]}
+        assert moved >= {"alpha 0", "memo", "full recompute, inputs on host"}
+        assert "none" not in moved
+        assert arms["save_on_cpu"]["stall_seconds"] is None
+        assert arms["priced"]["alpha"] == 0.0  # everything fits: nothing is done
+    assert ("alpha 0.5" in {row["arm"] for row in rows}) == (name == "activations")
+    assert set(found[name]["layer_forward_seconds"]) == {64, 130}
+    assert {one["what"].split(":")[0] for one in found[name]["targets"]} >= {"64", "130"}
+
+
+def test_the_longest_sequences_are_searched(found: dict[str, Any]) -> None:
+    """On CPU the limit is counted, and norms are not fused: so only the order of the arms tells something."""
+    longest = found["activations"]["longest_tokens"]
+    assert all(tokens % 32 == 0 for tokens in longest.values())
+    assert 0 < longest["none"] < longest["full recompute"] <= longest["keep attention output"] < 512
+    assert found["host bound"]["longest_tokens"] == {}
+
+
+def test_the_arm_of_fine_grained_offload_computes_the_same(found: dict[str, Any]) -> None:
+    engine = run_ranks(run_engine_arm, 1, init_group=False)[0]
+    losses = {row["num_tokens"]: row["loss"] for row in found["activations"]["rows"] if row["arm"] == "none"}
+    assert {row["num_tokens"]: row["loss"] for row in engine["rows"]} == losses
+    assert {row["arm"] for row in engine["rows"]} == {"fine-grained offload (TransformerEngine)"}
+    assert engine["ends"] == 2 * (2 + 2)  # every step of both lengths, to warm up or timed
+
+
+def test_a_machine_without_the_host_memory_does_not_run_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.bench.activation import activation_arms, gpu_activations
+
+    monkeypatch.setattr(sys, "argv", QUICK)
+    settings, _ = gpu_activations.parse()
+    arms = {arm.name: arm for arm in activation_arms.arms_of(settings, 64, 0.01)}
+    assert activation_arms.lacks_host_memory(arms["save_on_cpu"], 64, settings) is None
+    text = activation_arms.lacks_host_memory(arms["save_on_cpu"], 1 << 40, settings)
+    assert text is not None
+    assert "GB of host memory" in text
+    assert activation_arms.lacks_host_memory(arms["priced"], 1 << 40, settings) is None
+
+
+def test_arms_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts.bench.activation import activation_arms, gpu_activations
+
+    monkeypatch.setattr(sys, "argv", [*QUICK, "--arms", "priced", "full recompute"])
+    settings, _ = gpu_activations.parse()
+    arms = gpu_activations.wanted(activation_arms.arms_of(settings, 64, 0.01), settings)
+    assert [arm.name for arm in arms] == ["full recompute", "priced"]
+
+
+def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:
+    figures = found["calibrate"]
+    assert all(speed > 0 for speed in figures["link_gb_per_second"].values())
+    assert [row["num_tokens"] for row in figures["layer"]] == [64, 128, 256]
+    assert found["cost"].forward.a > 0
+    assert found["cost"].backward.b > 0
+
+
+def test_arms_of_memory_plans_learn_the_same(found: dict[str, Any]) -> None:
+    figures = found["memory plan"]
+    assert [row["arm"] for row in figures["rows"]] == ["default", "expandable segments", "buffers", "plan"]
+    assert len({row["loss"] for row in figures["rows"]}) == 1
+    assert 0 < figures["buffer"] < figures["bound"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_a_gpu_the_message_says_what_to_do(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"scripts.bench.activation.{name}").main()
+    assert end.value.code == 2
+    assert "--device cpu --quick" in capsys.readouterr().err

@@ -1,0 +1,25 @@
+"""The tables of docs/seq1f1b.md are those that the script writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.pipeline import seq1f1b_table
+
+
+def test_the_document_is_up_to_date() -> None:
+    text = seq1f1b_table.DOCUMENT.read_text()
+    assert seq1f1b_table.with_tables(text) == text, "run scripts/bench/pipeline/seq1f1b_table.py"
+
+
+def test_every_model_and_length_is_there() -> None:
+    rows = [row for row in seq1f1b_table.memory_rows() if row.startswith("| gpt")]
+    assert len(rows) == 4 * 3 * 6
+    assert sum("out of memory" in row for row in rows) == sum(
+        value is None for values in seq1f1b_table.MEMORY.values() for value in values
+    )
+
+
+def test_a_document_without_a_place_for_tables_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have the lines"):
+        seq1f1b_table.with_tables("no tables here")

@@ -1,0 +1,71 @@
+"""Command lines through Megatron's real parser and checks, without tokenizer and data, for tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.harness import run_ranks
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What became of a command line: features by name and plain arguments, or one line of refusal."""
+
+    features: dict[str, Any]
+    args: dict[str, Any]
+    error: str | None = None
+
+
+def resolve_lines(*lines: tuple[int, Sequence[object]]) -> list[Resolved]:
+    """Return what becomes of each (number of processes, words), in one process for all."""
+    words = [(num_processes, [str(word) for word in line]) for num_processes, line in lines]
+    found: list[Resolved] = run_ranks(_resolve_lines, 1, words, init_group=False)[0]
+    return found
+
+
+def resolved(num_processes: int, *words: object) -> Resolved:
+    """Return what becomes of a command line, which must be accepted."""
+    (found,) = resolve_lines((num_processes, words))
+    assert found.error is None, found.error
+    return found
+
+
+def refused(num_processes: int, *words: object) -> str:
+    """Return the line with which a command line is refused."""
+    (found,) = resolve_lines((num_processes, words))
+    assert found.error is not None, found.features
+    return found.error
+
+
+def _resolve_lines(rank: int, world: int, lines: Sequence[tuple[int, list[str]]]) -> list[Resolved]:
+    return [_resolve(num_processes, words) for num_processes, words in lines]
+
+
+def _resolve(num_processes: int, words: list[str]) -> Resolved:
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron.bytescale import features
+    from megatron.bytescale.arguments import parse
+    from megatron.bytescale.arguments.resolve import resolve
+
+    os.environ["WORLD_SIZE"] = str(num_processes)
+    sys.argv = ["pretrain_gpt_hdp.py", *words]
+    try:
+        args = parse_args(parse.add_arguments)
+        parse.set_device_defaults(args, sys.argv, on_cpu=True)
+        features.check(args)
+        with parse.refusals_of_megatron():
+            validate_args(args)
+        for feature in features.enabled(args):
+            feature.after_checks(args)
+        args.padded_vocab_size = 128  # the tokenizer sets it
+        plain = {name: value for name, value in vars(args).items() if isinstance(value, bool | int | str | None)}
+        return Resolved(dict(resolve(args).features), plain)
+    except ValueError as error:
+        return Resolved({}, {}, str(error))
+    except SystemExit:
+        return Resolved({}, {}, "argparse refuses it")

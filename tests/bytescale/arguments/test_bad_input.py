@@ -1,0 +1,280 @@
+"""Bad input ends with one clear line and exit code 2, before anything is trained."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.corpora import VOCAB, write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+MARK = "pretrain_gpt_hdp.py: error: "
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs", copies=1)
+
+
+@pytest.fixture
+def copy(corpus: Path, tmp_path: Path) -> Path:
+    """Files that a test may damage."""
+    for kind in ("bin", "idx"):
+        shutil.copy(f"{corpus}.{kind}", tmp_path / f"docs.{kind}")
+    return tmp_path / "docs"
+
+
+def refusal(outcome: Outcome) -> str:
+    """The one line of a refused run."""
+    assert outcome.code == 2, outcome.text[-2000:]
+    assert "Traceback" not in outcome.text
+    assert "[before the start of training step]" not in outcome.text
+    assert not outcome.losses
+    lines = [line for line in outcome.text.splitlines() if MARK in line]
+    assert len(lines) == 1, outcome.text[-2000:]
+    assert outcome.text.endswith(lines[0] + "\n"), outcome.text[-2000:]
+    assert lines[0].startswith(MARK)
+    return lines[0].removeprefix(MARK)
+
+
+def refused(data: Path, *flags: object, entry: Any = None) -> str:
+    """The line with which a run on one rank is refused. Later flags win over the common ones."""
+    common = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", data]
+    return refusal(train(1, *common, *flags, entry=entry))
+
+
+def assert_has(message: str, *words: object) -> None:
+    for word in words:
+        assert str(word) in message
+
+
+def test_the_same_line_without_a_fault_trains(corpus: Path) -> None:
+    common = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", corpus]
+    outcome = train(1, *common, "--train-iters", 1, "--global-batch-size", 2)
+    assert outcome.code is None
+    assert len(outcome.losses) == 1
+    assert MARK not in outcome.text
+
+
+def test_missing_index(copy: Path) -> None:
+    os.remove(f"{copy}.idx")
+    assert_has(refused(copy), f"{copy}.idx", "no such file")
+
+
+def test_missing_tokens(copy: Path) -> None:
+    os.remove(f"{copy}.bin")
+    assert_has(refused(copy), f"{copy}.bin", "no such file", "copy both files")
+
+
+@pytest.mark.parametrize(("kind", "size"), [("bin", 100), ("idx", 20), ("idx", 100)])
+def test_truncated(copy: Path, kind: str, size: int) -> None:
+    os.truncate(f"{copy}.{kind}", size)
+    assert_has(refused(copy), f"{copy}.{kind}", size, "copy")
+
+
+@pytest.mark.parametrize("content", [b"", b"something else entirely, of forty-odd bytes"])
+def test_foreign_index(copy: Path, content: bytes) -> None:
+    Path(f"{copy}.idx").write_bytes(content)
+    assert_has(refused(copy), f"{copy}.idx", "not an index file of Megatron", "write the data set again")
+
+
+def test_token_ids_beyond_the_vocabulary(copy: Path) -> None:
+    # The first token of document 2, past the 61 + 1 ids that are padded to 128.
+    tokens = np.memmap(f"{copy}.bin", dtype=np.uint16, mode="r+")
+    tokens[256 + 3] = 60000
+    tokens.flush()
+    assert_has(refused(copy), copy, "document 2", 60000, "vocabulary", "--vocab-size")
+    assert VOCAB < 128
+
+
+def test_data_set_without_a_token(tmp_path: Path) -> None:
+    empty = write_documents(tmp_path / "empty", lengths=(0, 0), copies=1)
+    assert_has(refused(empty), empty, "holds no token", "write the data set again")
+
+
+def test_data_set_without_a_document(tmp_path: Path) -> None:
+    empty = write_documents(tmp_path / "empty", lengths=(), copies=1)
+    assert_has(refused(empty), empty, "holds no token")
+
+
+def test_split_without_a_document(corpus: Path) -> None:
+    message = refused(corpus, "--split", "100,0,0", "--eval-iters", 1)
+    assert_has(message, "no documents for the valid split", "--split (it is 100,0,0)", "--eval-iters 0")
+    message = refused(corpus, "--split", "99,1,0", "--eval-iters", 1)
+    assert_has(message, corpus, "valid split of its 24 documents", "--split", "--eval-iters 0")
+    assert_has(refused(corpus, "--split", "0,100,0"), "no documents for the train split", "--train-data-path")
+
+
+def test_no_data_for_evaluation(corpus: Path) -> None:
+    flags = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--eval-iters", 1]
+    at = flags.index("--split")
+    message = refusal(train(1, *flags[:at], *flags[at + 2 :], "--train-data-path", corpus))
+    assert_has(message, "no documents for the valid split", "--valid-data-path", "--eval-iters 0")
+
+
+def test_data_arguments_in_a_file_that_is_missing(tmp_path: Path) -> None:
+    flags = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-args-path", tmp_path / "none"]
+    assert_has(refusal(train(1, *flags)), tmp_path / "none", "No such file")
+
+
+def test_no_data_path() -> None:
+    assert_has(refusal(train(1, *MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256)), "--data-path")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hdp-tokens-per-rank 0", ["--hdp-tokens-per-rank", "positive", "got 0"]),
+        ("--hdp-tokens-per-rank 64", ["--seq-length 256", "there are 1", "fits is 256"]),
+        ("--context-parallel-size 2", ["--context-parallel-size > 1", "leave it at 1"]),
+        ("--hybrid-context-parallel", ["--hybrid-context-parallel", "choose one"]),
+        ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "start 2 processes"]),
+        ("--expert-model-parallel-size 2", ["num_experts must be non None"]),
+        ("--enable-cuda-graph", ["--enable-cuda-graph", "change their shape"]),
+        ("--external-cuda-graph", ["--external-cuda-graph"]),
+        ("--cuda-graph-impl local", ["--cuda-graph-impl"]),
+        ("--tensor-model-parallel-size 2", ["1 processes", "--tensor-model-parallel-size 2", "start 2"]),
+        ("--hdp-attention-kernel nonsense", ["'nonsense'", "choose one of", "reference"]),
+        ("--hdp-attention-kernel torch_flash", ["'torch_flash'", "runs on cuda, not on cpu"]),
+        ("--yaml-cfg settings.yaml", ["--yaml-cfg", "command line"]),
+        ("--yaml-cfg=settings.yaml", ["--yaml-cfg", "command line"]),
+        ("--recompute-granularity full --recompute-method uniform", ["recompute"]),
+        ("--min-lr 1", ["Megatron refuses", "min_lr"]),
+        ("--no-position-embedding --position-embedding-type none", ["Megatron refuses", "--position-embedding-type"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model missing/folder", ["missing/folder"]),
+        ("--data-path 0.3 a b", ["0.3.idx: no such file"]),
+    ],
+)
+def test_flags(corpus: Path, flags: str, words: list[str]) -> None:
+    assert_has(refused(corpus, *flags.split()), *words)
+
+
+def test_tokens_per_rank_under_sequence_parallelism(corpus: Path) -> None:
+    flags = [*MODEL, *TRAIN, *HDP, "--data-path", corpus, "--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    message = refusal(train_first_rank(2, *flags, "--hdp-tokens-per-rank", 257))
+    assert_has(message, "--hdp-tokens-per-rank 257", "--tensor-model-parallel-size 2", "--sequence-parallel", 258)
+
+
+def train_first_rank(num_ranks: int, *flags: object) -> Outcome:
+    """As ``train``, but what the first rank printed: only it tells of bad input."""
+    from tests.e2e.training import train_ranks
+
+    first, *others = train_ranks(num_ranks, *flags)
+    assert all(MARK not in outcome.text for outcome in others)
+    return first
+
+
+def test_checkpoint_folder_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    save = tmp_path / "file" / "checkpoints"
+    assert_has(refused(corpus, "--save", save), f"--save {save}", "cannot be written", "choose another folder")
+
+
+def test_value_of_another_type_is_argparses_to_refuse(corpus: Path) -> None:
+    message = refused(corpus, "--hdp-tokens-per-rank", "many")
+    assert_has(message, "--hdp-tokens-per-rank", "'many'")
+
+
+def test_usage_is_one_line(corpus: Path) -> None:
+    outcome = train(1, *MODEL, "--no-such-flag")
+    assert_has(refusal(outcome), "--no-such-flag")
+    assert len(outcome.text.splitlines()) <= 3
+
+
+def with_another_megatron() -> None:
+    import pretrain_gpt_hdp
+
+    real = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.20.0" if name == "megatron-core" else real(name)
+    pretrain_gpt_hdp.main()
+
+
+def with_a_changed_function() -> None:
+    import megatron.training.training
+
+    import pretrain_gpt_hdp
+
+    megatron.training.training.training_log = with_another_megatron
+    pretrain_gpt_hdp.main()
+
+
+def with_a_replaced_alias() -> None:
+    import megatron.training.training
+
+    import pretrain_gpt_hdp
+
+    megatron.training.training.get_forward_backward_func = lambda *args, **kwargs: None
+    pretrain_gpt_hdp.main()
+
+
+def without_a_function() -> None:
+    import megatron.training.training
+
+    import pretrain_gpt_hdp
+
+    del megatron.training.training.training_log
+    pretrain_gpt_hdp.main()
+
+
+def test_megatron_of_another_version(corpus: Path) -> None:
+    message = refused(corpus, entry=with_another_megatron)
+    assert message == "megatron-core is 0.20.0; install megatron-core==0.19.2"
+
+
+def test_changed_function(corpus: Path) -> None:
+    message = refused(corpus, entry=with_a_changed_function)
+    assert_has(message, "megatron.training.training:training_log has source hash", "install megatron-core==0.19.2",
+               "patches.py")  # fmt: skip
+
+
+def test_function_replaced_by_another_library(corpus: Path) -> None:
+    message = refused(corpus, entry=with_a_replaced_alias)
+    assert_has(message, "megatron.training.training.get_forward_backward_func", "another library")
+
+
+def test_function_that_is_gone(corpus: Path) -> None:
+    message = refused(corpus, entry=without_a_function)
+    assert_has(message, "megatron.training.training:training_log is not in", "install megatron-core==0.19.2")
+
+
+def check_without_megatron(rank: int, world: int) -> str:
+    from megatron.bytescale import check_megatron_version
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    importlib.metadata.version = missing
+    with pytest.raises(ValueError, match="megatron-core") as error:
+        check_megatron_version()
+    return str(error.value)
+
+
+def test_no_megatron() -> None:
+    (message,) = run_ranks(check_without_megatron, 1, init_group=False)
+    assert message == "megatron-core is not installed; install megatron-core==0.19.2"
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    words = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--data-path", str(tmp_path / "none")]
+    environment = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+    ended = subprocess.run(
+        [sys.executable, "pretrain_gpt_hdp.py", "--cpu", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name not in environment},
+        timeout=400,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(f"{MARK}{tmp_path / 'none'}.idx: no such file")
+    assert "Traceback" not in ended.stderr

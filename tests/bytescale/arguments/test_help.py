@@ -1,0 +1,47 @@
+"""``pretrain_gpt_hdp.py --help`` prints all flags, Megatron's and ours."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+
+import pytest
+
+from megatron.bytescale.arguments.parse import escape_percent_signs
+from tests.harness import run_ranks
+from tests.test_layout import FLAGS
+
+
+def print_help(rank: int, world: int) -> tuple[int, str]:
+    """Exit code and text."""
+    import pretrain_gpt_hdp
+
+    sys.argv = ["pretrain_gpt_hdp.py", "--help"]
+    code = 0
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        try:
+            pretrain_gpt_hdp.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, text.getvalue()
+
+
+def test_help_has_every_flag() -> None:
+    ((code, text),) = run_ranks(print_help, 1, init_group=False)
+    assert code == 0
+    assert "--num-layers" in text
+    words = text.split()
+    assert all(flag in words for flag in FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("10%).", "10%)."), ("50%% of it", "50% of it"), ("by 3 % (%(default)s)", "by 3 % (7)"), ("plain", "plain")],
+)
+def test_percent_signs_are_printed(text: str, shown: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--one", default=7, help=text)
+    escape_percent_signs(parser)
+    assert shown in parser.format_help()

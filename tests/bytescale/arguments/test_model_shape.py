@@ -1,0 +1,84 @@
+"""Sizes, costs and ranks out of Megatron's arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.step.sizes import Cluster
+from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, ranks_of_a_node
+
+ARGS = SimpleNamespace(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=8,
+    ffn_hidden_size=48,
+    swiglu=True,
+    padded_vocab_size=128,
+    num_experts=None,
+)
+
+
+def test_model_shape_with_and_without_query_groups() -> None:
+    shape = model_shape(ARGS)
+    assert (shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.gated) == (2, 4, 8, True)
+    # Megatron's num_query_groups is 1 where it is not used.
+    plain = SimpleNamespace(**{**vars(ARGS), "group_query_attention": False, "num_query_groups": 1, "swiglu": False})
+    shape = model_shape(plain)
+    assert shape.num_kv_heads == 4
+    assert shape.gated is False
+
+
+@pytest.mark.parametrize(("pattern", "num_layers"), [(1, 2), (2, 1), ([0, 1], 1), ([1, 1], 2)])
+def test_model_shape_with_experts(pattern: Any, num_layers: int) -> None:
+    given = {"num_experts": 8, "moe_layer_freq": pattern, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    args = SimpleNamespace(**{**vars(ARGS), **given, "moe_shared_expert_intermediate_size": None})
+    shape = model_shape(args)
+    assert (shape.num_expert_layers, shape.expert_ffn_hidden, shape.num_experts) == (num_layers, 48, 8)
+    args.moe_shared_expert_intermediate_size = 10
+    assert model_shape(args).expert_ffn_hidden == 58
+
+
+def test_costs_are_of_this_model(tmp_path: Path) -> None:
+    shape = model_shape(ARGS)
+    path = tmp_path / "cost.json"
+    given = {"cost_file": path, "params_dtype": torch.bfloat16, "tensor_model_parallel_size": 1}
+    args = SimpleNamespace(**vars(ARGS), **given)
+    with pytest.raises(ValueError, match=r"cost\.json"):
+        measured_cost(args, shape)
+    cost = cost_of_rates(shape, 1e12, 1e12, 1e12)
+    write_cost(path, cost)
+    assert measured_cost(args, shape) == cost
+    args.hidden_size = 64
+    with pytest.raises(ValueError, match="hidden"):
+        measured_cost(args, model_shape(args))
+    args.cost_file = None
+    assert measured_cost(args, shape) is None
+
+
+def test_ranks_share_out_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    sizes = {"world_size": 16, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+             "context_parallel_size": 2, "micro_batch_size": 3, "seq_length": 128, "hdp_tokens_per_rank": None,
+             "hdp_ranks_per_node": None, "use_tp_pp_dp_mapping": False}  # fmt: skip
+    args = SimpleNamespace(**sizes)
+    assert cluster(args) == Cluster(4, 192)
+    args.hdp_tokens_per_rank, args.hdp_ranks_per_node = 64, 2
+    assert cluster(args) == Cluster(4, 64, 2)
+
+
+def test_the_launcher_tells_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    for local, expected in (("2", 2), ("4", None), ("3", None), ("", None)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "0")
+        assert ranks_of_a_node(1, 4) == expected
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (ranks_of_a_node(2, 4), ranks_of_a_node(3, 4)) == (2, None)

@@ -1,0 +1,64 @@
+"""Parsing: defaults of the device, flags that need a feature, folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale.arguments.parse import check_checkpoint_folder
+from tests.bytescale.arguments.resolving import refused, resolved
+from tests.e2e.training import HDP, MODEL, TRAIN
+
+COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
+
+
+def test_costs_come_from_a_file_that_a_feature_reads() -> None:
+    message = refused(1, *MODEL, *TRAIN, "--micro-batch-size", 1, "--data-path", "unread", "--cost-file", "cost.json")
+    assert message == "--cost-file needs --hybrid-data-parallel or --seq1f1b-slices or --activation-policy"
+    assert "cost.json" in refused(4, *COMMON, "--cost-file", "cost.json")
+
+
+def test_cpu_defaults_need_no_flag() -> None:
+    values = resolved(1, *MODEL, *TRAIN, "--micro-batch-size", 1, "--data-path", "unread").args
+    assert values["transformer_impl"] == "local"
+    assert values["distributed_backend"] == "gloo"
+    assert values["use_cpu_initialization"] is True
+    for name in ("apply_rope_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion", "bias_swiglu_fusion",
+                 "bias_gelu_fusion", "bias_dropout_fusion"):  # fmt: skip
+        assert values[name] is False, name
+
+
+def test_transformer_engine_by_name_is_refused_on_cpu() -> None:
+    message = refused(1, *MODEL, *TRAIN, "--transformer-impl", "transformer_engine")
+    assert message.startswith("--transformer-impl transformer_engine: there is no GPU")
+    assert "--transformer-impl local" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--hdp-loader ray", "--hybrid-data-parallel"),
+        ("--hdp-ray-servers 2", "--hdp-loader ray"),
+        ("--hdp-ray-address host:1", "--hdp-loader ray"),
+        ("--hdp-ray-server-tokens 7", "--hdp-loader ray"),
+        ("--hdp-json-key body", "--hdp-loader ray"),
+        ("--hdp-kept-keys 5", "--seq1f1b-slices of 2 or more"),
+        ("--hdp-kept-keys 5 --seq1f1b-slices 2", "--hybrid-data-parallel"),
+    ],
+)
+def test_flags_need_the_feature_that_they_belong_to(words: str, needed: str) -> None:
+    attention = ["--attention-dropout", 0]
+    assert refused(4, *MODEL, *TRAIN, *attention, *words.split()) == f"{words.split()[0]} needs {needed}"
+
+
+def test_checkpoint_folder_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_checkpoint_folder(str(tmp_path / "new" / "folder"))
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    check_checkpoint_folder(None)
+
+
+def test_checkpoint_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--save .*file/checkpoints cannot be written \(.+\); choose another folder"):
+        check_checkpoint_folder(str(tmp_path / "file" / "checkpoints"))

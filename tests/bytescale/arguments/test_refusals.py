@@ -1,0 +1,162 @@
+"""Each row of the table of refusals refuses its setting by name, for each feature in its column."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.bytescale.arguments.refusals import REFUSALS, refuse, refuse_conflicts
+from megatron.bytescale.features import FEATURES
+from tests.e2e.training import HDP, MODEL, TRAIN
+from tests.harness import run_ranks
+
+COMMON = [*MODEL, *TRAIN, "--data-path", "unread", "--cpu"]
+SWITCHED_ON = {
+    "hdp": HDP,
+    "slices": ["--seq1f1b-slices", "4"],
+    "activations": ["--activation-policy", "memo", "--host-memory-gb", "0.1"],
+    "memory_plan": ["--memory-plan", "plan.json"],
+    "loss_chunks": ["--chunked-cross-entropy", "8"],
+}
+# Each row of the table, as a user would give it.
+EXAMPLES = {
+    "--context-parallel-size > 1": "--context-parallel-size 2",
+    "--microbatch-group-size-per-virtual-pipeline-stage": (
+        "--microbatch-group-size-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 4"
+    ),
+    "--num-experts under tensor parallelism": "--num-experts 4 --tensor-model-parallel-size 2",
+    "--moe-token-dispatcher-type allgather": (
+        "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2"
+    ),
+    "--moe-token-dispatcher-type flex": "--moe-token-dispatcher-type flex --num-experts 4",
+    "--moe-router-load-balancing-type": "--moe-router-load-balancing-type aux_loss seq_aux_loss --num-experts 4",
+    "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1.5 --num-experts 4",
+    "--moe-latent-size": "--moe-latent-size 16",
+    "--cuda-graph-impl": "--cuda-graph-impl local",
+    "--num-distributed-optimizer-instances > 1": "--num-distributed-optimizer-instances 2",
+    "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
+    "--mtp-num-layers": "--mtp-num-layers 1",
+    "--experimental-attention-variant": "--experimental-attention-variant dsa",
+    "--hybrid-layer-pattern": "--hybrid-layer-pattern M*",
+    "--hybrid-override-pattern": "--hybrid-override-pattern M*",
+    "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
+    "--heterogeneous-layers-config-encoded-json": "--heterogeneous-layers-config-encoded-json {}",
+    "--spec": "--spec local",
+    "--transformer-impl inference_optimized": "--transformer-impl inference_optimized",
+    "--num-query-groups": "--num-query-groups 3 --group-query-attention",
+    "--attention-backend": "--attention-backend flash",
+    "--max-seqlen-per-dp-cp-rank": "--max-seqlen-per-dp-cp-rank 64",
+    "--window-size": "--window-size 64,0",
+    "--softmax-type": "--softmax-type learnable",
+    "--attention-dropout > 0": "--attention-dropout 0.1",
+    "--position-embedding-type": "--position-embedding-type yarn",
+    "--fp8-format": "--fp8-format hybrid",
+    "--fp4-format": "--fp4-format e2m1",
+    "--te-precision-config-file": "--te-precision-config-file precision.yaml",
+    "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
+    "--rampup-batch-size": "--rampup-batch-size 4 4 100",
+    "--step-batch-size-schedule": "--step-batch-size-schedule 0:8",
+    "--iterations-to-skip": "--iterations-to-skip 3",
+    "--phase-transition-iterations": "--phase-transition-iterations 3",
+    "--per-dataset-sequences-path": "--per-dataset-sequences-path sequences.json",
+    "--dataloader-type cyclic": "--dataloader-type cyclic",
+    "--micro-batch-size > 1": "--micro-batch-size 2",
+    "--eval-micro-batch-size > 1": "--eval-micro-batch-size 2",
+    "--logits-save-dir": "--logits-save-dir logits",
+    "--logits-load-dir": "--logits-load-dir logits",
+    "--tensor-model-parallel-size > 1": "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size > 1": "--pipeline-model-parallel-size 2",
+    "--seq1f1b-slices > 1": "--seq1f1b-slices 2",
+    "--num-experts": "--num-experts 4",
+    "--hidden-dropout > 0": "--hidden-dropout 0.1",
+    "--recompute-granularity": "--recompute-granularity full",
+    "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
+}
+SWITCHES = (
+    "hybrid-context-parallel enable-cuda-graph external-cuda-graph optimizer-cuda-graph use-megatron-fsdp "
+    "use-torch-fsdp2 tp-comm-overlap multi-latent-attention use-kitchen-attention apply-query-key-layer-scaling "
+    "qk-clip log-max-attention-logit fine-grained-activation-offloading decrease-batch-size-if-needed "
+    "full-validation multiple-validation-sets sft fim-data mock-data dataloader-fast-cache-load "
+    "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "
+    "eod-mask-loss apply-layernorm-1p "
+    "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "
+    "no-align-param-gather defer-embedding-wgrad-compute delay-wgrad-compute overlap-param-gather-with-optimizer-step "
+    "overlap-p2p-communication-warmup-flush "
+    "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining"
+).split()
+EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
+
+
+PAIRS = [(row, feature) for row in REFUSALS for feature in row.instead]
+
+
+def answer(rank: int, world: int, lines: Sequence[list[str]]) -> list[str]:
+    """Return the error of each command line, or "accepted"."""
+    return [answer_one(words) for words in lines]
+
+
+def answer_one(words: list[str]) -> str:
+    from megatron.training.arguments import parse_args
+
+    from megatron.bytescale import features
+    from megatron.bytescale.arguments import parse
+
+    os.environ["WORLD_SIZE"] = "4"
+    sys.argv = ["pretrain_gpt_hdp.py", *words]
+    try:
+        args = parse_args(parse.add_arguments)
+        parse.set_device_defaults(args, sys.argv, on_cpu=True)
+        features.check(args)
+        return "accepted"
+    except ValueError as error:
+        return str(error)
+    except SystemExit:
+        return "argparse refuses it"
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, str], str]:
+    """The error of each row with each feature that refuses it, in one process for all."""
+    lines = [[*COMMON, *SWITCHED_ON[feature], *EXAMPLES[row.flag].split()] for row, feature in PAIRS]
+    found = run_ranks(answer, 1, lines, init_group=False)[0]
+    return {(row.flag, feature): text for (row, feature), text in zip(PAIRS, found, strict=True)}
+
+
+def test_each_row_has_an_example() -> None:
+    assert sorted(row.flag for row in REFUSALS) == sorted(EXAMPLES)
+    assert all(row.flag.split()[0] == EXAMPLES[row.flag].split()[0] for row in REFUSALS)
+    assert all(row.instead for row in REFUSALS)
+
+
+@pytest.mark.parametrize(("row", "feature"), PAIRS, ids=lambda part: getattr(part, "flag", part))
+def test_the_setting_is_refused_by_name(row, feature, answers: dict[tuple[str, str], str]) -> None:  # type: ignore[no-untyped-def]
+    found = answers[row.flag, feature]
+    assert found == row.message(feature, SWITCHED_ON[feature][0])
+    assert row.flag in found
+    assert "{" not in found.replace("{}", "", row.flag.count("{}"))
+
+
+def test_each_feature_is_accepted_without_those_settings() -> None:
+    lines = [[*COMMON, *words] for words in SWITCHED_ON.values()]
+    assert run_ranks(answer, 1, lines, init_group=False)[0] == ["accepted"] * len(lines)
+
+
+def test_rows_name_features_of_the_table() -> None:
+    names = {feature.name for feature in FEATURES}
+    assert {name for row in REFUSALS for name in row.instead} <= names
+    assert all(row.flag not in {other.flag for other in REFUSALS if other is not row} for row in REFUSALS)
+
+
+def test_only_enabled_features_refuse() -> None:
+    rows = [refuse("--one > 1", "a b", "use {}", lambda args: args.one > 1, b="leave it at 1")]
+    args = argparse.Namespace(one=2)
+    refuse_conflicts(args, {"c": "--c"}, rows)
+    with pytest.raises(ValueError, match=r"^--a does not work with --one > 1: use --a$"):
+        refuse_conflicts(args, {"a": "--a"}, rows)
+    with pytest.raises(ValueError, match=r"^--b does not work with --one > 1: leave it at 1$"):
+        refuse_conflicts(args, {"b": "--b"}, rows)
+    refuse_conflicts(argparse.Namespace(one=1), {"a": "--a"}, rows)

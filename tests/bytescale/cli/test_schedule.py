@@ -1,0 +1,95 @@
+"""``bytescale schedule``: its table, its figures, its picture, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.plan.schedule.actions import parse_schedule, seq1f1b_schedule
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale import cli
+from tests.bytescale.cli.test_cli import run_python
+
+WORDS = ["schedule", "--stages", "4", "--microbatches", "8", "--slices", "4"]
+
+
+def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_parses_back(capsys: pytest.CaptureFixture[str]) -> None:
+    table, figures = shown(WORDS, capsys).split("\n\n")
+    assert parse_schedule(table) == seq1f1b_schedule(4, 8, Slicing(4))
+    assert "bubble                0.0943 (0.0857 if all slices cost the same)" in figures
+    assert "slices on stage 0     7 at most" in figures
+
+
+def test_schedules_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown([*WORDS, "--vpp", "2", "--compare"], capsys).splitlines()
+    assert [line[:18].strip() for line in lines[1:7]] == [
+        "1F1B", "1F1B-I", "Seq1F1B even", "Seq1F1B time", "Seq1F1B-I even", "Seq1F1B-I time",
+    ]  # fmt: skip
+    rows = json.loads(shown([*WORDS, "--vpp", "2", "--compare", "--json"], capsys))
+    assert [round(row["bubble"], 2) for row in rows] == [0.27, 0.16, 0.39, 0.09, 0.16, 0.05]
+    assert [row["peak_slices"] for row in rows] == [4, 11, 7, 7, 14, 14]
+
+
+def test_explicit_slices_and_one_slice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["schedule", "--stages", "2", "--microbatches", "2", "--slices", "2", "--seq-length", "10"]
+    rows = json.loads(shown([*words, "--seq1f1b-partition", "6,4", "--json"], capsys))
+    assert rows[0]["slices"] == [6, 4]
+    assert rows[0]["name"] == "Seq1F1B explicit"
+    rows = json.loads(shown(["schedule", "--stages", "2", "--microbatches", "2", "--json", "--compare"], capsys))
+    assert [row["name"] for row in rows] == ["1F1B"]
+
+
+def test_measured_costs_set_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from bytescale_ext.measure.cost_file import shipped
+
+    cost = shipped("bytescale_7b")
+    (tmp_path / "cost.json").write_text(json.dumps(cost.to_json()))
+    row = json.loads(shown([*WORDS, "--cost-file", str(tmp_path / "cost.json"), "--json"], capsys))[0]
+    layers = cost.shape.num_layers / 4
+    assert row["activation_bytes"] == pytest.approx(row["peak_micro_batches"] * 131072 * layers * cost.layer_bytes)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture(suffix: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / f"schedule.{suffix}"
+    words = ["schedule", "--stages", "2", "--microbatches", "2", "--slices", "2", "--plot", str(path)]
+    assert f"wrote {path}" in shown(words, capsys)
+    assert path.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
+        (["--seq1f1b-partition", "1,2"], "there must be 4, of 131072 tokens together"),
+        (["--seq-length", "3"], "the most that can be is 3"),
+        (["--seq-length", "0"], "must be at least 1"),
+        (["--tp", "3"], "the nearest lengths that can are 131070 or 131073"),
+        (["--stages", "0"], "the number of stages is 0"),
+        (["--stages", "2", "--vpp", "2"], "--vpp 2 needs --stages of 3 or more"),
+        (["--slices", "3", "--vpp", "2", "--microbatches", "5"], "the nearest numbers of micro-batches are 4 or 6"),
+        (["--plot", "no/such/folder.png"], "there is no directory no/such"),
+        (["--plot", "picture.txt"], "give a name that ends with .png"),
+    ],
+)
+def test_bad_input_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*WORDS, *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_it_needs_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from megatron.bytescale.cli import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or int('torch' in sys.modules or 'matplotlib' in sys.modules))"
+    )
+    ended = run_python(code, "schedule", "--stages", "2", "--microbatches", "2")
+    assert ended.returncode == 0, ended.stderr

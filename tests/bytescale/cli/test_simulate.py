@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B
+from bytescale_ext.plan.evaluate.schedulers import NotApplicable, Scenario, stage_costs
+from bytescale_ext.plan.step.sizes import Cluster
+from megatron.bytescale import cli
+from megatron.bytescale.cli import simulate as command
+from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
+
+LAYER = CostModel(a=4e-11, b=2e-6, c=2e-7, g=1e-4)
+COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1e-6, 1.0, 1.0)
+SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
+FIGURES = {
+    "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
+    "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "distinct_peers", "planning_seconds",
+}  # fmt: skip
+
+
+def run(*words: object) -> int:
+    return cli.main(["simulate", *(str(word) for word in words)])
+
+
+def test_json_of_all_schedulers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--sampler", "byted", *SMALL, "--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert list(value) == ["scenario", "schedulers"]
+    scenario = value["scenario"]
+    assert (scenario["sampler"], scenario["context"], scenario["ranks"], scenario["stages"]) == ("byted", 32768, 8, 1)
+    assert (scenario["tokens_per_rank"], scenario["global_tokens"], scenario["seeds"]) == (8192, 262144, 2)
+    assert list(value["schedulers"]) == ["static", "megatron-hybrid", "naive", "bytescale", "ours"]
+    for figures in value["schedulers"].values():
+        assert set(figures) == FIGURES
+        assert all(set(figure) == {"mean", "worst"} for figure in figures.values())
+        assert 1 <= figures["makespan_over_bound"]["mean"] <= figures["makespan_over_bound"]["worst"]
+        assert figures["makespan_over_1f1b_bound"] == figures["makespan_over_bound"]  # nothing runs in slices
+        assert figures["speedup_over_static"]["worst"] <= figures["speedup_over_static"]["mean"]
+    assert value["schedulers"]["static"]["speedup_over_static"] == {"mean": 1.0, "worst": 1.0}
+    assert (
+        value["schedulers"]["megatron-hybrid"]["forwards_per_rank"]["mean"]
+        > (value["schedulers"]["ours"]["forwards_per_rank"]["mean"])
+    )
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--sampler", "github", *SMALL, "--stages", 2, "--schedulers", "ours,megatron-hybrid") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("github, context 32768, 8 ranks x 2 stages, C 8192, 262144 tokens a step, 2 seeds")
+    assert lines[3].split()[:4] == ["time", "/", "bound", "over"]
+    assert lines[4].startswith("ours  ")
+    assert len(lines) == 6
+    assert lines[5] == "megatron-hybrid: not applicable, --hybrid-context-parallel refuses pipelines"
+
+
+def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans of this project run in slices, Megatron's static mesh does not."""
+    words = ("--sampler", "github", *SMALL, "--stages", 4, "--schedulers", "static,naive,ours", "--json")
+    assert run(*words) == 0
+    plain = json.loads(capsys.readouterr().out)["schedulers"]
+    assert run(*words, "--slices", 3) == 0
+    value = json.loads(capsys.readouterr().out)
+    sliced = value["schedulers"]
+    # What slices free is 4 C - 2 C of activations of 139,000 bytes; 5 times the keys of 4,096 bytes are kept for it.
+    assert value["scenario"]["slicing"]["num_slices"] == 3
+    assert value["scenario"]["slicing"]["kept_tokens"] == 2 * 8192 * 139_000 // (5 * 4096)
+    for name, figures in sliced.items():
+        assert figures["makespan_over_bound"]["mean"] >= 1
+        assert (figures["makespan"] == plain[name]["makespan"]) == (name == "static")
+    for figure in ("makespan", "peak_tokens", "makespan_over_1f1b_bound"):
+        assert sliced["ours"][figure]["mean"] < plain["ours"][figure]["mean"]
+    assert run(*words[:-1], "--slices", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 ranks x 4 stages in 3 slices, keys kept up to" in lines[0]
+    assert "time / 1F1B bound" in lines[3]
+    assert "kept keys" in lines[3]
+    assert run(*words, "--slices", 3, "--kept-keys", 0) == 0
+    travelling = json.loads(capsys.readouterr().out)["schedulers"]["ours"]
+    assert travelling["kept_keys"]["worst"] == 0 < sliced["ours"]["kept_keys"]["worst"]
+    assert travelling["makespan"]["mean"] > sliced["ours"]["makespan"]["mean"]
+    assert run(*words, "--slices", 3, "--eager") == 0
+    eager = json.loads(capsys.readouterr().out)
+    assert eager["scenario"]["slicing"]["eager"]
+    assert eager["scenario"]["slicing"]["kept_tokens"] == 8192 * 139_000 // (6 * 4096)
+    assert eager["schedulers"]["ours"]["makespan"]["mean"] < sliced["ours"]["makespan"]["mean"]
+    assert eager["schedulers"]["ours"]["peak_tokens"]["mean"] > sliced["ours"]["peak_tokens"]["mean"]
+    for option in (("--kept-keys", 5), ("--eager",)):
+        assert run(*words, *option) == 2
+        assert "needs --slices" in capsys.readouterr().err
+
+
+def test_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([5000, 40000, 300, 20000, 7000] * 20))
+    assert run("--lengths", tmp_path / "lengths.npy", *SMALL, "--schedulers", "naive", "--json") == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["scenario"]["lengths"].endswith("lengths.npy")
+    assert "sampler" not in value["scenario"]
+    args = parsed("--lengths", tmp_path / "lengths.npy", *SMALL)
+    one, other = command.draw_steps(args)
+    assert one != other
+    assert max(one) == 20000
+    assert 262144 - 20000 < sum(one) <= 262144
+    assert command.draw_steps(args) == [one, other]
+
+
+def parsed(*words: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost.json").write_text(json.dumps(COST.to_json()))
+    words = ("--cost-file", tmp_path / "cost.json", "--plot", tmp_path / "bars.png", "--schedulers", "static,naive")
+    assert run("--sampler", "sft", *SMALL, *words, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["scenario"]["cost"]["device"] == "a GPU"
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sampler", "bytd", *SMALL], "sampler 'bytd' is unknown; choose one of byted, github, wikipedia"),
+        (["--sampler", "sft", *SMALL, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static,"),
+        (["--sampler", "sft", *SMALL, "--stages", "3"], "3 stages do not divide the 32 layers"),
+        (["--sampler", "sft", *SMALL, "--stages", "0"], "--stages 0 must be at least 1"),
+        (["--sampler", "sft", *SMALL, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),
+        (["--sampler", "sft", *SMALL, "--slices", "2"], "--slices 2 is for pipelines.*give --stages"),
+        (["--sampler", "sft", *SMALL, "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--sampler", "sft", *SMALL, "--ranks", "3"], "--context 32768 does not fit on 3 ranks.*at least 10923"),
+        (["--sampler", "sft", *SMALL, "--global-tokens", "1K"], "context 32768 and 1024 tokens of a step"),
+        (["--sampler", "sft", *SMALL, "--cost-file", "none.json"], "none.json"),
+        (["--lengths", "none.npy", *SMALL], "none.npy: no such file"),
+        (
+            ["--sampler", "sft", *SMALL, "--schedulers", "naive", "--plot", "none/bars.png"],
+            "cannot write the picture",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert re.search(message, shown.err)
+
+
+def test_too_few_tokens_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([5000, 40000]))
+    assert run("--lengths", tmp_path / "lengths.npy", *SMALL) == 2
+    assert "holds 5000 tokens in documents of at most 32768, fewer than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["8KB", "0", "-1K", "x", "", "1.5M"])
+def test_bad_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("--sampler", "sft", *SMALL, f"--context={text}")
+    assert end.value.code == 2
+    assert "is no positive size" in capsys.readouterr().err
+
+
+def test_megatrons_scheduler_places_every_sample() -> None:
+    here = Scenario(Cluster(8, 8192), 32768, stage_costs(COST, 1))
+    lengths = [32768, 20000, 9000, 8192, 4000, 500, 500, 300]
+    outcome = megatron_hybrid(lengths, here)
+    least = sum(COST.whole().both.sequence_cost(length, 1) for length in lengths) / 8
+    assert outcome.makespan > least
+    assert outcome.peak_tokens <= 8192
+
+
+def test_megatrons_scheduler_says_what_it_cannot() -> None:
+    with pytest.raises(NotApplicable, match="refuses pipelines"):
+        megatron_hybrid([8], Scenario(Cluster(8, 8192), 32768, stage_costs(COST, 2)))
+    with pytest.raises(NotApplicable, match="6 ranks are no power of two"):
+        megatron_hybrid([8], Scenario(Cluster(6, 8192), 32768, stage_costs(COST, 1)))
+
+
+def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--sampler", "github", *SMALL, "--ranks", 6, "--schedulers", "static,naive", "--json") == 0
+    schedulers = json.loads(capsys.readouterr().out)["schedulers"]
+    assert schedulers["static"] == {"not_applicable": "context parallelism of 4 does not divide 6 ranks"}
+    assert schedulers["naive"]["speedup_over_static"] is None
+    assert run("--sampler", "github", *SMALL, "--ranks", 6, "--schedulers", "naive") == 0
+    assert " - " in capsys.readouterr().out

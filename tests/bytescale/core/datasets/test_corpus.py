@@ -1,0 +1,248 @@
+"""``bytescale corpus``: from files to a data set that Megatron reads."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
+from megatron.bytescale.cli import corpus as cli
+from megatron.bytescale.core.datasets import corpus
+
+
+def _run(*argv: object) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args([str(word) for word in argv]))
+
+
+def _documents(prefix: Path) -> list[bytes]:
+    """The documents of a byte-level data set, without their end token."""
+    data = IndexedDataset(str(prefix))
+    documents = [data[i] for i in range(len(data))]
+    assert all(document[-1] == 256 and (document[:-1] < 256).all() for document in documents)
+    return [document[:-1].astype(np.uint8).tobytes() for document in documents]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    root = tmp_path / "in"
+    (root / "sub").mkdir(parents=True)
+    (root / ".git").mkdir()
+    (root / ".git" / "config.py").write_text("hidden")
+    (root / "b.py").write_text("print('grüße')\n", encoding="utf-8")
+    (root / "sub" / "a.py").write_bytes(b"\xff\x00not utf-8")
+    (root / "empty.py").write_text("")
+    lines = ['{"text": "one"}', "", '{"text": "", "n": 1}', '{"text": "two\\nlines", "id": 7}']
+    (root / "c.jsonl").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def test_a_file_or_a_line_is_a_document(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "out"
+    assert _run("--output", out, "--from", sources) == 0
+    expected = ["print('grüße')\n".encode(), b"one", b"two\nlines", b"\xff\x00not utf-8"]
+    assert _documents(out) == expected
+    info = check_indexed_dataset(str(out))
+    assert (info.num_documents, info.num_tokens) == (4, sum(map(len, expected)) + 4)
+    assert info.dtype == np.dtype("uint16")
+    assert check_token_ids(str(out), 257) == info.num_tokens
+    text = capsys.readouterr().out
+    assert "documents  4" in text
+    assert "skipped    3 empty" in text
+    assert "files      4" in text
+    assert f"--data-path {out} --tokenizer-type NullTokenizer --vocab-size 257" in text
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.bin", "out.idx"]
+
+
+def test_json_says_the_same_as_the_files(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run("--output", tmp_path / "out", "--from", sources, "--json")
+    summary = json.loads(capsys.readouterr().out)
+    lengths = sorted(len(document) + 1 for document in _documents(tmp_path / "out"))
+    assert summary["num_documents"] == 4
+    assert summary["num_tokens"] == sum(lengths)
+    assert summary["max_tokens"] == lengths[-1]
+    assert summary["median_tokens"] in lengths
+    assert (summary["num_files"], summary["num_skipped_empty"], summary["num_not_utf8"]) == (4, 3, 0)
+    assert (summary["vocab_size"], summary["eod"], summary["dtype"]) == (257, 256, "uint16")
+
+
+def test_the_flags_named_build_the_same_vocabulary_in_megatron() -> None:
+    flags = corpus.BYTE_LEVEL_FLAGS
+    settings = {"tokenizer_type": flags[1], "vocab_size": int(flags[3])}
+    tokenizer = corpus.build_megatron_tokenizer(settings)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (corpus.BYTE_LEVEL_VOCAB_SIZE, corpus.BYTE_LEVEL_EOD)
+
+
+def test_glob_and_files_choose_documents_in_the_order_given(tmp_path: Path, sources: Path) -> None:
+    _run("--output", tmp_path / "out", "--from", sources / "c.jsonl", sources, "--glob", "b*")
+    assert _documents(tmp_path / "out") == [b"one", b"two\nlines", "print('grüße')\n".encode()]
+
+
+def test_tokens_cut_a_shuffled_corpus_the_same_way_each_time(tmp_path: Path) -> None:
+    root = tmp_path / "in"
+    root.mkdir()
+    for i in range(50):
+        (root / f"{i:02}.txt").write_text(f"{i:02}" * 10)
+    (root / "z.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(50)))
+    cuts = {}
+    for name, seed in (("a", 1), ("again", 1), ("other", 2)):
+        _run("--output", tmp_path / name, "--from", root, "--tokens", 200, "--seed", seed)
+        cuts[name] = _documents(tmp_path / name)
+    assert cuts["a"] == cuts["again"] != cuts["other"]
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "again.bin").read_bytes()
+    sizes = [len(document) + 1 for document in cuts["a"]]
+    assert sum(sizes) >= 200 > sum(sizes[:-1])
+    assert len(set(cuts["a"])) == len(cuts["a"])
+    assert any(document.startswith(b"line") for document in cuts["a"])
+    _run("--output", tmp_path / "all", "--from", root)
+    everything = _documents(tmp_path / "all")
+    assert len(everything) == 100
+    assert set(cuts["a"]) < set(everything)
+    assert everything[50:] == [f"line {i}".encode() for i in range(50)]
+
+
+def test_fewer_tokens_than_asked_for_are_told(
+    tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run("--output", tmp_path / "out", "--from", sources, "--tokens", 10**6)
+    assert "fewer than --tokens 1,000,000" in capsys.readouterr().out
+
+
+def test_the_environment_is_the_python_that_runs() -> None:
+    paths = [entry.path for entry in corpus.environment_entries()]
+    assert len(set(paths)) == len(paths) > 100
+    assert all(path.suffix == ".py" for path in paths)
+    assert "argparse.py" in {path.name for path in paths}
+    assert any("numpy" in path.parts for path in paths)
+
+
+def test_the_environment_is_the_default_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standard, installed = tmp_path / "lib", tmp_path / "venv"
+    for path in ("lib/z.py", "lib/a/b.py", "lib/a/c.txt", "lib/site-packages/other.py", "venv/y.py", "venv/b/x.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    paths = {"stdlib": str(standard), "purelib": str(installed), "platlib": str(installed)}
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: paths)
+    _run("--output", tmp_path / "out")
+    assert _documents(tmp_path / "out") == [b"lib/a/b.py", b"lib/z.py", b"venv/b/x.py", b"venv/y.py"]
+    _run("--output", tmp_path / "out", "--glob", "*.txt", "--from", standard)
+    assert _documents(tmp_path / "out") == [b"lib/a/c.txt"]
+
+
+def test_a_megatron_tokenizer_by_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text('{"ids": "5 6 7"}\n{"ids": "8"}\n')
+    _run(
+        *("--output", tmp_path / "out", "--from", tmp_path / "in.jsonl", "--json-key", "ids"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 100_000),
+    )
+    data = IndexedDataset(str(tmp_path / "out"))
+    assert [data[i].tolist() for i in range(2)] == [[5, 6, 7, 99_999], [8, 99_999]]
+    assert check_indexed_dataset(str(tmp_path / "out")).dtype == np.dtype("int32")
+    assert "--tokenizer-type NullTokenizer --vocab-size 100000" in capsys.readouterr().out
+
+
+def test_text_that_is_not_utf8_is_replaced_and_counted_for_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "b.txt").write_text("a\ufffdb", encoding="utf-8")
+    (tmp_path / "c.jsonl").write_text('{"text": "\\ud800"}\n')
+    tokenizer = SimpleNamespace(vocab_size=1 << 17, eod=0, tokenize=lambda text: [ord(letter) for letter in text])
+    entries = corpus.source_entries([str(tmp_path)], "*")
+    summary = corpus.write_corpus(str(tmp_path / "out"), entries, tokenizer=tokenizer)
+    data = IndexedDataset(str(tmp_path / "out"))
+    assert data[0].tolist() == data[1].tolist() == [97, 0xFFFD, 98, 0]
+    assert summary.num_not_utf8 == 2
+    assert summary.num_documents == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--from", "{in}/none"], "none: no such file or folder"),
+        (["--from", "{in}", "--glob", "*.cpp"], r"in: no file below matches '\*\.cpp'"),
+        (["--from", "{in}/empty.py"], "all of them empty"),
+        (["--from", "{in}/c.jsonl", "--json-key", "body"], r"c\.jsonl:1: no text under the key 'body' .*'text'"),
+        (["--from", "{in}/bad.jsonl"], r"bad\.jsonl:2: not JSON"),
+        (["--from", "{in}/list.jsonl"], r"list\.jsonl:1: no text under the key 'text' \(found: list\)"),
+        (["--from", "{in}/bytes.jsonl"], r"bytes\.jsonl:1: not JSON"),
+        (["--from", "{in}", "--tokens", "0"], "--tokens 0"),
+        (["--from", "{in}", "--vocab-size", "300"], "vocab_size without a tokenizer"),
+        (["--from", "{in}", "--tokenizer-type", "Nonsense"], "Nonsense is not supported"),
+        (["--from", "{in}", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "{in}/v"], "v: no such file"),
+        (["--from", "{in}", "--tokenizer-type", "NullTokenizer"], "NullTokenizer: Megatron cannot build it"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, sources: Path, argv: list[str], message: str) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (sources / "bad.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (sources / "list.jsonl").write_text("[1]\n")
+    (sources / "bytes.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=message):
+        _run("--output", bad / "out", *(word.replace("{in}", str(sources)) for word in argv))
+    assert not list(bad.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file/out", "dir/", "out.bin", "out.idx"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, sources: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--output .*" + name):
+        _run("--output", f"{tmp_path}/{name}", "--from", sources)
+
+
+def test_a_failed_run_leaves_the_old_data_set(tmp_path: Path, sources: Path) -> None:
+    out = tmp_path / "out"
+    _run("--output", out, "--from", sources)
+    before = _documents(out)
+    (sources / "z.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        _run("--output", out, "--from", sources)
+    assert _documents(out) == before
+    (sources / "z.jsonl").unlink()
+    _run("--output", out, "--from", sources, "--glob", "b.py")
+    assert len(_documents(out)) == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_ended_while_the_index_is_written_changes_nothing(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    _run("--output", out, "--from", sources)
+    before = (tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes()
+
+    def killed(self: object, idx_path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(corpus.IndexedDatasetBuilder, "finalize", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _run("--output", out, "--from", sources, "--glob", "b.py")
+    assert ((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes()) == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_help_waits_for_neither_megatron_nor_torch() -> None:
+    program = (
+        "import argparse, sys\n"
+        "from megatron.bytescale.cli import corpus\n"
+        "corpus.add_arguments(argparse.ArgumentParser(description=corpus.HELP, epilog=corpus.EXAMPLE))\n"
+        "print([name for name in ('torch', 'megatron.core', 'megatron.training') if name in sys.modules])\n"
+    )
+    root = Path(__file__).parents[4]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=400)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_the_example_of_the_help_parses() -> None:
+    words = cli.EXAMPLE.split()
+    assert words[:2] == ["bytescale", cli.NAME]
+    assert "\n" not in cli.HELP
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    assert parser.parse_args(words[2:]).tokens == 20_000_000

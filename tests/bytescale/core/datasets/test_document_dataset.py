@@ -1,0 +1,327 @@
+"""Document samples through Megatron's own builder, on files written by Megatron's own writer."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+from bytescale_ext.data.loading.loader import StepLoader
+from bytescale_ext.data.loading.planning import PlanMaker
+from bytescale_ext.data.loading.step import LoaderSettings
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
+from megatron.bytescale.core.datasets.document_dataset import DocumentDataset, SampleSource, build_document_datasets
+from tests.plan.simple_plans import plan_naive
+
+LENGTHS = [5, 17, 0, 1, 40, 8, 9, 23, 2, 16]
+SEQ_LENGTH = 8
+
+
+def _write(prefix: Path, lengths: Sequence[int], dtype: type = np.uint16, first: int = 1) -> str:
+    """Documents of consecutive token ids, by Megatron's writer."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for length in lengths:
+        builder.add_document(np.arange(first, first + length), [length])
+        first += length
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def _config(seq_length: int = SEQ_LENGTH, seed: int = 1234, **options: object) -> BlendedMegatronDatasetConfig:
+    if "blend_per_split" not in options:
+        options.setdefault("split", "100,0,0")
+    return BlendedMegatronDatasetConfig(random_seed=seed, sequence_length=seq_length, **options)  # type: ignore[arg-type]
+
+
+def _build(sizes: Sequence[int | None], **options: object) -> tuple[SampleSource | None, ...]:
+    return build_document_datasets(_config(**options), sizes, lambda: True)  # type: ignore[arg-type]
+
+
+def _dataset(prefix: str, num_samples: int | None, **options: object) -> DocumentDataset:
+    source = _build([num_samples, 0, 0], blend=([prefix], None), **options)[0]
+    assert source is not None
+    assert isinstance(source.dataset, DocumentDataset)
+    return source.dataset
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Iterator[str]:
+    return _write(tmp_path / "a", LENGTHS)
+
+
+def _tokens(dataset: DocumentDataset, samples: Sequence[int]) -> Counter[tuple[int, int]]:
+    return Counter(
+        (sample.document, token)
+        for sample in map(dataset.sample, samples)
+        for token in range(sample.start, sample.start + sample.length)
+    )
+
+
+def test_an_epoch_holds_each_token_once_in_pieces_of_documents(prefix: str) -> None:
+    dataset = _dataset(prefix, None)
+    assert len(dataset) == dataset.samples_per_epoch == sum(-(-length // SEQ_LENGTH) for length in LENGTHS)
+    assert dataset.num_empty == 1
+    expected = Counter((document, token) for document, n in enumerate(LENGTHS) for token in range(n))
+    assert _tokens(dataset, range(len(dataset))) == expected
+    assert dataset.sample(0).prefix == prefix
+
+
+def test_each_epoch_has_its_own_order_and_all_the_samples(prefix: str) -> None:
+    size = _dataset(prefix, None).samples_per_epoch
+    dataset = _dataset(prefix, 2 * size + 1)
+    assert len(dataset) == 3 * size
+    epochs = [[dataset.sample(i) for i in range(e * size, (e + 1) * size)] for e in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert {frozenset(Counter(epoch).items()) for epoch in epochs} == {frozenset(Counter(epochs[0]).items())}
+    in_file_order = sorted(epochs[0], key=lambda sample: (sample.document, sample.start))
+    assert epochs[0] != in_file_order
+
+
+def test_the_order_does_not_depend_on_how_many_samples_are_asked_for(prefix: str) -> None:
+    long = _dataset(prefix, 100)
+    for num_samples in (None, 1, 7, 33, 99):
+        dataset = _dataset(prefix, num_samples)
+        assert [dataset.sample(i) for i in range(len(dataset))] == [long.sample(i) for i in range(len(dataset))]
+
+
+def test_the_order_depends_on_the_seed_and_on_nothing_read_before(prefix: str) -> None:
+    dataset, other, again = _dataset(prefix, 100), _dataset(prefix, 100, seed=5), _dataset(prefix, 100)
+    samples = [dataset.sample(i) for i in range(100)]
+    assert samples != [other.sample(i) for i in range(100)]
+    assert samples == [again.sample(i) for i in reversed(range(100))][::-1]
+
+
+def test_the_order_is_frozen(tmp_path: Path) -> None:
+    """A changed order would break every checkpoint to resume from: this list may never change."""
+    dataset = _dataset(_write(tmp_path / "b", [1] * 6), 12)
+    assert [dataset.sample(i).document for i in range(12)] == [0, 4, 2, 3, 5, 1, 0, 5, 1, 4, 3, 2]
+
+
+def test_at_most_two_orders_are_kept(prefix: str) -> None:
+    dataset = _dataset(prefix, 100)
+    for i in (0, 30, 60, 99, 0):
+        dataset.length(i)
+        assert len(dataset.order._orders) <= 2
+
+
+def test_lengths_are_those_of_the_samples_and_no_token_is_read(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = _dataset(prefix, 100)
+    monkeypatch.setattr(IndexedDataset, "get", None)
+    expected = [dataset.sample(i).length for i in range(len(dataset))]
+    assert [dataset.length(i) for i in range(len(dataset))] == expected
+    assert dataset.lengths(range(len(dataset))).tolist() == expected
+    assert dataset.lengths([70, 3, 3, 41]).tolist() == [expected[i] for i in (70, 3, 3, 41)]
+    assert dataset.lengths([]).tolist() == []
+
+
+@pytest.mark.parametrize("i", [-1, 10_000])
+def test_a_sample_out_of_range_is_an_index_error(prefix: str, i: int) -> None:
+    dataset = _dataset(prefix, 5)
+    for call in (dataset.sample, dataset.length, SampleSource(dataset).describe, lambda i: dataset.lengths([i])):
+        with pytest.raises(IndexError, match=str(i)):
+            call(i)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_tokens_read_are_those_of_the_document(tmp_path: Path, dtype: type) -> None:
+    prefix = _write(tmp_path / "a", LENGTHS, dtype)
+    assert check_indexed_dataset(prefix).dtype == np.dtype(dtype)
+    assert read_idx_lengths(prefix).tolist() == LENGTHS
+    dataset = _dataset(prefix, None)
+    first = np.cumsum([1, *LENGTHS])
+    for i in range(len(dataset)):
+        sample = dataset.sample(i)
+        begin = first[sample.document] + sample.start
+        end = first[sample.document + 1]
+        for start, stop in ((0, sample.length), (0, sample.length + 1), (sample.length, sample.length + 1), (0, 0)):
+            read = dataset.read(i, start, stop)
+            assert read.dtype == np.int64
+            assert read.tolist() == list(range(begin + start, min(begin + stop, end)))
+        with pytest.raises(IndexError, match=f"document {sample.document}"):
+            dataset.read(i, 0, sample.length + 2)
+
+
+def test_only_the_asked_tokens_are_read_from_the_file(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = _dataset(prefix, None)
+    reader, counts = dataset.dataset.bin_reader, []
+    original = reader.read
+
+    def read(dtype: type, count: int, offset: int) -> np.ndarray:
+        counts.append(count)
+        return original(dtype=dtype, count=count, offset=offset)
+
+    monkeypatch.setattr(reader, "read", read)
+    i = next(i for i in range(len(dataset)) if dataset.length(i) == 8)
+    dataset.read(i, 2, 5)
+    assert counts == [3]
+
+
+def test_documents_of_several_sequences_are_one(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.int32)
+    builder.add_document(np.arange(6), [1, 3, 2])
+    builder.add_item(torch.arange(6, 10))
+    builder.add_item(torch.arange(10, 15))
+    builder.end_document()
+    builder.end_document()
+    builder.finalize(str(tmp_path / "a.idx"))
+    dataset = _dataset(str(tmp_path / "a"), None, seq_length=5)
+    assert read_idx_lengths(tmp_path / "a").tolist() == [6, 9, 0]
+    read = {
+        (s.document, s.start): dataset.read(i, 0, s.length + 1).tolist() for i in range(4) for s in [dataset.sample(i)]
+    }
+    assert read == {(0, 0): [0, 1, 2, 3, 4, 5], (0, 5): [5], (1, 0): [6, 7, 8, 9, 10, 11], (1, 5): [11, 12, 13, 14]}
+
+
+def test_an_item_is_a_dict_of_whole_tensors(prefix: str) -> None:
+    dataset = _dataset(prefix, None)
+    for i in range(len(dataset)):
+        sample, item = dataset.sample(i), dataset[i]
+        goes_on = sample.start + sample.length < LENGTHS[sample.document]
+        assert item["tokens"].tolist() == dataset.read(i, 0, sample.length).tolist()
+        assert item["labels"].tolist() == [
+            *item["tokens"].tolist()[1:],
+            item["tokens"][-1].item() + 1 if goes_on else 0,
+        ]
+        assert item["loss_mask"].tolist() == [1.0] * (sample.length - 1) + [float(goes_on)]
+        assert item["position_ids"].tolist() == list(range(sample.length))
+
+
+def test_the_split_cuts_between_documents(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "a", list(range(1, 21)))
+    sources = _build([100, 10, 10], blend=([prefix], None), split="80,10,10")
+    found = [{s.sample(i).document for i in range(len(s))} for s in sources if s is not None]
+    assert found == [set(range(16)), {16, 17}, {18, 19}]
+
+
+def test_a_split_of_which_nothing_is_wanted_is_not_built(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "a", [4, 4])
+    train, valid, test = _build([3, 0, 0], blend=([prefix], None), split="969,30,1")
+    assert train is not None
+    assert valid is None
+    assert test is None
+    with pytest.raises(ValueError, match=r"a: the valid split of its 2 documents .*--split"):
+        _build([3, 1, 0], blend=([prefix], None), split="969,30,1")
+
+
+def test_a_split_of_empty_documents_alone_is_refused(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "a", [4, 4, 0])
+    with pytest.raises(ValueError, match="valid split"):
+        _build([3, 1, 0], blend=([prefix], None), split="67,33,0")
+
+
+def test_weights_blend_as_megatron_blends(tmp_path: Path) -> None:
+    prefixes = [_write(tmp_path / "a", [3] * 10), _write(tmp_path / "b", [5] * 10, first=500)]
+    source = _build([400, 0, 0], blend=(prefixes, [1.0, 3.0]))[0]
+    assert source is not None
+    assert isinstance(source.dataset, BlendedDataset)
+    assert len(source) == 400
+    samples = [source.sample(i) for i in range(400)]
+    assert Counter(sample.prefix for sample in samples) == {prefixes[0]: 100, prefixes[1]: 300}
+    assert all(source.length(i) == (3 if sample.prefix == prefixes[0] else 5) for i, sample in enumerate(samples))
+    for i in (0, 1, 2, 399):
+        sample, item = samples[i], source.dataset[i]
+        assert source.read(i, 0, sample.length).tolist() == item["tokens"].tolist()
+        assert source.describe(i) == f"{sample.prefix}: document {sample.document} tokens 0-{sample.length}"
+    # The heavy one runs through 30 epochs of 10 documents.
+    documents = [sample.document for sample in samples if sample.prefix == prefixes[1]]
+    assert all(sorted(documents[i : i + 10]) == list(range(10)) for i in range(0, 300, 10))
+    with pytest.raises(IndexError, match="sample 400 of 400"):
+        source.length(400)
+
+
+def test_a_blend_has_the_same_beginning_whatever_its_size(tmp_path: Path) -> None:
+    prefixes = [_write(tmp_path / "a", [3] * 7), _write(tmp_path / "b", [5] * 11)]
+    orders = []
+    for size in (30, 300):
+        source = _build([size, 0, 0], blend=(prefixes, [0.3, 0.7]))[0]
+        assert source is not None
+        orders.append([source.sample(i) for i in range(30)])
+    assert orders[0] == orders[1]
+
+
+def test_without_weights_each_data_set_gives_one_epoch(tmp_path: Path) -> None:
+    prefixes = [_write(tmp_path / "a", [3] * 4), _write(tmp_path / "b", [5] * 8)]
+    source = _build([None, 0, 0], blend=(prefixes, None))[0]
+    assert source is not None
+    found = Counter((sample.prefix, sample.document) for sample in map(source.sample, range(len(source))))
+    assert found == Counter([(prefixes[0], i) for i in range(4)] + [(prefixes[1], i) for i in range(8)])
+
+
+def test_each_split_may_have_its_own_data(tmp_path: Path) -> None:
+    train, valid, other = (_write(tmp_path / name, [4] * 5) for name in ("train", "valid", "other"))
+    blends = [([train], None), ([valid, other], [0.5, 0.5]), None]
+    sources = _build([7, 6, 0], blend_per_split=blends)
+    assert sources[0] is not None
+    assert sources[1] is not None
+    assert sources[2] is None
+    assert {sources[0].sample(i).prefix for i in range(len(sources[0]))} == {train}
+    assert Counter(sources[1].sample(i).prefix for i in range(6)) == {valid: 3, other: 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "message"),
+    [
+        ({}, [1, 0, 0], "give --data-path"),
+        ({"blend": (["A"], [0.0])}, [1, 0, 0], "weights above 0"),
+        ({"blend": (["A"], [1.0])}, [None, 0, 0], "one epoch of a weighted blend"),
+        ({"blend": (["A"], None), "multiple_validation_sets": True}, [1, 0, 0], "--multiple-validation-sets"),
+        ({"blend": (["A"], None)}, [1, 0, 0], r"A\.idx: no such file"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_built(
+    options: dict[str, object], sizes: list[int | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _build(sizes, **options)
+
+
+def test_a_cache_of_blended_indices_is_used_and_gives_the_same(tmp_path: Path) -> None:
+    prefixes = [_write(tmp_path / "a", [3] * 7), _write(tmp_path / "b", [5] * 11)]
+    cache = tmp_path / "cache"
+    orders = []
+    for _ in range(2):
+        source = _build([50, 0, 0], blend=(prefixes, [0.3, 0.7]), path_to_cache=str(cache))[0]
+        assert source is not None
+        orders.append([source.sample(i) for i in range(50)])
+    assert orders[0] == orders[1]
+    assert list(cache.glob("*BlendedDataset*.npy"))
+
+
+def test_the_loader_runs_on_a_blend(tmp_path: Path) -> None:
+    prefixes = [_write(tmp_path / "a", [3, 30, 9]), _write(tmp_path / "b", [5, 14, 1], first=100)]
+    source = _build([12, 0, 0], blend=(prefixes, [0.5, 0.5]), seq_length=16)[0]
+    assert source is not None
+    plans = PlanMaker(lambda lengths: plan_naive(lengths, 2, 8))
+    loader = StepLoader(source, plans, LoaderSettings(1, samples_per_step=4, vocab_size=200))
+    for step in loader:
+        assert step.lengths == tuple(source.length(i) for i in step.sample_ids)
+        for packed in step.micro_batches:
+            expected = [
+                source.read(step.sample_ids[shard.seq], start, stop).tolist()
+                for shard in packed.micro_batch.shards
+                for start, stop in shard.ranges
+            ]
+            assert packed.tokens.tolist() == [token for part in expected for token in part]
+    assert loader.state_dict()["consumed_samples"] == len(source) // 4 * 4
+
+
+def test_the_split_takes_part_in_the_seed(prefix: str) -> None:
+    low = IndexedDataset(prefix)
+    orders = []
+    for split in (Split.train, Split.valid):
+        config = _config(blend=([prefix], None))
+        dataset = DocumentDataset(low, prefix, np.arange(10, dtype=np.int32), None, split, config)
+        orders.append([dataset.sample(i) for i in range(len(dataset))])
+    assert orders[0] != orders[1]
+
+
+def test_files_read_without_a_memory_map_give_the_same(prefix: str) -> None:
+    mapped, plain = (_dataset(prefix, None, mmap_bin_files=mmap) for mmap in (True, False))
+    for i in range(len(mapped)):
+        assert plain.read(i, 0, mapped.length(i) + 1).tolist() == mapped.read(i, 0, mapped.length(i) + 1).tolist()

@@ -1,0 +1,64 @@
+"""Saving and loading an optimizer. The run goes on after it in tests/e2e: runs/test_resume.py, hdp/test_moe.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.bytescale.core.optimizer.distrib_optimizer import (
+    add_step,
+    begin_state,
+    separate_steps,
+    wrap_load_state_dict,
+    wrap_set_main_param_and_optimizer_states,
+)
+
+
+@pytest.mark.parametrize(("state", "num_parts"), [([{}, {}], 2), ({0: {}, 1: {}}, 2), ({"optimizer": {}}, 1)])
+def test_an_optimizer_is_loaded_in_as_many_parts_as_it_was_saved(state: Any, num_parts: int) -> None:
+    loaded: list[Any] = []
+    load = wrap_load_state_dict(lambda optimizer, state: loaded.append((optimizer, state)), None)
+    chained = {number: SimpleNamespace(chained_optimizers=[None] * number) for number in (1, 2)}
+    load(chained[num_parts], state)
+    assert loaded == [(chained[num_parts], state)]
+    with pytest.raises(ValueError, match=f"an optimizer of {num_parts} parts and this run has one of {3 - num_parts}"):
+        load(chained[3 - num_parts], state)
+    with pytest.raises(ValueError, match="an optimizer of 2 parts and this run has one of 1"):
+        load(chained[1], {0: {}, 1: {}, "param_state": {}})  # a sharded one, merged
+    assert len(loaded) == 1
+
+
+def test_a_part_without_parameters_is_saved_with_the_step_of_another() -> None:
+    other, empty = torch.optim.Adam([torch.ones(2, requires_grad=True)]), torch.optim.Adam([{"params": []}])
+    begin_state(other)
+    other.param_groups[0]["params"][0].grad = torch.ones(2)
+    for _ in range(3):
+        other.step()
+    empty.register_state_dict_post_hook(partial(add_step, other))
+    saved = empty.state_dict()
+    assert [state["step"].item() for state in saved["state"].values()] == [3.0]  # as Megatron looks for the step
+    assert len(saved["param_groups"]) == 1
+    assert not empty.state
+    assert len(other.state) == 1
+
+
+def test_loaded_parameters_do_not_share_a_step() -> None:
+    optimizer = torch.optim.Adam([torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)])
+    begin_state(optimizer)
+    first, second = optimizer.state.values()
+    second["step"] = first["step"]
+    separate_steps(optimizer)
+    first["step"] += 1
+    assert second["step"].item() == 0.0
+
+
+def test_other_optimizers_load_as_megatron_wrote_it() -> None:
+    calls: list[Any] = []
+    load = wrap_set_main_param_and_optimizer_states(lambda *given: calls.append(given), None)
+    optimizer, parameter, tensors = SimpleNamespace(optimizer=None), torch.ones(1), {"param": torch.ones(1)}
+    load(optimizer, parameter, tensors)
+    assert calls == [(optimizer, parameter, tensors)]

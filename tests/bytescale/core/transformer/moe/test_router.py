@@ -1,0 +1,116 @@
+"""The router's auxiliary losses over micro-batches with padding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.config.runs import hdp_of, run_of
+from tests.harness import run_ranks
+
+HIDDEN, NUM_EXPERTS, NUM_TOKENS = 8, 4, 7
+AUX, Z = 0.5, 0.25
+
+
+def build(kind: str, group: Any, **settings: Any) -> Any:
+    """A router, "stock" or "ours", of a model that is trained per token; weights are equal in all."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron.bytescale.core.transformer.moe.router import DocumentRouter
+
+    destroy_moe_metrics_tracker()
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=NUM_EXPERTS, moe_router_topk=2,
+        moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, calculate_per_token_loss=True, add_bias_linear=False,
+        use_cpu_initialization=True, **settings,
+    )  # fmt: skip
+    groups: Any = SimpleNamespace(tp=group, cp=group, tp_cp=group, tp_dp_cp=group)
+    torch.manual_seed(3)
+    if kind == "stock":
+        router = TopKRouter(config, groups)
+    else:
+        run = run_of(hdp_of(num_ranks=3, tokens_per_rank=128))
+        runtime = SimpleNamespace(run=run, step=SimpleNamespace(num_tokens=NUM_TOKENS))
+        router = DocumentRouter(runtime=runtime, config=config, pg_collection=groups)
+    router.set_layer_number(1)
+    return router.train()
+
+
+def rows(count: int) -> torch.Tensor:
+    """[count, 1, hidden]; the first ones are equal for every count."""
+    return torch.randn((64, 1, HIDDEN), generator=torch.Generator().manual_seed(4))[:count].clone()
+
+
+def gradient(router: Any, inputs: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Of the auxiliary losses alone: the experts' output has no weight."""
+    probs, _ = router(inputs, None if mask is None else mask[:, None])
+    (probs * 0).sum().backward()
+    return router.weight.grad
+
+
+def logged(router: Any) -> dict[str, float]:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return {name: float(entry.values[0]) for name, entry in get_moe_metrics_tracker().metrics.items()}
+
+
+def padding_and_none(rank: int, world: int) -> None:
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    init_num_microbatches_calculator(0, None, 6, 1, 3)
+    group = dist.group.WORLD
+    stock = build("stock", group)
+    expected = gradient(stock, rows(NUM_TOKENS), None)
+    means = logged(stock)
+    for num_rows in (NUM_TOKENS, 10):
+        router = build("ours", group)
+        mask = torch.arange(num_rows) >= NUM_TOKENS
+        torch.testing.assert_close(gradient(router, rows(num_rows), mask), expected)
+        # Megatron's report averages over 3 ranks x 2 micro-batches; here one holds all tokens of the step.
+        assert logged(router) == pytest.approx({name: 6 * mean for name, mean in means.items()})
+    empty = gradient(build("ours", group), rows(3), torch.ones(3, dtype=torch.bool))
+    assert torch.equal(empty, torch.zeros_like(empty))
+
+
+def test_padding_has_no_part() -> None:
+    run_ranks(padding_and_none, 1)
+
+
+def padding_on_one_rank(rank: int, world: int) -> None:
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    init_num_microbatches_calculator(rank, None, 6, 1, 3)
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    expected = gradient(build("stock", alone), rows(NUM_TOKENS), None)
+    router = build("ours", dist.group.WORLD)
+    mine = slice(5 * rank, 5 * rank + 5)
+    mask = torch.arange(10) >= NUM_TOKENS
+    found = gradient(router, rows(10)[mine], mask[mine])
+    dist.all_reduce(found)  # as Megatron does for parameters of sequence-parallel layers
+    torch.testing.assert_close(found, expected)
+
+
+def test_padding_on_one_tensor_parallel_rank_changes_no_weight() -> None:
+    run_ranks(padding_on_one_rank, 2)
+
+
+def loads_of_experts(rank: int, world: int) -> None:
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    init_num_microbatches_calculator(0, None, 6, 1, 3)
+    settings = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    stock, router = (build(kind, dist.group.WORLD, **settings) for kind in ("stock", "ours"))
+    gradient(stock, rows(NUM_TOKENS), None)
+    gradient(router, rows(10), torch.arange(10) >= NUM_TOKENS)
+    assert router.local_tokens_per_expert.sum() == 2 * NUM_TOKENS
+    assert torch.equal(router.local_tokens_per_expert, stock.local_tokens_per_expert)
+
+
+def test_padding_does_not_move_the_expert_bias() -> None:
+    run_ranks(loads_of_experts, 1)

@@ -1,0 +1,208 @@
+"""What activation flags refuse, before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from bytescale_ext.config.activations import ActivationConfig
+from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import num_parameters
+from megatron.bytescale import features
+from megatron.bytescale.arguments import parse as arguments
+from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.features.activations import optimizer_host_bytes
+
+SHAPE = ModelShape(8, 1024, 8, 8, 128, 4096, True, 32000)
+
+
+def parsed(*words: str, **settings: Any) -> argparse.Namespace:
+    """What Megatron's parser would give for a small model, with our flags and other settings."""
+    parser = argparse.ArgumentParser()
+    arguments.add_arguments(parser)
+    args = parser.parse_args(words)
+    megatron = {
+        "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "group_query_attention": False,
+        "num_query_groups": None, "kv_channels": 128, "ffn_hidden_size": 4096, "swiglu": True,
+        "padded_vocab_size": 32000, "num_experts": None, "params_dtype": torch.bfloat16, "micro_batch_size": 1,
+        "seq_length": 8192, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
+        "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "recompute_modules": None,
+        "cuda_graph_impl": "none", "transformer_impl": "local", "world_size": 1, "rank": 0, "local_rank": 0,
+        "use_tp_pp_dp_mapping": False, "distributed_backend": "gloo", "distributed_timeout_minutes": 10,
+        "log_interval": 1, "save": None,
+    }  # fmt: skip
+    for name, value in {**megatron, **settings}.items():
+        vars(args)[name] = value
+    return args
+
+
+def config_of(*words: str, **settings: Any) -> ActivationConfig:
+    args = parsed(*words, **settings)
+    features.check(args)
+    return resolve(args).get(ActivationConfig)
+
+
+MEMO = ("--activation-policy", "memo", "--host-memory-gb", "2")
+
+
+def test_no_flag_no_policy() -> None:
+    assert resolve(parsed()).features == {}
+
+
+def test_policies_plan_with_what_was_given() -> None:
+    config = config_of(*MEMO)
+    plan = config.plan(config.largest)
+    assert plan.policy == "memo"
+    assert plan.input_swap == 1.0
+    assert plan.resident_layers == 2
+    assert forecast(plan, config.largest, config.machine).host_bytes <= 2e9
+    fixed = config_of(*MEMO, "--swap-fraction", "0.25")
+    assert fixed.plan(fixed.largest).swap == 0.25
+    assert fixed.plan(fixed.largest).recompute == 0.75
+    shares = config_of("--swap-fraction", "0.25", "--recompute-fraction", "0.5", "--host-memory-gb", "1")
+    assert shares.plan(shares.largest).keep == pytest.approx(0.25)
+    assert not shares.plan(shares.largest).rebuild_cheap
+
+
+def test_a_given_share_is_that_of_all_micro_batches() -> None:
+    config = config_of("--activation-policy", "offload", "--swap-fraction", "0.25", "--host-memory-gb", "1")
+    assert config.plan(config.largest) == ActivationPlan("offload", 0.25, 0.0, 0.25, False, 2)
+
+
+def test_a_pipeline_counts_its_micro_batches_in_flight() -> None:
+    load = config_of(*MEMO, pipeline_model_parallel_size=4, world_size=4).largest
+    assert (load.num_layers, load.in_flight, load.resident_layers) == (2, 4, 0)
+    for eager, in_flight in ((False, 4 + 8 - 1), (True, 4 + 8 - 1 + 3)):
+        settings = {"pipeline_model_parallel_size": 4, "world_size": 4, "seq1f1b_slices": 8, "seq1f1b_eager": eager,
+                    "hybrid_data_parallel": True, "hdp_tokens_per_rank": 8192, "hdp_kept_keys": 0}  # fmt: skip
+        config = resolve(parsed(*MEMO, **settings)).get(ActivationConfig)
+        assert config.largest.in_flight == in_flight
+
+
+def test_measured_costs(tmp_path: Path) -> None:
+    write_cost(tmp_path / "cost.json", cost_of_rates(SHAPE, 1e12, 1e12, 1e12))
+    slow = config_of(*MEMO, "--cost-file", str(tmp_path / "cost.json"))
+    assert slow.largest.forward_seconds > 100 * config_of(*MEMO).largest.forward_seconds
+    with pytest.raises(ValueError, match="hidden"):
+        config_of(*MEMO, "--cost-file", str(tmp_path / "cost.json"), hidden_size=512)
+
+
+def test_micro_batches_have_plans_of_their_own() -> None:
+    from megatron.bytescale.training.activations import load_of_micro_batch
+
+    config = config_of(*MEMO)
+    loads = []
+    for length, width in ((8192, 1), (65536, 8)):
+        shard = SimpleNamespace(num_tokens=8192, ring=tuple(range(width)))
+        packed = SimpleNamespace(micro_batch=SimpleNamespace(shards=(shard,), offload=0.0), num_rows=8192)
+        loads.append(load_of_micro_batch(config, packed)[0])
+        assert loads[-1].forward_seconds == pytest.approx(
+            config.cost.forward.sequence_cost(length, width) + config.cost.forward.g
+        )
+    assert config.plan(loads[1]).swap > config.plan(loads[0]).swap  # the same tokens with more attention
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (("--swap-fraction", "1.5", "--host-memory-gb", "1"), {}, "--swap-fraction 1.5 is not a share"),
+        (("--recompute-fraction", "-0.1"), {}, "--recompute-fraction -0.1 is not a share"),
+        (("--swap-fraction", "0.7", "--recompute-fraction", "0.6", "--host-memory-gb", "1"), {}, "more than 1"),
+        (("--activation-policy", "memo"), {}, "give --host-memory-gb"),
+        (("--swap-fraction", "0.5"), {}, "give --host-memory-gb"),
+        (("--activation-policy", "memo", "--host-memory-gb", "1e6"), {}, "of its free memory; give at most"),
+        (("--activation-policy", "memo", "--host-memory-gb", "-1"), {}, "is not an amount of memory"),
+        (("--activation-policy", "memo", "--host-memory-gb", "0.001"), {}, r"need 0\.\d+ GB of host memory"),
+        (("--swap-fraction", "1", "--host-memory-gb", "1"), {}, r"take 2\.\d+ GB of host memory.* give at least"),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "0.1", "--device-memory-gb", "2.5"),
+            {},
+            r"take 1\.\d+ GB of host memory.* and --host-memory-gb is 0\.1",
+        ),
+        ((*MEMO, "--device-memory-gb", "0.5"), {}, r"take \d\.\d+ GB of device memory, and --device-memory-gb is 0\.5"),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "2.5", "--device-memory-gb", "0.5"),
+            {},
+            r"with 1 of the tokens swapped take \d\.\d+ GB of device memory",
+        ),
+        (("--activation-policy", "priced", "--host-memory-gb", "1"), {}, "needs --device-memory-gb"),
+        (
+            ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "0.1"),
+            {},
+            r"do not fit in 0\.1 GB of device memory and 1 GB of host memory: it takes",
+        ),
+        (
+            ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "9", "--swap-fraction", "0"),
+            {},
+            "auto chooses the shares",
+        ),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "1", "--device-memory-gb", "9",
+             "--recompute-fraction", "0.5"),
+            {},
+            "offload recomputes nothing",
+        ),
+        (("--host-memory-gb", "1"), {}, "--host-memory-gb needs --activation-policy"),
+        ((*MEMO, "--link-gb-per-second", "0"), {}, "must be positive"),
+        (("--chunked-cross-entropy", "0"), {}, "at least 1 token"),
+        (MEMO, {"recompute_granularity": "full"}, "--recompute-granularity"),
+        (MEMO, {"recompute_granularity": "selective"}, "--recompute-granularity"),
+        (MEMO, {"recompute_granularity": "selective", "recompute_modules": ["moe", "mlp"]}, "--recompute-granularity"),
+        (MEMO, {"recompute_activations": True}, "--recompute-granularity"),
+    ],
+)  # fmt: skip
+def test_refusals(words: tuple[str, ...], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_of(*words, **settings)
+
+
+def test_the_host_budget_that_is_named_works() -> None:
+    """For each policy, the smallest one: a hundredth less is refused again."""
+    cases = {
+        ("--activation-policy", "memo"): r"need ([\d.]+) GB",
+        ("--activation-policy", "offload", "--device-memory-gb", "2.5"): r"take ([\d.]+) GB of host",
+        ("--activation-policy", "priced", "--device-memory-gb", "2.25"): r"fits with ([\d.]+) GB",
+        ("--activation-policy", "auto", "--device-memory-gb", "2.25"): r"fits with ([\d.]+) GB",
+        ("--swap-fraction", "0.5"): r"take ([\d.]+) GB of host",
+    }
+    for words, pattern in cases.items():
+        with pytest.raises(ValueError, match=pattern) as error:
+            config_of(*words, "--host-memory-gb", "0.01")
+        named = float(re.findall(pattern, str(error.value))[0])
+        config_of(*words, "--host-memory-gb", str(named))
+        with pytest.raises(ValueError, match=r"host memory"):
+            config_of(*words, "--host-memory-gb", str(0.99 * named))
+
+
+def test_an_optimizer_in_host_memory_is_counted_in() -> None:
+    free = psutil.virtual_memory().available / 1e9
+    offloads = {
+        "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True,
+        "data_parallel_size": 2, "pipeline_model_parallel_size": 1,
+    }  # fmt: skip
+    taken = optimizer_host_bytes(parsed(**offloads), SHAPE)
+    assert taken == 16 * num_parameters(SHAPE) * 0.5 / 2
+    with pytest.raises(ValueError, match=r"beside 0\.\d+ GB of the optimizer \(--optimizer-cpu-offload\)"):
+        config_of("--activation-policy", "memo", "--host-memory-gb", f"{free - taken / 2e9}", **offloads)
+
+
+def test_norms_of_transformer_engine_are_inputs() -> None:
+    plain, fused = config_of(*MEMO).largest, config_of(*MEMO, transformer_impl="transformer_engine").largest
+    assert plain.bytes_of() == fused.bytes_of()
+    assert fused.bytes_of("input") - plain.bytes_of("input") == 2 * 2 * 1024 * 8192
+
+
+def test_experts_may_recompute_themselves() -> None:
+    config_of(*MEMO, recompute_granularity="selective", recompute_modules=["moe_act"])

@@ -1,0 +1,137 @@
+"""Flags of hybrid data parallelism, through Megatron's parser and checks: the configuration, or one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.cost.model_cost import flops_stage_cost
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.hdp import stage_cost
+from tests.bytescale.arguments.resolving import refused, resolved
+from tests.config.runs import SHAPE, hdp_of, run_of
+from tests.e2e.training import HDP, MODEL, TRAIN
+
+COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
+
+
+def test_the_configuration_holds_what_was_given() -> None:
+    words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3]
+    found = resolved(4, *COMMON, *words)
+    values = found.args
+    assert found.features == {"hdp": hdp_of(static_width=4, log_dir=Path("logs"), timeline_step=3)}
+    assert values["calculate_per_token_loss"] is True
+    assert values["dataloader_type"] == "external"
+    assert values["micro_batch_size"] == values["eval_micro_batch_size"] == 1
+    assert values["create_attention_mask_in_dataloader"] is False
+    assert values["dist_ckpt_optim_fully_reshardable"] is True
+
+
+def test_parameter_gathers_stay_aligned() -> None:
+    """Megatron turns that off without virtual stages; a rank that waits in a ring would then hold back another."""
+    words = ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"]
+    assert resolved(4, *COMMON, *words).args["align_param_gather"] is True
+
+
+def test_each_planner_flag_reaches_the_configuration() -> None:
+    line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5 --hdp-check-plans-every 7"
+    found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3)
+    assert found.features["hdp"] == hdp_of(
+        ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5, check_plans_every=7
+    )
+    found = resolved(4, *COMMON, *"--seq1f1b-slices 3 --hdp-kept-keys 0".split())
+    assert found.features["slices"].slicing == Slicing(3, kept_tokens=0)
+
+
+def test_balance_by_itself_is_that_of_free_ranks_or_of_pipelines() -> None:
+    assert resolved(4, *COMMON).features["hdp"].balance == "dp"
+    config = resolved(8, *COMMON, "--pipeline-model-parallel-size", 2).features["hdp"]
+    assert (config.balance, config.cluster.num_ranks, config.num_stages, config.aligned) == ("pp", 4, 2, True)
+
+
+def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
+    found = resolved(1, *MODEL, *TRAIN, "--micro-batch-size", 2, "--data-path", "unread")
+    values = found.args
+    assert found.features == {}
+    assert values["calculate_per_token_loss"] is False
+    assert values["micro_batch_size"] == 2
+    assert values["dataloader_type"] != "external"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--hdp-tokens-per-rank 64",
+        "--hdp-plan-ahead 2",
+        "--hdp-static-width 2",
+        "--hdp-log-dir logs",
+        "--hdp-timeline-step 2",
+        "--hdp-attention-kernel reference",
+        "--hdp-balance none",
+        "--hdp-ranks-per-node 2",
+        "--hdp-plan-seconds 1",
+        "--hdp-check-plans-every 5",
+    ],
+)
+def test_our_flags_need_the_main_one(words: str) -> None:
+    assert refused(4, *MODEL, *TRAIN, *words.split()) == f"{words.split()[0]} needs --hybrid-data-parallel"
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "words", "expected"),
+    [
+        (
+            4,
+            "--global-batch-size 6",
+            "6 is not a multiple of the 4 data-parallel ranks|next multiple is 8",
+        ),
+        (4, "--global-batch-size 0", "--global-batch-size 0 is not a multiple|next multiple is 4"),
+        (4, "--eval-global-batch-size 6", "--eval-global-batch-size 6 is not a multiple of the 4|next multiple is 8"),
+        (3, "--global-batch-size 9", "--seq-length 256|there are 3|--hdp-tokens-per-rank that fits is 86"),
+        (4, "--hdp-tokens-per-rank 0", "--hdp-tokens-per-rank must be positive, got 0"),
+        (4, "--hdp-tokens-per-rank 63", "--seq-length 256|there are 4|fits is 64"),
+        (4, "--tensor-model-parallel-size 2", "there are 2|fits is 128"),
+        (1, "--tensor-model-parallel-size 2", "1 processes|--tensor-model-parallel-size 2|start 2 processes"),
+        (3, "--tensor-model-parallel-size 2", "3 processes|start 4 processes"),
+        (
+            8,
+            "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 65",
+            "--hdp-tokens-per-rank 65|--tensor-model-parallel-size 2|--sequence-parallel|66",
+        ),
+        (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
+        (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
+        (4, "--hdp-check-plans-every 0", "--hdp-check-plans-every must be at least 1, got 0"),
+        (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
+        (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp lets ranks drift apart|use auto"),
+        (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
+        (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
+        (4, "--seq1f1b-slices 2 --hdp-kept-keys -1", "--hdp-kept-keys must be at least 0, got -1"),
+        (4, "--hdp-timeline-step 3", "--hdp-timeline-step needs --hdp-log-dir"),
+        (4, "--hdp-tokens-per-rank many", "argparse refuses it"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(num_processes: int, words: str, expected: str) -> None:
+    message = refused(num_processes, *COMMON, *words.split())
+    assert isinstance(message, str), message
+    assert "\n" not in message
+    for part in expected.split("|"):
+        assert part in message
+
+
+def test_what_must_be_given() -> None:
+    line = [*MODEL, *TRAIN, "--data-path", "unread", "--hybrid-data-parallel"]
+    assert refused(4, *line) == "--hybrid-data-parallel needs --hdp-tokens-per-rank"
+    line += ["--hdp-tokens-per-rank", "64"]
+    without_length = [word for word in line if word not in ("--seq-length", "256", "--max-position-embeddings")]
+    assert refused(4, *without_length) == "--hybrid-data-parallel needs --seq-length"
+    at = line.index("--global-batch-size")
+    assert refused(4, *line[:at], *line[at + 2 :]) == "--hybrid-data-parallel needs --global-batch-size"
+
+
+def test_costs_are_of_the_largest_stage() -> None:
+    assert stage_cost(run_of(), 2) == flops_stage_cost(SHAPE, 2)
+    cost = cost_of_rates(SHAPE, 1e12, 1e12, 1e12)
+    assert stage_cost(run_of(cost=cost), 2) == cost.stage(1, has_head=True)
+    assert stage_cost(run_of(cost=cost), 1) == cost.stage(2, has_head=True)

@@ -1,0 +1,74 @@
+"""``--memory-plan``: a plan of this model and step is taken, any other refused before training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.config.activations import ActivationConfig
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.memory.step_file import StepMemory
+from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.features.memory_plan import MEMORY_PLAN
+from tests.bytescale.features.test_activations import MEMO, parsed
+from tests.bytescale.training.test_activation_memory import MEMORY, RECORD
+
+POLICY = (*MEMO, "--swap-fraction", "0.25")
+
+
+def write(path: Path, memory: StepMemory = MEMORY) -> str:
+    path.write_text(json.dumps(memory.to_json()))
+    return str(path)
+
+
+def test_a_plan_of_this_model_is_taken(tmp_path: Path) -> None:
+    words = (*POLICY, "--memory-plan", write(tmp_path / "plan.json"))
+    assert resolve(parsed(*words)).get(StepMemory) == MEMORY
+    plain = write(tmp_path / "plain.json", replace(MEMORY, record=replace(RECORD, activations=ActivationPlan("none"))))
+    without_policy = resolve(parsed("--memory-plan", plain))
+    assert without_policy.find(StepMemory) is not None
+    config = without_policy.get(ActivationConfig)
+    assert config.plan(config.largest).is_off
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 512}, "of another model or step: hidden is 1024 there and 512 here"),
+        ({"params_dtype": torch.float32}, "dtype is bfloat16 there and float32 here"),
+        ({"seq_length": 16384}, "it is for 8192 tokens and micro-batches have up to 16384"),
+        ({"chunked_cross_entropy": 64}, "--chunked-cross-entropy is None there and 64 here"),
+        ({"swap_fraction": 0.5}, "the swap of activations is 0.25 there and 0.5 here"),
+    ],
+)
+def test_a_plan_of_another_model_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(parsed(*POLICY, "--memory-plan", write(tmp_path / "p.json"), **settings))
+
+
+def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("{")
+    (tmp_path / "other.json").write_text("{}")
+    for name, message in (
+        ("missing.json", "cannot be read"),
+        ("text.json", "text.json: "),
+        ("other.json", "not a mem"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(parsed(*POLICY, "--memory-plan", str(tmp_path / name)))
+
+
+def test_the_flag_switches_it_on() -> None:
+    assert MEMORY_PLAN.is_on(parsed("--memory-plan", "plan.json"))
+    assert not MEMORY_PLAN.is_on(parsed(*POLICY))
+
+
+def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> None:
+    words = ("--activation-policy", "offload", "--host-memory-gb", "2", "--memory-plan", write(tmp_path / "p.json"))
+    with pytest.raises(ValueError, match=r"--memory-plan needs one share for all micro-batches"):
+        resolve(parsed(*words, hybrid_data_parallel=True, hdp_tokens_per_rank=8192))

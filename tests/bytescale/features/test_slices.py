@@ -1,0 +1,133 @@
+"""Flags of Seq1F1B: what is switched on, what does not fit, and the slices that come of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.tensors import key_value_bytes, layer_tensors
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B
+from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.slices import document_slices, kept_note
+from tests.bytescale.arguments.resolving import Resolved, resolve_lines, resolved
+from tests.config.runs import hdp_of, run_of
+from tests.e2e.training import MODEL, TRAIN
+
+DOCUMENTS = hdp_of(balance="pp", num_stages=4)
+COMMON = [*MODEL, *TRAIN, "--mock-data", "--micro-batch-size", "1", "--cpu"]
+SLICES = ["--seq1f1b-slices", "4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "keeps_all"),
+    [
+        ({}, True),
+        ({"recompute_granularity": "full"}, False),
+        ({"activation_policy": "memo"}, False),
+        ({"swap_fraction": 0.0}, False),
+        ({"tensor_model_parallel_size": 2}, True),
+    ],
+)
+def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -> None:
+    """Under recomputation and policies a token is sure to keep its layer's input only, so hardly any key is free."""
+    values = {
+        "seq1f1b_partition": None,
+        "seq1f1b_slices": 4,
+        "seq1f1b_eager": False,
+        "hdp_kept_keys": None,
+        "recompute_granularity": None,
+        "swap_fraction": None,
+        "recompute_fraction": None,
+        "activation_policy": "none",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 4,
+    }
+    args = argparse.Namespace(**values | changes)
+    run = run_of(DOCUMENTS, shape=LLAMA_7B)
+    rule = document_slices(args, run, DOCUMENTS).rule
+    whole = sum(tensor.bytes_per_token for tensor in layer_tensors(LLAMA_7B))
+    most = affordable_tokens(4, Slicing(4), 64, whole, key_value_bytes(LLAMA_7B))
+    assert most > 500
+    assert (
+        rule.kept_tokens >= most if keeps_all else rule.kept_tokens == affordable_tokens(4, Slicing(4), 64, 8192, 4096)
+    )
+    args.hdp_kept_keys = 7
+    assert document_slices(args, run, DOCUMENTS).rule.kept_tokens == 7
+
+
+def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
+    """4 stages of 8 layers; keys of 3 micro-batches in flight and float32 gradients of one."""
+    longest, key_bytes = DOCUMENTS.longest_sequence, key_value_bytes(LLAMA_7B)
+    some, everything = (DocumentSliceConfig(SliceRule(4, kept_tokens=kept), 4) for kept in (100, longest))
+    note = kept_note(some, LLAMA_7B, longest, tensor_parallel=1)
+    assert "up to 100 tokens are kept" in note
+    assert f"--hdp-kept-keys {longest} none does" in note
+    assert f"up to {8 * 5 * longest * key_bytes / 1e9:,.1f} GB" in note
+    assert kept_note(everything, LLAMA_7B, longest, tensor_parallel=1).endswith("are kept from slice to slice")
+
+
+def test_lengths_of_slices() -> None:
+    words = [*COMMON, "--pipeline-model-parallel-size", 4, "--num-layers", 4, "--global-batch-size", 8, *SLICES]
+    even = resolved(4, *words, "--seq1f1b-partition", "even")
+    assert even.features == {"slices": SliceConfig((64, 64, 64, 64), 4)}
+    assert even.args["create_attention_mask_in_dataloader"] is False
+    lengths = resolved(4, *words).features["slices"].lengths
+    assert sum(lengths) == 256
+    assert lengths[0] > lengths[-1]
+
+
+def test_virtual_stages_and_row_shares() -> None:
+    words = ["--pipeline-model-parallel-size", 4, "--num-layers", 8, "--global-batch-size", 8]
+    words += ["--num-virtual-stages-per-pipeline-rank", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    found = resolved(8, *COMMON, *words, *SLICES)
+    config = found.features["slices"]
+    assert (config.num_stages, config.num_chunks, config.row_shares, config.group_size) == (4, 2, 2, 4)
+    assert all(length % 2 == 0 for length in config.lengths)
+    assert found.args["overlap_p2p_comm"] is False
+
+
+def test_one_slice_leaves_megatron_alone() -> None:
+    for words in ([], ["--seq1f1b-slices", 1]):
+        found = resolved(1, *COMMON, *words)
+        assert found.features == {}
+        assert found.args["create_attention_mask_in_dataloader"] is True
+
+
+BAD = (
+    (1, "--seq1f1b-slices 0", "--seq1f1b-slices 0 must be at least 1"),
+    (1, "--seq1f1b-partition even", "--seq1f1b-partition needs --seq1f1b-slices of 2 or more"),
+    (1, "--seq1f1b-slices 1 --seq1f1b-partition even", "--seq1f1b-partition needs --seq1f1b-slices of 2 or more"),
+    (1, "--seq1f1b-eager", "--seq1f1b-eager needs --seq1f1b-slices"),
+    (1, "--seq1f1b-slices 1 --seq1f1b-eager", "--seq1f1b-eager needs --seq1f1b-slices of 2 or more"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-eager", "--seq1f1b-eager needs a --pipeline-model-parallel-size of 2 or more"),
+    (4, "--seq1f1b-slices 2 --seq1f1b-eager --pipeline-model-parallel-size 4 --num-layers 8 "
+        "--num-virtual-stages-per-pipeline-rank 2", "--seq1f1b-eager does not work with virtual stages"),
+    (1, "--seq1f1b-slices 2 --cost-file no-such-file.json", "no-such-file.json"),
+    (1, "--seq1f1b-slices 257", "the most that can be is 256"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-partition 200,55", "of 256 tokens together; the nearest that fit are 201,55"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-partition odd", "partition 'odd': give time, flops, even"),
+    (2, "--seq1f1b-slices 2 --seq1f1b-partition 129,127 --tensor-model-parallel-size 2 --sequence-parallel",
+     "each a multiple of 2; the nearest that fit are 130,126"),
+    (3, "--seq1f1b-slices 2 --pipeline-model-parallel-size 3 --num-layers 6 --num-virtual-stages-per-pipeline-rank 2 "
+     "--global-batch-size 3", "the nearest numbers of micro-batches are 2 or 4"),
+    (2, "--seq1f1b-slices 2 --pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+     "needs --pipeline-model-parallel-size 3 or more, not 2|Pipeline-model-parallel-size|greater than 2"),
+    (4, "--seq1f1b-slices 2 --pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
+     "--eval-iters 1 --eval-global-batch-size 1", "1 micro-batches of 2 slices leave a group"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Resolved]:
+    return resolve_lines(*((num_processes, [*COMMON, *words.split()]) for num_processes, words, _ in BAD))
+
+
+@pytest.mark.parametrize("index", range(len(BAD)))
+def test_bad_values_are_refused_with_the_nearest(index: int, answers: list[Resolved]) -> None:
+    error = answers[index].error
+    assert error is not None
+    assert any(part in error for part in BAD[index][2].split("|")), error

@@ -1,0 +1,250 @@
+"""Every policy with every kind of layer, with packed documents and without, in one stage and in two.
+
+Two stages run in one process in the order of 1F1B: their layers share a store, as the chunks of a rank do, and a
+micro-batch is in flight while another one runs. Real pipelines, rings and slices are in tests/e2e/test_activations.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.activation.policies import make_plan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from tests.harness import run_ranks
+
+HIDDEN, LAYERS, VOCAB = 32, 4, 61
+LENGTHS = (131, 197)  # of two micro-batches; so many that products of few rows are the kernels of many
+DOCUMENTS = (0.4, 0.6)
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+SHARED = {"moe_shared_expert_intermediate_size": 24}
+GQA, GATED = {"num_query_groups": 2}, {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"normalization": "LayerNorm", "add_bias_linear": True},
+    "grouped": GQA,
+    "swiglu": GATED,
+    "grouped swiglu": {**GQA, **GATED},
+    "experts": {**GQA, **GATED, **EXPERTS},
+    "experts, recomputed": {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "shared experts, recomputed": {
+        **EXPERTS, **SHARED, "recompute_granularity": "selective", "recompute_modules": ["shared_experts"],
+    },
+}  # fmt: skip
+PLANS = {
+    "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
+    "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0),
+    "memo-0": ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2),
+    "memo": ActivationPlan("memo", 0.4, 0.6, 1.0, False, 2),
+    "memo-1": ActivationPlan("memo", 1.0, 0.0, 1.0, False, 2),
+    "priced": ActivationPlan("priced", 0.3, 0.4, 1.0, True, 2),
+    "offload": ActivationPlan("offload", 0.5, 0.0, 0.5, False, 2),
+}
+
+
+def plan_of_auto() -> ActivationPlan:
+    """What ``auto`` chooses where half of the memory is there."""
+    shape = ModelShape(LAYERS, HIDDEN, 4, 2, 8, 48, True, VOCAB)
+    load = layer_load(cost_of_rates(shape, 1e12, 1e12, 1e12), LENGTHS[1], how=LayerSettings(element_bytes=4))
+    whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
+    return make_plan("auto", load, Machine(0.7 * whole, whole, 1e9))
+
+
+class Case:
+    """The stages of a model of one kind, and what a step of it needs."""
+
+    def __init__(self, kind: str, documents: bool, stages: int, store: Any) -> None:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+        from bytescale_ext.attention.kernels.table import choose_kernel
+        from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
+        from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+        from megatron.bytescale.core.transformer.norm import LocalNorm
+        from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
+
+        settings = {"normalization": "RMSNorm", "add_bias_linear": False, **KINDS[kind]}
+        config = TransformerConfig(
+            num_layers=LAYERS // stages, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=48,
+            hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, init_method_std=0.2,
+            masked_softmax_fusion=False, apply_rope_fusion=False, bias_dropout_fusion=False, **settings,
+        )  # fmt: skip
+        spec: Any = get_gpt_layer_local_spec(
+            num_experts=settings.get("num_moe_experts"), normalization=settings["normalization"]
+        )
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
+        if documents:
+            kernel = choose_kernel(torch.device("cpu"), torch.float32, HIDDEN // 4)[0]
+            spec.submodules.self_attention.submodules.core_attention = partial(
+                DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
+            )
+        block: Any = TransformerBlockSubmodules(layer_specs=[spec] * (LAYERS // stages), layer_norm=LocalNorm)
+        torch.manual_seed(3)
+        self.stages = [
+            GPTModel(
+                config, planned_layer_spec(block, store), VOCAB, 256, pre_process=not i, post_process=i == stages - 1,
+                position_embedding_type="rope", share_embeddings_and_output_weights=False,
+            ).train()
+            for i in range(stages)
+        ]  # fmt: skip
+        self.documents, self.lengths = documents, LENGTHS
+        if documents:
+            use_document_positions(self.stages)
+
+    def forward(self, stage: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """A stage's output for a micro-batch; the sum of squared losses of the last one."""
+        length = self.lengths[index]
+        tokens = torch.randint(VOCAB, (1, length + 1), generator=torch.Generator().manual_seed(index))
+        more: dict[str, Any] = {}
+        positions, mask = torch.arange(length), torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        if self.documents:
+            from bytescale_ext.attention.layouts.layout import attention_layout
+            from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+            from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+            sizes = (round(DOCUMENTS[0] * length), length - round(DOCUMENTS[0] * length))
+            shards = tuple(Shard(i, ((0, size),), (0,)) for i, size in enumerate(sizes))
+            positions = torch.cat([torch.arange(size) for size in sizes])
+            layout = attention_layout(MicroBatch(shards), 0, sizes, length)
+            more["packed_seq_params"], mask = DocumentSeqParams(positions=positions, layout=layout), None
+        model = self.stages[stage]
+        model.set_input_tensor(hidden)
+        result = model(tokens[:, :-1], positions[None], mask, labels=tokens[:, 1:], **more)
+        return result.square().sum() if model.post_process else result
+
+    def step(self) -> list[torch.Tensor]:
+        """Two micro-batches, by 1F1B where there are two stages; losses and all gradients."""
+        for stage in self.stages:
+            stage.zero_grad(set_to_none=True)
+        losses = self._pipelined() if len(self.stages) == 2 else [self._whole(index) for index in range(2)]
+        gradients = [p.grad for stage in self.stages for p in stage.parameters() if p.grad is not None]
+        return [*losses, *gradients]
+
+    def _whole(self, index: int) -> torch.Tensor:
+        loss = self.forward(0, index, None)
+        loss.backward()
+        return loss.detach()
+
+    def _pipelined(self) -> list[torch.Tensor]:
+        first = [self.forward(0, 0, None), self.forward(0, 1, None)]
+        losses = []
+        for index in range(2):
+            hidden = first[index].detach().requires_grad_()
+            loss = self.forward(1, index, hidden)
+            loss.backward()
+            first[index].backward(hidden.grad)
+            losses.append(loss.detach())
+        return losses
+
+
+def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int]]:
+    """(equal?, largest difference, swapped bytes, recomputed FLOPs) of each case under each plan."""
+    from bytescale_ext.activation.arena import allocate_arena
+    from bytescale_ext.activation.link import make_link
+    from bytescale_ext.activation.store import ActivationStore
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    plans = {**PLANS, "auto": plan_of_auto()}
+    found = {}
+    for kind, documents, stages in itertools.product(KINDS, (False, True), (1, 2)):
+        store = ActivationStore(
+            ActivationPlan("none"), make_link(allocate_arena(1 << 23, pinned=False), on_cuda=False), LAYERS // stages
+        )
+        case = Case(kind, documents, stages, store)
+        expected = case.step()
+        for name, plan in plans.items():
+            store.plan = plan if stages == 1 else ActivationPlan(
+                plan.policy, plan.swap, plan.recompute, plan.input_swap, plan.rebuild_cheap, 0
+            )  # fmt: skip
+            got = case.step()
+            store.check_empty()
+            counts = store.take_counts()
+            pairs = list(zip(got, expected, strict=True))
+            furthest = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+            is_equal = all(torch.equal(one, other) for one, other in pairs)
+            found[kind, documents, stages, name] = is_equal, furthest, counts.swapped_bytes, counts.recomputed_flops
+    return found
+
+
+def run_fifty_steps(rank: int, world: int) -> dict[str, list[int]]:
+    """Bytes of tensors that live after each of 50 steps of changing lengths, and at most in it; of the arena too."""
+    import gc
+
+    from bytescale_ext.activation.arena import allocate_arena
+    from bytescale_ext.activation.link import make_link
+    from bytescale_ext.activation.store import ActivationStore
+    from bytescale_ext.activation.trace import AllocationTrace
+    from bytescale_ext.plan.memory.placement import liveness_bound
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    found: dict[str, list[int]] = {"left": [], "most": [], "arena": []}
+    store = ActivationStore(PLANS["memo"], make_link(allocate_arena(1 << 23, pinned=False), on_cuda=False), LAYERS)
+    case = Case("grouped swiglu", True, 1, store)
+    case.step()
+    gc.disable()  # what only a collection would free counts as left
+    for step in range(50):
+        case.lengths = (40 + step * 7 % 20, 40 + step * 3 % 20)
+        for stage in case.stages:
+            stage.zero_grad(set_to_none=False)
+        grads = [p.grad for stage in case.stages for p in stage.parameters() if p.grad is not None]
+        parameters = [p for stage in case.stages for p in stage.parameters()]
+        with AllocationTrace([*parameters, *grads, store.link.arena.memory]) as trace:
+            for index in range(2):
+                case._whole(index)
+            trace.mark("end")
+        requests = trace.requests()
+        found["left"].append(sum(one.num_bytes for one in requests if one.stop > trace.marks["end"]))
+        found["most"].append(liveness_bound(requests))
+        found["arena"].append(store.link.arena.peak_bytes)
+        store.check_empty()
+    return found
+
+
+def test_memory_is_flat_over_fifty_steps_of_changing_lengths() -> None:
+    """A step of equal lengths takes equal memory at any time, and leaves nothing, with the collector off."""
+    found = run_ranks(run_fifty_steps, 1)[0]
+    assert found["left"] == [0] * 50
+    assert found["most"][20:40] == pytest.approx(found["most"][:20], rel=0.01)
+    assert len(set(found["most"])) > 5
+    assert found["arena"][-1] == found["arena"][20]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int]]:
+    return dict(run_ranks(run_matrix, 1)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_bitwise_those_of_no_policy(kind: str, found: dict[Any, Any]) -> None:
+    cases = {case: result for case, result in found.items() if case[0] == kind}
+    assert len(cases) == 2 * 2 * (len(PLANS) + 1)
+    for case, (is_equal, furthest, swapped, recomputed) in cases.items():
+        assert is_equal, (case, furthest)
+        plan = PLANS.get(case[3], None) or plan_of_auto()
+        assert (swapped > 0) == (plan.swap + plan.input_swap > 0), case
+        assert (recomputed > 0) == (plan.recompute > 0), case
+    assert not plan_of_auto().is_off

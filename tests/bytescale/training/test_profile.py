@@ -1,0 +1,287 @@
+"""The profile of a tiny model: real micro-batches in Megatron's model, with made-up clocks, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bytescale_ext.measure.fit import Timing
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.micro_batch import Shard
+from tests.harness import RanksFailed, run_ranks
+
+MODEL = (
+    "--num-layers 8 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --vocab-size 61"
+).split()
+# What a training command has beside its model; the profile has no use for it.
+TRAINING = (
+    "--hybrid-data-parallel --hdp-tokens-per-rank 16 --hdp-plan-ahead 3 --seq-length 64 --max-position-embeddings 64 "
+    "--global-batch-size 24 --train-samples 100 --lr 1e-3 --lr-warmup-samples 2 --lr-decay-samples 9 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-size 4 "
+    "--data-path nowhere --save nowhere/save --load nowhere/load --tensorboard-dir nowhere/board"
+).split()
+LAYER = {"forward": CostModel(4e-9, 1.6e-6, 0, 1e-4), "backward": CostModel(1e-8, 3.2e-6, 0, 2e-4)}
+HEAD = {"forward": 1e-6, "backward": 2e-6}
+
+
+RING = {"forward": 3e-6, "backward": 5e-6}  # h
+
+
+def made_up_seconds(num_layers: int, lengths: list[int], width: int, direction: str) -> float:
+    layer = replace(LAYER[direction], h=RING[direction]).scaled(num_layers)
+    work = sum(layer.sequence_cost(length, width) for length in lengths)
+    return layer.g + work + HEAD[direction] * sum(lengths) / width
+
+
+def profile_with_made_up_clock(
+    rank: int, world: int, flags: list[str], run_really: bool
+) -> tuple[ModelCost, list[float]]:
+    """What ``bytescale profile`` measures when each micro-batch takes ``made_up_seconds``."""
+    from megatron.bytescale.cli import profile as command
+    from megatron.bytescale.training import profile
+
+    run = profile.run_micro_batch
+
+    def timed(runtime: Any, model: Any, packed: Any) -> Any:
+        if run_really:
+            kinds = [mark.kind for mark in run(runtime, model, packed)]
+            assert kinds == ["wait", "forward", "backward", "end"], kinds
+        shards = packed.micro_batch.shards
+        lengths, width = [runtime.step.plan.lengths[shard.seq] for shard in shards], len(shards[0].ring)
+        assert width in (1, runtime.config.num_ranks)
+        layers = profile.unwrap_model(model).config.num_layers
+        return tuple(made_up_seconds(layers, lengths, width, direction) for direction in ("forward", "backward"))
+
+    profile.run_micro_batch = timed
+    profile.seconds_between = lambda marks, subject: marks
+    args = argparse.Namespace(flags=flags, max_tokens=96, repeats=1, cpu=True, ring_bytes_per_second=1e12)
+    with contextlib.redirect_stdout(io.StringIO()):
+        cost, found, _ = command.measure(args, on_cpu=True)
+    return cost, [one.error for one in found]
+
+
+def check_made_up_cost(cost: ModelCost, errors: list[float]) -> None:
+    for direction in ("forward", "backward"):
+        found, true = getattr(cost, direction), LAYER[direction]
+        assert (found.a, found.b, found.g) == pytest.approx((true.a, true.b, true.g), rel=1e-6)
+        assert getattr(cost, f"head_{direction}") == pytest.approx(HEAD[direction], rel=1e-5)
+    assert max(map(abs, errors)) < 1e-9
+
+
+def test_a_training_command_is_profiled_as_it_is() -> None:
+    cost, errors = run_ranks(profile_with_made_up_clock, 1, [*MODEL, *TRAINING], True)[0]
+    check_made_up_cost(cost, errors)
+    shape = cost.shape
+    assert (shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads) == (8, 32, 4, 2)
+    assert (shape.head_dim, shape.ffn_hidden, shape.gated, shape.vocab) == (8, 48, True, 128)
+    assert (cost.dtype, cost.tensor_parallel) == ("float32", 1)
+    assert cost.device.startswith("CPU")
+    # keys and values of two heads of 8 numbers, 4 bytes each, at the given 1 TB/s; their gradients go too
+    assert cost.forward.c == pytest.approx(2 * 2 * 8 * 4 / 1e12)
+    assert cost.backward.c == pytest.approx(2 * cost.forward.c)
+    assert cost.forward.h == cost.backward.h == 0  # one rank has no rings
+    assert "--ring-bytes-per-second" in cost.source
+    assert "kernel" in cost.source
+
+
+def test_bytes_that_are_kept() -> None:
+    cost, _ = run_ranks(profile_with_made_up_clock, 1, MODEL, False)[0]
+    assert cost.recompute_bytes == 4 * 32  # the layer's input
+    # 4 bytes each: norms, projections' inputs, query, key, value, output, both halves of the MLP, its product, ...
+    assert 4 * (4 * 32 + 2 * 48) < cost.layer_bytes < 4 * 40 * 32
+    selective = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    leaner, _ = run_ranks(profile_with_made_up_clock, 1, [*MODEL, *selective], False)[0]
+    assert cost.recompute_bytes == leaner.recompute_bytes < leaner.layer_bytes < cost.layer_bytes
+    assert "with selective recompute" in leaner.source
+
+
+def test_full_recompute_and_bf16() -> None:
+    flags = [*MODEL, "--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform",
+             "--recompute-num-layers", "1"]  # fmt: skip
+    cost, _ = run_ranks(profile_with_made_up_clock, 1, flags, True)[0]
+    assert cost.dtype == "bfloat16"
+    assert "with full recompute" in cost.source
+    assert cost.recompute_bytes == 2 * 32 < cost.layer_bytes  # also then the second is what it would be without
+    assert cost.backward.c == pytest.approx(3 * cost.forward.c)  # gradients travel in float32
+
+
+def test_tensor_parallel_ranks_profile_together() -> None:
+    flags = [*MODEL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    (cost, errors), (other, _) = run_ranks(profile_with_made_up_clock, 2, flags, True)
+    check_made_up_cost(cost, errors)
+    assert cost.tensor_parallel == 2
+    assert cost.shape.num_heads == 4
+    assert cost.shape.vocab == 256
+    assert cost.forward.c == pytest.approx(2 * 1 * 8 * 4 / 1e12)
+    assert other == cost
+
+
+def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
+    found = run_ranks(profile_with_made_up_clock, 3, [*MODEL, *TRAINING], True)
+    cost, errors = found[0]
+    check_made_up_cost(cost, errors)
+    assert [other for other, _ in found] == [cost] * 3
+    assert cost.forward.h == pytest.approx(RING["forward"])
+    assert cost.backward.h == pytest.approx(RING["backward"])
+    assert len(errors) == 12 + 4
+    assert "22 micro-batches and 6 rings of up to 96 tokens" in cost.source
+
+
+def test_tensor_parallel_hdp_ranks() -> None:
+    flags = [*MODEL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    cost, errors = run_ranks(profile_with_made_up_clock, 4, flags, True)[0]
+    check_made_up_cost(cost, errors)
+    assert cost.tensor_parallel == 2
+    assert cost.forward.h == pytest.approx(RING["forward"])
+
+
+def test_real_times_are_positive() -> None:
+    for found in run_ranks(real_times, 1)[0]:
+        assert len(found) == 4
+        assert min(found) > 0
+
+
+def test_real_rings() -> None:
+    first, second = run_ranks(real_rings, 2)
+    assert first == second
+    assert len(first) == 4
+    assert [(timing.num_layers, timing.lengths, timing.width) for timing in first] == [
+        (1, (64,), 2), (1, (24,), 2), (3, (64,), 2), (3, (24,), 2),
+    ]  # fmt: skip
+    assert all(timing.forward_seconds > 0 and timing.backward_seconds > 0 for timing in first)
+
+
+def real_rings(rank: int, world: int) -> list[Timing]:
+    from megatron.bytescale.training.profile import prepare, time_packs
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        subject = prepare(MODEL, 64, on_cpu=True)
+        timings = time_packs(subject, [], 2, [64, 24])
+    assert subject.runtime.comm.stats.bytes_sent > 0
+    assert subject.runtime.step is None
+    return timings
+
+
+def test_the_mean_of_the_ranks_and_the_least_of_the_rounds() -> None:
+    timings = run_ranks(with_made_up_rounds, 2)[0]
+    # rank 0 takes 4, 2, 3 seconds forward and ten times that backward after the warm-up, rank 1 10 seconds more
+    assert [(timing.lengths, timing.width) for timing in timings] == [((8,), 1), ((16,), 2)] * 2
+    assert {(timing.forward_seconds, timing.backward_seconds) for timing in timings} == {(2 + 5, 20 + 5)}
+
+
+def with_made_up_rounds(rank: int, world: int) -> list[Timing]:
+    from megatron.bytescale.training import profile
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        subject = profile.prepare(MODEL, 64, on_cpu=True)
+    seconds = iter([1.0] * 4 + [4.0] * 4 + [2.0] * 4 + [3.0] * 4)  # two micro-batches in two models
+    profile.run_micro_batch = lambda runtime, model, packed: next(seconds)
+    profile.seconds_between = lambda second, subject: (second + 10 * rank, 10 * second + 10 * rank)
+    return profile.time_packs(subject, [(8,)], 3, [16])
+
+
+def test_busy_or_wall_time() -> None:
+    busy, asked, tensor_parallel = run_ranks(seconds_of_marks, 1, init_group=False)[0]
+    assert busy == (2.0, 4.0)
+    assert asked == tensor_parallel == (20.0, 40.0)
+
+
+def seconds_of_marks(rank: int, world: int) -> list[tuple[float, float]]:
+    from types import SimpleNamespace
+
+    import torch
+
+    from bytescale_ext.measure.metrics import Mark
+    from megatron.bytescale.training.profile import seconds_between
+
+    torch.set_num_threads(1)
+    marks = [Mark("", None, 10.0 * t, 1.0 * t, None) for t in (0, 1, 3, 7)]
+    runtime = SimpleNamespace(clock=SimpleNamespace(on_cuda=False))
+    one, two = (SimpleNamespace(runtime=runtime, tensor_parallel=size) for size in (1, 2))
+    subjects: list[Any] = [one, one, two]
+    return [seconds_between(marks, subject, by_wall=number == 1) for number, subject in enumerate(subjects)]
+
+
+def real_times(rank: int, world: int) -> list[tuple[float, ...]]:
+    from megatron.bytescale.training.profile import prepare, time_packs
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        subject = prepare(MODEL, 64, on_cpu=True)
+        timings = time_packs(subject, [(64,), (16, 8)], repeats=1)
+    assert [timing.lengths for timing in timings] == [(64,), (16, 8)] * 2
+    assert subject.runtime.step is None
+    return [tuple(t.forward_seconds for t in timings), tuple(t.backward_seconds for t in timings)]
+
+
+def refusal(rank: int, world: int, flags: list[str]) -> str:
+    from megatron.bytescale.training.profile import prepare
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            prepare(flags, 64, on_cpu=True)
+        except ValueError as error:
+            return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tensor-model-parallel-size 2", "2 processes, or a multiple, and there are 1: torchrun --nproc-per-node 2"),
+        ("--num-experts 4", "--num-experts: a cost file has no entry for experts"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", "--recompute-method block"),
+        ("--attention-dropout 0.1", "--attention-dropout > 0"),
+        ("--hdp-attention-kernel none", "none"),
+        ("--num-attention-heads 5", "--num-query-groups: make it a divisor"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(flags: str, said: str) -> None:
+    message = run_ranks(refusal, 1, [*MODEL, *flags.split()], init_group=False)[0]
+    assert said in message
+    assert "\n" not in message
+
+
+def test_an_unknown_flag_ends_the_command() -> None:
+    with pytest.raises(RanksFailed, match="SystemExit: 2"):
+        run_ranks(refusal, 1, [*MODEL, "--no-such-flag"], init_group=False)
+
+
+def test_every_rank_has_its_own_copy_of_the_packs_and_a_share_of_each_ring() -> None:
+    plan = run_ranks(plan_of_packs, 1, init_group=False)[0]
+    check_step_plan(plan)
+    assert plan.lengths == (24, 7, 5, 3, 8, 5, 3, 8)
+    assert plan.ranks[1][0].shards == (Shard(5, ((0, 5),), (1,)), Shard(6, ((0, 3),), (1,)))
+    assert [[len(shard.ring) for shard in one.shards] for one in plan.ranks[0]] == [[1, 1], [1], [2], [2]]
+
+
+def plan_of_packs(rank: int, world: int) -> Any:
+    from megatron.bytescale.training.profile import profile_plan
+
+    return profile_plan([(5, 3), (8,)], [24, 7], 2, 16)
+
+
+def test_made_up_documents_repeat() -> None:
+    first, again, last = run_ranks(read_documents, 1, init_group=False)[0]
+    assert first == again
+    assert len(first) == 4
+    assert max(first) < 7
+    assert len(last) == 2  # nothing follows the last token
+
+
+def read_documents(rank: int, world: int) -> list[list[int]]:
+    from megatron.bytescale.training.profile import RandomTokens
+
+    source = RandomTokens([9, 4], 7)
+    assert len(source) == 2
+    assert source.length(1) == 4
+    assert "1" in source.describe(1)
+    return [source.read(*place).tolist() for place in ((0, 1, 5), (0, 1, 5), (1, 2, 5))]

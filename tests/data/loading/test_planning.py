@@ -1,0 +1,170 @@
+"""The plan of a step: checked, within its time limit, and in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from bytescale_ext.data.loading import planning
+from bytescale_ext.data.loading.planning import PlanMaker, PlannerInProcess
+from bytescale_ext.errors import OutOfTime
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
+
+
+class Clock:
+    """Every look at it is a second later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class Patient:
+    """Asks ``looks`` times whether to stop, then has a plan of two ranks; its simple plan has one."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.was_limited = False
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        self.was_limited = should_stop is not None
+        for _ in range(self.looks):
+            if should_stop is not None and should_stop():
+                raise OutOfTime("the time is over")
+        return StepPlan(2, 8, tuple(lengths), ((), ()))
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        return StepPlan(1, 8, tuple(lengths), ((),))
+
+
+@pytest.mark.parametrize(("looks", "seconds", "num_ranks"), [(5, 5.0, 2), (6, 5.0, 1), (0, 0.5, 2), (1, 0.5, 1)])
+def test_the_simple_plan_is_taken_when_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, looks: int, seconds: float, num_ranks: int
+) -> None:
+    monkeypatch.setattr(planning, "time", Clock())
+    plan, fell_back = PlanMaker(Patient(looks), None, seconds)((3, 4))
+    assert (plan.num_ranks, fell_back, plan.lengths) == (num_ranks, num_ranks == 1, (3, 4))
+
+
+def test_without_a_limit_the_clock_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(planning, "time", clock)
+    planner = Patient(10_000)
+    assert PlanMaker(planner, None)((1,))[1] is False
+    assert not planner.was_limited
+    assert clock.now == 0
+
+
+def test_other_errors_are_not_taken_for_lack_of_time() -> None:
+    class Broken(Patient):
+        def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        PlanMaker(Broken(0), None, 1.0)((1,))
+
+
+@pytest.mark.parametrize("balance", ["none", "dp", "pp", "bytescale"])
+def test_every_planner_stops_and_has_a_simple_plan(monkeypatch: pytest.MonkeyPatch, balance: str) -> None:
+    cost = CostModel(a=0.01, b=1.0)
+    planner = HdpPlanner(Cluster(4, 64), (StageCost(cost, cost),) * (2 if balance == "pp" else 1), balance=balance)
+    lengths = (*[200, 130] * 10, *[9] * 40)
+    monkeypatch.setattr(planning, "time", Clock())
+    plan, fell_back = PlanMaker(planner, plan_seconds=0.5)(lengths)
+    assert plan.ranks == (planner.fallback(lengths) if fell_back else planner(lengths)).ranks
+    assert fell_back == (balance != "none")  # the simple plan is what "none" makes
+
+
+COST = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=2.0))
+SLICED = HdpPlanner(Cluster(8, 64), (COST,) * 2, Slicing(num_slices=3, kept_tokens=100, eager=True), balance="pp")
+STEP = (*[200, 130, 90] * 8, *[9] * 60)
+
+
+class Dreamer:
+    """Sleeps for as many seconds as the first length, in whatever process it is."""
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        time.sleep(lengths[0])
+        return StepPlan(1, os.getpid(), tuple(lengths), ((),))
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        return StepPlan(1, 8, tuple(lengths), ((),))
+
+
+def started(planner: PlannerInProcess) -> int:
+    """The process that plans; the first plan is made here."""
+    planner(STEP if planner._planner is SLICED else (0,))
+    planner(STEP if planner._planner is SLICED else (0,))
+    assert planner._process is not None
+    assert planner._process.poll() is None
+    return planner._process.pid
+
+
+def test_a_process_makes_the_same_plans() -> None:
+    planner = PlannerInProcess(SLICED, slow_seconds=-1.0)
+    assert planner(STEP).digest() == SLICED(STEP).digest()
+    assert planner._process is None
+    for lengths in (STEP, STEP[::-1], [64] * 40):
+        plan = planner(lengths, lambda: False)
+        assert plan.digest() == SLICED(lengths).digest()
+        assert plan.lengths == tuple(lengths)
+        assert list(plan.ranks) == list(SLICED(lengths).ranks)
+    assert planner._process is not None
+    assert planner.fallback(STEP).digest() == SLICED.fallback(STEP).digest()
+
+
+def test_quick_plans_need_no_process() -> None:
+    planner = PlannerInProcess(Dreamer(), slow_seconds=1000.0)
+    for _ in range(3):
+        assert planner((0,)).tokens_per_rank == os.getpid()
+    assert planner._process is None
+
+
+def test_errors_of_the_process_are_raised_here_and_it_plans_on() -> None:
+    planner = PlannerInProcess(SLICED, slow_seconds=-1.0)
+    process = started(planner)
+    with pytest.raises(ValueError, match="sequence 1 has 5000 tokens, more than 8 ranks of 64 tokens hold"):
+        planner((3, 5000))
+    assert planner(STEP).digest() == SLICED(STEP).digest()
+    assert planner._process is not None
+    assert planner._process.pid == process
+
+
+def test_a_process_that_is_out_of_time_is_ended() -> None:
+    """The next plan does not wait for a plan of 1000 seconds."""
+    planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
+    process = started(planner)
+    plan, fell_back = PlanMaker(planner, None, 0.1)((1000,))
+    assert fell_back
+    assert plan.tokens_per_rank == 8
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    assert planner((0,), lambda: False).tokens_per_rank not in (os.getpid(), process)
+
+
+def test_a_process_that_is_killed_loses_nothing() -> None:
+    planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
+    process = started(planner)
+    os.kill(process, signal.SIGKILL)
+    assert planner((0,)).tokens_per_rank == os.getpid()  # here
+    assert planner((0,)).tokens_per_rank not in (os.getpid(), process)  # and then in a new one
+
+
+def test_the_process_ends_with_its_planner() -> None:
+    planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
+    process = started(planner)
+    del planner
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)

@@ -1,0 +1,59 @@
+"""Answers of actors that do not come, or are lost."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bytescale_ext.data.ray import fetching
+
+
+class Ray:
+    """Stands in for the module: ``get`` of a function calls it; None is an answer that never comes."""
+
+    exceptions = SimpleNamespace(
+        GetTimeoutError=type("GetTimeoutError", (TimeoutError,), {}),
+        RayTaskError=type("RayTaskError", (Exception,), {}),
+        ObjectLostError=type("ObjectLostError", (Exception,), {}),
+    )
+
+    def get(self, reference: Any, timeout: float) -> Any:
+        if reference is None:
+            time.sleep(0.001)
+            raise self.exceptions.GetTimeoutError
+        return reference()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    ray = Ray()
+    monkeypatch.setattr(fetching, "ray_module", lambda: ray)
+    for name in ("_PATIENCE_SECONDS", "_SHARED_SECONDS"):
+        monkeypatch.setattr(fetching, name, 0.01)
+    return ray
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again_and_then_an_error(impatient: Ray) -> None:
+    answers = iter([None, None, lambda: 7])
+    assert fetching.fetch_answers([lambda: next(answers), lambda: lambda: 8]) == [7, 8]
+    calls: list[None] = []
+    with pytest.raises(TimeoutError, match=r"no answer from an actor for 0.01 s"):
+        fetching.fetch_answers([lambda: calls.append(None)])
+    assert len(calls) == 5
+    with pytest.raises(RuntimeError, match="the loader is closed"):
+        fetching.fetch_answers([lambda: None], should_stop=lambda: True)
+
+
+def test_a_lost_value_is_asked_for_again_and_then_an_error(impatient: Ray) -> None:
+    def lost() -> None:
+        raise impatient.exceptions.ObjectLostError
+
+    answers = iter([[lost], [None], [], [lambda: 7]])
+    assert fetching.fetch_shared(lambda: lambda: next(answers)) == 7
+    with pytest.raises(impatient.exceptions.ObjectLostError):
+        fetching.fetch_shared(lambda: lambda: [lost])
+    with pytest.raises(TimeoutError):
+        fetching.fetch_shared(lambda: lambda: [None])

@@ -1,0 +1,123 @@
+"""The index of a JSONL file: which lines are documents, and which of them are tokenized to be counted."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale_ext.data.ray.lines import (
+    MARK_TOKENS,
+    LineIndex,
+    chunks,
+    index_file,
+    index_lines,
+    join_indices,
+    load_index,
+    save_index,
+)
+from bytescale_ext.data.samples.texts import encoder
+from tests.data.text_files import LocalText, lengths_of, write_text
+
+AS_BYTES = encoder(None)
+
+
+def _index(path: Path, longest: int, chunk_bytes: int = 1 << 30) -> LineIndex:
+    parts = chunks(str(path), chunk_bytes)
+    return join_indices([index_lines(str(path), *part, "text", longest, AS_BYTES) for part in parts])
+
+
+def _equal(a: LineIndex, b: LineIndex) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in a.__slots__)
+
+
+def test_documents_are_the_lines_with_a_text_and_only_long_ones_are_counted(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.jsonl", 80)
+    index = _index(path, longest=64)
+    expected = lengths_of(LocalText(path, 64).documents)
+    raw = path.read_bytes()
+    assert len(index) == len(expected) > 50
+    for offset, size in zip(index.offsets.tolist(), index.num_bytes.tolist(), strict=True):
+        assert json.loads(raw[offset : offset + size])["text"]
+    most = np.array(expected) - 1 + MARK_TOKENS
+    assert index.is_counted.tolist() == (most > 64).tolist()
+    assert 0 < index.is_counted.sum() < len(index)
+    assert index.tokens.tolist() == np.where(most > 64, expected, most).tolist()
+
+
+@pytest.mark.parametrize("seq_length", [16, 64, 1000])
+def test_the_table_has_the_rows_of_the_true_lengths(tmp_path: Path, seq_length: int) -> None:
+    from bytescale_ext.data.samples.lengths import sample_table
+
+    path = write_text(tmp_path / "a.jsonl", 80)
+    table = sample_table(_index(path, seq_length).table_lengths, seq_length)
+    true = LocalText(path, seq_length).table
+    assert table.document.tolist() == true.document.tolist()
+    assert table.start.tolist() == true.start.tolist()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 1001])
+def test_chunks_give_each_line_once(tmp_path: Path, chunk_bytes: int) -> None:
+    path = write_text(tmp_path / "a.jsonl", 40)
+    assert _equal(_index(path, 64, chunk_bytes), _index(path, 64))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert _equal(_index(path, 64, chunk_bytes), _index(path, 64, chunk_bytes * 3))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "cut', "not JSON"),
+        ('{"body": "a"}', "no text under the key 'text' (found: ['body'])"),
+        ('{"text": 3}', "no text under the key 'text'"),
+        ("[1]", "found: list"),
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
+def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str, chunk_bytes: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": "b"}\n' + line + '\n{"text": "c"}\n')
+    with pytest.raises(ValueError, match=":4: ") as caught:
+        _index(path, 64, chunk_bytes)
+    assert str(caught.value).startswith(f"{path}:4: ")
+    assert reason in str(caught.value)
+
+
+def test_a_tokenizer_that_fails_names_the_line(tmp_path: Path) -> None:
+    def fails(raw: bytes) -> tuple[np.ndarray, bool]:
+        raise KeyError(raw.decode())
+
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "short"}\n{"text": "' + "long" * 20 + '"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:2: the tokenizer failed \(KeyError: "):
+        index_lines(str(path), 0, 1000, "text", 64, fails)
+
+
+def test_an_index_is_kept_until_anything_differs(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a.jsonl", 20)
+    name = str(tmp_path / "cache"), str(path), "text", 64, "bytes"
+    file = index_file(*name)
+    assert load_index(file) is None
+    save_index(file, _index(path, 64))
+    kept = load_index(index_file(*name))
+    assert kept is not None
+    assert _equal(kept, _index(path, 64))
+    assert [entry.name for entry in file.parent.iterdir()] == [file.name]
+    others = [
+        index_file(*name[:2], "body", 64, "bytes"),
+        index_file(*name[:3], 65, "bytes"),
+        index_file(*name[:4], "x"),
+    ]
+    os.utime(path, ns=(0, 0))
+    others.append(index_file(*name))
+    assert len({file, *others}) == 5
+    file.write_bytes(file.read_bytes()[:50])
+    assert load_index(file) is None
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    index = _index(write_text(tmp_path / "a.jsonl", 5), 64)
+    with pytest.raises(ValueError, match=r"--data-cache-path .* cannot be written"):
+        save_index(tmp_path / "cache" / "index.npz", index)

@@ -1,0 +1,83 @@
+"""What a rank's forward passes consume, whole micro-batches or slices, and what they read."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.attention.layouts.layout import AttentionLayout
+from bytescale_ext.attention.layouts.slices import SliceLayout
+from bytescale_ext.data.samples.units import padding_units, units_of
+from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from tests.data.sources import MemorySource
+
+LENGTHS = (40, 7, 12)
+RING = (0, 1)
+
+
+def row(rank: int) -> list[MicroBatch]:
+    """Two micro-batches of a rank: a ring shard, with documents beside it on rank 0; then nothing."""
+    documents = (Shard(1, ((0, 7),), (0,)), Shard(2, ((0, 12),), (0,))) if rank == 0 else ()
+    return [MicroBatch((Shard(0, zigzag_ranges(40, 2, rank), RING), *documents)), MicroBatch(())]
+
+
+def test_whole_micro_batches() -> None:
+    first, hole = units_of(row(0), LENGTHS, 0, 4, None)
+    assert isinstance(first.layout, AttentionLayout)
+    assert first.num_rows == first.layout.num_rows == 40
+    assert hole.num_rows == 0
+    assert hole.read(MemorySource([]), [], LENGTHS).num_rows == 0
+    packed = first.read(MemorySource(LENGTHS), [0, 1, 2], LENGTHS)
+    assert packed.layout is first.layout
+    assert packed.num_rows == 40
+
+
+def test_slices_read_every_token_and_label_once() -> None:
+    """Of both ranks together: a rank holds other tokens of a ring's sequence than without slices, but as many."""
+    rows: dict[int, list[tuple[int, ...]]] = {}
+    for num_slices, rule in ((1, None), (3, SliceRule(3))):
+        units = [units_of(row(rank), LENGTHS, rank, 1, rule) for rank in RING]
+        assert [len(one) for one in units] == [2 * num_slices] * 2  # the slices of the hole are padding
+        packed = [unit.read(MemorySource(LENGTHS), [0, 1, 2], LENGTHS) for one in units for unit in one]
+        rows[num_slices] = sorted(
+            values
+            for one in packed
+            for values in zip(*(getattr(one, name)[: one.micro_batch.num_tokens].tolist()
+                                for name in ("tokens", "labels", "positions", "loss_mask")), strict=True)
+        )  # fmt: skip
+    assert rows[1] == rows[3]
+    assert len(rows[1]) == sum(LENGTHS)
+    assert [one.layout.index for one in packed] == [0, 1, 2] * 4
+    assert all(one.num_rows == one.layout.num_rows >= 1 for one in packed)
+
+
+@pytest.mark.parametrize("rule", [None, SliceRule(3)])
+def test_each_sequence_is_counted_once(rule: SliceRule | None) -> None:
+    """By the first rank of its ring, in one unit of its micro-batch."""
+    units = [units_of(row(rank), LENGTHS, rank, 1, rule) for rank in RING]
+    packed = [[unit.read(MemorySource(LENGTHS), [0, 1, 2], LENGTHS) for unit in one] for one in units]
+    counts = [[one.counted_lengths for one in mine if one.counted_lengths] for mine in packed]
+    assert counts == [[LENGTHS], []]
+    assert packed[0][0].counted_lengths == LENGTHS
+
+
+def test_all_ranks_of_a_ring_have_the_passes_of_a_slice() -> None:
+    both = [units_of(row(rank), LENGTHS, rank, 1, SliceRule(3)) for rank in RING]
+    for mine, others in zip(*both, strict=True):
+        assert [part.seqs for part in mine.layout.attention.passes] == [
+            part.seqs for part in others.layout.attention.passes
+        ]
+
+
+def test_padding() -> None:
+    (whole,) = padding_units(1, 8)
+    assert whole.num_rows == 8
+    assert isinstance(whole.layout, AttentionLayout)
+    assert not whole.loss_mask.any()
+    slices = padding_units(3, 8)
+    assert [part.layout.index for part in slices] == [0, 1, 2]
+    for part in slices:
+        assert isinstance(part.layout, SliceLayout)
+        assert part.num_rows == part.layout.num_rows == 8
+        assert part.layout.num_keys == 0
+        assert not part.layout.attention.passes

@@ -1,0 +1,277 @@
+"""Activation policies change what is remembered, not what is learned: gradients are bitwise those of no policy."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.placement import plan_memory
+from bytescale_ext.plan.memory.plan import Request, TwoLevelPlan
+from bytescale_ext.plan.memory.step_file import StepMemory, StepRecord
+from tests.e2e.corpora import VOCAB, write_documents
+from tests.e2e.oracle import gradients, relative_error
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, record_steps, step_losses, train_ranks
+
+STEPS = [*TRAIN, "--train-iters", "2", "--num-layers", "4"]
+DOCUMENTS = [*HDP, "--hdp-tokens-per-rank", "128"]
+CLASSIC = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --normalization LayerNorm "
+    "--position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.2 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length 96 --max-position-embeddings 96"
+).split()
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split()
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none"
+).split()
+TWO_STAGES = "--pipeline-model-parallel-size 2".split()
+SLICES = "--micro-batch-size 1 --seq1f1b-slices 3".split()
+# name: (ranks, flags)
+CASES: dict[str, tuple[int, list[str]]] = {
+    "hdp": (2, [*MODEL, *STEPS, *DOCUMENTS]),
+    "hdp-tensor-sequence-parallel": (2, [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TP_SP, "--bf16"]),
+    "hdp-pipeline": (2, [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES]),
+    "hdp-experts": (2, [*MODEL, *STEPS, *DOCUMENTS, *EXPERTS]),
+    "plain-classic": (1, [*CLASSIC, *STEPS, "--micro-batch-size", "2"]),
+    "plain-grouped-pipeline": (2, [*MODEL, *STEPS, "--micro-batch-size", "2", *TWO_STAGES]),
+    "hdp-slices-pipeline": (
+        2,
+        [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES, "--seq1f1b-slices", "3"],
+    ),
+    "slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES]),
+    "eager-slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES, "--seq1f1b-eager"]),
+}
+HOST = ["--host-memory-gb", "0.02"]
+POLICIES: dict[str, list[str]] = {
+    "swap-only": ["--swap-fraction", "1", *HOST],
+    "memo": ["--activation-policy", "memo", "--swap-fraction", "0.4", *HOST],
+    "priced": ["--activation-policy", "priced", "--swap-fraction", "0.3", "--recompute-fraction", "0.5", *HOST],
+    "keep-attention": ["--recompute-fraction", "1"],
+    "auto": ["--activation-policy", "auto", *HOST, "--device-memory-gb", "0.0006"],
+}
+# What runs: every policy once with HDP, and of the two that differ most at least one everywhere.
+RUNS = [
+    *(("hdp", policy) for policy in POLICIES),
+    ("hdp-tensor-sequence-parallel", "priced"),
+    ("hdp-pipeline", "memo"),
+    ("hdp-experts", "priced"),
+    ("hdp-slices-pipeline", "priced"),
+    ("plain-grouped-pipeline", "priced"),
+    ("slices-pipeline", "memo"),
+    ("slices-pipeline", "priced"),
+    ("eager-slices-pipeline", "memo"),
+]
+
+
+def train_and_digest() -> None:
+    """An entry: print a digest of the gradients of each step, as this rank computed them, and what the policy did."""
+    import pretrain_gpt_hdp
+    from megatron.bytescale.training import activations, build
+
+    stores: list[Any] = []
+    original_build, original_store = build.build, activations.make_store
+
+    def make_store(*args: Any) -> Any:
+        stores.append(original_store(*args))
+        return stores[0]
+
+    def build_with_digests(args: Any, runtime: Any) -> Any:
+        return original_build(args, runtime).wrap_finalize(with_digests)
+
+    def with_digests(finalize: Any) -> Any:
+        def digest_and_finalize(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [one for chunk in chunks for one in chunk.parameters()]
+            digest = 0
+            for parameter in parameters:
+                digest = zlib.crc32(parameter.main_grad.contiguous().numpy().tobytes(), digest)
+            counts = asdict(stores[0].counts) if stores else {}
+            peak = stores[0].link.arena.peak_bytes if stores else 0
+            print(f"DIGEST {digest:08x} {json.dumps({**counts, 'peak': peak})}")
+            print(f"GRADIENTS {json.dumps([fingerprint(one.main_grad) for one in parameters])}")
+            return finalize(chunks, *args, **kwargs)
+
+        return digest_and_finalize
+
+    build.build, activations.make_store = build_with_digests, make_store
+    pretrain_gpt_hdp.main()
+
+
+def fingerprint(gradient: torch.Tensor) -> tuple[float, float]:
+    """Return the norm of a gradient and its product with a fixed random direction, which differ where two differ."""
+    flat = gradient.double().flatten()
+    direction = torch.randn(len(flat), dtype=torch.float64, generator=torch.Generator().manual_seed(len(flat)))
+    return float(flat.norm()), float(flat @ direction)
+
+
+def fingerprints(outcome: Outcome) -> np.ndarray:
+    """Return the fingerprints of all gradients: [steps, parameters, 2]."""
+    return np.array([json.loads(line) for line in re.findall(r"^GRADIENTS (.*)$", outcome.text, re.MULTILINE)])
+
+
+def assert_same_gradients(one: Outcome, other: Outcome) -> None:
+    """Equal to 1e-5 of each norm: a processor may sum a product of fewer rows in another order."""
+    mine, theirs = fingerprints(one), fingerprints(other)
+    assert len(mine) == len(theirs) == 2
+    assert (np.abs(mine - theirs) <= 1e-5 * mine[..., :1] + 1e-12).all()
+
+
+def digests(outcome: Outcome) -> list[str]:
+    return re.findall(r"^DIGEST (\w+)", outcome.text, re.MULTILINE)
+
+
+def counts(outcome: Outcome) -> dict[str, int]:
+    """Of the last step of a rank."""
+    return json.loads(re.findall(r"^DIGEST \w+ (.*)$", outcome.text, re.MULTILINE)[-1])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs")
+
+
+@functools.cache
+def outcomes_of(case: str, corpus: Path, *flags: str) -> list[Outcome]:
+    num_ranks, case_flags = CASES[case]
+    return train_ranks(num_ranks, *case_flags, "--data-path", corpus, *flags, entry=train_and_digest)
+
+
+@pytest.mark.parametrize(("case", "policy"), RUNS)
+def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) -> None:
+    plain, planned = outcomes_of(case, corpus), outcomes_of(case, corpus, *POLICIES[policy])
+    assert [outcome.code for outcome in planned] == [None] * len(planned), planned[0].text[-2000:]
+    for one, other in zip(plain, planned, strict=True):
+        assert_same_gradients(one, other)
+        done = counts(other)
+        assert done["peak"] <= 0.02e9
+        assert done["overflowed_bytes"] == 0
+        if policy == "auto":
+            assert done["swapped_bytes"] + done["recomputed_flops"] > 0
+            continue
+        assert (done["swapped_bytes"] > 0) == (policy != "keep-attention")
+        assert (done["recomputed_flops"] > 0) == (done["recomputed_bytes"] > 0) == (policy != "swap-only")
+    assert sum("> bytescale: activations" in outcome.text for outcome in planned) == 1
+
+
+def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
+    """Swapped layers come back to its buffers; the first step is held against it."""
+    shape = ModelShape(4, 32, 4, 4, 8, 128, False, 128)
+    record = StepRecord(shape, 2 * 96, "float32", None, ActivationPlan("memo", 0.4, 0.6, 1.0, False, 2))
+    plan = plan_memory([Request("all", 3_000_000, 0, 1)])
+    memory = StepMemory(record, 1 << 18, TwoLevelPlan({"forward": plan, "backward": plan}, plan))
+    (tmp_path / "plan.json").write_text(json.dumps(memory.to_json()))
+    words = [*POLICIES["memo"], "--memory-plan", tmp_path / "plan.json"]
+    (plain,), (planned,) = outcomes_of("plain-classic", corpus), outcomes_of("plain-classic", corpus, *words)
+    assert len(digests(planned)) == 2
+    assert digests(planned) == digests(plain)
+    assert counts(planned)["swapped_bytes"] > 0 < counts(planned)["recomputed_flops"]
+    assert len(re.findall(r"memory plan: 3\.000 MB planned, \d\.\d+ MB at most in the first step", planned.text)) == 1
+    assert re.search(r"activations kept \d+\.\d swapped \d+\.\d recomputed \d+\.\d MB/step", planned.text)
+
+
+def test_an_arena_that_is_too_small_keeps_the_rest_on_the_device(corpus: Path) -> None:
+    flags = ["--swap-fraction", "1", "--host-memory-gb", "0.0008"]  # enough for fused norms, which CPU has not
+    plain, planned = outcomes_of("hdp", corpus), outcomes_of("hdp", corpus, *flags)
+    for one, other in zip(plain, planned, strict=True):
+        assert digests(other) == digests(one)
+        assert counts(other)["overflowed_bytes"] > 0
+        assert 0 < counts(other)["peak"] <= 0.0008e9
+        assert other.text.count("the host arena of 0.0008 GB is full") == 1
+
+
+def test_recompute_of_experts_alone_combines(corpus: Path) -> None:
+    flags = "--recompute-granularity selective --recompute-modules moe".split()
+    plain = outcomes_of("hdp-experts", corpus)
+    planned = outcomes_of("hdp-experts", corpus, *flags, *POLICIES["memo"])
+    for one, other in zip(plain, planned, strict=True):
+        assert digests(other) == digests(one)
+
+
+def test_offload_by_the_plan_widens_shards_and_keeps_the_gradients(corpus: Path, tmp_path: Path) -> None:
+    """C of 64 tokens on 2 ranks: documents of up to 256 tokens fit only where a share of them is in host memory."""
+    link = ["--link-gb-per-second", "1e9"]  # a toy layer computes next to nothing for its bytes
+    flags = {
+        "plain": ["--hdp-tokens-per-rank", "128"],
+        "offload": ["--hdp-tokens-per-rank", "64", "--activation-policy", "offload", *HOST, *link],
+    }
+    found = {}
+    for name, words in flags.items():
+        folder = tmp_path / name
+        save = ["--save", folder, "--save-wgrads-interval", "1", "--hdp-log-dir", folder]
+        model = [*MODEL, *STEPS, *HDP, "--data-path", corpus, *words, *save]
+        outcomes = train_ranks(2, *model, entry=record_steps)
+        assert outcomes[0].code is None, outcomes[0].text[-2000:]
+        found[name] = outcomes, gradients(folder), step_losses(folder)
+    (_, expected, losses), (outcomes, got, offloaded) = found["plain"], found["offload"]
+    assert offloaded == pytest.approx(losses, rel=1e-5)
+    assert got.keys() == expected.keys()
+    assert max(relative_error(got[name], expected[name]) for name in got) < 1e-5
+    assert "a sequence of 256 tokens needs 2 ranks instead of 4" in outcomes[0].text
+    rows = [json.loads(line) for line in (tmp_path / "offload" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["swapped_megabytes_per_step"] > 0 and row["host_peak_megabytes"] <= 20 for row in rows)
+    assert "MB/step, host peak" in outcomes[-1].text
+    widest = max(max(record["lengths"]) for record in outcomes[0].records())
+    assert widest > 2 * 64  # more than both ranks hold without offloading
+
+
+@pytest.mark.parametrize("case", ["hdp", "hdp-tensor-sequence-parallel", "plain-classic"])
+def test_chunked_loss_trains_as_the_whole(case: str, corpus: Path) -> None:
+    plain = outcomes_of(case, corpus)
+    chunked = outcomes_of(case, corpus, "--chunked-cross-entropy", "24")
+    for one, other in zip(plain, chunked, strict=True):
+        assert len(digests(other)) == 2
+        if other.losses:
+            assert other.losses == pytest.approx(one.losses, rel=1e-4 if "parallel" in case else 1e-6)
+
+
+def test_chunked_loss_and_policy_together(corpus: Path) -> None:
+    flags = ["--chunked-cross-entropy", "24"]
+    plain, planned = (outcomes_of("hdp", corpus, *flags, *more) for more in ([], POLICIES["memo"]))
+    assert [digests(one) for one in planned] == [digests(one) for one in plain]
+
+
+def fail_in_a_step() -> None:
+    """An entry: the second backward pass of the first layer raises; then the memory of the step must be free."""
+    import gc
+
+    import pretrain_gpt_hdp
+    from bytescale_ext.activation.run import Rebuilding
+    from megatron.bytescale.training import activations
+
+    stores: list[Any] = []
+    original_store, original_attention = activations.make_store, Rebuilding.attention
+
+    def make_store(*args: Any) -> Any:
+        stores.append(original_store(*args))
+        return stores[0]
+
+    def attention(run: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if stores[0].counts.recomputed_flops > 2_000_000:
+            raise RuntimeError("stop here")
+        return original_attention(run, *args, **kwargs)
+
+    activations.make_store, Rebuilding.attention = make_store, attention  # type: ignore[method-assign]
+    try:
+        pretrain_gpt_hdp.main()
+    except RuntimeError as error:
+        print(f"FAILED {error}")
+    gc.collect()
+    stores[0].check_empty()
+    print("EMPTY")
+
+
+def test_an_exception_in_mid_step_leaves_no_buffer_in_use(corpus: Path) -> None:
+    flags = [*CASES["plain-classic"][1], "--data-path", corpus, *POLICIES["memo"]]
+    outcome = train_ranks(1, *flags, entry=fail_in_a_step)[0]
+    assert "FAILED stop here" in outcome.text
+    assert "EMPTY" in outcome.text

@@ -1,0 +1,128 @@
+"""Model variants, precisions, evaluation and kernels: each equals the one-process oracle with the same flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.oracle import train_documents_one_by_one
+from tests.e2e.training import CLASSIC_MODEL, HDP, MODEL, TRAIN, Outcome, train, train_once, train_ranks
+
+TOLERANCE = 1e-5
+SHORT = [*TRAIN, "--train-iters", "4"]
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+ORACLE = "--micro-batch-size 1 --calculate-per-token-loss".split()
+MULTI_HEAD = " ".join(MODEL).replace("--group-query-attention --num-query-groups 2 ", "").split()
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split()
+# name: (ranks of the HDP run, model flags of both runs, flags of the HDP run)
+CASES: dict[str, tuple[int, list[str], list[str]]] = {
+    "layernorm-gelu-bias-tied-learned-positions": (4, CLASSIC_MODEL, []),
+    "classic-sequence-parallel": (4, CLASSIC_MODEL, [*TP_SP, "--hdp-tokens-per-rank", "128"]),
+    "tied-sequence-parallel-zero1": (
+        4,
+        [flag for flag in MODEL if not flag.startswith("--untie")],
+        [*TP_SP, "--hdp-tokens-per-rank", "128", "--use-distributed-optimizer"],
+    ),
+    "multi-head": (4, MULTI_HEAD, []),
+    "rotary-percent-and-base": (4, [*MODEL, "--rotary-percent", "0.5", "--rotary-base", "100"], []),
+    "qk-layernorm-sequence-parallel": (4, [*MODEL, "--qk-layernorm"], [*TP_SP, "--hdp-tokens-per-rank", "128"]),
+    "tight-clipping": (4, [*MODEL, "--clip-grad", "0.05"], ["--use-distributed-optimizer"]),
+    "three-ranks-in-rings-of-three": (3, [*MODEL, "--global-batch-size", "9"], ["--hdp-tokens-per-rank", "86"]),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path) -> Outcome:
+    """Hybrid data parallelism with no other flag."""
+    return with_hdp(corpus, 4)
+
+
+def with_hdp(corpus: Path, num_ranks: int, *flags: object) -> Outcome:
+    return train(num_ranks, *MODEL, *SHORT, "--data-path", corpus, *HDP, *flags)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name: str, corpus: Path) -> None:
+    num_ranks, model, flags = CASES[name]
+    # Flags of the model come last: a later one wins.
+    expected = train_once(1, *SHORT, "--data-path", corpus, *model, *ORACLE, entry=train_documents_one_by_one)
+    found = train(num_ranks, *SHORT, "--data-path", corpus, *model, *HDP, *flags)
+    assert len(expected.losses) == 4
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+def test_parameters_gather_while_ranks_wait_in_rings(tmp_path: Path) -> None:
+    """Two rings that overlap, each the first micro-batch of some rank, and a gather for each parameter.
+
+    The rank that is in the second ring alone waits there for the others, which are still in the first one and need
+    its part of the parameters of their later layers.
+    """
+    corpus = write_documents(tmp_path / "docs", lengths=(150, 140, 20, 10))
+    flags = ["--hdp-balance", "none", "--global-batch-size", 4]
+    expected = with_hdp(corpus, 4, *flags, "--use-distributed-optimizer")
+    found = with_hdp(corpus, 4, *flags, *SHARDED, "--ddp-bucket-size", 100)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+def test_bf16_follows_one_process(corpus: Path) -> None:
+    common = [*MODEL, *SHORT, "--data-path", corpus, "--bf16", "--init-method-std", 0.02, "--weight-decay", 0]
+    expected = train_ranks(1, *common, *ORACLE, entry=train_documents_one_by_one)
+    found = train_ranks(4, *common, *HDP, *SHARDED)
+    for outcomes in (expected, found):
+        assert "using torch.bfloat16 for parameters" in outcomes[0].text
+    assert found[-1].losses == pytest.approx(expected[-1].losses, rel=5e-3)
+
+
+def test_bf16_learns(tmp_path: Path) -> None:
+    """One small data set, seen again in each step: its loss falls far below that of a guess."""
+    corpus = write_documents(tmp_path / "docs", lengths=(70, 40, 9, 3, 33, 17, 100, 12), copies=1)
+    flags = ["--bf16", "--train-iters", 20, "--lr", "2e-2", "--init-method-std", 0.02, "--seq-length", 100]
+    losses = train(2, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *SHARDED, *flags).losses
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_hidden_dropout_is_deterministic(corpus: Path, plain: Outcome) -> None:
+    """Also under recomputation, which must draw the same numbers again, round a ring too."""
+    flags = ["--hidden-dropout", 0.1, "--train-iters", 3]
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    first, again, recomputed = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], [], full))
+    assert first == again
+    assert recomputed == pytest.approx(first, rel=1e-6)
+    assert first != pytest.approx(plain.losses[:3], rel=1e-3)
+
+
+def test_evaluation_equals_one_process(corpus: Path) -> None:
+    evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2".split()
+    common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate]
+    expected = train(1, *common, *ORACLE, entry=train_documents_one_by_one)
+    assert len(expected.validation_losses) == 4  # after 2 and 4 iterations, at the end, and on the test set
+    found = train(4, *common, *HDP, *SHARDED)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
+    assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+def test_evaluation_batch_of_its_own(corpus: Path) -> None:
+    evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2 --eval-global-batch-size 12".split()
+    common = [*MODEL, *SHORT, "--data-path", corpus, *evaluate, "--train-iters", 2]
+    expected = train(1, *common, *ORACLE, "--eval-micro-batch-size", 1, entry=train_documents_one_by_one)
+    found = train(4, *common, *HDP)
+    assert len(expected.validation_losses) == 3  # after 2 iterations, at the end, and on the test set
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
+
+
+def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path, plain: Outcome) -> None:
+    outcomes = train_ranks(4, *MODEL, *SHORT, "--data-path", corpus, *HDP, "--hdp-attention-kernel", "reference")
+    lines = [line for outcome in outcomes for line in outcome.text.splitlines() if "attention kernel" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("> bytescale: attention kernel reference (")
+    assert outcomes[-1].losses == pytest.approx(plain.losses, rel=TOLERANCE)
+
+
+def test_unknown_kernel_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
+    outcome = train_ranks(2, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 128,
+                          "--hdp-attention-kernel", "fastest")[0]  # fmt: skip
+    assert outcome.code == 2
+    assert "fastest" in outcome.text
+    assert "iteration" not in outcome.text.partition("error:")[2]

@@ -1,0 +1,68 @@
+"""Hybrid data parallelism trains as one process does that sees the same documents one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.oracle import gradients, relative_error, shard_of, train_documents_one_by_one
+from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train, train_once
+
+TOLERANCE = 1e-5
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+CASES = {
+    "plain": (4, ["--train-iters", 10]),
+    "zero1-overlap": (4, SHARDED),
+    "zero1": (4, ["--use-distributed-optimizer"]),
+    "overlap-grad-reduce": (4, ["--overlap-grad-reduce"]),
+    "tp2": (4, ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]),
+    "tp2-sp-zero1": (8, ["--tensor-model-parallel-size", 2, "--sequence-parallel", *SHARDED]),
+    "recompute-full": (4, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
+    "recompute-selective": (4, ["--recompute-granularity", "selective"]),
+    "three-ranks": (3, ["--hdp-tokens-per-rank", 86, "--global-batch-size", 9]),
+    "one-rank": (1, ["--hdp-tokens-per-rank", 256]),
+    "empty-ranks": (8, ["--hdp-tokens-per-rank", 256, *SHARDED]),
+    "static-width": (4, ["--hdp-static-width", 4]),
+}
+
+
+def common(corpus: Path, flags: list[object]) -> list[object]:
+    tp_size = flags[flags.index("--tensor-model-parallel-size") + 1] if "--tensor-model-parallel-size" in flags else 1
+    return [*MODEL, *TRAIN, "--data-path", corpus, "--make-vocab-size-divisible-by", 128 // int(str(tp_size)), *flags]
+
+
+@pytest.fixture(scope="module")
+def oracle(corpus: Path) -> dict[int, SavedRun]:
+    """Return the runs of one process by global batch size."""
+    one_by_one: list[object] = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
+    iterations = {8: 10, 9: 5}
+    return {
+        batch: train_once(
+            1,
+            *common(corpus, [*one_by_one, "--global-batch-size", batch, "--train-iters", count]),
+            entry=train_documents_one_by_one,
+        )
+        for batch, count in iterations.items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_one_process(
+    name: str, corpus: Path, oracle: dict[int, SavedRun], tmp_path: Path
+) -> None:
+    num_ranks, flags = CASES[name]
+    one = oracle[9 if name == "three-ranks" else 8]
+    saving = ["--save", tmp_path, "--save-wgrads-interval", 1]
+    outcome = train(num_ranks, *common(corpus, [*HDP, *flags]), *saving)
+    assert outcome.code is None
+    assert len(outcome.losses) == (10 if name == "plain" else 5)
+    assert outcome.losses == pytest.approx(one.losses[: len(outcome.losses)], rel=TOLERANCE)
+    tp_size = 2 if "--tensor-model-parallel-size" in flags else 1
+    expected = gradients(one.save)
+    for tp_rank in range(tp_size):
+        found = gradients(tmp_path, tp_rank=tp_rank)
+        assert {key for key in found if "_extra" not in key} == set(expected)
+        for key, value in found.items():
+            error = relative_error(value, shard_of(expected[key], key, value, tp_rank, tp_size))
+            assert error < TOLERANCE, f"{key}: {error=}"

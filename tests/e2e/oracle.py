@@ -1,0 +1,131 @@
+"""The run that others are compared with: one process of stock Megatron, one document per micro-batch.
+
+Also what a comparison takes: equal weights in every layout, and the gradients that Megatron saved.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, torch.Tensor]:
+    """The reduced gradients that ``--save-wgrads-interval 1`` left, by parameter name."""
+    folder = save / "wgrads" / f"iter_{iteration:07d}"
+    files = sorted(folder.glob(f"mp_rank_{tp_rank:02d}*"))
+    assert len(files) == 1, list(folder.iterdir())
+    return torch.load(files[0], weights_only=False)["model_chunk0"]
+
+
+def shard_of(whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
+    """The part of a whole tensor that tensor-parallel rank ``tp_rank`` holds."""
+    if whole.shape == shard.shape:
+        return whole
+    dim = next(i for i, (a, b) in enumerate(zip(whole.shape, shard.shape, strict=True)) if a != b)
+    if "linear_fc1" in name:  # gate and up, each cut by itself
+        halves = [half.chunk(tp_size, dim)[tp_rank] for half in whole.chunk(2, dim)]
+        return torch.cat(halves, dim)
+    return whole.chunk(tp_size, dim)[tp_rank]
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """2-norm of the difference over the 2-norm of the expected."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def draw_weights_by_name(scale: float = 0.1) -> None:
+    """Start every layout from the same weights: Megatron draws others on each pipeline stage and each expert rank."""
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    build_model = GPTModelBuilder.build_model
+
+    def build_and_draw(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = build_model(self, *args, **kwargs)
+        groups = model.pg_collection
+        layers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
+        first_expert = (model.config.num_moe_experts or 0) // groups.ep.size() * groups.ep.rank()
+        for name, parameter in model.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the last stage's copy
+            group = groups.expt_tp if "local_experts" in name else groups.tp
+            whole_name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{layers[int(found[1])]}", name)
+            whole_name = re.sub(r"experts\.(\d+)", lambda found: f"experts.{first_expert + int(found[1])}", whole_name)
+            shape = list(parameter.shape)
+            if getattr(parameter, "partition_dim", -1) >= 0:
+                shape[parameter.partition_dim] *= group.size()
+            generator = torch.Generator().manual_seed(zlib.crc32(whole_name.encode()))
+            whole = scale * torch.randn(shape, generator=generator)
+            parameter.data.copy_(shard_of(whole, name, parameter, group.rank(), group.size()))
+        return model
+
+    GPTModelBuilder.build_model = build_and_draw
+
+
+def train_documents_one_by_one() -> None:
+    """The oracle: stock Megatron in one process, one whole document per micro-batch, its own dense attention."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron.bytescale import install
+    from megatron.bytescale.arguments.parse import parse
+    from megatron.bytescale.training import stock
+
+    args = parse(sys.argv, on_cpu=True)
+    install(None)
+    model = gpt_config_from_args(args)
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        _whole_documents,
+        ModelType.encoder_or_decoder,
+        stock.forward_step,
+    )
+
+
+def _whole_documents(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+    from megatron.training import get_args, get_tokenizer
+
+    from megatron.bytescale.core.datasets.document_dataset import build_document_datasets
+
+    args = get_args()
+    config = BlendedMegatronDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(args.data_path, None),
+        split=args.split,
+        tokenizer=get_tokenizer(),
+    )
+    sources = build_document_datasets(config, num_samples, lambda: True)
+    return tuple(source and OneDocument(source) for source in sources)  # type: ignore[return-value]
+
+
+class OneDocument(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """One sample of a source, as Megatron's GPTDataset gives it."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        length = self.source.length(index)
+        read = torch.from_numpy(self.source.read(index, 0, length + 1))
+        labels = torch.zeros(length, dtype=torch.int64)
+        labels[: len(read) - 1] = read[1:]
+        loss_mask = torch.ones(length)
+        loss_mask[len(read) - 1 :] = 0
+        return {
+            "tokens": read[:length],
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": torch.arange(length),
+        }

@@ -1,0 +1,162 @@
+"""Trainings over pipeline stages that print what each stage ran, and the gradients of all stages as one model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
+from tests.e2e.once import once
+from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
+from tests.e2e.training import MODEL, TRAIN, Outcome, train_ranks
+
+TOLERANCE = 1e-5
+STEPS = 4
+LAYERS = ["--num-layers", 4, "--train-iters", STEPS]
+ONE_BY_ONE = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
+BALANCE = "--hdp-balance none --hdp-tokens-per-rank 128".split()
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+UNALIGNED = [*SHARDED, "--no-align-grad-reduce"]
+PP2 = "--pipeline-model-parallel-size 2".split()
+PP4 = "--pipeline-model-parallel-size 4".split()
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2".split()
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+SELECTIVE = ["--recompute-granularity", "selective"]
+LAYOUT = "--pipeline-model-parallel-layout E|t|t||t||t|L --no-overlap-p2p-communication".split()
+UNEVEN = "--decoder-first-pipeline-num-layers 3".split()
+
+
+def train_and_record(num_idle: int = 0) -> None:
+    """An entry: train from weights drawn by name and note what each stage runs; the last ranks have no tokens."""
+    import pretrain_gpt_hdp
+
+    plan_once(num_idle)
+    record_actions()
+    draw_weights_by_name()
+    pretrain_gpt_hdp.main()
+
+
+def plan_once(num_idle: int) -> None:
+    """Make each plan on one rank and read it on the others, with as many ranks without tokens at the end.
+
+    Planning for pipelines takes as long as training here, and equal lengths give equal plans: ``tests/plan`` holds it,
+    and ``test_agreement.py`` what happens otherwise.
+    """
+    from bytescale_ext.plan.hdp.planner import HdpPlanner
+
+    plan = HdpPlanner.__call__
+
+    def plan_or_read(planner: HdpPlanner, lengths: Any, should_stop: Any = None) -> StepPlan:
+        assert should_stop is None
+        num_ranks = planner.cluster.num_ranks
+        smaller = replace(planner, cluster=replace(planner.cluster, num_ranks=num_ranks - num_idle))
+        made = once(lambda _: plan(smaller, lengths), "plan", smaller, tuple(lengths))
+        assert isinstance(made.ranks, PlacedRanks)
+        return replace(made, num_ranks=num_ranks, ranks=replace(made.ranks, num_ranks=num_ranks))
+
+    HdpPlanner.__call__ = plan_or_read  # type: ignore[method-assign]
+
+
+def train_one_by_one() -> None:
+    """An entry: the oracle, with the same weights."""
+    draw_weights_by_name()
+    train_documents_one_by_one()
+
+
+def record_actions() -> None:
+    """Print each step's plan, what Megatron's schedule ran of it on this stage, and what its FLOP counter took."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
+
+    from megatron.bytescale.core.pipeline_parallel import schedules as ours
+    from megatron.bytescale.registry import Installation
+
+    install = Installation.install
+    forward_step, backward_step = schedules.forward_step, schedules.backward_step
+    end_step, consume = ours.end_step, training.consume_seqlen_stats_in_iteration
+    done: list[tuple[str, int, int]] = []
+    of_output: dict[int, tuple[int, int]] = {}
+
+    def forward_and_note(*args: Any, current_microbatch: int = 0, vp_stage: int | None = None, **kwargs: Any) -> Any:
+        result = forward_step(*args, current_microbatch=current_microbatch, vp_stage=vp_stage, **kwargs)
+        of_output[id(result[0])] = (current_microbatch, vp_stage or 0)
+        done.append(("F", *of_output[id(result[0])]))
+        return result
+
+    def backward_and_note(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
+        done.append(("B", *of_output[id(output_tensor)]))
+        return backward_step(input_tensor, output_tensor, *args)
+
+    def end_and_print(runtime: Any, training: bool) -> None:
+        if training:
+            print(f"ACTIONS {json.dumps(done)}")
+            print(f"PLAN {json.dumps(runtime.step.plan.to_json())}")
+        done.clear()
+        end_step(runtime, training)
+
+    def consume_and_print() -> Any:
+        sums = consume()
+        print(f"SUMS {json.dumps(sums)}")
+        return sums
+
+    def install_and_note(*args: Any) -> None:
+        install(*args)  # it checks that these two are Megatron's own
+        schedules.forward_step, schedules.backward_step = forward_and_note, backward_and_note
+
+    Installation.install = install_and_note
+    ours.end_step = end_and_print
+    training.consume_seqlen_stats_in_iteration = consume_and_print
+
+
+def printed(outcome: Outcome, name: str) -> list[Any]:
+    return [json.loads(line) for line in re.findall(rf"^{name} (.*)$", outcome.text, re.MULTILINE)]
+
+
+def run(
+    corpus: Path, save: Path | None, num_ranks: int, flags: Iterable[object], entry: Any, model: list[str] = MODEL
+) -> list[Outcome]:
+    words = list(flags)
+    saving = ["--save", save, "--save-wgrads-interval", 1] if save else []
+    tp_size = words[words.index("--tensor-model-parallel-size") + 1] if "--tensor-model-parallel-size" in words else 1
+    common = [*model, *TRAIN, *LAYERS, "--data-path", corpus, *saving,
+              "--make-vocab-size-divisible-by", 128 // int(str(tp_size))]  # fmt: skip
+    return train_ranks(num_ranks, *common, *words, entry=entry)
+
+
+def whole_gradients(save: Path, num_stages: int, tp_size: int) -> list[dict[str, torch.Tensor]]:
+    """The first step's gradients of each tensor-parallel rank, all stages and chunks together, by name in the whole."""
+    folder = save / "wgrads" / "iter_0000001"
+    return [_whole_gradients(folder, num_stages, tp_rank) for tp_rank in range(tp_size)]
+
+
+def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, torch.Tensor]:
+    names = [f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if num_stages > 1 else "") for stage in range(num_stages)]
+    stages = [torch.load(next(iter(folder.glob(f"{name}*"))), weights_only=False) for name in names]
+    num_layers, whole = 0, {}
+    for chunk in range(max(map(len, stages))):
+        for stage in stages:
+            of_chunk = stage.get(f"model_chunk{chunk}", {})
+            local = [int(found[1]) for name in of_chunk if (found := re.match(r"decoder\.layers\.(\d+)\.", name))]
+            for name, gradient in of_chunk.items():
+                shift = lambda found, offset=num_layers: f"layers.{int(found[1]) + offset}."  # noqa: E731
+                whole[re.sub(r"layers\.(\d+)\.", shift, name)] = gradient
+            num_layers += max(local, default=-1) + 1
+    return whole
+
+
+def check_gradients(case: Any, save: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Those of the first step, of all stages and tensor-parallel ranks, are the expected ones of the whole model."""
+    if "--use-distributed-optimizer" in case.flags and "--no-align-grad-reduce" not in case.flags:
+        return  # Megatron then leaves each rank the reduced gradients of its own shard only, also where it saves them
+    for tp_rank, found in enumerate(whole_gradients(save, case.num_stages, case.tp_size)):
+        assert {key for key in found if "_extra" not in key} == set(expected)
+        for key, value in found.items():
+            error = relative_error(value, shard_of(expected[key], key, value, tp_rank, case.tp_size))
+            assert error < TOLERANCE, f"{key}: {error=}"

@@ -1,0 +1,65 @@
+"""A feature in one file, as a newcomer would add it: multiplies the loss."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.refusals import refuse
+from megatron.bytescale.features.feature import Feature
+
+
+@dataclass(frozen=True)
+class ScaledLoss:
+    """The loss is multiplied by ``factor``."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor <= 0:
+            raise ValueError(f"--scaled-loss {self.factor:g} must be positive")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flag."""
+    parser.add_argument_group("scaled loss").add_argument("--scaled-loss", type=float, metavar="F", help="Multiply.")
+
+
+def resolve(args: Any, run: RunConfig) -> ScaledLoss:
+    """Return the factor."""
+    return ScaledLoss(args.scaled_loss)
+
+
+def build(training: Any, runtime: Any) -> Any:
+    """Wrap the forward step, whichever feature has made it."""
+    factor = runtime.run.get(ScaledLoss).factor
+
+    def wrap(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(data_iterator: Any, model: Any) -> Any:
+            output, loss_of = forward_step(data_iterator, model)
+
+            def scaled(losses: Any) -> Any:
+                total, num_labels, report = loss_of(losses)
+                report["lm loss"][0] *= factor
+                return total * factor, num_labels, report
+
+            return output, scaled
+
+        return forward
+
+    return training.wrap_forward_step(wrap)
+
+
+SCALED_LOSS = Feature(
+    name="scaled_loss",
+    flag="--scaled-loss",
+    summary="the loss times a factor",
+    add_arguments=add_arguments,
+    is_on=lambda args: args.scaled_loss is not None,
+    resolve=resolve,
+    build=build,
+    refusals=(refuse("--qk-clip", "scaled_loss", "leave one out"),),
+)

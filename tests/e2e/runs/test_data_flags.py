@@ -1,0 +1,112 @@
+"""Megatron's data flags choose documents as they say: blends, splits, samples, epochs, seeds."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, documents_in_order, record_steps, train_ranks
+
+LENGTHS = (256, 3, 190, 1, 17, 64, 40, 100, 33, 129, 8, 300)
+# 12 documents, of which the last one is two samples.
+PIECES = 13
+ONE_LAYER = ["--num-layers", "1"]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("corpora")
+    first = write_documents(folder / "first", lengths=LENGTHS, copies=1)
+    return first, write_documents(folder / "second", lengths=LENGTHS, copies=5, seed=1)
+
+
+@pytest.fixture(scope="module")
+def five_steps(corpora: tuple[Path, Path]) -> list[Outcome]:
+    return run("--data-path", corpora[1])
+
+
+def run(*flags: object, num_ranks: int = 2, without: Collection[str] = ()) -> list[Outcome]:
+    """Train, without some flags of ``TRAIN`` and their values."""
+    left_out = {TRAIN.index(flag) + place for flag in without for place in (0, 1)}
+    common = [*MODEL, *ONE_LAYER, *(word for place, word in enumerate(TRAIN) if place not in left_out), *HDP]
+    return train_ranks(num_ranks, *common, "--hdp-tokens-per-rank", 256 // num_ranks, *flags, entry=record_steps)
+
+
+def flat(steps: list[list[str]]) -> list[str]:
+    return [document for step in steps for document in step]
+
+
+def number_of(document: str) -> int:
+    return int(re.findall(r"document (\d+) tokens", document)[0])
+
+
+def prefix_of(document: str) -> str:
+    return document.partition(": document")[0]
+
+
+def consumed_samples(outcome: Outcome) -> list[int]:
+    return [int(count) for count in re.findall(r"consumed samples: +(\d+)", outcome.text)]
+
+
+def test_blend_takes_documents_by_weight(corpora: tuple[Path, Path]) -> None:
+    outcomes = run("--data-path", 0.25, corpora[0], 0.75, corpora[1])
+    counts = Counter(map(prefix_of, flat(documents_in_order(outcomes))))
+    assert counts == {str(corpora[0]): 10, str(corpora[1]): 30}
+
+
+def test_split_keeps_training_validation_and_test_apart(corpora: tuple[Path, Path]) -> None:
+    outcomes = run("--data-path", corpora[1], "--split", "50,30,20", "--eval-interval", 2, "--eval-iters", 1)
+    training = {number_of(document) for document in flat(documents_in_order(outcomes))}
+    evaluations = documents_in_order(outcomes, training=False)
+    assert len(evaluations) == 4  # after 2 and 4 iterations, at the end, and on the test set
+    assert training == set(range(30))
+    assert {number_of(document) for document in flat(evaluations[:3])} <= set(range(30, 48))
+    assert {number_of(document) for document in evaluations[3]} <= set(range(48, 60))
+    assert len(set(flat(evaluations[:2]))) == 16  # each evaluation goes on where the one before ended
+
+
+def test_a_data_path_for_each_split(corpora: tuple[Path, Path], tmp_path: Path) -> None:
+    third = write_documents(tmp_path / "third", lengths=LENGTHS, copies=1, seed=2)
+    paths = ["--train-data-path", corpora[1], "--valid-data-path", corpora[0], "--test-data-path", third]
+    outcomes = run(*paths, "--train-iters", 2, "--eval-interval", 2, "--eval-iters", 1, without=["--split"])
+    evaluations = documents_in_order(outcomes, training=False)
+    assert {prefix_of(document) for document in flat(documents_in_order(outcomes))} == {str(corpora[1])}
+    assert {prefix_of(document) for document in flat(evaluations[:-1])} == {str(corpora[0])}
+    assert {prefix_of(document) for document in evaluations[-1]} == {str(third)}
+
+
+def test_epochs_show_each_piece_once_in_a_new_order(corpora: tuple[Path, Path]) -> None:
+    outcomes = run("--data-path", corpora[0], "--global-batch-size", 4, "--train-iters", PIECES)
+    documents = flat(documents_in_order(outcomes))
+    epochs = [documents[start : start + PIECES] for start in range(0, 4 * PIECES, PIECES)]
+    assert len(set(epochs[0])) == PIECES
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_train_samples_counts_documents(corpora: tuple[Path, Path], five_steps: list[Outcome]) -> None:
+    samples = ["--train-samples", 40, "--lr-decay-samples", 80]
+    outcomes = run("--data-path", corpora[1], *samples, without=["--train-iters", "--lr-decay-iters"])
+    assert consumed_samples(outcomes[-1]) == [8, 16, 24, 32, 40]
+    assert documents_in_order(outcomes) == documents_in_order(five_steps)
+    assert outcomes[-1].losses == five_steps[-1].losses
+
+
+def test_the_seed_and_not_the_ranks_make_the_order(corpora: tuple[Path, Path], five_steps: list[Outcome]) -> None:
+    flags = ["--data-path", corpora[1], "--train-iters", 3]
+    order = documents_in_order(five_steps)[:3]
+    assert documents_in_order(run(*flags, num_ranks=4)) == order
+    assert documents_in_order(run(*flags, "--hdp-plan-ahead", 5)) == order
+    assert documents_in_order(run(*flags, "--seed", 1)) != order
+
+
+def test_an_index_alone_gives_the_lengths_of_each_step(five_steps: list[Outcome]) -> None:
+    """The lengths that were planned are those of the documents that were read."""
+    for documents, record in zip(documents_in_order(five_steps), five_steps[0].records(), strict=True):
+        spans = [re.findall(r"tokens (\d+)-(\d+)$", document)[0] for document in documents]
+        assert [int(stop) - int(start) for start, stop in spans] == record["lengths"]

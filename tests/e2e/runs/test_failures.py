@@ -1,0 +1,88 @@
+"""What goes wrong in the middle of training ends every rank, soon, and says why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_to_failure, train_with
+
+PEER_IS_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed")
+
+
+def die(rank: int, step: int, runtime: Any, model: Any) -> None:
+    if runtime.rank == rank and runtime.step.step_index + 1 == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "zero1-overlap"])
+def test_a_killed_rank_ends_the_others(sharded: bool, corpus: Path, tmp_path: Path) -> None:
+    flags = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split() if sharded else []
+    common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, *flags]
+    errors = train_to_failure(4, *common, entry=partial(train_with, partial(die, 1, 3)), folder=tmp_path)
+    assert errors[1] is None
+    for rank in (0, 2, 3):
+        error = errors[rank]
+        assert error is not None
+        assert PEER_IS_GONE.search(error.splitlines()[-1]), error
+
+
+def poison(step: int, runtime: Any, model: Any) -> None:
+    """From ``step`` on every loss of rank 2 is NaN."""
+    if runtime.rank == 2 and runtime.step.step_index + 1 == step:
+        next(model.parameters()).data.fill_(float("nan"))
+
+
+def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, tmp_path: Path) -> None:
+    """Megatron runs the step again, finds the same, saves a checkpoint of the step before and exits with 16."""
+    common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--save", tmp_path, "--ckpt-format", "torch_dist"]
+    outcomes = train_ranks(4, *common, entry=partial(train_with, partial(poison, 3)))
+    assert [outcome.code for outcome in outcomes] == [16] * 4
+    assert len(outcomes[-1].losses) == 2
+    named = re.search(r"nan loss in the documents (\S*): document (\d+) tokens \d+-\d+", outcomes[2].text)
+    assert named is not None, outcomes[2].text
+    assert named[1] == str(corpus)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def test_nan_loss_without_reruns_is_an_error_that_names_the_documents(corpus: Path, tmp_path: Path) -> None:
+    common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--rerun-mode", "disabled"]
+    errors = train_to_failure(4, *common, entry=partial(train_with, partial(poison, 3)), folder=tmp_path)
+    last_lines = [error.splitlines()[-1] for error in errors if error is not None]
+    assert len(last_lines) == 4
+    assert f"nan loss in the documents {corpus}: document " in last_lines[2]
+    for line in last_lines:
+        assert PEER_IS_GONE.search(line) or "nan loss in the documents" in line, line
+
+
+def train_unscanned() -> None:
+    """As if a token had gone bad after the scan at start."""
+    import pretrain_gpt_hdp
+    from megatron.bytescale.training import hdp
+
+    hdp.check_data = lambda *args, **kwargs: None
+    pretrain_gpt_hdp.main()
+
+
+def test_an_error_while_reading_ahead_ends_every_rank(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "docs", lengths=(20, 40, 64, 30, 50, 12, 9, 60) * 3, copies=1)
+    tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r+")
+    tokens[-3] = 999  # in document 23
+    tokens.flush()
+    flags = [*MODEL, *TRAIN, "--data-path", prefix, *HDP, "--train-iters", 3]
+    errors = train_to_failure(4, *flags, entry=train_unscanned, folder=tmp_path)
+    last_lines = [error.splitlines()[-1] for error in errors if error is not None]
+    assert len(last_lines) == 4
+    causes = [line for line in last_lines if line.startswith("ValueError: ")]
+    assert len(causes) == 1  # the one rank that was given the document
+    assert f"{prefix}: document 23 tokens 0-60: token 57 of the sample has the id 999" in causes[0]
+    for line in last_lines:
+        assert line in causes or PEER_IS_GONE.search(line), line

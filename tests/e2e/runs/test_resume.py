@@ -1,0 +1,124 @@
+"""A run that stops and is resumed goes on as the run that did not stop: same documents, same order, same losses."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytescale_ext.measure.timeline import read_spans
+from tests.e2e.training import (
+    HDP,
+    MODEL,
+    TRAIN,
+    Outcome,
+    documents_in_order,
+    print_step,
+    record_steps,
+    step_losses,
+    train_ranks,
+    train_with,
+)
+
+TORCH_DIST = ["--ckpt-format", "torch_dist"]
+EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
+TOKENS_PER_RANK = {4: 64, 2: 128}  # the longest document needs all of them in both
+
+
+def run(corpus: Path, log_dir: Path, num_ranks: int, *flags: object, entry: Any = record_steps) -> list[Outcome]:
+    return train_ranks(num_ranks, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank",
+                       TOKENS_PER_RANK[num_ranks], "--use-distributed-optimizer", "--train-iters", 6, "--hdp-log-dir",
+                       log_dir, *flags,
+                       entry=entry)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], list[float]]:
+    """Documents and losses of six steps on four ranks in one go."""
+    log_dir = tmp_path_factory.mktemp("whole")
+    outcomes = run(corpus, log_dir, 4)
+    return documents_in_order(outcomes), step_losses(log_dir)
+
+
+def consumed_samples(outcome: Outcome) -> list[int]:
+    lines = [line for line in outcome.text.splitlines() if "consumed samples:" in line]
+    return [int(line.split("consumed samples:")[1].split("|")[0]) for line in lines]
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, (4, 2)), (2, (4,))])
+def test_resumed_on_as_many_or_other_ranks(
+    first: int, then: tuple[int, ...], corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
+) -> None:
+    """And the timeline is that of the step that was asked for."""
+    documents, losses = whole_run
+    save = tmp_path / "save"
+    begun = run(corpus, tmp_path, first, *TORCH_DIST, "--save", save, "--exit-interval", 3)
+    assert begun[0].code == 0
+    assert "exiting program at iteration 3" in begun[0].text
+    assert documents_in_order(begun) == documents[:3]
+    assert consumed_samples(begun[-1]) == [8, 16, 24]
+    for num_ranks in then:
+        folder = tmp_path / str(num_ranks)
+        resumed = run(corpus, folder, num_ranks, *TORCH_DIST, "--load", save, "--hdp-timeline-step", 5)
+        assert documents_in_order(resumed) == documents[3:]
+        assert [record["iteration"] for record in resumed[0].records()] == [4, 5, 6]
+        assert consumed_samples(resumed[-1]) == [32, 40, 48]
+        assert {span.step for span in read_spans(folder / "timeline")} == {5}
+        found = step_losses(tmp_path) + step_losses(folder)
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found == losses or not first == num_ranks == 4  # to the last bit
+
+
+def test_resumed_evaluation_goes_on_in_its_own_order(corpus: Path, tmp_path: Path) -> None:
+    whole = run(corpus, tmp_path / "whole", 2, *EVALUATE)
+    save = tmp_path / "save"
+    begun = run(corpus, tmp_path / "parts", 2, *EVALUATE, "--save", save, "--exit-interval", 3)
+    resumed = run(corpus, tmp_path / "parts", 2, *EVALUATE, "--load", save)
+    parts = documents_in_order(begun, training=False) + documents_in_order(resumed, training=False)
+    assert parts == documents_in_order(whole, training=False)
+    assert len(parts) == 5  # after 2, 4 and 6 iterations, at the end, and on the test set
+    assert step_losses(tmp_path / "parts") == step_losses(tmp_path / "whole")
+    validation = begun[-1].validation_losses + resumed[-1].validation_losses
+    assert validation == whole[-1].validation_losses
+
+
+def send_sigterm(step: int, runtime: Any, model: Any) -> None:
+    print_step(runtime, model)
+    if runtime.rank == 2 and runtime.step.step_index + 1 == step:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(
+    corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
+) -> None:
+    documents, losses = whole_run
+    save = tmp_path / "save"
+    entry = partial(train_with, partial(send_sigterm, 3))
+    begun = run(corpus, tmp_path, 4, "--save", save, "--exit-signal-handler", entry=entry)
+    assert begun[0].code == 0
+    assert "exiting program after receiving SIGTERM." in begun[0].text
+    assert documents_in_order(begun) == documents[:3]
+    resumed = run(corpus, tmp_path, 4, "--load", save)
+    assert documents_in_order(resumed) == documents[3:]
+    assert step_losses(tmp_path) == losses
+
+
+def let_time_run_out(step: int, runtime: Any, model: Any) -> None:
+    from megatron.training import training
+
+    if runtime.rank == 1 and runtime.step.step_index + 1 == step:
+        training._TRAIN_START_TIME -= 3600
+
+
+def test_exit_duration_saves_and_ends_all(corpus: Path, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    entry = partial(train_with, partial(let_time_run_out, 2))
+    outcomes = run(corpus, tmp_path, 4, "--save", save, "--exit-duration-in-mins", 50, entry=entry)
+    assert outcomes[0].code == 0
+    assert "exiting program after" in outcomes[0].text
+    assert len(step_losses(tmp_path)) == 2
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "2"

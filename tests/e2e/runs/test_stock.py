@@ -1,0 +1,73 @@
+"""Without ``--hybrid-data-parallel`` Megatron trains as it ships; with it, on equal documents, to the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.oracle import train_documents_one_by_one
+from tests.e2e.training import HDP, MODEL, TRAIN, train
+
+SEQ_LENGTH = 256
+COMMON = [*MODEL, *TRAIN]
+PER_TOKEN = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
+
+
+@pytest.fixture(scope="module")
+def full_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs", lengths=(SEQ_LENGTH,) * 30, copies=1)
+
+
+@pytest.mark.parametrize("sharded", [[], ["--use-distributed-optimizer"]], ids=["replicated", "zero1"])
+def test_full_documents_train_as_megatrons_data_parallelism(sharded: list[str], full_documents: Path) -> None:
+    flags = [*COMMON, "--data-path", full_documents, *sharded]
+    stock = train(4, *flags, *PER_TOKEN, entry=train_documents_one_by_one)
+    ours = train(4, *flags, *HDP, "--hdp-tokens-per-rank", SEQ_LENGTH)
+    assert len(stock.losses) == 5
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
+def train_and_print_status() -> None:
+    import pretrain_gpt_hdp
+    from megatron.bytescale import status
+
+    pretrain_gpt_hdp.main()
+    print("\n".join(f"PATCH {line}" for line in status()))
+
+
+def patch_lines(text: str, *features: str) -> list[str]:
+    """Return the printed patch rows that one of these features needs."""
+    lines = [line for line in text.splitlines() if line.startswith("PATCH ")]
+    assert lines
+    needed = [line.split(": ")[0].split("  ")[-1].split(", ") for line in lines]
+    return [line for line, names in zip(lines, needed, strict=True) if set(names) & set(features)]
+
+
+@pytest.mark.parametrize("data", ["--mock-data", "--data-path"])
+def test_without_the_flag_megatron_is_untouched(data: str, full_documents: Path) -> None:
+    source = [data] if data == "--mock-data" else [data, full_documents]
+    flags = ["--micro-batch-size", 2, "--seq-length", 64, "--train-iters", 3]
+    outcome = train(2, *COMMON, *source, *flags, entry=train_and_print_status)
+    assert len(outcome.losses) == 3
+    assert outcome.losses[-1] < outcome.losses[0]
+    assert " hdp:" not in outcome.text.partition("PATCH")[0]
+    lines = patch_lines(outcome.text, "hdp", "slices")
+    assert lines
+    assert not [line for line in lines if " replaced " in line]
+    assert all(" replaced " in line for line in patch_lines(outcome.text, "always", "cpu"))
+
+
+def test_with_the_flag_every_row_is_replaced(full_documents: Path) -> None:
+    flags = [*COMMON, "--data-path", full_documents, *HDP, "--hdp-tokens-per-rank", 128, "--train-iters", 1]
+    lines = patch_lines(train(2, *flags, entry=train_and_print_status).text, "hdp", "always")
+    assert lines
+    assert all(" replaced " in line for line in lines), lines
+
+
+def test_stock_loss_is_the_mean_over_tokens_of_its_own_samples(full_documents: Path) -> None:
+    """Two micro-batches of one and one of two give the same step: nothing of ours enters the stock path."""
+    flags = [*COMMON, "--data-path", full_documents, "--seq-length", 64]
+    losses = [train(2, *flags, "--micro-batch-size", size, "--calculate-per-token-loss").losses for size in (1, 2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,126 @@
+"""Slices of micro-batches of documents, packed and in rings, train as one process does on the documents one by one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from bytescale_ext.plan.schedule.actions import seq1f1b_schedule, slice_group_size
+from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import Slicing
+from tests.e2e.pipelines import (
+    FULL,
+    LAYOUT,
+    ONE_BY_ONE,
+    SELECTIVE,
+    SHARDED,
+    TOLERANCE,
+    UNALIGNED,
+    UNEVEN,
+    check_gradients,
+    printed,
+    run,
+    train_and_record,
+    train_one_by_one,
+    whole_gradients,
+)
+from tests.e2e.training import HDP, Outcome
+
+BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
+STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Slices, and the layout that runs them."""
+
+    num_slices: int
+    num_ranks: int
+    num_stages: int
+    flags: list[str] = field(default_factory=list)
+    tp_size: int = 1
+    num_idle: int = 0
+    num_chunks: int = 1
+    balance: str = "none"
+    num_evaluations: int = 0
+    kept_keys: str = "tokens are kept from slice to slice"
+
+
+CASES = {
+    "pp2": Case(3, 4, 2, [*UNEVEN, "--hdp-kept-keys", "0"], num_evaluations=2, kept_keys="up to 0 tokens"),
+    "pp2-even-full": Case(4, 4, 2, [*FULL, "--seq1f1b-partition", "even"], balance="pp"),
+    "pp2-one-idle": Case(2, 8, 2, SHARDED, num_idle=1),
+    "pp4-selective-flops": Case(3, 8, 4, [*SELECTIVE, "--seq1f1b-partition", "flops"], balance="pp"),
+    "pp4-eager": Case(3, 8, 4, ["--seq1f1b-eager"], balance="pp", num_evaluations=2),
+    "tp2-pp2": Case(5, 8, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], tp_size=2,
+                    balance="bytescale"),
+    "pp1": Case(2, 2, 1, FULL),
+    "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150", "--seq1f1b-eager"], balance="pp",
+                          kept_keys="up to 150 tokens"),
+    "pp4-virtual": Case(3, 8, 4, [*LAYOUT, *UNALIGNED], num_chunks=2, num_evaluations=2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """Losses, validation losses and the first gradients of one process."""
+    save = tmp_path_factory.mktemp("oracle")
+    outcome = run(corpus, save, 1, [*ONE_BY_ONE, *STEPS, 2, "--eval-micro-batch-size", 1], train_one_by_one)[0]
+    return outcome, whole_gradients(save, 1, 1)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_one_process(
+    name: str, corpus: Path, oracle: tuple[Outcome, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    case = CASES[name]
+    flags = [*HDP, *BALANCE, case.balance, "--pipeline-model-parallel-size", case.num_stages,
+             "--seq1f1b-slices", case.num_slices, *case.flags, *STEPS, case.num_evaluations]  # fmt: skip
+    outcomes = run(corpus, tmp_path, case.num_ranks, flags, partial(train_and_record, case.num_idle))
+    assert outcomes[-1].losses == pytest.approx(oracle[0].losses, rel=TOLERANCE)
+    if case.num_evaluations:
+        assert outcomes[-1].validation_losses == pytest.approx(oracle[0].validation_losses, rel=TOLERANCE)
+        assert outcomes[-1].validation_losses
+    assert case.kept_keys in outcomes[0].text
+    check_order(case, outcomes)
+    check_gradients(case, tmp_path, oracle[1])
+
+
+def check_order(case: Case, outcomes: list[Outcome]) -> None:
+    """Every stage ran the schedule of its pipeline's micro-batches, of which rings and packs were in the same one."""
+    per_stage = case.num_ranks // case.num_stages
+    widths = set()
+    for process, outcome in enumerate(outcomes):
+        stage, hdp_rank = process // per_stage, process % per_stage // case.tp_size
+        plans, actions = ([StepPlan.from_json(plan) for plan in printed(outcome, "PLAN")], printed(outcome, "ACTIONS"))
+        assert len(plans) == len(actions) == 2
+        for plan, done in zip(plans, actions, strict=True):
+            group = slice_group_size(case.num_stages, case.num_slices) // case.num_slices
+            count = micro_batch_counts(plan, multiple=group if case.num_chunks > 1 else 1)[hdp_rank]
+            slicing = Slicing(case.num_slices, eager="--seq1f1b-eager" in case.flags)
+            schedule = seq1f1b_schedule(case.num_stages, count, slicing, case.num_chunks)
+            expected = [(one.kind, one.micro_batch * case.num_slices + one.slice_index, one.chunk)
+                        for one in schedule.stages[stage]]  # fmt: skip
+            assert [tuple(one) for one in done] == expected
+            widths |= {tuple(sorted({len(shard.ring) for shard in held.shards})) for held in plan.ranks[hdp_rank]}
+    assert any(max(one, default=1) > 1 for one in widths)
+    assert any(1 in one for one in widths)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--seq1f1b-partition 30,20", "--seq1f1b-partition 30,20 does not work with --hybrid-data-parallel"),
+    ],
+)
+def test_what_slices_of_documents_cannot_have_is_refused(flags: str, message: str, corpus: Path) -> None:
+    words = [*HDP, *BALANCE, "none", "--seq1f1b-slices", 2, *flags.split()]
+    outcome = run(corpus, None, 2, words, train_and_record)[0]
+    assert outcome.code == 2
+    assert re.search(message, outcome.text)

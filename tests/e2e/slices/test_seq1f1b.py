@@ -1,0 +1,182 @@
+"""Pipelines in slices against the same pipelines with whole micro-batches: losses and every gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.oracle import relative_error
+from tests.e2e.training import MODEL, TRAIN, Outcome, train
+
+SEQ_LENGTH = 48
+LAYERS = 4
+NUM_ITERATIONS = 2
+TOLERANCE = 1e-5
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs", lengths=(70, 9, 120, 33, 5, 200), copies=4)
+
+
+class Runs:
+    """Trainings on one corpus; a run without slices is made once and serves all that are compared with it."""
+
+    def __init__(self, corpus: Path, folder: Path) -> None:
+        self.corpus, self.folder = corpus, folder
+        self.whole: dict[tuple[str, ...], tuple[Outcome, Gradients]] = {}
+
+    def run(self, num_ranks: int, *flags: object) -> tuple[Outcome, Gradients]:
+        """Losses, and the gradients of the first step by file and parameter name."""
+        save = self.folder / f"run{len(list(self.folder.iterdir()))}"
+        words = [*MODEL, *TRAIN, "--seq-length", SEQ_LENGTH, "--num-layers", LAYERS, "--train-iters", NUM_ITERATIONS]
+        words += ["--data-path", self.corpus, "--eod-mask-loss", "--micro-batch-size", 1]
+        outcome = train(num_ranks, *words, "--save", save, "--save-wgrads-interval", 1, *flags)
+        assert outcome.code is None, outcome.text[-2000:]
+        return outcome, read_gradients(save)
+
+    def compare(self, num_ranks: int, flags: str, slices: str) -> Outcome:
+        """Train with and without slices; returns what the first said once it agrees with the second."""
+        key = (str(num_ranks), flags)
+        if key not in self.whole:
+            self.whole[key] = self.run(num_ranks, *flags.split())
+        whole, whole_gradients = self.whole[key]
+        outcome, gradients = self.run(num_ranks, *flags.split(), *slices.split())
+        assert len(outcome.losses) == NUM_ITERATIONS
+        assert outcome.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+        assert outcome.validation_losses == pytest.approx(whole.validation_losses, rel=TOLERANCE)
+        assert gradients.keys() == whole_gradients.keys()
+        assert gradients
+        for name, gradient in gradients.items():
+            assert relative_error(gradient, whole_gradients[name]) <= TOLERANCE, name
+        return outcome
+
+
+def read_gradients(save: Path) -> Gradients:
+    """Every gradient of the first step, of all stages and tensor-parallel ranks."""
+    found: Gradients = {}
+    for file in sorted((save / "wgrads" / "iter_0000001").glob("mp_rank_*")):
+        for chunk, of_chunk in torch.load(file, weights_only=False).items():
+            found |= {f"{file.name} {chunk} {name}": gradient for name, gradient in of_chunk.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(corpus, tmp_path_factory.mktemp("runs"))
+
+
+PLAIN = (
+    # stages, micro-batches, slices: 1 to 8, dividing the stages or not, more or fewer micro-batches than stages
+    (2, 1, 2), (2, 2, 4), (2, 5, 3), (2, 2, 8), (4, 5, 3), (4, 2, 6), (4, 1, 5), (1, 2, 3),
+)  # fmt: skip
+
+
+def stages(num_stages: int, num_micro_batches: int) -> str:
+    return f"--pipeline-model-parallel-size {num_stages} --global-batch-size {num_micro_batches}"
+
+
+@pytest.mark.parametrize(("p", "m", "k"), PLAIN)
+def test_slices_train_as_whole_micro_batches(p: int, m: int, k: int, runs: Runs) -> None:
+    outcome = runs.compare(p, stages(p, m), f"--seq1f1b-slices {k} --seq1f1b-partition time")
+    assert p > 1 or "one pipeline stage has no idle time" in outcome.text  # the first rank says it, the last is read
+
+
+@pytest.mark.parametrize(("p", "m", "k"), [(2, 5, 3), (4, 5, 3), (4, 1, 5)])
+def test_the_eager_order(p: int, m: int, k: int, runs: Runs) -> None:
+    """More slices than all stages run ahead, and fewer."""
+    runs.compare(p, stages(p, m), f"--seq1f1b-slices {k} --seq1f1b-eager")
+
+
+def test_three_stages(runs: Runs) -> None:
+    runs.compare(3, f"{stages(3, 2)} --num-layers 3", "--seq1f1b-slices 4")
+
+
+@pytest.mark.parametrize(
+    ("partition", "per_token"),
+    [("even", ""), ("flops", "--calculate-per-token-loss"), ("29,11,8", ""), ("29,11,8", "--calculate-per-token-loss")],
+)
+def test_any_partition_and_both_losses(partition: str, per_token: str, runs: Runs) -> None:
+    runs.compare(2, f"{stages(2, 2)} {per_token}", f"--seq1f1b-slices 3 --seq1f1b-partition {partition}")
+
+
+@pytest.mark.parametrize(("p", "m", "k"), [(3, 3, 3), (4, 4, 3), (4, 4, 8)])
+def test_virtual_stages(p: int, m: int, k: int, runs: Runs) -> None:
+    """As many micro-batches as stages: what Megatron's own interleaved schedule needs without slices."""
+    flags = f"{stages(p, m)} --num-layers {2 * p} --num-virtual-stages-per-pipeline-rank 2"
+    runs.compare(p, flags, f"--seq1f1b-slices {k}")
+
+
+def test_sequence_parallel(runs: Runs) -> None:
+    """Against tensor parallelism alone: Megatron's local layers know no sequence parallelism."""
+    flags = f"{stages(2, 2)} --tensor-model-parallel-size 2"
+    runs.compare(4, flags, "--seq1f1b-slices 3 --sequence-parallel")
+
+
+FEATURES = {
+    "full recompute": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "selective recompute": (2, "--recompute-granularity selective"),
+    "recompute of the MLP": (2, "--recompute-granularity selective --recompute-modules mlp core_attn"),
+    "samples side by side": (2, "--micro-batch-size 2 --global-batch-size 4"),
+    "learned positions": (2, "--position-embedding-type learned_absolute"),
+    "shared embeddings": (2, "--untie-embeddings-and-output-weights"),
+    "tensor parallel": (4, "--tensor-model-parallel-size 2"),
+    "distributed optimizer": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "chunked loss": (2, "--chunked-cross-entropy 7"),
+    "evaluation": (2, "--eval-iters 2 --eval-interval 1 --split 60,40,0"),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str, runs: Runs) -> None:
+    num_ranks, flags = FEATURES[name]
+    outcome = runs.compare(num_ranks, f"{stages(2, 2)} {flags}", "--seq1f1b-slices 3")
+    assert name != "evaluation" or len(outcome.validation_losses) >= 1
+
+
+def train_and_print_status() -> None:
+    import pretrain_gpt_hdp
+    from megatron.bytescale import status
+
+    pretrain_gpt_hdp.main()
+    print("\n".join(f"PATCH {line}" for line in status()))
+
+
+def test_one_slice_is_megatron_itself(corpus: Path) -> None:
+    """Bit by bit: nothing is replaced, so nothing can differ."""
+    words = [
+        *MODEL,
+        *TRAIN,
+        "--seq-length",
+        SEQ_LENGTH,
+        "--train-iters",
+        2,
+        "--data-path",
+        corpus,
+        *stages(2, 2).split(),
+    ]
+    words += ["--micro-batch-size", 1]
+    whole = train(2, *words, entry=train_and_print_status)
+    one = train(2, *words, "--seq1f1b-slices", 1, entry=train_and_print_status)
+    assert one.losses == whole.losses
+    assert len(one.losses) == 2
+    for outcome in (whole, one):
+        rows = [line for line in outcome.text.splitlines() if line.startswith("PATCH get_forward_backward_func")]
+        assert len(rows) == 1
+        assert all(" untouched " in row for row in rows)
+
+
+def test_a_run_goes_on_with_another_number_of_slices(corpus: Path, tmp_path: Path) -> None:
+    words = [*MODEL, *TRAIN, "--seq-length", SEQ_LENGTH, "--data-path", corpus, *stages(2, 2).split()]
+    words += ["--micro-batch-size", 1, "--save", tmp_path, "--save-interval", 2]
+    straight = train(2, *words, "--train-iters", 4, "--seq1f1b-slices", 2, "--save", tmp_path / "straight")
+    train(2, *words, "--train-iters", 4, "--seq1f1b-slices", 2, "--exit-interval", 2)
+    resumed = train(2, *words, "--train-iters", 4, "--seq1f1b-slices", 3, "--load", tmp_path)
+    assert len(straight.losses) == 4
+    assert len(resumed.losses) == 2
+    third, fourth = straight.losses[2:]  # the log line of a run's second step is the mean of its first two
+    assert resumed.losses == pytest.approx([third, (third + fourth) / 2], rel=TOLERANCE)

@@ -1,0 +1,157 @@
+"""Cost files: the shipped ones, reading and writing, and errors that name file and entry in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytescale_ext.measure.cost_file import SHIPPED, check_same_model, read_cost, shipped, write_cost
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape
+
+COST = ModelCost(
+    shape=ModelShape(2, 8, 4, 2, 3, 10, True, 20),
+    device="a device",
+    dtype="bfloat16",
+    tensor_parallel=2,
+    source="a test",
+    forward=CostModel(1e-9, 2e-6, 3e-7, 4e-5),
+    backward=CostModel(2.5e-9, 4e-6, 6e-7, 5e-5),
+    head_forward=1e-6,
+    head_backward=2e-6,
+    layer_bytes=136.0,
+    recompute_bytes=16.0,
+)
+
+
+def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> str:
+    """The message for a good file after ``change`` (of its content, or returning another one)."""
+    value = COST.to_json()
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps(change(value) or value))
+    with pytest.raises(ValueError, match="cost") as caught:
+        read_cost(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_written_and_read_back(tmp_path: Path) -> None:
+    write_cost(tmp_path / "cost.json", COST)
+    assert read_cost(tmp_path / "cost.json") == COST
+    assert read_cost(str(tmp_path / "cost.json")) == COST
+
+
+@pytest.mark.parametrize("name", [path.stem for path in SHIPPED.glob("*.json")])
+def test_every_shipped_file_is_sound_and_names_its_source(name: str) -> None:
+    cost = shipped(name)
+    assert len(cost.source) > 40
+    assert cost.layer_bytes > cost.recompute_bytes > 0
+    assert cost.forward.c > 0
+
+
+def test_the_shipped_7b_model_is_the_papers() -> None:
+    cost = shipped("bytescale_7b")
+    assert cost.shape == LLAMA_7B
+    assert "ByteScale" in cost.source
+    assert "Fig. 18a" in cost.source
+    assert "fit" in cost.source
+    # Fig. 6a: linear and quadratic work are equal at about 38K tokens. Fig. 18a: attention of a pack of 2M tokens on
+    # 256 ranks takes 405 ms, bound by the exchange; attention of one sequence of 312K tokens on 39 ranks takes 110 ms.
+    assert 36e3 < cost.forward.b / cost.forward.a < 40e3
+    assert cost.forward.c * 2 * 1024**2 * 255 / 256 == pytest.approx(0.405, rel=0.1)
+    assert cost.forward.attention_cost(312 * 1024, 39) == pytest.approx(0.110, rel=0.05)
+    assert cost.backward.a == pytest.approx(2.5 * cost.forward.a)
+    assert cost.backward.b == pytest.approx(2 * cost.forward.b)
+
+
+def test_an_unknown_shipped_name_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"h100_7b is shipped; choose one of .*bytescale_7b"):
+        shipped("h100_7b")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: No such file.*bytescale profile"):
+        read_cost(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="directory"):
+        read_cost(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"a = 1", b"\xff\xfe\x00"])
+def test_no_json(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "cost.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not JSON") as caught:
+        read_cost(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_kind_of_json(tmp_path: Path) -> None:
+    assert "the file holds a list" in broken(tmp_path, lambda value: [1, 2])
+    assert "forward holds a int" in broken(tmp_path, lambda value: {**value, "forward": 3})
+
+
+def test_missing_entries_are_named(tmp_path: Path) -> None:
+    assert "no entry head_forward" in broken(tmp_path, lambda value: value.pop("head_forward") and None)
+    assert "backward has no entry b" in broken(tmp_path, lambda value: value["backward"].pop("b") and None)
+    assert "shape has no entry hidden" in broken(tmp_path, lambda value: value["shape"].pop("hidden") and None)
+
+
+def test_unknown_entries_are_named(tmp_path: Path) -> None:
+    assert "unknown entry speed" in broken(tmp_path, lambda value: value.update(speed=1))
+    assert "forward has an unknown entry d" in broken(tmp_path, lambda value: value["forward"].update(d=1))
+
+
+@pytest.mark.parametrize("entry", ["head_forward", "head_backward", "layer_bytes", "recompute_bytes"])
+@pytest.mark.parametrize("number", [-1, "fast", None, float("nan"), float("inf")])
+def test_bad_constants_are_named(tmp_path: Path, entry: str, number: object) -> None:
+    assert f"{entry} is" in broken(tmp_path, lambda value: value.update({entry: number}))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("entry", ["a", "b", "c", "g"])
+def test_negative_layer_constants_are_named(tmp_path: Path, direction: str, entry: str) -> None:
+    message = broken(tmp_path, lambda value: value[direction].update({entry: -1e-9}))
+    assert f"{direction}.{entry} is -1e-09" in message
+
+
+@pytest.mark.parametrize("entry", ["a", "b"])
+def test_layers_that_cost_nothing_are_refused(tmp_path: Path, entry: str) -> None:
+    assert f"forward.{entry} is 0" in broken(tmp_path, lambda value: value["forward"].update({entry: 0}))
+
+
+def test_bad_sizes_and_texts_are_named(tmp_path: Path) -> None:
+    assert "shape.hidden is 0" in broken(tmp_path, lambda value: value["shape"].update(hidden=0))
+    assert "shape.num_heads is 2.5" in broken(tmp_path, lambda value: value["shape"].update(num_heads=2.5))
+    assert 'shape.gated is "yes"' in broken(tmp_path, lambda value: value["shape"].update(gated="yes"))
+    assert "tensor_parallel is true" in broken(tmp_path, lambda value: value.update(tensor_parallel=True))
+    assert "dtype is 16" in broken(tmp_path, lambda value: value.update(dtype=16))
+
+
+def test_the_same_model_may_have_other_layers() -> None:
+    deeper = replace(COST.shape, num_layers=80)
+    cost = check_same_model(COST, deeper, 2, "bfloat16", "cost.json")
+    assert cost == replace(COST, shape=deeper)
+    assert cost.whole().forward.a == pytest.approx(80 * COST.forward.a)
+
+
+@pytest.mark.parametrize("field", ["hidden", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden", "gated", "vocab"])
+def test_another_model_is_refused_by_the_field(field: str) -> None:
+    theirs = getattr(COST.shape, field)
+    other = replace(COST.shape, **{field: not theirs if field == "gated" else theirs + 1})
+    with pytest.raises(ValueError, match=f"cost.json is of another model: {field} is {theirs} there and") as caught:
+        check_same_model(COST, other, 2, "bfloat16", "cost.json")
+    assert "bytescale profile" in str(caught.value)
+
+
+def test_another_device_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel is 2 there and 1 here, dtype is bfloat16 there and float32"):
+        check_same_model(COST, COST.shape, 1, "float32", "cost.json")

@@ -1,0 +1,221 @@
+"""The fit of measured times: made-up times come back as the constants that they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale_ext.measure.fit import (
+    LAYERS,
+    Fit,
+    Origin,
+    Prediction,
+    Timing,
+    errors_text,
+    fit_constants,
+    fit_rings,
+    fit_timings,
+    fitted_lengths,
+    lengths_text,
+    model_cost,
+    prediction_table,
+    predictions,
+    ring_bytes_per_token,
+    ring_lengths,
+    unseen_lengths,
+)
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.model_shape import ModelShape
+
+FORWARD = Fit(CostModel(a=4e-11, b=1.6e-6, g=1e-4), head=1.2e-6, rest=3e-4)
+BACKWARD = Fit(CostModel(a=1e-10, b=3.2e-6, g=2e-4), head=2.4e-6, rest=5e-4)
+SHAPE = ModelShape(32, 4096, 32, 8, 128, 11008, True, 32000)
+
+
+def seconds(fit: Fit, num_layers: int, lengths: Sequence[int]) -> float:
+    """The formula of the module, written out."""
+    squares, tokens = sum(length**2 for length in lengths), sum(lengths)
+    layer = fit.layer.a * squares + fit.layer.b * tokens + fit.layer.g
+    return num_layers * layer + fit.head * tokens + fit.rest
+
+
+def timings(packs: Sequence[tuple[int, ...]], noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
+    return [
+        Timing(layers, pack, seconds(FORWARD, layers, pack) * noise(), seconds(BACKWARD, layers, pack) * noise())
+        for layers in LAYERS
+        for pack in packs
+    ]
+
+
+def constants(fit: Fit) -> list[float]:
+    return [fit.layer.a, fit.layer.b, fit.layer.g, fit.head, fit.rest]
+
+
+def test_exact_times_give_back_their_constants() -> None:
+    found = fit_timings(timings(fitted_lengths(32768)))
+    for fit, true in zip(found, (FORWARD, BACKWARD), strict=True):
+        assert constants(fit) == pytest.approx(constants(true), rel=1e-6)
+        assert fit.layer.c == 0
+
+
+def test_noisy_times_still_predict_other_lengths() -> None:
+    generator = np.random.default_rng(0)
+    fits = fit_timings(timings(fitted_lengths(32768), lambda: 1 + 0.02 * generator.standard_normal()))
+    found = predictions(fits, timings(unseen_lengths(32768)))
+    assert max(abs(one.error) for one in found) < 0.04
+    assert fits[0].layer.a == pytest.approx(FORWARD.layer.a, rel=0.2)
+
+
+def test_exact_predictions_have_no_error() -> None:
+    found = predictions((FORWARD, BACKWARD), timings(unseen_lengths(8192)))
+    assert [one.error for one in found] == pytest.approx([0.0] * len(found), abs=1e-12)
+    assert {one.num_layers for one in found} == set(LAYERS)
+
+
+def test_an_error_has_a_sign() -> None:
+    assert Prediction(1, (8,), measured_seconds=2.0, predicted_seconds=2.2).error == pytest.approx(0.1)
+    assert Prediction(1, (8,), measured_seconds=2.0, predicted_seconds=1.0).error == pytest.approx(-0.5)
+
+
+def test_no_constant_is_negative() -> None:
+    """Times that fall with the number of micro-batches would want a negative fixed cost."""
+    packs = fitted_lengths(4096)
+    made = [Timing(t.num_layers, t.lengths, t.forward_seconds - 5e-4 * t.num_layers, t.backward_seconds)
+            for t in timings(packs) if sum(t.lengths) > 1000]  # fmt: skip
+    forward, _ = fit_timings(made)
+    assert min(constants(forward)) >= 0
+    assert 0 in constants(forward)
+
+
+def test_the_best_of_the_constants_from_0_on() -> None:
+    """Against a fine grid of all of them."""
+    features = np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
+    found = fit_constants(features, np.array([1.0, 3.0, 5.0]))  # a line through -1
+    assert found[1] == 0
+    grid = np.linspace(0, 3, 301)
+    losses = [[float((((features @ [x, y]) / [1, 3, 5] - 1) ** 2).sum()) for y in grid] for x in grid]
+    assert float((((features @ found) / [1, 3, 5] - 1) ** 2).sum()) <= np.min(losses)
+
+
+def test_noise_is_refused() -> None:
+    flat = [Timing(t.num_layers, t.lengths, 1.0, 1.0) for t in timings(fitted_lengths(256))]
+    with pytest.raises(ValueError, match=r"forward times are too short or too noisy.*--max-tokens"):
+        fit_timings(flat)
+
+
+RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7), CostModel(0.0, 0.0, c=9e-8, h=8e-7))
+
+
+def ring_timings(lengths: Sequence[int], width: int, noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
+    """A rank's share of each sequence, and what the ring adds for the tokens that it receives."""
+    made = []
+    for layers in LAYERS:
+        for length in lengths:
+            received = length * (width - 1) / width
+            times = []
+            for fit, ring in zip((FORWARD, BACKWARD), RING, strict=True):
+                layer = max(fit.layer.a * length**2 / width, ring.c * received) + fit.layer.b * length / width
+                head = fit.head * length / width + fit.rest
+                times.append((layers * (layer + fit.layer.g + ring.h * received) + head) * noise())
+            made.append(Timing(layers, (length,), *times, width))
+    return made
+
+
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_rings_give_back_their_constants(width: int) -> None:
+    c = (RING[0].c, RING[1].c)
+    seen, unseen = ring_lengths(32768, width)
+    found = fit_rings((FORWARD, BACKWARD), ring_timings(seen, width), c)
+    for fit, true, ring in zip(found, (FORWARD, BACKWARD), RING, strict=True):
+        assert fit.layer.h == pytest.approx(ring.h)
+        assert replace(fit, layer=replace(fit.layer, c=0.0, h=0.0)) == true
+    errors = [one.error for one in predictions(found, ring_timings(unseen, width))]
+    assert errors == pytest.approx([0.0] * len(errors), abs=1e-12)
+
+
+def test_noisy_rings() -> None:
+    generator = np.random.default_rng(0)
+    made = ring_timings(ring_lengths(32768, 2)[0], 2, lambda: 1 + 0.01 * generator.standard_normal())
+    found = fit_rings((FORWARD, BACKWARD), made, (0.0, 0.0))
+    assert found[1].layer.h == pytest.approx(RING[1].h, rel=0.15)
+
+
+def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
+    """Their time is explained by c; it would be counted twice."""
+    slow = (1e-3, 1e-3)
+    made = ring_timings([1000, 2000], 2)
+    assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), made, slow)] == [0.0, 0.0]
+    fast = ring_timings([1_000_000_000], 2)  # whose attention is longer even than that
+    both = fit_rings((FORWARD, BACKWARD), [*made, *fast], slow)
+    alone = fit_rings((FORWARD, BACKWARD), fast, slow)
+    assert both == alone
+    assert alone[0].layer.h > 0
+
+
+def test_without_rings_h_is_0() -> None:
+    found = fit_rings((FORWARD, BACKWARD), [], (2e-7, 6e-7))
+    assert [(fit.layer.c, fit.layer.h) for fit in found] == [(2e-7, 0.0), (6e-7, 0.0)]
+    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([4096], 2)]
+    assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), faster, (0.0, 0.0))] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("max_tokens", [64, 100, 4096, 32768])
+def test_measured_lengths(max_tokens: int) -> None:
+    fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
+    for pack in (*fitted, *unseen):
+        assert 1 <= sum(pack) <= max_tokens
+        assert min(pack) >= 1
+    assert not set(fitted) & set(unseen)
+    assert sum(len(pack) > 1 for pack in fitted) >= 5  # micro-batches of training are packs
+    assert any(len(pack) > 1 for pack in unseen)
+    assert any(len(pack) == 1 for pack in unseen)
+    assert max(sum(pack) for pack in fitted) == max_tokens
+    for num_ranks in (2, 3, 8):
+        seen, others = ring_lengths(max_tokens, num_ranks)
+        for length in (*seen, *others):
+            assert max_tokens // 4 <= length / num_ranks <= max_tokens // 2
+        assert not set(seen) & set(others)
+
+
+def test_too_few_tokens_to_tell_lengths_apart() -> None:
+    with pytest.raises(ValueError, match="--max-tokens 63: give at least 64"):
+        fitted_lengths(63)
+
+
+def test_the_cost_file_of_a_fit() -> None:
+    fits = fit_rings((FORWARD, BACKWARD), ring_timings([32768], 2), (3e-8, 9e-8))
+    cost = model_cost(fits, (139e3, 8192.0), Origin(SHAPE, "a GPU", "bfloat16", 1, "test"))
+    assert cost.forward == CostModel(4e-11, 1.6e-6, 3e-8, 1e-4 + 3e-4 / 32, fits[0].layer.h)
+    assert cost.backward == CostModel(1e-10, 3.2e-6, 9e-8, 2e-4 + 5e-4 / 32, fits[1].layer.h)
+    assert cost.forward.h == pytest.approx(5e-7)
+    # the whole model costs what the formula of the module says
+    for fit, whole in ((FORWARD, cost.whole().forward), (BACKWARD, cost.whole().backward)):
+        expected = seconds(fit, 32, (4096, 512))
+        assert whole.g + sum(whole.sequence_cost(length, 1) for length in (4096, 512)) == pytest.approx(expected)
+    assert (cost.layer_bytes, cost.recompute_bytes) == (139e3, 8192.0)
+
+
+def test_ring_bytes_by_hand() -> None:
+    # keys and values of 8 heads of 128 numbers; backwards the same in 2 bytes and their gradients in 4
+    assert ring_bytes_per_token(SHAPE, 1, 2, 4) == (2 * 8 * 128 * 2, 2 * 8 * 128 * 6)
+    assert ring_bytes_per_token(SHAPE, 4, 2, 4) == (2 * 2 * 128 * 2, 2 * 2 * 128 * 6)
+    assert ring_bytes_per_token(SHAPE, 16, 2, 4) == (2 * 1 * 128 * 2, 2 * 1 * 128 * 6)  # a head is not cut
+
+
+def test_texts() -> None:
+    assert lengths_text((2048, 512, 512, 512, 7)) == "2048 + 3 x 512 + 7"
+    found = [
+        Prediction(1, (64,), 0.010, 0.011),
+        Prediction(3, (8, 8), 0.020, 0.019),
+        Prediction(3, (9,), 0.02, 0.02, 2),
+    ]
+    assert errors_text(found) == "median 5.0%, worst 10.0%"
+    table = prediction_table(found).splitlines()
+    assert len(table) == 4
+    assert table[1].split() == ["1", "10.00", "11.00", "+10.0%", "64"]
+    assert table[2].endswith("2 x 8")
+    assert "-5.0%" in table[2]
+    assert table[3].endswith("9, a ring of 2 ranks")

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.measure.metrics import IntervalMetrics, Mark, RankStep, StepClock, append_jsonl
+from bytescale_ext.measure.timeline import SpanShard, read_spans
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+
+MICRO_BATCHES = (
+    MicroBatch((Shard(0, ((0, 16), (48, 64)), (0, 1)),)),
+    MicroBatch((Shard(1, ((0, 5),), (0,)), Shard(2, ((0, 7),), (0,)))),
+)
+LENGTHS = (64, 5, 7)
+
+
+def clock_of(*marks: tuple[str, int | None, float, float]) -> StepClock:
+    clock = StepClock(on_cuda=False)
+    clock.marks = [Mark(kind, index, wall, busy, None) for kind, index, wall, busy in marks]
+    return clock
+
+
+STEP = (
+    ("wait", None, 100.0, 1.0),
+    ("forward", 0, 101.0, 1.5),
+    ("backward", 0, 103.0, 2.0),
+    ("forward", 1, 106.0, 4.0),
+    ("backward", 1, 107.0, 4.5),
+    ("reduce", None, 109.0, 5.5),
+    ("end", None, 110.0, 9.0),
+)
+
+
+def test_work_is_processor_time_in_forward_and_backward_passes() -> None:
+    assert clock_of(*STEP).work_seconds() == 4.0
+    waiting = ("wait", None, 104.0, 2.5)  # for another pipeline stage, until the forward pass that follows
+    assert clock_of(*STEP[:3], waiting, *STEP[3:]).work_seconds() == 2.5
+
+
+def test_a_step_without_work_took_none() -> None:
+    assert clock_of(STEP[0], STEP[5], STEP[6]).work_seconds() == 0.0
+    assert clock_of(STEP[0], STEP[1]).work_seconds() == 0.0
+    assert StepClock(on_cuda=False).work_seconds() == 0.0
+
+
+def test_the_processor_time_to_note_may_be_another() -> None:
+    readings = iter([1.0, 2.0, 4.5])
+    clock = StepClock(on_cuda=False, busy_time=readings.__next__)
+    clock.begin(traced=False)
+    for kind in ("forward", "end"):
+        clock.mark(kind)
+    assert clock.work_seconds() == 2.5
+
+
+def test_begin_forgets_the_last_step() -> None:
+    clock = clock_of(*STEP)
+    clock.begin(traced=True)
+    assert clock.traced
+    assert [mark.kind for mark in clock.marks] == ["wait"]
+
+
+def test_waiting_is_no_work() -> None:
+    clock = StepClock(on_cuda=False)
+    clock.begin(traced=False)
+    clock.mark("forward", 0)
+    threading.Event().wait(0.2)
+    clock.mark("reduce")
+    assert clock.marks[2].wall_seconds - clock.marks[1].wall_seconds > 0.15
+    assert clock.work_seconds() < 0.1
+
+
+def test_spans_can_be_read_as_a_timeline(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        append_jsonl(tmp_path / f"rank{rank}.jsonl", clock_of(*STEP).spans(7, rank, MICRO_BATCHES, LENGTHS))
+    spans = [span for span in read_spans(tmp_path) if span.rank == 1]
+    assert [span.kind for span in spans] == ["wait", "forward", "backward", "forward", "backward", "reduce"]
+    assert {span.step for span in spans} == {7}
+    assert [(span.start, span.stop) for span in spans[:2]] == [(100.0, 101.0), (101.0, 103.0)]
+    assert spans[1].micro_batch == 0
+    assert spans[0].micro_batch is None
+    assert spans[1].shards == (SpanShard(seq=0, length=64, tokens=32, ring=(0, 1)),)
+    assert [shard.length for shard in spans[3].shards] == [5, 7]
+    assert spans[0].shards == () == spans[5].shards
+
+
+def test_padding_micro_batch_of_a_rank_without_work_has_no_shards() -> None:
+    spans = clock_of(*STEP[:3], *STEP[5:]).spans(0, 0, (), LENGTHS)
+    assert [span["shards"] for span in spans] == [[]] * 4
+
+
+def test_figures_of_steps_add_up() -> None:
+    one = RankStep(*(float(i + 1) for i in range(len(fields(RankStep)))))
+    assert one + RankStep() == one
+    assert (one + one).values() == (*(2 * value for value in one.values()[:-1]), one.host_peak_bytes)
+    assert one.values()[:3] == (one.work_seconds, one.planned_work, one.num_micro_batches) == (1.0, 2.0, 3.0)
+    assert RankStep(*one.values()) == one
+
+
+def test_stages_of_a_pipeline_share_their_micro_batches_and_add_their_work() -> None:
+    first = RankStep(work_seconds=3.0, planned_work=9.0, num_micro_batches=4, num_tokens=90, num_rows=100,
+                     plan_wait_seconds=0.2, bytes_sent=3e6, attention_calls=10)  # fmt: skip
+    second = replace(first, work_seconds=1.0, plan_wait_seconds=0.6, bytes_sent=1e6, attention_calls=20)
+    assert RankStep.of_stages([first]) == first
+    assert RankStep.of_stages([first, second]) == replace(
+        first, work_seconds=4.0, plan_wait_seconds=0.6, bytes_sent=4e6, attention_calls=30
+    )
+
+
+def test_activations_add_up_and_their_peak_does_not() -> None:
+    first = RankStep(num_micro_batches=1, kept_bytes=4e6, swapped_bytes=2e6, recomputed_bytes=6e6, host_peak_bytes=3e6)
+    second = replace(first, swapped_bytes=3e6, host_peak_bytes=5e6)
+    both = RankStep.of_stages([first, second])
+    assert (both.kept_bytes, both.swapped_bytes, both.recomputed_bytes, both.host_peak_bytes) == (8e6, 5e6, 12e6, 5e6)
+    metrics = IntervalMetrics.of(4, 2, 1.0, [first + first, second + first])
+    assert (metrics.kept_megabytes_per_step, metrics.swapped_megabytes_per_step) == (8.0, 4.5)
+    assert metrics.line().endswith("activations kept 8.0 swapped 4.5 recomputed 12.0 MB/step, host peak 5.0 MB")
+    assert "activations" not in IntervalMetrics.of(4, 2, 1.0, [RankStep(num_micro_batches=1)]).line()
+
+
+RANKS = (
+    RankStep(work_seconds=3.0, planned_work=9.0, num_micro_batches=4, num_tokens=90, num_rows=100,
+             plan_wait_seconds=0.2, bytes_sent=3e6, attention_calls=10),
+    RankStep(work_seconds=1.0, planned_work=3.0, num_micro_batches=1, num_tokens=60, num_rows=100,
+             plan_wait_seconds=0.6, bytes_sent=1e6, attention_calls=20),
+)  # fmt: skip
+
+
+def test_interval_metrics() -> None:
+    metrics = IntervalMetrics.of(20, 2, 5.0, RANKS)
+    assert metrics.iteration == 20
+    assert metrics.num_steps == 2
+    assert metrics.tokens_per_second == 30.0
+    assert metrics.micro_batches_per_rank == (2.0, 0.5)
+    assert metrics.planned_imbalance == pytest.approx(1.5)
+    assert metrics.measured_imbalance == pytest.approx(1.5)
+    assert metrics.padding_share == pytest.approx(0.25)
+    assert metrics.plan_wait_ms == pytest.approx(300.0)
+    assert metrics.megabytes_sent_per_step == pytest.approx(2.0)
+    assert metrics.attention_calls_per_step == 15.0
+
+
+def test_an_interval_without_work_divides_by_nothing() -> None:
+    metrics = IntervalMetrics.of(1, 1, 0.0, [RankStep(), RankStep()])
+    assert metrics.padding_share == 0.0
+    assert metrics.planned_imbalance == metrics.measured_imbalance == 1.0
+    assert metrics.tokens_per_second == 0.0
+
+
+def test_line() -> None:
+    line = IntervalMetrics.of(20, 2, 0.05, RANKS).line()
+    assert "\n" not in line
+    assert "3,000 tokens/s" in line
+    assert "micro-batches per rank: 2 0.5 |" in line
+    assert "imbalance planned 1.50 measured 1.50" in line
+    assert "padding 25.00%" in line
+    assert "waited for plan 300.0 ms" in line
+    assert "ring traffic 2.0 MB/step" in line
+
+
+def test_line_of_many_ranks_is_cut() -> None:
+    line = IntervalMetrics.of(1, 1, 1.0, [RankStep(num_micro_batches=i) for i in range(40)]).line()
+    assert "13 14 15 ... (40 ranks)" in line
+
+
+def test_append_jsonl_makes_the_folder_and_appends(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "metrics.jsonl"
+    append_jsonl(path, [{"a": 1}, {"a": 2}])
+    append_jsonl(path, [{"a": 3}])
+    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 3]

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from tests.plan.activation.random_loads import LLAMA2_7B
+
+KIB = 1024
+
+
+def test_bytes_of_a_llama_layer() -> None:
+    sizes = {tensor.name: tensor.bytes_per_token / KIB for tensor in layer_tensors(LLAMA2_7B)}
+    assert sizes["layer input"] == 8
+    assert sizes["query, key, value"] == 24
+    assert sizes["attention output"] == 8
+    assert sizes["attention log-sum-exp"] == 0.125
+    assert sizes["MLP first output"] == 43
+    assert sizes["activation output"] == 21.5
+    assert sum(sizes.values()) == pytest.approx(128.6, abs=0.05)
+
+
+def test_plain_gpt_has_memos_sixteen_hidden_sizes() -> None:
+    shape = ModelShape(32, 4096, 32, 32, 128, 4 * 4096, False, 50257)  # MEMO section 3.2: 16 b s h elements
+    rows = [tensor for tensor in layer_tensors(shape) if "log-sum" not in tensor.name]
+    assert sum(tensor.bytes_per_token for tensor in rows) == 16 * 4096 * 2
+
+
+def test_tensor_parallel_ranks_share_what_they_share() -> None:
+    whole, split = layer_tensors(LLAMA2_7B), layer_tensors(LLAMA2_7B, tensor_parallel=4)
+    both = layer_tensors(LLAMA2_7B, tensor_parallel=4, sequence_parallel=True)
+    for one, four, sequence in zip(whole, split, both, strict=True):
+        assert sequence.bytes_per_token == one.bytes_per_token / 4
+        is_residual = one.name.endswith("norm output") or one.name in ("layer input", "residual after attention")
+        assert four.bytes_per_token == one.bytes_per_token / (1 if is_residual else 4)
+
+
+def test_experts_are_left_alone() -> None:
+    sparse = replace(LLAMA2_7B, num_expert_layers=32, expert_ffn_hidden=1024, num_experts=8)
+    assert [tensor.name for tensor in layer_tensors(sparse)] == [t.name for t in layer_tensors(LLAMA2_7B)][:-2]

@@ -1,0 +1,108 @@
+"""Cost files as values: what comes back from JSON, what is refused, and how stages add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_cost import ModelCost, flops_cost, flops_stage_cost, model_flops
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape, attention_flops_per_square, linear_flops_per_token
+from bytescale_ext.plan.step.micro_batch import Shard
+
+LAYER = CostModel(a=1e-10, b=2e-6, c=1e-7, g=3e-4)
+TINY = ModelShape(num_layers=2, hidden=8, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden=10, gated=True, vocab=20)
+COST = ModelCost(LLAMA_7B, "a device", "bfloat16", 2, "made up", LAYER, LAYER.scaled(2.5), 1e-6, 2e-6, 9e4, 8e3)
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The JSON of a cost file with one entry changed."""
+    whole = json.loads(json.dumps(COST.to_json()))
+    *folders, name = path.split(".")
+    place = whole
+    for folder in folders:
+        place = place[folder]
+    place[name] = value
+    return whole
+
+
+def test_a_cost_file_comes_back_as_it_was() -> None:
+    assert ModelCost.from_json(json.loads(json.dumps(COST.to_json()))) == COST
+
+
+@pytest.mark.parametrize("path", ["forward.a", "backward.g", "head_forward", "layer_bytes", "recompute_bytes"])
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), "3", None])
+def test_constants_are_numbers_from_0_on(path: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"the cost file's {path} is {value}"):
+        ModelCost.from_json(changed(path, value))
+
+
+@pytest.mark.parametrize("path", ["forward.a", "forward.b", "backward.a", "backward.b"])
+def test_attention_and_linear_work_cost_time(path: str) -> None:
+    with pytest.raises(ValueError, match=f"{path} is 0"):
+        ModelCost.from_json(changed(path, 0.0))
+    free = changed(path[:-1] + "c", 0)
+    assert ModelCost.from_json(free).to_json() == free
+
+
+@pytest.mark.parametrize("path", ["shape", "forward", "device", "head_backward"])
+def test_what_is_missing_or_unknown_is_named(path: str) -> None:
+    without = changed(path, None)
+    del without[path]
+    with pytest.raises(ValueError, match=f"not a cost file .*{path}.*bytescale profile"):
+        ModelCost.from_json(without)
+    with pytest.raises(ValueError, match=r"not a cost file .*colour"):
+        ModelCost.from_json(changed("forward.colour", 3))
+
+
+def test_stages_add_up_to_the_model() -> None:
+    parts = [COST.stage(10), COST.stage(10), COST.stage(12, has_head=True)]
+    for length in (1, 100, 50_000):
+        total = sum(part.both.sequence_cost(length, 2) for part in parts)
+        assert total == pytest.approx(COST.whole().both.sequence_cost(length, 2))
+    assert COST.stage(1) == StageCost(COST.forward, COST.backward)
+    assert COST.stage(2, has_head=True).forward.b == pytest.approx(2 * LAYER.b + 1e-6)
+
+
+def test_flops_of_one_stage_are_those_of_the_model() -> None:
+    stage, whole = flops_stage_cost(LLAMA_7B, 1), flops_cost(LLAMA_7B)
+    assert (stage.both.a, stage.both.b) == pytest.approx((whole.a, whole.b))
+    assert stage.backward.a == pytest.approx(2 * stage.forward.a)
+
+
+@pytest.mark.parametrize(("num_stages", "num_layers"), [(2, 16), (4, 8), (5, 7), (32, 1)])
+def test_flops_of_the_largest_stage_have_its_layers_and_the_head(num_stages: int, num_layers: int) -> None:
+    stage = flops_stage_cost(LLAMA_7B, num_stages)
+    assert stage.forward.a == pytest.approx(num_layers * 2 * 32 * 128)
+    head = 2 * LLAMA_7B.hidden * LLAMA_7B.vocab
+    layer = (linear_flops_per_token(LLAMA_7B) - head) / 32
+    assert stage.forward.b == pytest.approx(num_layers * layer + head)
+
+
+def test_stages_share_out_layers_of_experts_too() -> None:
+    shape = ModelShape(8, 64, 4, 4, 16, 256, True, 1000, num_expert_layers=4, expert_ffn_hidden=512, num_experts=8)
+    half = replace(shape, num_layers=4, num_expert_layers=2)
+    assert flops_stage_cost(shape, 2).forward.b == pytest.approx(linear_flops_per_token(half))
+
+
+def test_model_flops_are_three_forwards_of_each_document() -> None:
+    one = 3 * (attention_flops_per_square(TINY) * 100 + linear_flops_per_token(TINY) * 10)
+    assert model_flops(TINY, [10]) == one
+    assert model_flops(TINY, [10, 10]) == 2 * one
+    assert model_flops(TINY, [20]) > 2 * one
+    assert model_flops(TINY, []) == 0
+
+
+def test_model_flops_of_7b_are_six_per_parameter_for_short_documents() -> None:
+    num_weights = linear_flops_per_token(LLAMA_7B) / 2
+    assert num_weights == pytest.approx(5.8e9, rel=0.05)  # 6.7e9 less the embedding and grouped keys and values
+    assert model_flops(LLAMA_7B, [1]) == pytest.approx(6 * num_weights, rel=1e-3)
+
+
+def test_members_of_a_ring_together_do_the_work_of_the_sequence() -> None:
+    cost = flops_cost(TINY)
+    shards = [Shard(0, ((0, 2), (5, 6)), (0, 1)), Shard(0, ((2, 4), (4, 5)), (0, 1))]
+    assert sum(cost.shard_cost(shard, 6) for shard in shards) == pytest.approx(model_flops(TINY, [6]))

@@ -1,0 +1,31 @@
+"""FLOPs of a model by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bytescale_ext.plan.cost.model_shape import ModelShape, attention_flops_per_square, linear_flops_per_token
+
+TINY = ModelShape(num_layers=2, hidden=8, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden=10, gated=True, vocab=20)
+
+
+def test_linear_flops_by_hand() -> None:
+    # query 8x12, key and value 8x6 each, output 12x8; three MLP matrices 8x10; output layer 8x20
+    weights = 2 * (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 10) + 8 * 20
+    assert linear_flops_per_token(TINY) == 2 * weights
+
+
+def test_an_mlp_without_gate_has_two_matrices() -> None:
+    plain = ModelShape(2, 8, 4, 2, 3, 10, False, 20)
+    assert linear_flops_per_token(TINY) - linear_flops_per_token(plain) == 2 * 2 * 8 * 10
+
+
+def test_a_layer_of_experts_counts_those_of_one_token() -> None:
+    # in one of the two layers: 2 experts of width 4 for each token and a shared one of 6, chosen from 16
+    sparse = replace(TINY, num_expert_layers=1, expert_ffn_hidden=2 * 4 + 6, num_experts=16)
+    assert linear_flops_per_token(sparse) - linear_flops_per_token(TINY) == 2 * (3 * 8 * (14 - 10) + 8 * 16)
+
+
+def test_attention_flops_by_hand() -> None:
+    # scores and values: 2 products of 2 s^2 head_dim, 4 heads, 2 layers; half under the mask
+    assert attention_flops_per_square(TINY) == 2 * (2 * 2 * 3 * 4) / 2

@@ -1,0 +1,62 @@
+"""Costs of slices by hand, and as parts of whole sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.slice_shares import SliceShares
+from bytescale_ext.plan.step.sizes import Slicing
+
+
+def test_each_slice_of_a_ring_pays_h_for_the_keys_that_travel() -> None:
+    free, cost = CostModel(a=1e-2, b=3.0, c=0.1), CostModel(a=1e-2, b=3.0, c=0.1, h=0.5)
+    tokens, widths = np.array([1000.0, 70.0]), np.array([4.0, 1.0])
+    cut = SliceShares.of(cost, tokens, widths, Slicing(3))
+    (costs, exposed), (without, same) = cut.costs(cost), cut.costs(free)
+    np.testing.assert_allclose(costs - without, [1000 * 3 / 4 * 0.5 * cut.exchanged[0], [0.0] * 3], atol=1e-9)
+    assert (exposed == same).all()
+
+
+def test_slices_by_hand() -> None:
+    cost = CostModel(a=2.0, b=3.0, c=50.0)
+    # (2 P^2 + 3 P) of 12 tokens is 324; half of it is 162 = 2 * 81 + 3 * 0 near P = 8.28
+    tokens, widths = np.array([12.0, 12.0]), np.array([2.0, 1.0])
+    cut = SliceShares.of(cost, tokens, widths, Slicing(2))
+    end = 12 * cut.tokens[0, 0]
+    assert 2 * end**2 + 3 * end == pytest.approx(162)
+    costs, exposed = cut.costs(cost)
+    exchanges = np.array([50 * end / 2, 50 * 12 / 2])  # the second slice needs all keys again
+    attention = np.array([end**2, 144 - end**2])
+    np.testing.assert_allclose(costs[0], exchanges + 3 / 2 * np.array([end, 12 - end]))
+    np.testing.assert_allclose(exposed[0], exchanges - attention)
+    np.testing.assert_allclose(costs[1], [162, 162])  # on one rank: equal parts
+    assert exposed[1].tolist() == [0, 0]
+    kept = SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=12))
+    costs, exposed = kept.costs(cost)
+    # Now its own keys alone travel, for all tokens longer than their attention takes: 50 > 2 * 2 * 12. Equal halves.
+    np.testing.assert_allclose(costs[0], [50 * 6 / 2 + 3 * 6 / 2] * 2)
+    np.testing.assert_allclose(exposed[0], [150 - 6**2, 150 - (12**2 - 6**2)])
+    # Backward their gradients alone travel: what c has beyond the forward's.
+    stage = StageCost(cost, replace(cost, c=80.0))
+    (forward, _), (backward, _) = kept.stage_costs(stage)
+    assert (forward == costs).all()
+    np.testing.assert_allclose(backward, kept.costs(replace(cost, c=30.0))[0])
+    again = cut.stage_costs(stage)[1][0]
+    np.testing.assert_allclose(again, cut.costs(stage.backward)[0])
+    assert SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=11)).exchanged.tolist() == cut.exchanged.tolist()
+
+
+def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
+    cost = CostModel(a=1e-2, b=3.0, c=0.1)
+    tokens, widths = np.array([1000.0, 70.0, 1.0, 5000.0]), np.array([4.0, 1.0, 1.0, 9.0])
+    whole = cost.sequence_cost(tokens, widths)
+    for num_slices in (1, 2, 5):
+        cut = SliceShares.of(cost, tokens, widths, Slicing(num_slices))
+        costs, exposed = cut.costs(cost)
+        np.testing.assert_allclose(costs, np.repeat(whole[:, None] / num_slices, num_slices, axis=1))
+        assert not exposed.any()
+    assert SliceShares.of(CostModel(0.0, 0.0), tokens, widths, Slicing(1)).exchanged.tolist() == [[1.0]] * 4

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale_ext.plan.hdp.packing import deal_by_work, fill_slots, pack_best_fit, split_into_packs
+
+
+def packed_slowly(lengths: list[int], indices: list[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Best-fit-decreasing by its definition, quadratic."""
+    packs: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: (-lengths[index], index)):
+        room = [capacity - sum(lengths[other] for other in pack) for pack in packs]
+        fitting = [number for number in range(len(packs)) if room[number] >= lengths[index]]
+        if fitting:
+            packs[min(fitting, key=lambda number: (room[number], number))].append(index)
+        else:
+            packs.append([index])
+    return tuple(tuple(pack) for pack in packs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(40, 100))
+def test_packs_are_those_of_the_definition(lengths: list[int], capacity: int) -> None:
+    assert pack_best_fit(lengths, range(len(lengths)), capacity) == packed_slowly(
+        lengths, list(range(len(lengths))), capacity
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=80), st.integers(5000, 9000), st.data())
+def test_each_item_once_within_capacity_and_few_packs(lengths: list[int], capacity: int, data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, len(lengths) - 1), unique=True))
+    packs = pack_best_fit(lengths, indices, capacity)
+    assert sorted(index for pack in packs for index in pack) == sorted(indices)
+    sums = [sum(lengths[index] for index in pack) for pack in packs]
+    assert all(0 < total <= capacity for total in sums)
+    # two packs that are at most half full would have been one
+    assert sum(2 * total <= capacity for total in sums) <= 1
+    assert packs == packed_slowly(lengths, indices, capacity)
+
+
+def test_the_fullest_pack_that_fits_is_chosen_and_then_the_oldest() -> None:
+    # 6 | 5 | then 3 fits pack 0 (4 left) tighter than pack 1 (5 left)
+    assert pack_best_fit([6, 5, 5, 3], [0, 1, 3], 10) == ((0, 3), (1,))
+    # packs 0 and 1 have the same room: the older one
+    assert pack_best_fit([6, 6, 2], [0, 1, 2], 10) == ((0, 2), (1,))
+    # equal lengths: the lower index first, whatever the order of the indices
+    assert pack_best_fit([4, 4, 4], [2, 0, 1], 8) == ((0, 1), (2,))
+
+
+def test_large_capacities_cross_words_of_the_residual_set() -> None:
+    lengths = [5000, 3000, 1500, 1024, 1023, 1, 2048, 4096]
+    for capacity in (5000, 5001, 8192, 100_000):
+        assert pack_best_fit(lengths, range(8), capacity) == packed_slowly(lengths, list(range(8)), capacity)
+
+
+def test_numpy_lengths_give_plain_integers() -> None:
+    packs = pack_best_fit(np.array([3, 4, 5], dtype=np.int32), range(3), 8)  # type: ignore[arg-type]
+    assert packs == ((2, 0), (1,))
+    assert all(type(index) is int for pack in packs for index in pack)
+
+
+def test_many_items() -> None:
+    lengths = np.random.default_rng(0).integers(1, 8192, 50_000).tolist()
+    packs = pack_best_fit(lengths, range(len(lengths)), 8192)
+    assert sum(map(len, packs)) == len(lengths)
+    assert len(packs) < 1.01 * sum(lengths) / 8192 + 1
+
+
+def test_nothing_to_pack() -> None:
+    assert pack_best_fit([9, 9], [], 4) == ()
+
+
+@pytest.mark.parametrize(("lengths", "words"), [([2, 9], "sequence 1 has 9 tokens"), ([2, 0], "sequence 1 has 0")])
+def test_impossible_items_are_named(lengths: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pack_best_fit(lengths, range(2), 8)
+
+
+def test_work_is_dealt_to_the_least_loaded() -> None:
+    bins = deal_by_work(np.array([5.0, 4.0, 3.0, 3.0]), np.array([0.0, 2.0, 9.0]))
+    assert bins.tolist() == [0, 1, 0, 1]  # 5 | 6 | 9, then 3 to bin 0 (5), then 3 to bin 1 (6)
+    assert deal_by_work(np.array([1.0, 1.0]), np.zeros(3)).tolist() == [0, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 4)), max_size=60), st.integers(40, 90))
+def test_packs_of_all_owners_are_best_fit_of_each(items: list[tuple[int, int]], capacity: int) -> None:
+    tokens, owners = (np.array([item[part] for item in items], dtype=np.int64) for part in (0, 1))
+    packs = split_into_packs(tokens, owners, capacity)
+    for owner in range(5):
+        rooms: list[int] = []
+        for item in np.flatnonzero(owners == owner).tolist():
+            fitting = [number for number, room in enumerate(rooms) if room >= tokens[item]]
+            if not fitting:
+                rooms.append(capacity)
+                fitting = [len(rooms) - 1]
+            wanted = min(fitting, key=lambda number: (rooms[number], number))
+            assert packs[item] == wanted
+            rooms[wanted] -= int(tokens[item])
+
+
+def test_slots_are_filled_by_what_they_miss_and_hold() -> None:
+    tokens, work = np.array([6, 5, 4, 3]), np.array([6.0, 5.0, 4.0, 3.0])
+    room, missing = np.array([[8, 8], [9, 2]]), np.array([[3.0, 9.0], [-np.inf, 5.0]])
+    # the first owner: 6 to slot 1, which then misses 3 and has room for 2, so 5 goes to slot 0; 3 fits there too
+    assert fill_slots(tokens[[0, 1, 3]], work[[0, 1, 3]], np.zeros(3, dtype=np.int64), room, missing).tolist() == [
+        1,
+        0,
+        0,
+    ]
+    # the second one: slot 0 is closed, slot 1 is too small
+    assert fill_slots(tokens, work, np.ones(4, dtype=np.int64), room, missing).tolist() == [-1] * 4
+    assert room.tolist() == [[8, 8], [9, 2]]
+    assert fill_slots(tokens[:0], work[:0], tokens[:0], room, missing).tolist() == []

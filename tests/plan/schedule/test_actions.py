@@ -1,0 +1,175 @@
+"""Schedules of slices: their order, their text, and the formulas for idle time and memory, exact for equal costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.plan.schedule.actions import (
+    Action,
+    SliceSchedule,
+    bubble_of_equal_costs,
+    num_warm_up,
+    parse_schedule,
+    seq1f1b_schedule,
+    slice_group_size,
+)
+from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, evaluate
+from bytescale_ext.plan.schedule.simulate import Simulated, peak_held, simulate_slices
+from bytescale_ext.plan.step.sizes import Slicing
+
+SIZES = [
+    (p, m, k, v)
+    for p in (1, 2, 3, 4, 6)
+    for m in (1, 2, 5, 8)
+    for k in (1, 2, 3, 4, 8)
+    for v in (1, 2, 3)
+    if v == 1 or (p > 2 and m * k >= slice_group_size(p, k) and m * k % slice_group_size(p, k) == 0)
+]
+
+
+def equal(schedule: SliceSchedule) -> Simulated:
+    return simulate_slices(schedule, lambda stage, action: 1.0 if action.kind == "F" else 2.0)
+
+
+def test_the_order_of_two_stages() -> None:
+    assert str(seq1f1b_schedule(2, 2, Slicing(2))).splitlines() == [
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 0",
+        "stage 0   F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0",
+        "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
+    ]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_formulas_are_exact_for_equal_costs(sizes: tuple[int, int, int, int]) -> None:
+    p, m, k, v = sizes
+    schedule = seq1f1b_schedule(p, m, Slicing(k), v)
+    assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k, v), abs=1e-12)
+    for stage in range(p):
+        assert peak_held(schedule, stage) == schedule.peak_slices(stage)
+
+
+def test_formulas_are_the_papers() -> None:
+    assert bubble_of_equal_costs(4, 8) == 3 / 11
+    assert bubble_of_equal_costs(4, 8, 4) == 3 / 35
+    assert bubble_of_equal_costs(4, 8, 4, 2) == 3 / 67
+    assert [seq1f1b_schedule(4, 8, Slicing(4)).peak_slices(stage) for stage in range(4)] == [7, 6, 5, 4]
+    assert seq1f1b_schedule(4, 1, Slicing(4)).peak_slices(0) == 4
+    assert seq1f1b_schedule(4, 8, Slicing(4), 2).peak_slices(0) == (2 + 1) * 4 + 4 - 2
+
+
+def test_one_slice_is_1f1b() -> None:
+    """What Megatron runs with 3 stages and 4 micro-batches; test_schedules.py of pipeline_parallel/ runs Megatron."""
+    assert [" ".join(f"{one.kind}{one.micro_batch}" for one in stage) for stage in seq1f1b_schedule(3, 4).stages] == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("p", "k", "v", "eager"), [(4, 1, 1, False), (3, 2, 1, True), (4, 1, 2, False), (3, 2, 3, False)]
+)
+def test_a_shorter_pipeline_leaves_micro_batches_of_a_longer_one_out(p: int, k: int, v: int, eager: bool) -> None:
+    """This keeps rings between pipelines from waiting in a circle."""
+    slicing, per_group = Slicing(k, eager=eager), slice_group_size(p, k) // k if v > 1 else 1
+    longest = seq1f1b_schedule(p, 6 * per_group, slicing, v)
+    for count in range(per_group, 6 * per_group, per_group):
+        left = [tuple(one for one in stage if one.micro_batch < count) for stage in longest.stages]
+        assert list(seq1f1b_schedule(p, count, slicing, v).stages) == left
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 2, 4, 1), (4, 4, 3, 2), (3, 12, 11, 3)])
+def test_text_parses_back(sizes: tuple[int, int, int, int]) -> None:
+    p, m, k, v = sizes
+    schedule = seq1f1b_schedule(p, m, Slicing(k), v)
+    assert parse_schedule(str(schedule)) == schedule
+    assert parse_schedule("\n" + str(schedule).replace("  ", "   ") + "\n") == schedule
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("num_slices", "slices", "its first line must give num_stages"),
+        ("num_stages 2", "num_stages two", "its first line must give"),
+        ("num_stages 2", "num_stages 3", "3 stages are named and 2 are given"),
+        ("stage 1", "stage 2", "'stage 1' and actions"),
+        ("F0.1", "G0.1", "actions like F0.1"),
+        ("F0.1", "F0", "actions like F0.1"),
+    ],
+)
+def test_other_text_is_refused(before: str, after: str, message: str) -> None:
+    text = str(seq1f1b_schedule(2, 1, Slicing(2)))
+    for line in text.replace(before, after), "":
+        with pytest.raises(ValueError, match=message if line else "its first line must give"):
+            parse_schedule(line)
+
+
+def test_groups_hold_whole_micro_batches() -> None:
+    assert [slice_group_size(4, k) for k in (1, 2, 3, 4, 5, 6, 8, 16)] == [4, 4, 6, 4, 5, 6, 8, 16]
+    with pytest.raises(ValueError, match=r"groups of 4 slices: .* the smallest is 6"):
+        seq1f1b_schedule(4, 4, Slicing(3), 2, group_size=4)
+    with pytest.raises(ValueError, match="the nearest numbers of micro-batches are 4 or 6"):
+        seq1f1b_schedule(4, 5, Slicing(3), 2)
+    with pytest.raises(ValueError, match=r"the nearest numbers of micro-batches are 2$"):
+        seq1f1b_schedule(4, 1, Slicing(2), 2)
+    assert seq1f1b_schedule(3, 5, Slicing(4), 2).group_size == 4
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_sizes_are_positive(sizes: tuple[int, int, int]) -> None:
+    num_stages, num_micro_batches, num_chunks = sizes
+    with pytest.raises(ValueError, match="it must be at least 1"):
+        seq1f1b_schedule(num_stages, num_micro_batches, num_chunks=num_chunks)
+
+
+def test_warm_up_is_k_minus_one_longer() -> None:
+    assert [num_warm_up(4, stage, Slicing(4)) for stage in range(4)] == [6, 5, 4, 3]
+    assert num_warm_up(4, 1, Slicing(3), 2, 6) == 4 + 6 + 2
+    assert [num_warm_up(4, stage, Slicing(4, eager=True)) for stage in range(4)] == [9, 7, 5, 3]
+
+
+def test_the_eager_order_of_two_stages() -> None:
+    """Stage 0 is two forwards ahead of stage 1, and holds a slice more."""
+    schedule = seq1f1b_schedule(2, 2, Slicing(2, eager=True))
+    assert str(schedule).splitlines() == [
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 1",
+        "stage 0   F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0",
+        "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
+    ]
+    assert parse_schedule(str(schedule)) == schedule
+    with pytest.raises(ValueError, match="leave eager out"):
+        seq1f1b_schedule(3, 3, Slicing(2, eager=True), 2)
+
+
+@pytest.mark.parametrize(("p", "m", "k"), [(2, 5, 3), (4, 8, 4), (4, 2, 6), (6, 5, 1)])
+def test_an_eager_pipeline_of_equal_slices_is_as_fast_and_holds_more(p: int, m: int, k: int) -> None:
+    schedule = seq1f1b_schedule(p, m, Slicing(k, eager=True))
+    assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k), abs=1e-12)
+    for stage in range(p):
+        assert peak_held(schedule, stage) == schedule.peak_slices(stage) == min(2 * (p - stage) + k - 2, m * k)
+
+
+def test_an_eager_pipeline_of_unequal_slices_waits_less() -> None:
+    """Slices of 4 micro-batches that cost 1 to 4: 1F1B makes both neighbours of a long slice wait."""
+    costs = lambda stage, action: (1.0 + 3.0 * (action.micro_batch % 2)) * (1.0 if action.kind == "F" else 2.0)  # noqa: E731
+    plain, eager = (
+        simulate_slices(seq1f1b_schedule(4, 8, Slicing(4, eager=is_eager)), costs) for is_eager in (False, True)
+    )
+    assert eager.makespan < 0.95 * plain.makespan
+
+
+def test_actions_print_short() -> None:
+    assert str(Action("B", 3, 1, 2)) == "B3.1/2"
+    assert str(Action("F", 3, 1)) == "F3.1"
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "partition", "least", "most"),
+    [(1, "even", 0.27, 0.28), (4, "even", 0.38, 0.40), (4, "flops", 0.09, 0.11), (4, "time", 0.08, 0.11)],
+)
+def test_balanced_slices_leave_little_idle_time(num_slices: int, partition: str, least: float, most: float) -> None:
+    model = SliceModel(PAPER_MODELS["gpt-7b"].shape, 131072, 8)
+    figures = evaluate(model, 4, 8, Slicing(num_slices), 1, partition)
+    assert least <= figures.bubble <= most
+    held = peak_held(seq1f1b_schedule(4, 8, Slicing(num_slices)), 0, [float(length) for length in figures.slices])
+    assert figures.activation_bytes == pytest.approx(held * 8 * 34 * 4096 / 8)

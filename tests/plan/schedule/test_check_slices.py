@@ -1,0 +1,186 @@
+"""The validators of slices: they accept what the cutters make and refuse every kind of damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.schedule.check_slices import check_document_slices, check_slices
+from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule
+from bytescale_ext.plan.schedule.slices import PARTITIONS, slice_lengths
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.sizes import Slicing
+
+COST = CostModel(0.1, 1.0)
+SLICING = Slicing(3, kept_tokens=150)
+LENGTHS = (301, 130, 40, 30)
+RING = (4, 5, 6)
+Cuts = dict[int, list[DocumentSlices]]
+
+
+def cuts_of(slicing: Slicing = SLICING, multiple: int = 1, cost: CostModel | None = COST) -> Cuts:
+    """A ring of three ranks with two sequences, and two documents on its first rank."""
+    rule = SliceRule(slicing.num_slices, cost, multiple, slicing.kept_tokens)
+    rings = {rank: tuple(Shard(seq, zigzag_ranges(LENGTHS[seq], 3, n), RING) for seq in (0, 1))
+             for n, rank in enumerate(RING)}  # fmt: skip
+    documents = tuple(Shard(seq, ((0, LENGTHS[seq]),), (4,)) for seq in (2, 3))
+    held = {rank: MicroBatch((*shards, *(documents if rank == 4 else ()))) for rank, shards in rings.items()}
+    return {rank: [rule(micro_batch, LENGTHS)] for rank, micro_batch in held.items()}
+
+
+class Damaged(DocumentSlices):
+    """A cut of which a rank reads other tokens than it should."""
+
+    def slice(self, index: int, rank: int) -> MicroBatch:
+        return damage(index, super().slice(index, rank))
+
+
+def damage(index: int, piece: MicroBatch) -> MicroBatch:
+    """Set by the tests."""
+    raise NotImplementedError
+
+
+def damaged(cut: DocumentSlices) -> DocumentSlices:
+    return Damaged(cut.micro_batch, cut.ring_ends, cut.local_ends, cut.kept)
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+@pytest.mark.parametrize("cost", [COST, None])
+@pytest.mark.parametrize("slicing", [Slicing(), Slicing(2), SLICING, Slicing(7, 10**6)])
+def test_cuts_are_accepted(slicing: Slicing, multiple: int, cost: CostModel | None) -> None:
+    cuts = cuts_of(slicing, multiple, cost)
+    check_document_slices(cuts, LENGTHS, slicing, multiple)
+    for rank, row in cuts.items():  # a rank checks what it runs alone
+        check_document_slices({rank: row}, LENGTHS, slicing, multiple)
+
+
+def test_random_cuts_are_accepted() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        width, slicing = int(random.integers(2, 6)), Slicing(int(random.integers(1, 7)), int(random.integers(0, 9000)))
+        lengths = random.integers(width, 9000, size=2).tolist() + random.integers(1, 700, size=4).tolist()
+        multiple = int(random.choice([1, 2, 8]))
+        rule, ring = SliceRule(slicing.num_slices, COST, multiple, slicing.kept_tokens), tuple(range(width))
+        documents = tuple(Shard(seq, ((0, lengths[seq]),), (0,)) for seq in range(2, 6))
+        cuts = {}
+        for rank in ring:
+            shards = tuple(Shard(seq, zigzag_ranges(lengths[seq], width, rank), ring) for seq in (0, 1))
+            cuts[rank] = [rule(MicroBatch(shards + (() if rank else documents)), lengths), rule(MicroBatch(()), ())]
+        check_document_slices(cuts, lengths, slicing, multiple)
+
+
+def with_ends(
+    number: int, change: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Callable[[DocumentSlices], DocumentSlices]:
+    """Change the ends of one ring's sequence."""
+    return lambda cut: replace(
+        cut, ring_ends=tuple(change(ends) if n == number else ends for n, ends in enumerate(cut.ring_ends))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_ends(0, lambda e: (e[0] + 1, *e[1:])), r"inner ends .* of sequence 0 are no multiples of 6"),
+        (with_ends(0, lambda e: (*e[:-1], e[-1] - 1)), "of sequence 0 are no 3 slices of its 301 tokens"),
+        (with_ends(1, lambda e: (e[1], e[0], e[2])), "of sequence 1 are no 3 slices of its 130 tokens"),
+        (with_ends(1, lambda e: e[1:]), "of sequence 1 are no 3 slices"),
+        (with_ends(1, lambda e: (-6, *e[1:])), "of sequence 1 are no 3 slices"),
+        (with_ends(0, lambda e: (e[0] - 6, *e[1:])), r"ranks \[4, 5, 6\] cut sequence 0 differently"),
+        (lambda cut: replace(cut, local_ends=(0, 0, 69)), "of the local line are no 3 slices of its 70 tokens"),
+        (lambda cut: replace(cut, local_ends=(40, 30, 70)), "of the local line are no 3 slices"),
+        (lambda cut: replace(cut, kept=frozenset()), r"keys are kept of shards \[\], but sequences of \[1\]"),
+        (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept of shards \[0, 1\]"),
+        (lambda cut: replace(cut, ring_ends=cut.ring_ends[:1]), "ends for 1 rings, which must be the first 4 shards"),
+        (lambda cut: replace(cut, micro_batch=MicroBatch(cut.micro_batch.shards[::-1])), "ends for 2 rings"),
+    ],
+)  # fmt: skip
+def test_damaged_ends_are_refused(change: Callable[[DocumentSlices], DocumentSlices], message: str) -> None:
+    cuts = cuts_of()
+    with pytest.raises(PlanError, match=message):
+        check_document_slices(cuts | {4: [change(cuts[4][0])]}, LENGTHS, SLICING)
+
+
+def other_ranges(seq: int, change: Callable[[tuple], tuple], at: int = 0) -> Callable[[int, MicroBatch], MicroBatch]:
+    """Change the ranges that slice ``at`` reads of one sequence."""
+
+    def damage(index: int, piece: MicroBatch) -> MicroBatch:
+        shards = (
+            replace(shard, ranges=change(shard.ranges)) if shard.seq == seq and index == at else shard
+            for shard in piece.shards
+        )
+        return replace(piece, shards=tuple(shard for shard in shards if shard.ranges))
+
+    return damage
+
+
+def moved(ranges: tuple[tuple[int, int], ...], by: int = 1) -> tuple[tuple[int, int], ...]:
+    return tuple((start + by, stop + by) for start, stop in ranges)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (other_ranges(0, lambda ranges: ranges[:1]), "slice 0 of sequence 0: rank 4 reads"),
+        (other_ranges(0, moved), "slice 0 of sequence 0: rank 4 reads"),
+        (other_ranges(0, lambda ranges: ranges[::-1]), "slice 0 of sequence 0: rank 4 reads"),
+        (other_ranges(1, lambda ranges: (), 1), r"slice 1 of sequence 1: rank 4 reads \(\)"),
+        (other_ranges(0, lambda ranges: (), 2), "slice 2 of sequence 0: rank 4 reads 0 of"),
+        (other_ranges(0, moved, 2), "slice 2 of sequence 0: its ranks read"),
+        (other_ranges(2, lambda ranges: ()), "slices up to 0 read 0 tokens of local documents"),
+        (other_ranges(2, moved), "local documents are read as"),
+        (other_ranges(3, lambda ranges: moved(ranges, -2), 2), "local documents are read as"),
+        (lambda index, piece: replace(piece, offload=0.5 * (index == 1)), "slices with another offload share"),
+        (lambda index, piece: replace(piece, shards=piece.shards[:2] + piece.shards[:1:-1]), "documents are read"),
+    ],
+)  # fmt: skip
+def test_other_tokens_are_refused(
+    damage: Callable[[int, MicroBatch], MicroBatch], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "damage", damage)
+    cuts = cuts_of()
+    with pytest.raises(PlanError, match=message):
+        check_document_slices(cuts | {4: [damaged(cuts[4][0])]}, LENGTHS, SLICING)
+
+
+def test_swapped_slices_are_refused() -> None:
+    class Swapped(DocumentSlices):
+        def slice(self, index: int, rank: int) -> MicroBatch:
+            return super().slice((1, 0, 2)[index], rank)
+
+    cuts = {rank: [Swapped(c.micro_batch, c.ring_ends, c.local_ends, c.kept)] for rank, (c,) in cuts_of().items()}
+    with pytest.raises(PlanError, match="slice 0 of sequence 0"):
+        check_document_slices(cuts, LENGTHS, SLICING)
+
+
+def test_rows_of_tensor_parallel_ranks_must_be_equal() -> None:
+    with pytest.raises(PlanError, match="no multiples of 24"):
+        check_document_slices(cuts_of(), LENGTHS, SLICING, rows_multiple=8)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_slices_of_samples_are_accepted(partition: str) -> None:
+    for num_tokens, num_slices, multiple in ((17, 3, 1), (64, 8, 8), (4096, 5, 2)):
+        lengths = slice_lengths(num_tokens, num_slices, partition, COST, multiple)
+        check_slices(lengths, num_tokens, num_slices, multiple)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((8, 4), "2 slices, not 3: 8,4"),
+        ((8, 2, 2, 4), "4 slices, not 3"),
+        ((8, 4, 5), "slice 2 has 5 tokens, no positive multiple of 2"),
+        ((12, 0, 4), "slice 1 has 0 tokens"),
+        ((8, 4, 2), "14 tokens together, not 16"),
+        ((20, -8, 4), "slice 1 has -8 tokens"),
+    ],
+)
+def test_damaged_slices_of_samples_are_refused(lengths: tuple[int, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_slices(lengths, 16, 3, 2)

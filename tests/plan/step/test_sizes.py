@@ -1,0 +1,41 @@
+"""The sizes that travel together: defaults, derived values, refusals."""
+
+import pytest
+
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
+
+
+def test_one_slice_is_the_default():
+    assert Slicing() == Slicing(num_slices=1, kept_tokens=0, eager=False)
+
+
+def test_slicing_as_text():
+    assert str(Slicing()) == "1 slice"
+    assert str(Slicing(2, 100)) == "2 slices, keys kept up to 100 tokens"
+    assert str(Slicing(2, eager=True)) == "2 eager slices, keys kept up to 0 tokens"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"), [({"num_slices": 0}, "0 slices"), ({"num_slices": 2, "kept_tokens": -1}, "up to -1 tokens")]
+)
+def test_impossible_slicing_is_refused(values, text):
+    with pytest.raises(ValueError, match=text):
+        Slicing(**values)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "node_ranks"), [(None, 16), (8, 8), (32, 16)])
+def test_a_node_has_at_most_all_ranks(ranks_per_node, node_ranks):
+    assert Cluster(16, 1024, ranks_per_node).node_ranks == node_ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((0, 1024), "the number of ranks is 0; it must be at least 1"),
+        ((4, 0), "the tokens per rank is 0; it must be at least 1"),
+        ((4, 1024, 0), "the ranks per node is 0; it must be at least 1"),
+    ],
+)
+def test_an_impossible_cluster_is_refused(sizes, text):
+    with pytest.raises(ValueError, match=text):
+        Cluster(*sizes)

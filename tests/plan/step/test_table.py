@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.placed import PlacedRanks, _sorted_by
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.table import table_of
+
+
+def random_placed(random: np.random.Generator) -> PlacedRanks:
+    num_ranks, count = int(random.integers(1, 12)), int(random.integers(0, 40))
+    widths = random.integers(1, num_ranks + 1, count) if random.random() < 0.7 else np.ones(count, dtype=np.int64)
+    firsts = np.array([random.integers(0, num_ranks - width + 1) for width in widths], dtype=np.int64)
+    lengths = widths + random.integers(0, 50, count)
+    offloads = random.random(count) if random.random() < 0.5 else None
+    orders = random.integers(0, 9, count)
+    return PlacedRanks(num_ranks, lengths, firsts, widths, orders, bool(random.integers(2)), offloads)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_table_of_arrays_is_that_of_their_micro_batches(seed: int) -> None:
+    placed = random_placed(np.random.default_rng(seed))
+    made = table_of(tuple(placed))
+    assert made is not placed.table
+    for field in dataclasses.fields(made):
+        one, other = getattr(placed.table, field.name), getattr(made, field.name)
+        assert one == other if field.name == "odd_rings" else np.array_equal(one, other), field.name
+
+
+def test_the_digest_sees_rings_that_are_no_runs_and_empty_micro_batches() -> None:
+    def digest(ring: tuple[int, ...], *more: MicroBatch) -> str:
+        return StepPlan(4, 8, (4,), ((MicroBatch((Shard(0, ((0, 4),), ring),)), *more), (), (), ())).digest()
+
+    empty = MicroBatch(())
+    digests = [digest(ring) for ring in ((0,), (), (0, 2), (0, 3), (2, 0), (0, 1))]
+    digests += [digest((0,), empty), digest((0,), empty, empty)]
+    assert len(set(digests)) == len(digests)
+
+
+def test_one_key_sorts_as_many_do() -> None:
+    random = np.random.default_rng(0)
+    keys = [random.integers(0, 5, 200) for _ in range(4)]
+    wanted = np.lexsort(keys[::-1])
+    assert _sorted_by(*keys).tolist() == wanted.tolist()
+    far = [key + (key == 4) * 2**40 for key in keys]  # one number would overflow
+    assert _sorted_by(*far).tolist() == wanted.tolist()
+    assert _sorted_by(np.zeros(0, dtype=np.int64)).tolist() == []

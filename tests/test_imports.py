@@ -1,0 +1,83 @@
+"""Imports go one way: rooms and floors of plan/, no circle, Megatron only behind its border."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.test_layout import cases
+from tests.tree import (
+    MODULES,
+    SOURCE,
+    circle_in,
+    drawing,
+    floors,
+    imported_modules,
+    imports_at_start,
+    is_under,
+    room_arrows,
+    text_of,
+    tree_of,
+)
+
+MAX_FLOORS = 6
+# Rooms of plan/, from the ground up; a room imports from rooms beside and below it.
+FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "experts", "sculpt"), ("evaluate",),
+          ("search",))  # fmt: skip
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+SOLVER = "ortools"  # certifies, inside one function
+
+
+@pytest.mark.parametrize("name", cases("one way", SOURCE))
+def test_imports_go_one_way(name: str) -> None:
+    for module in imported_modules(tree_of(name)):
+        assert not is_under(module, "tests"), module
+        assert not is_under(module, "pretrain_gpt_hdp"), module
+        if is_under(module, "megatron") and not is_under(module, "megatron.bytescale"):
+            assert name == "pretrain_gpt_hdp.py" or name.startswith("megatron/bytescale/"), module
+        if name.startswith("bytescale_ext/"):
+            assert not is_under(module, "megatron"), module
+        if name.startswith("bytescale_ext/plan/"):
+            solver = ("ortools",) if name.endswith(("exact.py", "limit.py")) else ()  # inside one function, to certify
+            allowed = is_under(module, "numpy", "bytescale_ext.plan", "bytescale_ext.errors", *solver)
+            assert allowed or module.split(".")[0] in sys.stdlib_module_names, module
+
+
+@pytest.mark.parametrize("name", SOURCE)
+def test_megatrons_arguments_are_read_at_its_border_only(name: str) -> None:
+    calls = re.findall(r"\bget_args\(", text_of(name))
+    assert not calls or name.startswith("megatron/bytescale/")
+
+
+@pytest.mark.parametrize("name", cases("core", [name for name in SOURCE if "/bytescale/core/" in name]))
+def test_core_never_imports_training(name: str) -> None:
+    assert not [one for one in imported_modules(tree_of(name)) if is_under(one, "megatron.bytescale.training")]
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circle_in({module: imports_at_start(name) for module, name in MODULES.items()}) == []
+
+
+def test_circles_are_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == ["b", "c"]
+    assert circle_in({"a": {"b", "x"}, "b": set()}) == []
+
+
+def test_rooms_of_the_plan_import_downwards() -> None:
+    arrows = room_arrows()
+    assert arrows.keys() <= FLOOR_OF.keys()
+    upwards = [
+        (room, target) for room, below in arrows.items() for target in below if FLOOR_OF[target] > FLOOR_OF[room]
+    ]
+    assert upwards == []
+    assert max(floors(arrows).values()) <= MAX_FLOORS
+
+
+def test_the_drawing_of_rooms() -> None:
+    """``python -m tests.tree`` prints it."""
+    lines = drawing().splitlines()
+    assert len(lines) == len(room_arrows()) >= 7
+    assert lines[-1].split() == ["1", "step"]
+    assert all(re.fullmatch(r"[1-6]  \w+( +-> \w+ \d+(, \w+ \d+)*)?", line) for line in lines)

@@ -1,0 +1,164 @@
+"""The repository as the tests of its layout see it; ``python -m tests.tree`` draws the rooms of plan/."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAN = "bytescale_ext.plan"
+
+
+def repository_files() -> list[str]:
+    """Return the paths of the files that git tracks or would; without git, of the Python files."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listing.returncode == 0:
+        return sorted(name for name in set(listing.stdout.splitlines()) if (ROOT / name).is_file())
+    folders = ("megatron", "bytescale_ext", "scripts", "tests")
+    nested = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *nested])
+
+
+FILES = repository_files()
+PYTHON = [name for name in FILES if name.endswith(".py")]
+SOURCE = [name for name in PYTHON if not name.startswith("tests/")]
+TESTS = [name for name in PYTHON if name.startswith("tests/")]
+PACKAGES = [name for name in SOURCE if name.startswith(("megatron/", "bytescale_ext/"))]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(text_of(name))
+
+
+def lines_of(names: list[str]) -> int:
+    return sum(len(text_of(name).splitlines()) for name in names)
+
+
+def functions_of(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield every function of a file, methods and nested ones too."""
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    """Return the parameters of a function without self, cls and what stars collect."""
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [one for one in given if one.arg not in ("self", "cls")]
+
+
+def module_of(name: str) -> str:
+    """Return the dotted name of a file."""
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(node: ast.AST) -> Iterator[str]:
+    """Yield every module that a file imports, at any depth; ``from a import b`` counts as a.b too."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Import):
+            yield from (alias.name for alias in one.names)
+        elif isinstance(one, ast.ImportFrom):
+            assert one.level == 0, f"line {one.lineno}: import with the full name"
+            yield from (f"{one.module}.{alias.name}" for alias in one.names)
+
+
+def patch_rows() -> list[dict[str | None, str]]:
+    """Return the rows of the table of patches as they are written, without importing Megatron."""
+    return [
+        {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        for node in ast.walk(tree_of("megatron/bytescale/patches.py"))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Patch"
+    ]
+
+
+def is_under(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+MODULES = {module_of(name): name for name in PYTHON}
+
+
+def known_module(imported: str) -> str | None:
+    """Return the module of this repository that an import names: itself, or what it is a name in."""
+    return next((module for module in (imported, imported.rpartition(".")[0]) if module in MODULES), None)
+
+
+def imports_at_start(name: str) -> set[str]:
+    """Return the modules of this repository that are imported when a file is: not in functions, nor for types only."""
+    waiting: list[ast.stmt] = list(tree_of(name).body)
+    found: set[str | None] = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {known_module(module) for module in imported_modules(node)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+    return {module for module in found if module is not None} - {module_of(name)}
+
+
+def circle_in(arrows: dict[str, set[str]]) -> list[str]:
+    """Return the nodes of one circle of a graph, or [] if it has none."""
+    left = {node: set(targets) for node, targets in arrows.items()}
+    while ends := [node for node, targets in left.items() if not targets & left.keys()]:
+        for node in ends:
+            del left[node]
+    if not left:
+        return []
+    path = [min(left)]
+    while True:
+        following = min(left[path[-1]] & left.keys())
+        if following in path:
+            return path[path.index(following) :]
+        path.append(following)
+
+
+def room_arrows() -> dict[str, Counter[str]]:
+    """Return, for each room of plan/, the number of imports from each other room, at any depth."""
+    rooms: dict[str, Counter[str]] = {}
+    for module, name in MODULES.items():
+        if not is_under(module, PLAN) or name.endswith("__init__.py"):
+            continue
+        room = module.split(".")[2]
+        used = {known_module(one) for one in imported_modules(tree_of(name))}
+        targets = [one.split(".")[2] for one in used if one and is_under(one, PLAN) and one != PLAN]
+        rooms.setdefault(room, Counter()).update(one for one in targets if one != room)
+    return rooms
+
+
+def floors(arrows: dict[str, Counter[str]]) -> dict[str, int]:
+    """Return the floor of each room: one above the highest that it imports from, the ground floor is 1."""
+    assert not circle_in({room: set(targets) for room, targets in arrows.items()})
+    found: dict[str, int] = {}
+    while len(found) < len(arrows):
+        for room, targets in arrows.items():
+            if targets.keys() <= found.keys():
+                found[room] = 1 + max((found[target] for target in targets), default=0)
+    return found
+
+
+def drawing() -> str:
+    """Return the rooms of plan/ as text: floor, room, and how often it imports from which rooms below."""
+    arrows = room_arrows()
+    level = floors(arrows)
+    lines = []
+    for room in sorted(arrows, key=lambda room: (-level[room], room)):
+        below = sorted(arrows[room].items(), key=lambda item: (-level[item[0]], item[0]))
+        lines.append(f"{level[room]}  {room:<11}-> {', '.join(f'{one} {count}' for one, count in below)}")
+    return "\n".join(line.removesuffix("-> ").rstrip() for line in lines)
+
+
+if __name__ == "__main__":
+    print(drawing())
