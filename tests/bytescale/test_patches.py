@@ -172,7 +172,9 @@ def install_and_uninstall(rank: int, world: int) -> None:
     assert STAND_INS is not None
     before = callables_of_megatron()
     for features, replaced in (((), ALWAYS_REPLACED), (("hdp",), REPLACED), (("hdp", "slices"), REPLACED)):
-        installation = install(None, *features)
+        run = types.SimpleNamespace(features=features, find=lambda kind: None)
+        runtime: Any = types.SimpleNamespace(run=run)
+        installation = install(runtime)
         assert set(installation.names()) == replaced
         assert states(status()) == expected_states(replaced)
         installation.uninstall()

@@ -129,7 +129,8 @@ def after_checks(args: Any) -> None:
 
 
 def resolve(args: Any, run: RunConfig) -> HdpConfig:
-    """Return the settings of the planner and of what watches over it."""
+    """Return the settings of the planner and of what watches over it. Raises ValueError for an unfit kernel."""
+    check_kernel(args.hdp_attention_kernel, run)
     num_stages, expert_ranks = args.pipeline_model_parallel_size, ranks_that_share_experts(args)
     balance = args.hdp_balance or "auto"
     if balance == "auto":
@@ -148,6 +149,15 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
         plans_offload=args.activation_policy == "offload" and args.swap_fraction is None,
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def check_kernel(name: str | None, run: RunConfig) -> None:
+    """Raise ValueError unless the attention kernel of this name takes the model's heads. Does not use the device."""
+    from bytescale_ext.attention.kernels.table import named_kernel  # with torch
+
+    if name is not None:
+        device = "cuda" if run.process.on_cuda else "cpu"
+        named_kernel(device, run.process.dtype, run.shape.head_dim, name)
 
 
 def stage_cost(run: RunConfig, num_stages: int) -> StageCost:

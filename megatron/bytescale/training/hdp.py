@@ -16,7 +16,7 @@ from megatron.training import get_args
 from megatron.training.training import get_train_valid_test_num_samples, update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
-from bytescale_ext.attention.kernels.table import choose_kernel, counting, named_kernel
+from bytescale_ext.attention.kernels.table import choose_kernel, counting
 from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
@@ -44,13 +44,9 @@ from megatron.bytescale.training.stock import data_settings
 def train_on_documents(training: Training, runtime: Runtime) -> Training:
     """Give Megatron documents: their data, attention, positions and forward step.
 
-    Raises ValueError for data that cannot be read and for a kernel that does not fit.
+    Raises ValueError for data that cannot be read.
     """
-    run = runtime.run
-    check_data(get_args(), is_text=run.find(RemoteConfig) is not None)
-    if runtime.hdp.kernel is not None:
-        device = "cuda" if run.process.on_cuda else "cpu"
-        named_kernel(device, run.process.dtype, run.shape.head_dim, runtime.hdp.kernel)
+    check_data(get_args(), is_text=runtime.run.find(RemoteConfig) is not None)
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 

@@ -95,6 +95,7 @@ def layer_seconds(built: OneDeviceModel, length: int, repeats: int) -> tuple[flo
     """Median (forward, backward) seconds of one layer on one sequence."""
     from bytescale_ext.attention.layouts.layout import attention_layout
     from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+    from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
     from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
     on_cuda = built.device.type == "cuda"
@@ -103,7 +104,7 @@ def layer_seconds(built: OneDeviceModel, length: int, repeats: int) -> tuple[flo
     positions = torch.arange(length, device=built.device)
     params = DocumentSeqParams(positions=positions, layout=layout)
     hidden = torch.randn(length, 1, built.model.config.hidden_size, device=built.device, dtype=dtype).requires_grad_()
-    angles = built.model.rotary_pos_emb(positions)
+    angles = document_angles(built.model.rotary_pos_emb, positions)
     outputs: list[torch.Tensor] = []
 
     def forward() -> None:

@@ -57,7 +57,7 @@ def profile_with_made_up_clock(
             assert kinds == ["wait", "forward", "backward", "end"], kinds
         shards = packed.micro_batch.shards
         lengths, width = [runtime.step.plan.lengths[shard.seq] for shard in shards], len(shards[0].ring)
-        assert width in (1, runtime.config.num_ranks)
+        assert width in (1, runtime.run.cluster.num_ranks)
         layers = profile.unwrap_model(model).config.num_layers
         return tuple(made_up_seconds(layers, lengths, width, direction) for direction in ("forward", "backward"))
 
@@ -264,9 +264,10 @@ def test_every_rank_has_its_own_copy_of_the_packs_and_a_share_of_each_ring() -> 
 
 
 def plan_of_packs(rank: int, world: int) -> Any:
+    from bytescale_ext.plan.step.sizes import Cluster
     from megatron.bytescale.training.profile import profile_plan
 
-    return profile_plan([(5, 3), (8,)], [24, 7], 2, 16)
+    return profile_plan([(5, 3), (8,)], [24, 7], Cluster(2, 16))
 
 
 def test_made_up_documents_repeat() -> None:
