@@ -95,6 +95,11 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             stops=bounds[is_there][:, 1],
         )
 
+    @cached_property
+    def _latest(self) -> dict[int, tuple[MicroBatch, ...]]:
+        """The rank that was read last: a training process reads one rank, several times."""
+        return {}
+
     def __len__(self) -> int:
         return self.num_ranks
 
@@ -107,7 +112,13 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             return tuple(self[one] for one in range(*rank.indices(self.num_ranks)))
         if not -self.num_ranks <= rank < self.num_ranks:
             raise IndexError(f"rank {rank} of {self.num_ranks}")
-        return self.table.micro_batches(rank % self.num_ranks)
+        rank %= self.num_ranks
+        found = self._latest.get(rank)
+        if found is None:
+            found = self.table.micro_batches(rank)
+            self._latest.clear()
+            self._latest[rank] = found
+        return found
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
         return (self[rank] for rank in range(self.num_ranks))

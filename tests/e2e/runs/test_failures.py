@@ -35,16 +35,24 @@ def test_a_killed_rank_ends_the_others(sharded: bool, corpus: Path, tmp_path: Pa
         assert PEER_IS_GONE.search(error.splitlines()[-1]), error
 
 
-def poison(step: int, runtime: Any, model: Any) -> None:
-    """From ``step`` on every loss of rank 2 is NaN."""
-    if runtime.rank == 2 and runtime.step.step_index + 1 == step:
+def poison(rank: int, step: int, runtime: Any, model: Any) -> None:
+    """From ``step`` on every loss of an HDP rank is NaN."""
+    if runtime.rank == rank and runtime.step.step_index + 1 == step:
         next(model.parameters()).data.fill_(float("nan"))
+
+
+def poison_with_slow_planner(rank: int, step: int) -> None:
+    """An entry: as ``poison``, and every plan but the first is made by a process, which cannot be pickled."""
+    from megatron.bytescale.training import hdp
+
+    hdp.PlannerInProcess = partial(hdp.PlannerInProcess, slow_seconds=-1.0)
+    train_with(partial(poison, rank, step))
 
 
 def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, tmp_path: Path) -> None:
     """Megatron runs the step again, finds the same, saves a checkpoint of the step before and exits with 16."""
     common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--save", tmp_path, "--ckpt-format", "torch_dist"]
-    outcomes = train_ranks(4, *common, entry=partial(train_with, partial(poison, 3)))
+    outcomes = train_ranks(4, *common, entry=partial(train_with, partial(poison, 2, 3)))
     assert [outcome.code for outcome in outcomes] == [16] * 4
     assert len(outcomes[-1].losses) == 2
     named = re.search(r"nan loss in the documents (\S*): document (\d+) tokens \d+-\d+", outcomes[2].text)
@@ -53,9 +61,19 @@ def test_nan_loss_stops_as_megatron_does_and_names_the_documents(corpus: Path, t
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
+def test_a_fault_is_saved_beside_a_planning_process_with_stages_and_slices(corpus: Path, tmp_path: Path) -> None:
+    """Megatron pickles the step's batches into that checkpoint, with whatever they hold."""
+    layout = "--hdp-tokens-per-rank 128 --pipeline-model-parallel-size 2 --seq1f1b-slices 2".split()
+    saving = ["--save", tmp_path, "--ckpt-format", "torch_dist"]
+    entry = partial(poison_with_slow_planner, 1, 3)
+    outcomes = train_ranks(4, *MODEL, *TRAIN, "--data-path", corpus, *HDP, *layout, *saving, entry=entry)
+    assert [outcome.code for outcome in outcomes] == [16] * 4, outcomes[0].text[-2000:]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
 def test_nan_loss_without_reruns_is_an_error_that_names_the_documents(corpus: Path, tmp_path: Path) -> None:
     common = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--rerun-mode", "disabled"]
-    errors = train_to_failure(4, *common, entry=partial(train_with, partial(poison, 3)), folder=tmp_path)
+    errors = train_to_failure(4, *common, entry=partial(train_with, partial(poison, 2, 3)), folder=tmp_path)
     last_lines = [error.splitlines()[-1] for error in errors if error is not None]
     assert len(last_lines) == 4
     assert f"nan loss in the documents {corpus}: document " in last_lines[2]

@@ -161,6 +161,19 @@ def test_killed_actors_and_a_resumed_run_change_nothing(
     assert step_losses(tmp_path) == losses
 
 
+def poison(runtime: Any, model: Any) -> None:
+    """From the third step on every loss of rank 1 is NaN."""
+    if runtime.rank == 1 and runtime.step.step_index == 2:
+        next(model.parameters()).data.fill_(float("nan"))
+
+
+def test_a_fault_is_saved_with_a_step_that_ray_made(texts: tuple[Path, Path], cluster: str, tmp_path: Path) -> None:
+    flags = ["--data-path", texts[0], "--hdp-ray-address", cluster, "--save", tmp_path / "save"]
+    outcomes = run(tmp_path, 2, *flags, "--ckpt-format", "torch_dist", entry=partial(record, poison))
+    assert [outcome.code for outcome in outcomes] == [16] * 2, outcomes[0].text[-2000:]
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
 def test_pipeline_stages_and_tensor_parallel_ranks_get_their_part(
     texts: tuple[Path, Path], local: tuple[list[list[str]], list[float]], cluster: str, tmp_path: Path
 ) -> None:
