@@ -38,24 +38,32 @@ def escape_percent_signs(parser: argparse.ArgumentParser) -> None:
             action.help = re.sub(r"%%|%(?!\(\w+\))", "%%", action.help)
 
 
+# What Megatron turns on by default, and the module that it needs.
+NEEDS = {
+    "apply_rope_fusion": "transformer_engine",
+    "gradient_accumulation_fusion": "fused_weight_gradient_mlp_cuda",  # of Apex; the output layer has no other way
+    "masked_softmax_fusion": "scaled_masked_softmax_cuda",  # of Apex
+}
+
+
 def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: bool) -> None:
     """Turn off what this machine cannot run, so that no command line has to.
 
     Without TransformerEngine, use Megatron's own layers; without Apex, no fused kernels; on CPU, gloo in place of NCCL
     and weights made on the CPU. Raises ValueError where TransformerEngine is asked for by name and is not installed.
     """
-    has_engine = importlib.util.find_spec("transformer_engine") is not None and not on_cpu
-    if args.transformer_impl == "transformer_engine" and not has_engine:
+
+    def can_use(module: str) -> bool:
+        return not on_cpu and importlib.util.find_spec(module) is not None
+
+    if args.transformer_impl == "transformer_engine" and not can_use("transformer_engine"):
         if "--transformer-impl" in argv:
             reason = "there is no GPU" if on_cpu else "TransformerEngine is not installed (pip install .[gpu])"
             raise ValueError(f"--transformer-impl transformer_engine: {reason}; use --transformer-impl local")
         args.transformer_impl = "local"
-    if not has_engine:
-        args.apply_rope_fusion = False
+    vars(args).update({name: getattr(args, name) and can_use(module) for name, module in NEEDS.items()})
+    if not can_use("apex"):  # Megatron's own norm without Apex refuses it
         args.no_persist_layer_norm = True
-    if on_cpu or importlib.util.find_spec("apex") is None:
-        args.gradient_accumulation_fusion = args.gradient_accumulation_fusion and has_engine
-        args.masked_softmax_fusion = False
     if on_cpu:
         args.distributed_backend = "gloo"
         args.use_cpu_initialization = True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
-from megatron.bytescale.arguments.parse import check_checkpoint_folder
+from megatron.bytescale.arguments.parse import NEEDS, check_checkpoint_folder, set_device_defaults
 from tests.bytescale.arguments.resolving import refused, resolved
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -62,3 +63,42 @@ def test_checkpoint_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--save .*file/checkpoints cannot be written \(.+\); choose another folder"):
         check_checkpoint_folder(str(tmp_path / "file" / "checkpoints"))
+
+
+ENGINE, APEX = "transformer_engine", ("apex", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda")
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ((), ("local", False, False, False, True)),
+        ((ENGINE,), (ENGINE, True, False, False, True)),
+        (APEX, ("local", False, True, True, False)),
+        ((ENGINE, *APEX), (ENGINE, True, True, True, False)),
+        (("flash_attn",), ("local", False, False, False, True)),
+        ((ENGINE, *APEX, "flash_attn"), (ENGINE, True, True, True, False)),
+    ],
+    ids=["nothing", "TransformerEngine", "Apex", "TransformerEngine and Apex", "flash-attn", "all"],
+)
+def test_defaults_on_a_gpu_follow_what_can_be_imported(
+    installed: tuple[str, ...], expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``pip install .[gpu]`` gives TransformerEngine without Apex, whose module Megatron's output layer asks for."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    args = stock_arguments()
+    set_device_defaults(args, [], on_cpu=False)
+    fusions = (args.apply_rope_fusion, args.gradient_accumulation_fusion, args.masked_softmax_fusion)
+    assert (args.transformer_impl, *fusions, args.no_persist_layer_norm) == expected
+    assert args.bias_swiglu_fusion is True
+    assert args.distributed_backend == "nccl"
+    switched_off = stock_arguments(gradient_accumulation_fusion=False, apply_rope_fusion=False)
+    set_device_defaults(switched_off, [], on_cpu=False)
+    assert switched_off.gradient_accumulation_fusion is switched_off.apply_rope_fusion is False
+
+
+def stock_arguments(**changes: object) -> argparse.Namespace:
+    """Megatron's defaults of what depends on the machine."""
+    fusions = [*NEEDS, "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion"]
+    values = {"transformer_impl": ENGINE, "no_persist_layer_norm": False, "distributed_backend": "nccl",
+              "use_cpu_initialization": False, "tensor_model_parallel_size": 1}  # fmt: skip
+    return argparse.Namespace(**{**dict.fromkeys(fusions, True), **values, **changes})
