@@ -68,12 +68,9 @@ KNOWN: dict[str, set[str]] = {
         "megatron/bytescale/training/initialize.py",
     },
     "whole tree": {
-        "eager",
         "tests",
     },
-    "registry": {
-        "scripts/bench/pipeline/seq1f1b.py",
-    },
+    "registry": set(),
     "one way": {
         "scripts/bench/cluster/speed.py",
     },

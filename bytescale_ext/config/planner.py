@@ -6,16 +6,16 @@ from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.offload import PlannedOffload
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.config.slices import DocumentSliceConfig
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.hdp.planner import HdpPlanner
-from bytescale_ext.plan.step.sizes import Slicing
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 
 def slicing(run: RunConfig) -> Slicing:
-    """Return how micro-batches of documents are sliced."""
-    slices = run.find(DocumentSliceConfig)
-    return Slicing() if slices is None else slices.slicing
+    """Return how micro-batches are sliced."""
+    slices = run.find(DocumentSliceConfig) or run.find(SliceConfig)
+    return ONE_SLICE if slices is None else slices.slicing
 
 
 def planned_offload(run: RunConfig) -> PlannedOffload | None:

@@ -15,36 +15,33 @@ class SliceConfig:
     """Samples of one length, each cut into the same slices.
 
     Attributes:
+        slicing: k slices of a micro-batch, and the order in which stages run them.
         lengths: tokens of each slice; their sum is the sequence length.
         num_stages: pipeline stages.
         num_chunks: virtual stages of each.
         row_shares: ranks that share the rows between layers: the tensor-parallel size under sequence parallelism.
-        eager: see ``SliceSchedule``.
     """
 
+    slicing: Slicing
     lengths: tuple[int, ...]
     num_stages: int
     num_chunks: int = 1
     row_shares: int = 1
-    eager: bool = False
 
-    @property
-    def num_slices(self) -> int:
-        """k."""
-        return len(self.lengths)
+    def __post_init__(self) -> None:
+        assert len(self.lengths) == self.slicing.num_slices, f"{self.lengths=} {self.slicing=}"
 
     @property
     def group_size(self) -> int:
         """Slices that pass a virtual stage together."""
-        return slice_group_size(self.num_stages, self.num_slices)
+        return slice_group_size(self.num_stages, self.slicing.num_slices)
 
     def schedule(self, num_micro_batches: int) -> SliceSchedule:
         """Return the checked schedule of a step.
 
         Raises ValueError where virtual stages do not run this number of micro-batches.
         """
-        slicing = Slicing(self.num_slices, eager=self.eager)
-        return checked_schedule(self.num_stages, num_micro_batches, slicing, self.num_chunks)
+        return checked_schedule(self.num_stages, num_micro_batches, self.slicing, self.num_chunks)
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,11 @@ class DocumentSliceConfig:
     Attributes:
         rule: how a micro-batch is cut.
         num_stages: pipeline stages.
-        eager: see ``SliceSchedule``.
         note: what to tell the user once about keys that are kept between slices.
     """
 
     rule: SliceRule
     num_stages: int
-    eager: bool = False
     note: str = ""
 
     def with_note(self, note: str) -> DocumentSliceConfig:
@@ -70,9 +65,9 @@ class DocumentSliceConfig:
     @property
     def slicing(self) -> Slicing:
         """The slices, as planners take them."""
-        return Slicing(self.rule.num_slices, self.rule.kept_tokens, self.eager)
+        return self.rule.slicing
 
     @property
     def group_size(self) -> int:
         """Slices that pass a virtual stage together."""
-        return slice_group_size(self.num_stages, self.rule.num_slices)
+        return slice_group_size(self.num_stages, self.slicing.num_slices)

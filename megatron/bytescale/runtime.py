@@ -48,7 +48,7 @@ class Runtime:
         kernel: the attention kernel; set when the model is built.
         kernel_calls: calls of the kernel since the last step.
         comm: the ring communicator; set when the model is built; None where samples have no rings.
-        links: groups of neighbouring stages, with ``--seq1f1b-eager``; set when the model is built.
+        links: groups of neighbouring stages, where stages receive ahead; set when the model is built.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: what layers share under an activation policy, or None.
         step: the step that runs, or None between steps.
@@ -82,7 +82,7 @@ class Runtime:
 
     @property
     def slicing(self) -> Slicing:
-        """How micro-batches of documents are sliced."""
+        """How micro-batches are sliced."""
         return slicing(self.run)
 
     @property

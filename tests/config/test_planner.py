@@ -34,7 +34,7 @@ def test_nothing_is_sliced_or_offloaded_by_default() -> None:
 
 
 def test_slices_of_documents_reach_the_planner() -> None:
-    slices = DocumentSliceConfig(SliceRule(3, kept_tokens=50), num_stages=2, eager=True)
+    slices = DocumentSliceConfig(SliceRule(Slicing(3, 50).two_ahead()), num_stages=2)
     sliced = run_of(hdp_of(balance="pp", num_stages=2), slices)
     assert slicing(sliced) == slices.slicing == Slicing(3, 50, True)
     assert slices.group_size == 3

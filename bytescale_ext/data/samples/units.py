@@ -75,15 +75,15 @@ def _slices(
 ) -> list[Unit]:
     """Cut a micro-batch into slices, each with at least one row, as messages between stages need it."""
     cut = rule(micro_batch, lengths)
-    check_document_slices({rank: [cut]}, lengths, Slicing(rule.num_slices, rule.kept_tokens), rule.rows_multiple)
-    parts = [cut.slice(index, rank) for index in range(rule.num_slices)]
+    check_document_slices({rank: [cut]}, lengths, rule.slicing, rule.rows_multiple)
+    parts = [cut.slice(index, rank) for index in range(rule.slicing.num_slices)]
     rows = [padded(max(part.num_tokens, 1), rows_multiple) for part in parts]
     return [Unit(*unit) for unit in zip(parts, rows, slice_layouts(cut, rank, rows), strict=True)]
 
 
 def padding_units(num_slices: int, rows: int) -> tuple[PackedMicroBatch, ...]:
     """Return a micro-batch of padding alone, whole or in slices, of ``rows`` rows each."""
-    rule = None if num_slices == 1 else SliceRule(num_slices)
+    rule = None if num_slices == 1 else SliceRule(Slicing(num_slices))
     empty = dummy_micro_batch(rows)
     if rule is None:
         return (replace(empty, layout=attention_layout(empty.micro_batch, 0, (), rows)),)

@@ -175,12 +175,11 @@ def stage_orders(
 def num_warm_up(num_stages: int, stage: int, slicing: Slicing, num_chunks: int = 1, group_size: int = 1) -> int:
     """Return the forwards of a long schedule before the first "one forward, one backward".
 
-    With k slices k - 1 more than in Megatron's own schedules; in the eager order, as many more as there are later
-    stages.
+    They are those of Megatron's schedule and ``Slicing.extra_warm_up``.
     """
     later = num_stages - stage - 1
     megatron = later if num_chunks == 1 else 2 * later + (num_chunks - 1) * group_size
-    return megatron + slicing.num_slices - 1 + later * slicing.eager
+    return megatron + slicing.extra_warm_up(later)
 
 
 def slice_group_size(num_stages: int, num_slices: int) -> int:

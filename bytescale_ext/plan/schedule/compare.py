@@ -80,7 +80,7 @@ class ScheduleFigures:
     """The figures of one schedule.
 
     Attributes:
-        name: "1F1B", "1F1B-I", "Seq1F1B" or "Seq1F1B-I", with the partition where there are slices, and "eager".
+        name: "1F1B", "1F1B-I", "Seq1F1B" or "Seq1F1B-I", with the partition where there are slices, and the order.
         slices: tokens of each slice.
         bubble: simulated share of idle time; slices are costed by time whatever the partition.
         bubble_of_equal_costs: by the formula.
@@ -106,10 +106,11 @@ class ScheduleFigures:
 
 def schedule_name(slicing: Slicing, num_chunks: int, partition: Partition) -> str:
     """Return the schedule's name in the papers, and how slices are cut."""
-    interleaved, order = "-I" if num_chunks > 1 else "", " eager" if slicing.eager else ""
-    if slicing.num_slices == 1:
-        return f"1F1B{interleaved}{order}"
-    return f"Seq1F1B{interleaved} {partition if isinstance(partition, str) else 'explicit'}{order}"
+    interleaved = "-I" if num_chunks > 1 else ""
+    name = f"1F1B{interleaved}"
+    if slicing.num_slices > 1:
+        name = f"Seq{name} {partition if isinstance(partition, str) else 'explicit'}"
+    return f"{name} {slicing.order}".rstrip()
 
 
 def simulated(model: SliceModel, schedule: SliceSchedule, lengths: tuple[int, ...]) -> Simulated:
@@ -168,12 +169,13 @@ def compared(
     """Return the figures of 1F1B and Seq1F1B, each without and with ``num_chunks`` virtual stages.
 
     Seq1F1B with even slices stands beside the given partition. There are no rows of virtual stages with one chunk or
-    up to two stages, which Megatron does not interleave. ``slicing.eager`` adds Seq1F1B in the eager order.
+    up to two stages, which Megatron does not interleave. A slicing with another order than that of 1F1B adds a row.
     """
     chunks = (1, num_chunks) if num_chunks > 1 and num_stages > 2 else (1,)
     plain = Slicing(slicing.num_slices)
     partitions = dict.fromkeys(("even", partition)) if plain.num_slices > 1 else {}
     rows: list[tuple[Slicing, int, Partition]] = [(Slicing(), count, "even") for count in chunks]
     rows += [(plain, count, kind) for count in chunks for kind in partitions]
-    rows += [(slicing, 1, partition)] * slicing.eager
+    if slicing.order:
+        rows.append((slicing, 1, partition))
     return tuple(evaluate(model, num_stages, num_micro_batches, *row) for row in rows)

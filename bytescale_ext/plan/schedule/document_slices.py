@@ -82,17 +82,15 @@ class SliceRule:
     """How micro-batches are cut.
 
     Attributes:
-        num_slices: k.
+        slicing: k slices of a micro-batch, and which keys are kept; where slices end does not depend on their order.
         cost: slices are equal in this cost: ``a``, ``b`` and, where keys are kept, ``c``. None: in tokens.
         rows_multiple: local documents are cut so that a slice's tokens are a multiple of this where possible: the
             tensor-parallel size under sequence parallelism.
-        kept_tokens: keys of sequences of at most this many tokens are kept (see the module).
     """
 
-    num_slices: int
+    slicing: Slicing
     cost: CostModel | None = None
     rows_multiple: int = 1
-    kept_tokens: int = 0
 
     def __call__(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> DocumentSlices:
         """Cut a micro-batch. Pure; ranks that share a sequence cut it alike.
@@ -101,16 +99,16 @@ class SliceRule:
             micro_batch: of one rank.
             lengths: tokens of each sequence of the step.
         """
-        shards = micro_batch.shards
+        shards, most = micro_batch.shards, self.slicing.kept_tokens
         num_rings = sum(len(shard.ring) > 1 for shard in shards)
-        kept = frozenset(n for n, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= self.kept_tokens)
+        kept = frozenset(number for number, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= most)
         ring_ends = tuple(
             self._ring_ends(lengths[shard.seq], len(shard.ring), number in kept)
             for number, shard in enumerate(shards[:num_rings])
         )
         before = [
             sum(end // len(shard.ring) for end, shard in zip(ends, shards, strict=False))
-            for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.num_slices - 1)
+            for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.slicing.num_slices - 1)
         ]
         line = _line(shards[num_rings:])
         return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept)
@@ -118,7 +116,8 @@ class SliceRule:
     def _ring_ends(self, length: int, width: int, is_kept: bool) -> tuple[int, ...]:
         """Return the ends of the slices of a ring's sequence; slices of a short sequence may be empty."""
         grain = math.lcm(2, self.rows_multiple) * width
-        shares = (index / self.num_slices for index in range(1, self.num_slices))
+        num_slices = self.slicing.num_slices
+        shares = (index / num_slices for index in range(1, num_slices))
         inner = (self._end(length, share, width if is_kept else 1) // grain * grain for share in shares)
         return (*(int(end) for end in inner), length)
 
@@ -139,7 +138,7 @@ class SliceRule:
         ends: list[int] = []
         number = 0
         for index, tokens in enumerate(ring_tokens, 1):
-            target = costs[-1] * index / self.num_slices
+            target = costs[-1] * index / self.slicing.num_slices
             while number + 2 < len(costs) and costs[number + 1] <= target:
                 number += 1
             end = self._end_in_document(line, costs, number, target) if costs[-1] else 0.0

@@ -4,9 +4,9 @@ Megatron 0.19.2 posts a batch after each forward or backward and waits for all o
 completes when both sides have posted it. ``check_messages`` runs the batches of all stages against each other, and
 ``received_actions`` names the action that takes each received tensor, in order.
 
-In the eager order a stage posts each receive one batch earlier than Megatron would, and waits for it where Megatron
-asks for it (``p2p_communication.ReceiveAheadP2PCommunicator``). ``check_messages`` assumes that it waits at once, which
-is stricter.
+With ``Slicing.receives_ahead`` a stage posts each receive one batch earlier than Megatron would, and waits for it where
+Megatron asks for it (``p2p_communication.ReceiveAheadP2PCommunicator``). ``check_messages`` assumes that it waits at
+once, which is stricter.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _batches_of_one_chunk(schedule: SliceSchedule, stage: int) -> Iterator[Batch
     own = _Stage(schedule, stage)
     num_first = schedule.num_first_forwards(stage)
     steady, last = actions[num_first : len(actions) - num_first], actions[len(actions) - num_first :]
-    yield own.batch(receives_forward=schedule.slicing.eager)
+    yield own.batch(receives_forward=schedule.slicing.receives_ahead)
     for action in actions[:num_first]:
         yield own.batch(receives_forward=True)
         yield own.batch([action])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 
@@ -14,7 +14,7 @@ class Slicing:
         num_slices: k, slices of a micro-batch; 1 runs each micro-batch whole.
         kept_tokens: each rank keeps the received keys of a ring sequence of at most this many tokens from slice to
             slice; keys of longer sequences travel round the ring again with each slice.
-        eager: each stage runs as many more forwards before its first backward as there are stages after it.
+        eager: each stage runs two forwards ahead of the next stage instead of one (see ``plan.schedule.actions``).
     """
 
     num_slices: int = 1
@@ -31,8 +31,30 @@ class Slicing:
         """Return for example ``8 eager slices, keys kept up to 65536 tokens``."""
         if self.num_slices == 1:
             return "1 slice"
-        order = "eager slices" if self.eager else "slices"
-        return f"{self.num_slices} {order}, keys kept up to {self.kept_tokens} tokens"
+        slices = "eager slices" if self.eager else "slices"
+        return f"{self.num_slices} {slices}, keys kept up to {self.kept_tokens} tokens"
+
+    @property
+    def order(self) -> str:
+        """Name of the order of work: "eager", or "" for that of 1F1B."""
+        return "eager" if self.eager else ""
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether a stage posts the receive of each input one exchange before Megatron's schedule asks for it."""
+        return self.eager
+
+    def extra_warm_up(self, later_stages: int) -> int:
+        """Return how many forwards a stage runs before its first backward beyond those of Megatron's schedule.
+
+        Args:
+            later_stages: stages after this one.
+        """
+        return self.num_slices - 1 + later_stages * self.eager
+
+    def two_ahead(self) -> Slicing:
+        """Return the same slices in the eager order."""
+        return replace(self, eager=True)
 
 
 ONE_SLICE: Final = Slicing()

@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.measure.cost_file import read_cost, shipped
-from bytescale_ext.plan.activation.tensors import key_value_bytes
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import PlanSummary, replay_stages, summarize
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
 from bytescale_ext.plan.hdp.planner import BALANCES, PLANNERS, HdpPlanner, auto_balance
-from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.show import plan_text
-from bytescale_ext.plan.step.sizes import Cluster, Slicing
+from bytescale_ext.plan.step.sizes import Cluster
+from megatron.bytescale.cli.slicing import add_slicing_arguments, slicing_of
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -72,49 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan static context parallelism of W ranks instead, as --context-parallel-size, to compare with",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (read by bytescale timeline)")
-
-
-def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add ``--slices``, whose help ends with ``more``, ``--kept-keys`` and ``--eager``; ``slicing_of`` reads them."""
-    parser.add_argument(
-        "--slices",
-        type=int,
-        default=1,
-        metavar="K",
-        help=f"slices in which each stage runs a micro-batch, as --seq1f1b-slices (1){more}",
-    )
-    parser.add_argument(
-        "--kept-keys",
-        type=int,
-        metavar="TOKENS",
-        help="keep the keys of documents of up to TOKENS tokens from slice to slice, as --hdp-kept-keys (default: as "
-        "long as that takes no more memory than 1F1B)",
-    )
-    parser.add_argument(
-        "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
-    )
-
-
-def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
-    """Return the slicing of the options; by default keys are kept as in training without recomputation.
-
-    Raises:
-        ValueError: fewer than 1 slice, or options that need slices or stages and have none.
-    """
-    if args.slices < 1:
-        raise ValueError(f"--slices {args.slices} must be at least 1")
-    if args.slices > 1 and args.stages == 1:
-        raise ValueError(f"--slices {args.slices} is for pipelines: slices run side by side on stages; give --stages")
-    if args.kept_keys is not None and (args.kept_keys < 0 or args.slices == 1):
-        raise ValueError(f"--kept-keys {args.kept_keys} must be at least 0, and needs --slices of 2 or more")
-    if args.eager and args.slices == 1:
-        raise ValueError("--eager needs --slices of 2 or more")
-    slicing = Slicing(args.slices, eager=args.eager)
-    if args.kept_keys is not None:
-        return replace(slicing, kept_tokens=args.kept_keys)
-    key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
-    kept = affordable_tokens(args.stages, slicing, args.tokens_per_rank, cost.layer_bytes, key_bytes)
-    return replace(slicing, kept_tokens=kept)
 
 
 def add_cost_argument(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from bytescale_ext.plan.schedule.compare import (
     simulated,
 )
 from bytescale_ext.plan.schedule.slices import Partition, parse_partition
-from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.cli.slicing import add_slices_arguments, slices_of
 
 NAME = "schedule"
 HELP = "print the schedule of a pipeline whose micro-batches are cut into slices (Seq1F1B)"
@@ -31,10 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale schedule``."""
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--slices", type=int, default=1, metavar="K", help="slices of each micro-batch (default: 1)")
-    parser.add_argument(
-        "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
-    )
+    add_slices_arguments(parser, "slices of each micro-batch (default: 1)")
     parser.add_argument("--vpp", type=int, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
     parser.add_argument(
         "--seq1f1b-partition",
@@ -67,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             f"--vpp {args.vpp} needs --stages of 3 or more, not {args.stages}: Megatron does not interleave two stages"
         )
     model = _model(args)
-    sizes = (args.stages, args.microbatches, Slicing(args.slices, eager=args.eager), args.vpp)
+    sizes = (args.stages, args.microbatches, slices_of(args), args.vpp)
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
     rows = compared(model, *sizes, partition) if args.compare else (evaluate(model, *sizes, partition),)

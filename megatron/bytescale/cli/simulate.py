@@ -25,13 +25,8 @@ from bytescale_ext.plan.evaluate.schedulers import (
 )
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.plan import (
-    add_cost_argument,
-    add_slicing_arguments,
-    model_cost,
-    read_lengths,
-    slicing_of,
-)
+from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
+from megatron.bytescale.cli.slicing import add_slicing_arguments, slicing_of
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"

@@ -14,8 +14,9 @@ from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.offload import planned_offload
+from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, cost_of_rates
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -80,8 +81,7 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
     machine = machine_of(args, run.shape)
     num_layers = -(-args.num_layers // args.pipeline_model_parallel_size)
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    slices = _slices(run)
-    in_flight = stages * (2 if virtual > 1 else 1) + len(slices) - 1 + (stages - 1) * args.seq1f1b_eager
+    in_flight = stages * (2 if virtual > 1 else 1) + slicing(run).extra_warm_up(stages - 1)
     chunks, hdp = run.find(LossChunks), run.find(HdpConfig)
     config = ActivationConfig(
         policy=args.activation_policy,
@@ -91,7 +91,7 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         cost=run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=args.tensor_model_parallel_size),
         num_tokens=run.cluster.tokens_per_rank,
         length=args.seq_length,
-        slices=slices,
+        slices=_slices(run),
         layers=LayerSettings(
             num_layers=num_layers,
             resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
@@ -111,10 +111,8 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
 
 def _slices(run: RunConfig) -> tuple[int, ...]:
     """Return the tokens of the slices of a micro-batch, or their proportion; one without slices."""
-    samples, documents = run.find(SliceConfig), run.find(DocumentSliceConfig)
-    if samples is not None:
-        return samples.lengths
-    return (1,) * (1 if documents is None else documents.rule.num_slices)
+    samples = run.find(SliceConfig)
+    return (1,) * slicing(run).num_slices if samples is None else samples.lengths
 
 
 def _check_shares(args: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
@@ -19,6 +20,9 @@ from megatron.bytescale.features.feature import Feature
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.build import Training
+
+
+ORDER_FLAG: Final = "--seq1f1b-eager"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`bytescale schedule` shows the lengths for each.",
     )
     group.add_argument(
-        "--seq1f1b-eager",
+        ORDER_FLAG,
         action="store_true",
         help="Each stage runs two forwards ahead of the next one, not one, so that slices of different duration do not "
         "wait for each other. Faster, and holds the activations of up to (stages - 1) / K micro-batches more.",
@@ -65,18 +69,28 @@ def before_checks(args: Any) -> None:
         raise ValueError("--hdp-kept-keys needs --hybrid-data-parallel")
     if args.hdp_kept_keys is not None and args.hdp_kept_keys < 0:
         raise ValueError(f"--hdp-kept-keys must be at least 0, got {args.hdp_kept_keys}")
-    if args.seq1f1b_eager:
-        _check_eager(args)
+    if slicing_of(args).order:
+        _check_order(args)
     args.create_attention_mask_in_dataloader = False  # a mask covers a whole sequence; slices need none
     args.overlap_p2p_comm = False  # messages in batches, in the order that the schedule was checked for
 
 
-def _check_eager(args: Any) -> None:
+def slicing_of(args: Any) -> Slicing:
+    """Return the slices of the flags, without kept keys."""
+    return Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager)
+
+
+def flags_of(slicing: Slicing) -> list[str]:
+    """Return the flags that ``slicing_of`` reads."""
+    return ["--seq1f1b-slices", str(slicing.num_slices), *([ORDER_FLAG] if slicing.order else ())]
+
+
+def _check_order(args: Any) -> None:
     if args.pipeline_model_parallel_size == 1:
-        raise ValueError("--seq1f1b-eager needs a --pipeline-model-parallel-size of 2 or more")
+        raise ValueError(f"{ORDER_FLAG} needs a --pipeline-model-parallel-size of 2 or more")
     chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     if any(getattr(args, name) for name in chunks):
-        raise ValueError("--seq1f1b-eager does not work with virtual stages, which run two forwards ahead anyway")
+        raise ValueError(f"{ORDER_FLAG} does not work with virtual stages, which run two forwards ahead anyway")
 
 
 def resolve(args: Any, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
@@ -107,7 +121,7 @@ def sample_slices(args: Any, run: RunConfig) -> SliceConfig:
         raise ValueError(
             "--seq1f1b-slices with virtual stages does not work with --rampup-batch-size: remove one of them"
         )
-    config = SliceConfig(lengths, args.pipeline_model_parallel_size, num_chunks, row_shares, args.seq1f1b_eager)
+    config = SliceConfig(slicing_of(args), lengths, args.pipeline_model_parallel_size, num_chunks, row_shares)
     if not args.rampup_batch_size:
         config.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     if args.eval_iters and args.eval_global_batch_size:
@@ -130,9 +144,8 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
         )
     equal = {"time": hdp.cost.both, "flops": layer_cost(run.shape, "flops").both, "even": None}[partition]
     kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
-    config = DocumentSliceConfig(
-        SliceRule(args.seq1f1b_slices, equal, hdp.rows_multiple, kept_tokens), hdp.num_stages, args.seq1f1b_eager
-    )
+    slicing = replace(slicing_of(args), kept_tokens=kept_tokens)
+    config = DocumentSliceConfig(SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages)
     return config.with_note(kept_note(config, run.shape, hdp.longest_sequence, args.tensor_model_parallel_size))
 
 
@@ -147,7 +160,7 @@ def _affordable_tokens(args: Any, run: RunConfig) -> int:
         tensors = tensors[:1]
     return affordable_tokens(
         args.pipeline_model_parallel_size,
-        Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager),
+        slicing_of(args),
         run.cluster.tokens_per_rank,
         sum(tensor.bytes_per_token for tensor in tensors),
         key_value_bytes(run.shape, args.tensor_model_parallel_size),
@@ -163,7 +176,7 @@ def kept_note(config: DocumentSliceConfig, shape: ModelShape, longest: int, tens
         longest: tokens of the longest sequence.
         tensor_parallel: ranks that share each layer.
     """
-    kept_tokens, num_stages = config.rule.kept_tokens, config.num_stages
+    kept_tokens, num_stages = config.slicing.kept_tokens, config.num_stages
     note = f"keys of documents of up to {kept_tokens:,} tokens are kept from slice to slice"
     if kept_tokens >= longest or num_stages == 1:
         return note

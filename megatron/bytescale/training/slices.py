@@ -42,9 +42,9 @@ def cut_samples(training: Training, runtime: Runtime) -> Training:
 
 
 def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Link neighbouring stages where the order is eager. Every process, before the model is wrapped in DDP."""
+    """Link neighbouring stages and print what keys are kept, before the model is wrapped in DDP. Every process."""
     config = runtime.run.get(DocumentSliceConfig)
-    _link_stages(runtime, config.num_stages, config.eager)
+    _link_stages(runtime, config)
     print_rank_0(f"> bytescale: {config.note}")
     return model_chunks
 
@@ -55,14 +55,14 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
     runtime.kernel, reason, _ = choose_kernel(runtime.device, run.process.dtype, run.shape.head_dim)
     print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
     print_rank_0(f"> bytescale: slices of {' '.join(map(str, config.lengths))} tokens")
-    _link_stages(runtime, config.num_stages, config.eager)
+    _link_stages(runtime, config)
     return use_document_positions(model_chunks)
 
 
-def _link_stages(runtime: Runtime, num_stages: int, eager: bool) -> None:
-    if eager:
+def _link_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
+    if config.slicing.receives_ahead:
         runtime.links = create_stage_links(runtime.run.process.timeout_minutes)
-    if num_stages == 1:
+    if config.num_stages == 1:
         print_rank_0(
             "> bytescale: one pipeline stage has no idle time for slices to fill. With --recompute-granularity full "
             "they bound the activations of the layer that is computed; without it they only cost time"
@@ -82,7 +82,7 @@ def forward_step(config: SliceConfig) -> Callable[..., Any]:
             if name != "attention_mask"
         }
         output = model(cut["tokens"], cut["position_ids"], None, labels=cut["labels"], packed_seq_params=params)
-        return output, partial(slice_loss, batch["loss_mask"], cut["loss_mask"], config.num_slices, per_token)
+        return output, partial(slice_loss, batch["loss_mask"], cut["loss_mask"], config.slicing.num_slices, per_token)
 
     return forward
 

@@ -1,7 +1,7 @@
 """Measure Seq1F1B: speed of a pipeline in slices, activations of its first stage, overhead of slices.
 
 (a) 2 stages, 2 micro-batches of one long sequence: 1F1B, even slices, slices of equal time (calibrated here), and these
-    in the eager order. The arms run in turn.
+    with stages two forwards ahead of each other. The arms run in turn.
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
 
@@ -37,7 +37,8 @@ from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention  # 
 from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule  # noqa: E402
 from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
-from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing  # noqa: E402
+from megatron.bytescale.features.slices import flags_of  # noqa: E402
 from scripts.bench.pipeline.saved_bytes import SavedBytes  # noqa: E402
 from scripts.bench.plan.launch import printed_by  # noqa: E402
 
@@ -106,6 +107,14 @@ def measured_cost(layer: Layer, sizes: Sizes, num_tokens: int) -> CostModel:
 
 
 @dataclass(frozen=True)
+class Slices:
+    """How the samples of a measured run are cut."""
+
+    slicing: Slicing
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """The pipeline of a measured run."""
 
@@ -114,9 +123,9 @@ class Pipeline:
     layers_per_stage: int
 
 
-def train(pipeline: Pipeline, lengths: tuple[int, ...], steps: int, sizes: Sizes, eager: bool = False) -> str:
-    """Train on slices of these lengths, with one process for each stage, and return what the processes printed."""
-    num_stages, num_tokens = pipeline.num_stages, sum(lengths)
+def train(pipeline: Pipeline, slices: Slices, steps: int, sizes: Sizes) -> str:
+    """Train in slices, with one process for each stage, and return what the processes printed."""
+    num_stages, num_tokens = pipeline.num_stages, sum(slices.lengths)
     flags = {
         "num-layers": pipeline.layers_per_stage * num_stages,
         "hidden-size": sizes.hidden, "ffn-hidden-size": sizes.ffn_hidden,
@@ -125,12 +134,11 @@ def train(pipeline: Pipeline, lengths: tuple[int, ...], steps: int, sizes: Sizes
         "tokenizer-type": "NullTokenizer", "vocab-size": 127, "pipeline-model-parallel-size": num_stages,
         "global-batch-size": pipeline.num_micro_batches, "train-iters": steps, "lr": 1e-4,
         "log-interval": 1, "eval-iters": 0, "eval-interval": 1000,
-        "num-workers": 0, "split": "100,0,0", "seq1f1b-slices": len(lengths),
+        "num-workers": 0, "split": "100,0,0",
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
-    words += ["--mock-data", "--cpu", "--no-one-logger", *["--seq1f1b-eager"] * eager]
-    if len(lengths) > 1:
-        words.append(f"--seq1f1b-partition={','.join(map(str, lengths))}")
+    words += ["--mock-data", "--cpu", "--no-one-logger", *flags_of(slices.slicing)]
+    words.append(f"--seq1f1b-partition={','.join(map(str, slices.lengths))}")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]
     return printed_by([*launch, __file__, "--rank", *words])
 
@@ -153,25 +161,27 @@ def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: in
     """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
     torch.set_num_threads(1)
     cost = measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens)
+    slicing, equal_time = Slicing(num_slices), slice_lengths(num_tokens, num_slices, "time", cost)
+    ahead = slicing.two_ahead()
     arms = {
-        "1f1b": (num_tokens,),
-        "even": slice_lengths(num_tokens, num_slices, "even"),
-        "time": slice_lengths(num_tokens, num_slices, "time", cost),
+        "1f1b": Slices(ONE_SLICE, (num_tokens,)),
+        "even": Slices(slicing, slice_lengths(num_tokens, num_slices, "even")),
+        "time": Slices(slicing, equal_time),
+        ahead.order: Slices(ahead, equal_time),
     }
-    arms["eager"] = arms["time"]
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
-        for name, lengths in arms.items():
-            text = train(Pipeline(2, 2, 2), lengths, steps, sizes, eager=name == "eager")
+        for name, slices in arms.items():
+            text = train(Pipeline(2, 2, 2), slices, steps, sizes)
             found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
             seconds[name] += [float(value) / 1000 for value in found[1:]]
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "slices": {name: list(lengths) for name, lengths in arms.items()},
+        "slices": {name: list(slices.lengths) for name, slices in arms.items()},
         "step_seconds": median,
         "speedup_even": median["1f1b"] / median["even"],
         "speedup_time_balanced": median["1f1b"] / median["time"],
-        "speedup_eager": median["1f1b"] / median["eager"],
+        f"speedup_{ahead.order}": median["1f1b"] / median[ahead.order],
     }
 
 
@@ -179,7 +189,8 @@ def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
     """Measure part (b): the most bytes that stage 0 of 4 saves for backward, and the formula's figure."""
     saved = {}
     for num_slices in (1, 2, 4, 8):
-        text = train(Pipeline(4, 6, 1), slice_lengths(num_tokens, num_slices, "even"), 1, sizes)
+        slices = Slices(Slicing(num_slices), slice_lengths(num_tokens, num_slices, "even"))
+        text = train(Pipeline(4, 6, 1), slices, 1, sizes)
         found = re.search(r"SAVED (\d+)", text)
         assert found, text[-2000:]
         saved[num_slices] = int(found[1])

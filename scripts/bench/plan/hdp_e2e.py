@@ -7,8 +7,8 @@ balances tokens, not work (``--hdp-balance none``); ``static`` cuts every docume
 are as many ranks as have a GPU, or else a core, of their own, four at most: where two share a core, one that waits
 for the other costs nothing.
 
-With ``--stages p`` the ranks are pipelines of p stages, and the arms are ``slices`` (``--seq1f1b-slices 4``), the same
-``eager`` (``--seq1f1b-eager``), and ``1f1b``, all with the balance planner.
+With ``--stages p`` the ranks are pipelines of p stages, and the arms are ``slices`` (4 slices), the same slices with
+stages two forwards ahead of each other, and ``1f1b``, all with the balance planner.
 
     .venv/bin/python scripts/bench/plan/hdp_e2e.py [--stages p] [--json]
 """
@@ -29,6 +29,8 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from rich.console import Console  # noqa: E402
 
+from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
+from megatron.bytescale.features.slices import flags_of  # noqa: E402
 from scripts.bench.plan.launch import printed_by  # noqa: E402
 from scripts.demo import CONTEXT, Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
 
@@ -44,8 +46,9 @@ def arm_flags(cost: Path, num_ranks: int, num_stages: int = 1) -> dict[str, list
         return {"hdp": balanced, "naive": ["--hdp-balance", "none"], "static": static}
     tokens = str(max(int(CONTEXT[1]) // 4, -(-int(CONTEXT[1]) * num_stages // num_ranks)))
     piped = [*balanced, "--pipeline-model-parallel-size", str(num_stages), "--hdp-tokens-per-rank", tokens]
-    sliced = [*piped, "--seq1f1b-slices", "4"]
-    return {"eager": [*sliced, "--seq1f1b-eager"], "slices": sliced, "1f1b": piped}
+    slices = Slicing(4)
+    ahead = slices.two_ahead()
+    return {ahead.order: [*piped, *flags_of(ahead)], "slices": [*piped, *flags_of(slices)], "1f1b": piped}
 
 
 def measure_cost(demo: Demo, path: Path) -> None:

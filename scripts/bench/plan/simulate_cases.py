@@ -18,18 +18,20 @@ from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
+from megatron.bytescale.features.slices import ORDER_FLAG
 
 K, M = 1 << 10, 1 << 20
 TOKENS_PER_RANK = 8 * K
-SLICED = {
-    "ours, 2 slices": Slicing(2),
-    "ours, 8 slices": Slicing(8),
-    "ours, 8 slices, all keys": Slicing(8, 2 * M),
-    "ours, 8 slices, all keys, eager": Slicing(8, 2 * M, eager=True),
-    "ours, 12 slices, all keys, eager": Slicing(12, 2 * M, eager=True),
-}
+ALL_KEYS = 2 * M
+SLICINGS = (
+    Slicing(2),
+    Slicing(8),
+    Slicing(8, ALL_KEYS),
+    Slicing(8, ALL_KEYS).two_ahead(),
+    Slicing(12, ALL_KEYS).two_ahead(),
+)
 """Slicings that are tried with pipelines; 0 kept tokens stand for the default of training."""
-EARLY = "*eager*: stages run two forwards ahead (`--seq1f1b-eager`)."
+ORDER_NOTE = f"*{SLICINGS[-1].order}*: stages run two forwards ahead (`{ORDER_FLAG}`)."
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Scores:
 
     Attributes:
         bounds: of each step, without slices.
-        outcomes: by scheduler, and by the names of ``SLICED``.
+        outcomes: by scheduler, and by ``label`` of ``SLICINGS``.
         sliced_bounds: of each step in k slices, by the name in ``outcomes``.
     """
 
@@ -103,11 +105,18 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
         return [lower_bounds(step, cluster, scenario.stages, slicing).largest for step in steps]
 
     sliced_bounds = {}
-    for name, slicing in SLICED.items() if num_stages > 1 else ():
+    for slicing in SLICINGS if num_stages > 1 else ():
+        name = label(slicing)
         used = slicing if slicing.kept_tokens else replace(slicing, kept_tokens=default_kept_keys(num_stages, slicing))
         outcomes[name] = outcomes_of(ALL["ours"], replace(scenario, slicing=used), steps)
         sliced_bounds[name] = bounds(used)
     return Scores(case, num_stages, bounds(ONE_SLICE), outcomes, sliced_bounds)
+
+
+def label(slicing: Slicing) -> str:
+    """Return the name of our plans in these slices."""
+    kept = "all keys" if slicing.kept_tokens else ""
+    return ", ".join(filter(None, ("ours", f"{slicing.num_slices} slices", kept, slicing.order)))
 
 
 def default_kept_keys(num_stages: int, slicing: Slicing) -> int:

@@ -30,7 +30,7 @@ from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402
 from bytescale_ext.plan.step.sizes import Cluster, Slicing  # noqa: E402
 from scripts.bench.plan.simulate_cases import (  # noqa: E402
     CASES,
-    EARLY,
+    ORDER_NOTE,
     TOKENS_PER_RANK,
     M,
     Scores,
@@ -135,8 +135,8 @@ def page(
         "",
         "Keys of documents up to a length are kept from slice to slice (`--hdp-kept-keys`), by default up to the one "
         f"at which a stage holds no more than under 1F1B: {_kept_text()}. *all keys* keeps those of every document, "
-        f"which takes more: where longer documents are not kept, many slices take longer than none. {EARLY} A token "
-        "whose keys are kept takes "
+        f"which takes more: where longer documents are not kept, many slices take longer than none. {ORDER_NOTE} A "
+        "token whose keys are kept takes "
         f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer (*kept keys*, the most at a time) and "
         "twice that beside them in the backward pass of its micro-batch; one whose activations are kept (*peak "
         f"tokens*) {shipped('bytescale_7b').layer_bytes:,.0f}.",

@@ -15,6 +15,7 @@ from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_t
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import ALL, GROUPS, MIXED, TINY, Case, kernel_named
 
 COST = CostModel(0.1, 1.0)
@@ -30,7 +31,7 @@ LONG = Case(
 
 def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[DocumentSlices, tuple[SliceLayout, ...]]:
     cut = rule(case.micro_batch(number, rank), case.lengths)
-    rows = [cut.slice(index, rank).num_tokens + 2 for index in range(rule.num_slices)]
+    rows = [cut.slice(index, rank).num_tokens + 2 for index in range(rule.slicing.num_slices)]
     return cut, slice_layouts(cut, rank, rows)
 
 
@@ -68,7 +69,7 @@ def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int) ->
         lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
         kept_tokens = lengths[(len(lengths) - 1) // 2]
         assert kept_tokens < lengths[-1]
-    rule = SliceRule(num_slices, COST, kept_tokens=kept_tokens)
+    rule = SliceRule(Slicing(num_slices, kept_tokens), COST)
     for number in range(len(case.rounds)):
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
@@ -78,7 +79,7 @@ def test_without_slices_it_is_the_layout_of_the_micro_batch() -> None:
     for case in (LONG, MIXED, GROUPS):
         for rank in range(case.num_ranks):
             held = case.micro_batch(0, rank)
-            (layout,) = slice_layouts(SliceRule(1)(held, case.lengths), rank, [held.num_tokens])
+            (layout,) = slice_layouts(SliceRule(Slicing(1))(held, case.lengths), rank, [held.num_tokens])
             assert layout.attention == attention_layout(held, rank, case.lengths, held.num_tokens)
 
 
@@ -125,8 +126,8 @@ def test_kept_keys_travel_once(num_slices: int) -> None:
     """A sequence of 160 tokens on 4 ranks: k slices send (k + 1) / 2 times the bytes, and fewer when keys are kept."""
     case = replace(LONG, lengths=(160,), rounds=(((0, ALL),),))
     sent = {}
-    for name, rule in (("whole", SliceRule(1)), ("travel", SliceRule(num_slices)),
-                       ("kept", SliceRule(num_slices, kept_tokens=160))):  # fmt: skip
+    for name, rule in (("whole", SliceRule(Slicing(1))), ("travel", SliceRule(Slicing(num_slices))),
+                       ("kept", SliceRule(Slicing(num_slices, 160)))):  # fmt: skip
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, 0, comm, rule) for comm in comms])
         sent[name] = sum(comm.stats.bytes_sent for comm in comms)

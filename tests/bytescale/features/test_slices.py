@@ -12,7 +12,7 @@ from bytescale_ext.plan.activation.tensors import key_value_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.features.slices import document_slices, kept_note
+from megatron.bytescale.features.slices import add_arguments, document_slices, flags_of, kept_note, slicing_of
 from tests.bytescale.arguments.resolving import Resolved, resolve_lines, resolved
 from tests.config.runs import hdp_of, run_of
 from tests.e2e.training import MODEL, TRAIN
@@ -48,21 +48,26 @@ def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -
     }
     args = argparse.Namespace(**values | changes)
     run = run_of(DOCUMENTS, shape=LLAMA_7B)
-    rule = document_slices(args, run, DOCUMENTS).rule
+    kept = document_slices(args, run, DOCUMENTS).slicing.kept_tokens
     whole = sum(tensor.bytes_per_token for tensor in layer_tensors(LLAMA_7B))
     most = affordable_tokens(4, Slicing(4), 64, whole, key_value_bytes(LLAMA_7B))
     assert most > 500
-    assert (
-        rule.kept_tokens >= most if keeps_all else rule.kept_tokens == affordable_tokens(4, Slicing(4), 64, 8192, 4096)
-    )
+    assert kept >= most if keeps_all else kept == affordable_tokens(4, Slicing(4), 64, 8192, 4096)
     args.hdp_kept_keys = 7
-    assert document_slices(args, run, DOCUMENTS).rule.kept_tokens == 7
+    assert document_slices(args, run, DOCUMENTS).slicing.kept_tokens == 7
+
+
+def test_flags_and_slices_follow_from_each_other() -> None:
+    for slicing in (Slicing(3), Slicing(2).two_ahead()):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        assert slicing_of(parser.parse_args(flags_of(slicing))) == slicing
 
 
 def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
     """4 stages of 8 layers; keys of 3 micro-batches in flight and float32 gradients of one."""
     longest, key_bytes = DOCUMENTS.longest_sequence, key_value_bytes(LLAMA_7B)
-    some, everything = (DocumentSliceConfig(SliceRule(4, kept_tokens=kept), 4) for kept in (100, longest))
+    some, everything = (DocumentSliceConfig(SliceRule(Slicing(4, kept)), 4) for kept in (100, longest))
     note = kept_note(some, LLAMA_7B, longest, tensor_parallel=1)
     assert "up to 100 tokens are kept" in note
     assert f"--hdp-kept-keys {longest} none does" in note
@@ -73,7 +78,7 @@ def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
 def test_lengths_of_slices() -> None:
     words = [*COMMON, "--pipeline-model-parallel-size", 4, "--num-layers", 4, "--global-batch-size", 8, *SLICES]
     even = resolved(4, *words, "--seq1f1b-partition", "even")
-    assert even.features == {"slices": SliceConfig((64, 64, 64, 64), 4)}
+    assert even.features == {"slices": SliceConfig(Slicing(4), (64, 64, 64, 64), 4)}
     assert even.args["create_attention_mask_in_dataloader"] is False
     lengths = resolved(4, *words).features["slices"].lengths
     assert sum(lengths) == 256

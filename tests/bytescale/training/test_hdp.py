@@ -11,6 +11,7 @@ import torch
 
 from bytescale_ext.data.samples.units import units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.training import hdp
 from tests.data.sources import MemorySource
 from tests.plan.simple_plans import plan_naive
@@ -29,7 +30,7 @@ class Chunk(torch.nn.Module):
         return tokens
 
 
-@pytest.mark.parametrize("rule", [None, SliceRule(3)])
+@pytest.mark.parametrize("rule", [None, SliceRule(Slicing(3))])
 def test_forward_passes_count_each_sequence_once_and_do_not_read_the_plan(
     monkeypatch: pytest.MonkeyPatch, rule: SliceRule | None
 ) -> None:

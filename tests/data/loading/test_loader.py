@@ -23,7 +23,7 @@ from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.sizes import Cluster
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from tests.data.sources import MemorySource
 from tests.plan.simple_plans import plan_naive
 
@@ -309,7 +309,7 @@ COST = StageCost(CostModel(1.0, 1.0), CostModel(1.0, 1.0))
 
 
 @pytest.mark.parametrize("in_process", [False, True])
-@pytest.mark.parametrize("slice_rule", [None, SliceRule(3)])
+@pytest.mark.parametrize("slice_rule", [None, SliceRule(Slicing(3))])
 def test_a_step_is_plain_data(in_process: bool, slice_rule: SliceRule | None) -> None:
     """Pickled and back it is the same step, without the loader, its planner and its source."""
     planner: Planner = HdpPlanner(Cluster(4, 12), (COST, COST), balance="pp")

@@ -9,6 +9,7 @@ from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.data.samples.units import padding_units, units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.sizes import Slicing
 from tests.data.sources import MemorySource
 
 LENGTHS = (40, 7, 12)
@@ -35,7 +36,7 @@ def test_whole_micro_batches() -> None:
 def test_slices_read_every_token_and_label_once() -> None:
     """Of both ranks together: a rank holds other tokens of a ring's sequence than without slices, but as many."""
     rows: dict[int, list[tuple[int, ...]]] = {}
-    for num_slices, rule in ((1, None), (3, SliceRule(3))):
+    for num_slices, rule in ((1, None), (3, SliceRule(Slicing(3)))):
         units = [units_of(row(rank), LENGTHS, rank, 1, rule) for rank in RING]
         assert [len(one) for one in units] == [2 * num_slices] * 2  # the slices of the hole are padding
         packed = [unit.read(MemorySource(LENGTHS), [0, 1, 2], LENGTHS) for one in units for unit in one]
@@ -51,7 +52,7 @@ def test_slices_read_every_token_and_label_once() -> None:
     assert all(one.num_rows == one.layout.num_rows >= 1 for one in packed)
 
 
-@pytest.mark.parametrize("rule", [None, SliceRule(3)])
+@pytest.mark.parametrize("rule", [None, SliceRule(Slicing(3))])
 def test_each_sequence_is_counted_once(rule: SliceRule | None) -> None:
     """By the first rank of its ring, in one unit of its micro-batch."""
     units = [units_of(row(rank), LENGTHS, rank, 1, rule) for rank in RING]
@@ -62,7 +63,7 @@ def test_each_sequence_is_counted_once(rule: SliceRule | None) -> None:
 
 
 def test_all_ranks_of_a_ring_have_the_passes_of_a_slice() -> None:
-    both = [units_of(row(rank), LENGTHS, rank, 1, SliceRule(3)) for rank in RING]
+    both = [units_of(row(rank), LENGTHS, rank, 1, SliceRule(Slicing(3))) for rank in RING]
     for mine, others in zip(*both, strict=True):
         assert [part.seqs for part in mine.layout.attention.passes] == [
             part.seqs for part in others.layout.attention.passes

@@ -25,7 +25,7 @@ Cuts = dict[int, list[DocumentSlices]]
 
 def cuts_of(slicing: Slicing = SLICING, multiple: int = 1, cost: CostModel | None = COST) -> Cuts:
     """A ring of three ranks with two sequences, and two documents on its first rank."""
-    rule = SliceRule(slicing.num_slices, cost, multiple, slicing.kept_tokens)
+    rule = SliceRule(slicing, cost, multiple)
     rings = {rank: tuple(Shard(seq, zigzag_ranges(LENGTHS[seq], 3, n), RING) for seq in (0, 1))
              for n, rank in enumerate(RING)}  # fmt: skip
     documents = tuple(Shard(seq, ((0, LENGTHS[seq]),), (4,)) for seq in (2, 3))
@@ -65,7 +65,7 @@ def test_random_cuts_are_accepted() -> None:
         width, slicing = int(random.integers(2, 6)), Slicing(int(random.integers(1, 7)), int(random.integers(0, 9000)))
         lengths = random.integers(width, 9000, size=2).tolist() + random.integers(1, 700, size=4).tolist()
         multiple = int(random.choice([1, 2, 8]))
-        rule, ring = SliceRule(slicing.num_slices, COST, multiple, slicing.kept_tokens), tuple(range(width))
+        rule, ring = SliceRule(slicing, COST, multiple), tuple(range(width))
         documents = tuple(Shard(seq, ((0, lengths[seq]),), (0,)) for seq in range(2, 6))
         cuts = {}
         for rank in ring:

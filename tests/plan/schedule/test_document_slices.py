@@ -31,7 +31,7 @@ def test_slices_hold_every_token_once_and_cost_the_same(multiple: int) -> None:
     for _ in range(60):
         width, num_slices = int(rng.integers(2, 6)), int(rng.integers(1, 7))
         lengths = [int(rng.integers(width, 9000)), *rng.integers(1, 700, size=int(rng.integers(0, 9))).tolist()]
-        ring, rule = tuple(range(width)), SliceRule(num_slices, COST, multiple)
+        ring, rule = tuple(range(width)), SliceRule(Slicing(num_slices), COST, multiple)
         documents = tuple(local(seq, lengths[seq]) for seq in range(1, len(lengths)))
         held = [
             MicroBatch((Shard(0, zigzag_ranges(lengths[0], width, rank), ring), *(documents if not rank else ())))
@@ -58,7 +58,7 @@ def test_slices_hold_every_token_once_and_cost_the_same(multiple: int) -> None:
 
 def test_a_document_goes_on_in_the_next_slice() -> None:
     held = MicroBatch((local(0, 10), local(1, 30), local(2, 4)))
-    cut = SliceRule(3)(held, (10, 30, 4))
+    cut = SliceRule(Slicing(3))(held, (10, 30, 4))
     assert cut.local_ends == (15, 29, 44)
     assert cut.ring_ends == ()
     assert [[(shard.seq, shard.ranges) for shard in cut.slice(index, 0).shards] for index in range(3)] == [
@@ -72,26 +72,26 @@ def test_local_documents_make_up_the_row_multiple() -> None:
     """A slice's ring tokens and local tokens together are a multiple, as far as there are local tokens."""
     ring = (0, 1)
     held = MicroBatch((Shard(0, zigzag_ranges(90, 2, 0), ring), local(1, 31)))
-    cut = SliceRule(2, None, 8)(held, (90, 31))
+    cut = SliceRule(Slicing(2), None, 8)(held, (90, 31))
     assert cut.ring_ends == ((32, 90),)
     assert cut.slice(0, 0).num_tokens == 16 + cut.local_ends[0] == 32
 
 
 def test_one_slice_is_the_micro_batch_and_short_ones_leave_slices_empty() -> None:
     held = MicroBatch((Shard(0, zigzag_ranges(9, 2, 0), (0, 1)), local(1, 3)))
-    assert SliceRule(1, COST)(held, (9, 3)).slice(0, 0) == held
-    cut = SliceRule(6, COST)(held, (9, 3))
+    assert SliceRule(Slicing(1), COST)(held, (9, 3)).slice(0, 0) == held
+    cut = SliceRule(Slicing(6), COST)(held, (9, 3))
     assert cut.num_slices == 6
     assert sum(cut.slice(index, 0).num_tokens for index in range(6)) == held.num_tokens
     assert any(not cut.slice(index, 0).shards for index in range(6))
-    empty = SliceRule(3, COST)(MicroBatch(()), ())
+    empty = SliceRule(Slicing(3), COST)(MicroBatch(()), ())
     assert empty == DocumentSlices(MicroBatch(()), (), (0, 0, 0))
 
 
 def test_keys_of_sequences_up_to_a_length_are_kept() -> None:
     ring = (0, 1)
     held = MicroBatch((Shard(0, zigzag_ranges(90, 2, 0), ring), Shard(1, zigzag_ranges(40, 2, 0), ring), local(2, 9)))
-    kept = [SliceRule(2, COST, kept_tokens=most)(held, (90, 40, 9)).kept for most in (0, 39, 40, 90)]
+    kept = [SliceRule(Slicing(2, most), COST)(held, (90, 40, 9)).kept for most in (0, 39, 40, 90)]
     assert kept == [frozenset(), frozenset(), {1}, {0, 1}]
 
 
@@ -125,5 +125,5 @@ def test_the_micro_batches_in_flight_are_those_of_the_schedule(num_stages: int, 
 
 
 def test_the_offload_share_is_that_of_the_micro_batch() -> None:
-    cut = SliceRule(2)(MicroBatch((local(0, 8),), offload=0.5), (8,))
+    cut = SliceRule(Slicing(2))(MicroBatch((local(0, 8),), offload=0.5), (8,))
     assert [cut.slice(index, 0).offload for index in range(2)] == [0.5, 0.5]

@@ -15,6 +15,14 @@ def test_slicing_as_text():
     assert str(Slicing(2, eager=True)) == "2 eager slices, keys kept up to 0 tokens"
 
 
+def test_stages_that_run_two_forwards_ahead():
+    plain = Slicing(4, 100)
+    ahead = plain.two_ahead()
+    assert ahead == Slicing(4, 100, eager=True)
+    assert [(one.order, one.receives_ahead) for one in (plain, ahead)] == [("", False), ("eager", True)]
+    assert [[one.extra_warm_up(later) for later in (3, 0)] for one in (plain, ahead)] == [[3, 3], [6, 3]]
+
+
 @pytest.mark.parametrize(
     ("values", "text"), [({"num_slices": 0}, "0 slices"), ({"num_slices": 2, "kept_tokens": -1}, "up to -1 tokens")]
 )

@@ -15,11 +15,12 @@ def walk(rank: int, world: int) -> None:
 
     from bytescale_ext.attention.layouts.slices import sample_layouts
     from bytescale_ext.config.slices import SliceConfig
+    from bytescale_ext.plan.step.sizes import Slicing
     from megatron.bytescale.core.pipeline_parallel import seq1f1b
     from megatron.bytescale.runtime import Runtime
     from tests.config.runs import run_of
 
-    config = SliceConfig((3, 2), num_stages=1)
+    config = SliceConfig(Slicing(2), (3, 2), num_stages=1)
     runtime = Runtime.of(run_of(config))
     runtime.read_batch = lambda data: {"tokens": next(data)}
     layouts = sample_layouts(config.lengths, 1)

@@ -1,0 +1,48 @@
+"""The options of slices: what they give, and what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.cli.slicing import add_slices_arguments, add_slicing_arguments, slices_of, slicing_of
+
+COST = shipped("bytescale_7b")
+
+
+def slicing(words: str, stages: int = 4) -> Slicing:
+    parser = argparse.ArgumentParser()
+    add_slicing_arguments(parser)
+    parser.set_defaults(stages=stages, tokens_per_rank=8192)
+    return slicing_of(parser.parse_args(words.split()), COST)
+
+
+def test_slices_without_keys() -> None:
+    parser = argparse.ArgumentParser()
+    add_slices_arguments(parser, "slices")
+    assert slices_of(parser.parse_args([])) == Slicing()
+    assert slices_of(parser.parse_args(["--slices", "3", "--eager"])) == Slicing(3, eager=True)
+
+
+def test_kept_keys_are_those_given_or_those_of_training() -> None:
+    assert slicing("") == Slicing()
+    assert slicing("--slices 2 --kept-keys 7") == Slicing(2, 7)
+    assert slicing("--slices 3").kept_tokens > slicing("--slices 3 --eager").kept_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "stages", "message"),
+    [
+        ("--slices 0", 4, "--slices 0 must be at least 1"),
+        ("--slices 2", 1, "--slices 2 is for pipelines"),
+        ("--kept-keys 5", 4, "--kept-keys 5 must be at least 0, and needs --slices"),
+        ("--slices 2 --kept-keys -1", 4, "--kept-keys -1 must be at least 0"),
+        ("--eager", 4, "--eager needs --slices of 2 or more"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words: str, stages: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        slicing(words, stages)
