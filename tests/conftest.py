@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import types
 from collections.abc import Iterator
@@ -83,7 +84,9 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def leaves_torch_alone() -> Iterator[None]:
+def leaves_the_process_alone() -> Iterator[None]:
     """The stand-ins for CUDA change torch for the whole process; a test that installs them does so in another one."""
+    handler = signal.getsignal(signal.SIGTERM)
     yield
     assert not cpu.installed(), "this test left the stand-ins for torch.cuda in place"
+    assert signal.getsignal(signal.SIGTERM) == handler, "this test left another handler of SIGTERM in place"

@@ -239,7 +239,6 @@ def parse(argv: Sequence[str]) -> tuple[Topology, Launch]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line: bad input and a machine that cannot do it end in one line and exit code 2."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         topology, launch = parse(sys.argv[1:] if argv is None else argv)
         code = run(topology, launch)
@@ -252,4 +251,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and shares are taken down
     sys.exit(main())

@@ -24,7 +24,7 @@ from bytescale_ext.data.ray.fetching import fetch, fetch_first
 from bytescale_ext.data.ray.lines import LineIndex, chunks, index_file, join_indices, load_index, save_index
 from bytescale_ext.data.ray.scheduler import Limits, MakePlan, Samples, StepScheduler
 from bytescale_ext.data.ray.server import TokenServer
-from bytescale_ext.data.ray.session import ray_module, start_ray
+from bytescale_ext.data.ray.session import ray_module, start_ray, stay_on_loopback
 from bytescale_ext.data.samples.texts import Encode
 
 _SERVER_THREADS = 4
@@ -165,6 +165,7 @@ def join_actors(address: RemoteAddress) -> RemoteActors:
     """Find the actors that rank 0 has started, from any process of the same Ray cluster."""
     if address.auth_mode is not None:  # Ray reads it once, when it is imported
         os.environ.setdefault("RAY_AUTH_MODE", address.auth_mode)
+        stay_on_loopback()
     ray = ray_module()
     start_ray(address.ray, address.namespace)
     servers = tuple(ray.get_actor(f"server-{number}") for number in range(address.num_servers))

@@ -46,8 +46,21 @@ def check_remote(config: RemoteConfig) -> None:
         ) from error
 
 
+def stay_on_loopback() -> None:
+    """Keep a Ray of this machine off its networks, by Ray's own switch, which is the default on macOS and Windows.
+
+    Each process that starts or joins that Ray calls this before it imports the module.
+    """
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
 def start_ray(address: str | None, namespace: str) -> str:
-    """Join the Ray at ``address``, or start one here that ends with this process. Returns its address."""
+    """Join the Ray at ``address``, or start one here that ends with this process. Returns its address.
+
+    One that is started here listens on the loopback interface alone, with Ray's token authentication.
+    """
+    if address is None:
+        stay_on_loopback()
     ray = ray_module()
     # Actors import this package from where this process did.
     paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]

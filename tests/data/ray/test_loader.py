@@ -200,7 +200,7 @@ class BadPlanner(HdpPlanner):
 
 
 def test_errors_of_actors_keep_their_type(text: Path, servers: RemoteServers) -> None:
-    planner = BadPlanner(NUM_RANKS, SEQ_LENGTH, StageCost(UNIT, UNIT), balance="none")
+    planner = BadPlanner(Cluster(NUM_RANKS, SEQ_LENGTH), (StageCost(UNIT, UNIT),), balance="none")
     for split in _split(text, servers, planner):
         with pytest.raises(PlanError):
             next(loaders(split)[0])
@@ -230,8 +230,8 @@ def test_the_handler_of_sigterm_stays(servers: RemoteServers) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_process_that_is_killed_leaves_no_other_behind(text: Path, tmp_path: Path) -> None:
-    """Ray and its actors end with the process that started them, however it ends."""
+def test_a_ray_of_this_machine_is_private_and_ends_with_its_process(text: Path, tmp_path: Path) -> None:
+    """It listens on the loopback interface alone, asks for a token, and ends however the process ends."""
     mark = f"mark-{os.getpid()}-{time.time_ns()}"
     script = tmp_path / "script.py"
     script.write_text(
@@ -243,11 +243,12 @@ def test_a_process_that_is_killed_leaves_no_other_behind(text: Path, tmp_path: P
         from bytescale_ext.data.samples.texts import encoder
         text = RemoteText(({str(text)!r},), 64, "bytes", partial(encoder, None))
         servers = RemoteServers(RemoteConfig(num_servers=1), text)
-        print(len(servers.index_files()[0]), flush=True)
+        print(len(servers.index_files()[0]), servers.address.auth_mode, flush=True)
         time.sleep(600)
         """)
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MARK": mark}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "MARK": mark}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
     give_up = threading.Timer(180, process.kill)
     give_up.start()
@@ -255,8 +256,13 @@ def test_a_process_that_is_killed_leaves_no_other_behind(text: Path, tmp_path: P
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, "the script has not started its servers in 180 s, or failed"
-        assert int(line) > 50
+        num_documents, auth_mode = line.split()
+        assert int(num_documents) > 50
+        assert auth_mode == "token"
         assert len(marked(mark)) > 3
+        addresses = {end.laddr.ip for one in marked(mark) for end in one.net_connections() if end.status == "LISTEN"}
+        assert addresses
+        assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     finally:
         give_up.cancel()
         process.kill()
@@ -267,13 +273,13 @@ def test_a_process_that_is_killed_leaves_no_other_behind(text: Path, tmp_path: P
     assert marked(mark) == []
 
 
-def marked(mark: str) -> list[str]:
+def marked(mark: str) -> list[psutil.Process]:
     """Running processes with the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {process.name()}")
+                found.append(process)
         except (psutil.Error, OSError):
             continue
     return found
