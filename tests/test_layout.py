@@ -112,6 +112,11 @@ def mirrored(name: str) -> str | None:
     return str(Path(MIRRORS[roots[0]], Path(name).parent.relative_to(roots[0]))) if roots else None
 
 
+def is_overload(node: ast.FunctionDef) -> bool:
+    """Return whether a function only adds a signature to the one below it, which has the docstring."""
+    return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
+
+
 def array_functions(name: str) -> list[tuple[str, str]]:
     """Return (name, docstring) of each public function and method that takes or returns an array."""
     tree = tree_of(name)
@@ -129,7 +134,7 @@ def array_functions(name: str) -> list[tuple[str, str]]:
     found = []
     for owner in (tree, *classes):
         for node in owner.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not is_overload(node):
                 annotations = [one.annotation for one in parameters_of(node)] + [node.returns]
                 if any(array.search(ast.unparse(one)) for one in annotations if one is not None):
                     found.append((node.name, ast.get_docstring(node) or ""))

@@ -31,7 +31,7 @@ class Comm(Protocol):
     """The communication that ring attention needs: ``RingComm`` between processes, ``MailboxComm`` inside one."""
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Start sending and receiving tensors; see ``RingComm.exchange``."""
+        """Start sending and receiving tensors of any shape; see ``RingComm.exchange``."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ExchangeStats:
     num_exchanges: int = 0
 
     def count(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Count one exchange."""
+        """Count one exchange of tensors of any shape."""
         self.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor, _ in sends)
         self.num_exchanges += any(tensor.numel() for tensor, _ in (*sends, *receives))
 
@@ -100,7 +100,7 @@ class RingComm:
         self._group = group
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Start sends and receives as one batch and return immediately.
+        """Start sends and receives of tensors of any shape as one batch and return immediately.
 
         Two ranks must start the transfers between them in the same order, with equal sizes. Empty tensors are skipped
         on both sides, which know the size from the plan.

@@ -106,7 +106,7 @@ def text_of_line(path: str, offset: int, line: bytes, key: str) -> bytes:
 
 
 def encode_text(path: str, offset: int, text: bytes, encode: Encode) -> np.ndarray:
-    """Return the tokens of a text. Raises ValueError, naming the line, where the tokenizer fails."""
+    """Return the tokens of a text: [n]. Raises ValueError, naming the line, where the tokenizer fails."""
     try:
         return encode(text)[0]
     except Exception as error:

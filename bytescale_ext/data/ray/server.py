@@ -38,14 +38,14 @@ class TokenCache:
         self._documents: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
     def get(self, key: tuple[int, int]) -> np.ndarray | None:
-        """Return the tokens of a document, or None."""
+        """Return the tokens of a document, [n], or None."""
         found = self._documents.get(key)
         if found is not None:
             self._documents.move_to_end(key)
         return found
 
     def put(self, key: tuple[int, int], tokens: np.ndarray) -> None:
-        """Keep tokens and drop the least recently used ones. A document above the limit is not kept."""
+        """Keep the tokens of a document, [n], and drop the least recently used. One above the limit is not kept."""
         if len(tokens) > self.limit_tokens or key in self._documents:
             return
         while self.held_tokens + len(tokens) > self.limit_tokens:

@@ -170,7 +170,7 @@ def check_token_ids(prefix: str | os.PathLike[str], vocab_size: int, limit_token
 
 
 def sample_table(document_lengths: np.ndarray, seq_length: int) -> SampleTable:
-    """Cut each document at every ``seq_length`` tokens, so that each token lies in exactly one sample.
+    """Cut each document of [num_documents] at every ``seq_length`` tokens: each token lies in exactly one sample.
 
     Documents are never joined. A document of n > seq_length tokens gives ``ceil(n / seq_length)`` samples, of
     which the last may be shorter. Empty documents give none and are counted.

@@ -48,7 +48,7 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode:
-    """Return a function from text bytes to (token ids, end-of-document id last; whether the bytes were UTF-8).
+    """Return a function from text bytes to (token ids [n], end-of-document id last; whether the bytes were UTF-8).
 
     ``tokenizer`` None: a token is a byte.
     """

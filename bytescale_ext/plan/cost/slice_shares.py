@@ -66,7 +66,7 @@ class SliceShares:
         return self._costs(cost, self.exchanged)
 
     def stage_costs(self, stage: StageCost) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Return ``costs`` of the forward and of the backward pass."""
+        """Return ``costs`` of the forward and of the backward pass: [n, k] each."""
         return self.costs(stage.forward), self._costs(stage.backward, self.backward_exchanged(stage))
 
     def backward_exchanged(self, stage: StageCost) -> Floats:

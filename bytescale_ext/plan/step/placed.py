@@ -48,7 +48,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
 
     @cached_property
     def shards(self) -> tuple[Ints, Ints, Ints]:
-        """(rank, micro-batch, seq) of every shard, in memory order: by rank, micro-batch, rings first, seq."""
+        """Rank, micro-batch and seq of every shard, [num_shards] each; by rank, micro-batch, rings first, seq."""
         seqs = np.repeat(np.arange(len(self.widths)), self.widths)
         begins = np.cumsum(self.widths) - self.widths
         ranks = np.repeat(self.first_ranks - begins, self.widths) + np.arange(len(seqs))

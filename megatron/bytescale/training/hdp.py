@@ -171,7 +171,10 @@ def count_sequences(lengths: Sequence[int]) -> None:
 def sum_of_losses(
     packed: PackedMicroBatch, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return (sum of the losses, number of labels, report) of a micro-batch; Megatron divides by all ranks' labels."""
+    """Return (sum of the losses, number of labels, report) of a micro-batch; Megatron divides by all ranks' labels.
+
+    ``losses``: one of each token of the micro-batch, in any shape. The first two results are scalars.
+    """
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
     num_labels = packed.loss_mask.sum().to(torch.int)
     if get_args().check_for_nan_in_loss_and_grad:

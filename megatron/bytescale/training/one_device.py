@@ -52,12 +52,12 @@ class OneDeviceModel:
         self.store.take_counts()
 
     def batch(self, num_tokens: int, seed: int) -> torch.Tensor:
-        """Token ids [num_tokens + 1]."""
+        """Return random token ids [num_tokens + 1]."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, self.vocab, (num_tokens + 1,), generator=generator).to(self.device)
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean loss of one sequence, with its graph."""
+        """Return the mean loss of one sequence, tokens [n + 1], with its graph."""
         from bytescale_ext.attention.layouts.layout import attention_layout
         from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
@@ -75,7 +75,7 @@ class OneDeviceModel:
         return losses.float().mean()
 
     def step(self, tokens: torch.Tensor, rate: float = 0.1) -> float:
-        """Forward, backward and a plain gradient step; the loss."""
+        """Run forward, backward and a plain gradient step on tokens [n + 1]; return the loss."""
         loss = self.loss(tokens)
         loss.backward()
         self.store.check_empty()

@@ -106,11 +106,11 @@ class RandomTokens:
         return len(self._lengths)
 
     def length(self, sample_id: int) -> int:
-        """Tokens of a document."""
+        """Return the number of tokens of a document."""
         return self._lengths[sample_id]
 
     def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        """Tokens of a document; the same ones each time."""
+        """Return the same tokens of a document each time: [stop - start]."""
         tokens = np.random.default_rng(sample_id).integers(0, self._vocab_size, self._lengths[sample_id])
         return tokens[start:stop]
 

@@ -57,14 +57,14 @@ def _is_first_of_tensor_group(num_stages: int) -> bool:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """``forward_step_func``: one micro-batch of fixed-length samples through the model."""
+    """Run one micro-batch of samples [b, s] through the model, as Megatron's ``forward_step_func``."""
     batch = read_batch(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(mean_loss, batch["loss_mask"])
 
 
 def read_batch(data_iterator: Any) -> dict[str, Any]:
-    """Tensors [b, s] of the next micro-batch, by name; None for what this pipeline stage does not need."""
+    """Return tensors [b, s] of the next micro-batch by name; None for what this pipeline stage does not need."""
     args = get_args()
     names = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
     if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
@@ -95,7 +95,7 @@ def read_batch(data_iterator: Any) -> dict[str, Any]:
 
 
 def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(sum of the losses, number of labels, report) of one micro-batch; masks and losses [b, s]."""
+    """Return (sum of the losses, number of labels, report) of one micro-batch; masks and losses [b, s]."""
     loss_mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * loss_mask)
     num_labels = loss_mask.sum().to(torch.int)

@@ -24,6 +24,7 @@ class AlignedStep:
 
     @property
     def lengths(self) -> Ints:
+        """Tokens of each sequence: [n]."""
         return self.problem.lengths
 
     @property

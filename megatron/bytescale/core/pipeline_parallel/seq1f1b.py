@@ -188,7 +188,7 @@ def run_samples(
 def sample_slices(
     step: SliceStep, runtime: Runtime, layouts: Sequence[SliceLayout], data_iterator: Any
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], DocumentSeqParams]]:
-    """The data iterator of one model chunk: the batch of each micro-batch, once for each of its slices."""
+    """Yield what one model chunk reads: the batch [b, s] of each micro-batch, once for each of its slices."""
     read_batch = runtime.read_batch
     assert read_batch is not None
     ranges = slice_ranges(runtime.run.get(SliceConfig).lengths)
