@@ -106,7 +106,7 @@ class LayerRecord:
         self.rebuild: Callable[[LayerRecord], None] | None = None
         self.regions: list[StoredRegion] = []
         self.hook_points: dict[str, StoredRegion] = {}
-        self.notes: dict[str, object] = {}
+        self.notes: dict[str, torch.Tensor | None] = {}
         self.saved_between: list[StoredRegion | None] = []
         self._by_key: dict[Region, StoredRegion] = {}
         self._held: list[torch.Tensor] = []  # alive, so that no address is used twice while the layer runs

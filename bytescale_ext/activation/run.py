@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,6 +18,8 @@ from bytescale_ext.activation.region import memory_order
 
 LAYER_INPUT = "layer input"
 ATTENTION_OUTPUT = "attention output"
+
+Product = tuple[torch.Tensor, torch.Tensor | None]  # output of a module that multiplies by its weight, and a bias
 
 
 class RebuiltAll(Exception):  # no error: it ends the rebuilding of a layer
@@ -28,16 +30,24 @@ class Run(Protocol):
     """The calls that a hook point makes in place of its module's forward."""
 
     def product(
-        self, name: str, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        name: str,
+        module: torch.nn.Module,
+        forward: Callable[..., Product],
+        inputs: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Product:
         """Run a module that multiplies by its weight: (input [rows, ...]) -> (output [rows, ...], bias or None)."""
         ...
 
-    def attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(self, forward: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
         """Run core attention: (query, key, value, ...) -> output, all [rows, ...]."""
         ...
 
-    def last(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def last[Result](
+        self, forward: Callable[..., Result], inputs: torch.Tensor, *args: object, **kwargs: object
+    ) -> Result:
         """Run the last hook point: (input [rows, ...]) -> anything."""
         ...
 
@@ -63,23 +73,30 @@ class Recording:
             self._save = before
 
     def product(
-        self, name: str, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """See ``Run``. Other tensors that the module saves than its input and weight are of kind "input"."""
-        self.record.pass_hook_point(name, args[0], "token")
+        self,
+        name: str,
+        module: torch.nn.Module,
+        forward: Callable[..., Product],
+        inputs: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Product:
+        """See ``Run``: [rows, ...]. Tensors that the module saves beside input and weight are of kind "input"."""
+        self.record.pass_hook_point(name, inputs, "token")
         with self._saving(lambda tensor: self.record.save_inside(tensor, "input")):
-            output, bias = forward(*args, **kwargs)
+            output, bias = forward(inputs, *args, **kwargs)
         self.record.notes[name] = bias
         if self.record.plan.rebuild_cheap:
             self.record.pass_hook_point(f"{name} output", output, "product")
         return output, bias
 
-    def attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(self, forward: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
         """See ``Run``: all [rows, ...]. Tensors that attention saves, up to its output's size, are of kind "input"."""
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
+            assert isinstance(tensor, torch.Tensor)
             self.record.pass_hook_point(name, tensor, "token")
         with self._saving(self._save_of_attention):
-            output: torch.Tensor = forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         if memory_order(output)[0]:  # slices of several samples follow each other in memory
             output = output.contiguous()
         self.record.pass_hook_point(ATTENTION_OUTPUT, output, "input")
@@ -94,11 +111,13 @@ class Recording:
         self._of_attention.append((SavedTensor(), tensor.detach()))
         return self._of_attention[-1][0]
 
-    def last(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See ``Run``."""
-        self.record.pass_hook_point("last", args[0], "token")
+    def last[Result](
+        self, forward: Callable[..., Result], inputs: torch.Tensor, *args: object, **kwargs: object
+    ) -> Result:
+        """See ``Run``: input [rows, ...]."""
+        self.record.pass_hook_point("last", inputs, "token")
         self._save = self.record.save_inside
-        return forward(*args, **kwargs)
+        return forward(inputs, *args, **kwargs)
 
 
 class Rebuilding:
@@ -112,17 +131,23 @@ class Rebuilding:
         self.record.rebuild_between(tensor)
 
     def product(
-        self, name: str, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """See ``Run``. Multiplies only the rows that are not known."""
-        record, inputs = self.record, args[0]
+        self,
+        name: str,
+        module: torch.nn.Module,
+        forward: Callable[..., Product],
+        inputs: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Product:
+        """See ``Run``: [rows, ...]. Multiplies only the rows that are not known."""
+        record = self.record
         record.rebuild_hook_point(name, inputs)
 
         def compute(first: int) -> torch.Tensor:
             repeats = record.hook_points[name].view.sizes[0] // record.split.total
             rows = inputs.unflatten(0, (repeats, -1))[:, first:].flatten(0, 1) if first else inputs
             with torch.no_grad():
-                output: torch.Tensor = forward(rows, *args[1:], **kwargs)[0]
+                output = forward(rows, *args, **kwargs)[0]
             num_rows = max(rows[..., 0].numel(), output[..., 0].numel())
             record.counts.recomputed_flops += 2 * module.weight.numel() * num_rows  # type: ignore[operator,union-attr]
             return output
@@ -130,14 +155,17 @@ class Rebuilding:
         output = record.product(f"{name} output", compute) if record.plan.rebuild_cheap else compute(0)
         return output.detach().requires_grad_(), record.notes[name]
 
-    def attention(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attention(self, forward: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
         """See ``Run``: all [rows, ...]. The output is known: nothing is computed or sent to other ranks."""
         record = self.record
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
+            assert isinstance(tensor, torch.Tensor)
             record.rebuild_hook_point(name, tensor)
         return record.rows_from(ATTENTION_OUTPUT, record.first_row).detach().requires_grad_()
 
-    def last(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See ``Run``. Never returns."""
-        self.record.rebuild_hook_point("last", args[0])
+    def last[Result](
+        self, forward: Callable[..., Result], inputs: torch.Tensor, *args: object, **kwargs: object
+    ) -> Result:
+        """See ``Run``: input [rows, ...]. Never returns."""
+        self.record.rebuild_hook_point("last", inputs)
         raise RebuiltAll

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +14,16 @@ from bytescale_ext.plan.memory.plan import Request
 
 GRANULE_BYTES = 512
 """Torch's caching allocator rounds every block up to a multiple of it."""
+
+
+@dataclass
+class _Block:
+    """A storage; ``stop`` is None until it is freed."""
+
+    name: str
+    num_bytes: int
+    start: int
+    stop: int | None = None
 
 
 class AllocationTrace(TorchDispatchMode):
@@ -25,11 +36,14 @@ class AllocationTrace(TorchDispatchMode):
         super().__init__()
         self.marks: dict[str, int] = {}
         self._time = 0
-        self._rows: list[list[Any]] = []  # name, bytes, start, stop or None
-        self._alive: dict[int, int] = {}  # storage: row
+        self._blocks: list[_Block] = []
+        self._alive: dict[int, _Block] = {}  # by address of the storage object
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:  # fmt: skip
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -40,16 +54,16 @@ class AllocationTrace(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive or key in self._ignored or not storage.nbytes():
             return
-        self._alive[key] = len(self._rows)
         size = -(-storage.nbytes() // GRANULE_BYTES) * GRANULE_BYTES
-        self._rows.append([f"{len(self._rows)} {name}", size, self._time, None])
+        self._alive[key] = _Block(f"{len(self._blocks)} {name}", size, self._time)
+        self._blocks.append(self._alive[key])
         self._time += 1
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        row = self._alive.pop(key, None)
-        if row is not None:
-            self._rows[row][3] = self._time
+        block = self._alive.pop(key, None)
+        if block is not None:
+            block.stop = self._time
             self._time += 1
 
     def mark(self, name: str) -> None:
@@ -60,4 +74,7 @@ class AllocationTrace(TorchDispatchMode):
     def requests(self) -> list[Request]:
         """Return all requests in order; requests that were not freed end now."""
         end = self._time + 1
-        return [Request(name, size, start, end if stop is None else stop) for name, size, start, stop in self._rows]
+        return [
+            Request(block.name, block.num_bytes, block.start, end if block.stop is None else block.stop)
+            for block in self._blocks
+        ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.draw.figure import (
     FRAME,
@@ -190,9 +190,7 @@ def _count_text(count: int) -> str:
 def _draw_legend(axes: Axes, kinds: set[str], has_rings: bool) -> None:
     from matplotlib.patches import Patch
 
-    entries: list[Any] = [
-        Patch(facecolor=_sequence_colour(0, True, kind), label=kind) for kind in COMPUTE_KINDS if kind in kinds
-    ]
+    entries = [Patch(facecolor=_sequence_colour(0, True, kind), label=kind) for kind in COMPUTE_KINDS if kind in kinds]
     if has_rings:
         entries.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="ring: one sequence on many ranks"))
     names = {"wait": "waiting", "reduce": "gradient reduction", "optimizer": "optimizer"}

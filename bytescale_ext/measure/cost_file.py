@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
@@ -28,12 +28,11 @@ def read_cost(path: Path | str) -> ModelCost:
     except ValueError as error:  # bad JSON, or not UTF-8
         raise ValueError(f"cost file {path} is not JSON ({error}); `bytescale profile` writes one") from None
     try:
-        _check_entries(value, ModelCost, "the file")
+        entries = _checked_entries(value, ModelCost, "the file")
         for name in ("forward", "backward"):
-            _check_entries(value[name], CostModel, name)
-        _check_entries(value["shape"], ModelShape, "shape")
-        _check_types(value)
-        return ModelCost.from_json(value)
+            _checked_entries(entries[name], CostModel, name)
+        _check_types(entries, _checked_entries(entries["shape"], ModelShape, "shape"))
+        return ModelCost.from_json(entries)
     except ValueError as error:
         raise ValueError(f"cost file {path}: {error}") from None
 
@@ -78,8 +77,8 @@ def check_same_model(
     return replace(cost, shape=shape)
 
 
-def _check_entries(value: Any, kind: type, where: str) -> None:
-    """Raise ValueError unless ``value`` is a mapping with the fields of ``kind``."""
+def _checked_entries(value: object, kind: type, where: str) -> dict[str, object]:
+    """Return ``value`` as it is. Raises ValueError unless it is a mapping with the fields of ``kind``."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds a {type(value).__name__} where entries are expected")
     known = {field.name: field.default is MISSING for field in fields(kind)}
@@ -89,19 +88,20 @@ def _check_entries(value: Any, kind: type, where: str) -> None:
     for name, is_needed in known.items():
         if is_needed and name not in value:
             raise ValueError(f"{where} has no entry {name}")
+    return value
 
 
-def _check_types(value: dict[str, Any]) -> None:
+def _check_types(entries: dict[str, object], shape: dict[str, object]) -> None:
     """Raise ValueError for a size that is not a whole number or is too small, and for an entry that must be text."""
-    sizes = {f"shape.{name}": size for name, size in value["shape"].items() if name != "gated"}
-    sizes["tensor_parallel"] = value["tensor_parallel"]
+    sizes = {f"shape.{name}": size for name, size in shape.items() if name != "gated"}
+    sizes["tensor_parallel"] = entries["tensor_parallel"]
     optional = {f"shape.{field.name}" for field in fields(ModelShape) if field.default is not MISSING}
     for name, size in sizes.items():
         least = 0 if name in optional else 1
-        if type(size) is not int or size < least:
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ValueError(f"{name} is {json.dumps(size)}; it must be a whole number, at least {least}")
-    if type(value["shape"]["gated"]) is not bool:
-        raise ValueError(f"shape.gated is {json.dumps(value['shape']['gated'])}; it must be true or false")
+    if not isinstance(shape["gated"], bool):
+        raise ValueError(f"shape.gated is {json.dumps(shape['gated'])}; it must be true or false")
     for name in ("device", "dtype", "source"):
-        if type(value[name]) is not str:
-            raise ValueError(f"{name} is {json.dumps(value[name])}; it must be text")
+        if not isinstance(entries[name], str):
+            raise ValueError(f"{name} is {json.dumps(entries[name])}; it must be text")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from bytescale_ext.measure.timeline import Span, SpanShard
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 
@@ -22,7 +22,12 @@ class Mark:
     micro_batch: int | None
     wall_seconds: float
     busy_seconds: float
-    event: Any
+    event: torch.cuda.Event | None
+
+    def stream_seconds(self, following: Mark) -> float:
+        """Return the seconds to a later mark on the CUDA stream, which has passed both."""
+        assert self.event is not None and following.event is not None
+        return self.event.elapsed_time(following.event) / 1000
 
 
 class StepClock:
@@ -64,32 +69,19 @@ class StepClock:
         ]
         if not self.on_cuda:
             return sum(following.busy_seconds - mark.busy_seconds for mark, following in work)
-        if work:
-            work[-1][1].event.synchronize()
-        return sum(float(mark.event.elapsed_time(following.event)) for mark, following in work) / 1000
+        if work and (last := work[-1][1].event) is not None:
+            last.synchronize()
+        return sum(mark.stream_seconds(following) for mark, following in work)
 
-    def spans(
-        self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]
-    ) -> list[dict[str, Any]]:
-        """Return each phase as a dict: one line of a timeline file (``bytescale_ext.measure.timeline``)."""
+    def spans(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[Span]:
+        """Return each phase of the step; as a dict, a span is one line of a timeline file."""
         spans = []
         for mark, following in zip(self.marks, self.marks[1:], strict=False):
             known = mark.micro_batch is not None and mark.micro_batch < len(micro_batches)
             shards = micro_batches[mark.micro_batch or 0].shards if known else ()
-            spans.append(
-                {
-                    "step": step,
-                    "rank": rank,
-                    "kind": mark.kind,
-                    "micro_batch": mark.micro_batch,
-                    "start": mark.wall_seconds,
-                    "stop": following.wall_seconds,
-                    "shards": [
-                        {"seq": s.seq, "length": lengths[s.seq], "tokens": s.num_tokens, "ring": list(s.ring)}
-                        for s in shards
-                    ],
-                }
-            )
+            parts = tuple(SpanShard(s.seq, lengths[s.seq], s.num_tokens, s.ring) for s in shards)
+            start, stop = mark.wall_seconds, following.wall_seconds
+            spans.append(Span(step, rank, mark.kind, mark.micro_batch, start, stop, parts))
         return spans
 
 
@@ -210,7 +202,7 @@ def _imbalance(work: Iterable[float]) -> float:
     return max(values) / mean if mean else 1.0
 
 
-def append_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append one JSON line per row, in a folder that is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

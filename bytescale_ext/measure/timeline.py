@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NotRequired, TypedDict
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import BACKWARD_PER_FORWARD
@@ -45,6 +45,23 @@ class Span:
     start: float
     stop: float
     shards: tuple[SpanShard, ...] = ()
+
+
+class _ShardJson(TypedDict):
+    seq: int
+    length: int
+    tokens: int
+    ring: list[int]
+
+
+class _SpanJson(TypedDict):
+    step: int
+    rank: int
+    kind: str
+    micro_batch: NotRequired[int | None]
+    start: float
+    stop: float
+    shards: NotRequired[list[_ShardJson]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +160,7 @@ def write_perfetto(spans: Sequence[Span], path: str | Path) -> None:
     its shards are "X" events inside it; flow arrows ("s" to "f") join the shards of a ring in the order of their
     starts.
     """
-    events: list[dict[str, Any]] = [_metadata("process_name", 0, "HDP ranks")]
+    events: list[dict[str, object]] = [_metadata("process_name", 0, "HDP ranks")]
     for rank in sorted({span.rank for span in spans}):
         events.append(_metadata("thread_name", rank, f"rank {rank}"))
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
@@ -187,7 +204,7 @@ def _read_file(path: Path, rank: int) -> Iterator[Span]:
         yield span
 
 
-def _span_from_json(value: Any) -> Span:
+def _span_from_json(value: _SpanJson) -> Span:
     """Read one event. Raises KeyError, TypeError, AttributeError or ValueError when the value is not an event."""
     shards = tuple(
         SpanShard(
@@ -196,7 +213,7 @@ def _span_from_json(value: Any) -> Span:
             tokens=int(shard["tokens"]),
             ring=tuple(int(rank) for rank in shard["ring"]),
         )
-        for shard in value.get("shards") or ()
+        for shard in value.get("shards", ())
     )
     micro_batch = value.get("micro_batch")
     span = Span(
@@ -227,7 +244,7 @@ def _span_name(span: Span) -> str:
     return span.kind if span.micro_batch is None else f"{span.kind} {span.micro_batch}"
 
 
-def _metadata(name: str, tid: int, text: str) -> dict[str, Any]:
+def _metadata(name: str, tid: int, text: str) -> dict[str, object]:
     return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": {"name": text}}
 
 
@@ -236,7 +253,7 @@ def _micros(seconds: float) -> float:
     return round(seconds * 1e9) / 1e3
 
 
-def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: dict[str, Any]) -> dict[str, Any]:
+def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: dict[str, object]) -> dict[str, object]:
     start, stop = _micros(times[0]), _micros(times[1])
     return {
         "ph": "X",
@@ -250,7 +267,7 @@ def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: di
     }
 
 
-def _flows(joins: dict[tuple[int, str, int], list[tuple[float, int]]]) -> Iterator[dict[str, Any]]:
+def _flows(joins: dict[tuple[int, str, int], list[tuple[float, int]]]) -> Iterator[dict[str, object]]:
     """Yield arrows between the shards of a ring, from earlier to later starts: a flow must not point back in time."""
     number = 0
     for (_, kind, seq), members in joins.items():

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Function = Callable[..., Any]
+Holder = types.ModuleType | type  # what a function of Megatron is an attribute of
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def source_hash(function: Function) -> str:
         return "none"
 
 
-def resolve(target: str) -> tuple[Any, str, Function]:
+def resolve(target: str) -> tuple[Holder, str, Function]:
     """Return (module or class, attribute, function) of a row's target. Raises ValueError when it does not exist."""
     module_name, _, path = target.partition(":")
     *classes, attribute = path.split(".")
@@ -82,9 +83,9 @@ def check(patch: Patch) -> None:
 class Installation:
     """The functions replaced right now, as (module or class, attribute, original)."""
 
-    originals: list[tuple[Any, str, Function]] = field(default_factory=list)
+    originals: list[tuple[Holder, str, Function]] = field(default_factory=list)
 
-    def install(self, patches: Sequence[Patch], runtime: Any) -> None:
+    def install(self, patches: Sequence[Patch], runtime: object) -> None:
         """Check every row, then apply every row. Raises ValueError before anything is replaced."""
         for patch in patches:
             check(patch)
@@ -107,11 +108,11 @@ class Installation:
         return [f"{_full_name(holder)}.{attribute}" for holder, attribute, _ in self.originals]
 
 
-def _full_name(holder: Any) -> str:
+def _full_name(holder: Holder) -> str:
     return f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else holder.__name__
 
 
-def copy_with_names(function: Function, **names: Any) -> Function:
+def copy_with_names(function: Function, **names: object) -> Function:
     """Return a copy of a function in which these global names mean something else. Its module stays as it is."""
     assert isinstance(function, types.FunctionType) and names.keys() <= function.__globals__.keys(), f"{function=}"
     copied = types.FunctionType(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +75,8 @@ def test_waiting_is_no_work() -> None:
 
 def test_spans_can_be_read_as_a_timeline(tmp_path: Path) -> None:
     for rank in (0, 1):
-        append_jsonl(tmp_path / f"rank{rank}.jsonl", clock_of(*STEP).spans(7, rank, MICRO_BATCHES, LENGTHS))
+        spans = clock_of(*STEP).spans(7, rank, MICRO_BATCHES, LENGTHS)
+        append_jsonl(tmp_path / f"rank{rank}.jsonl", map(asdict, spans))
     spans = [span for span in read_spans(tmp_path) if span.rank == 1]
     assert [span.kind for span in spans] == ["wait", "forward", "backward", "forward", "backward", "reduce"]
     assert {span.step for span in spans} == {7}
@@ -89,7 +90,7 @@ def test_spans_can_be_read_as_a_timeline(tmp_path: Path) -> None:
 
 def test_padding_micro_batch_of_a_rank_without_work_has_no_shards() -> None:
     spans = clock_of(*STEP[:3], *STEP[5:]).spans(0, 0, (), LENGTHS)
-    assert [span["shards"] for span in spans] == [[]] * 4
+    assert [span.shards for span in spans] == [()] * 4
 
 
 def test_figures_of_steps_add_up() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.entries import from_entries
 from bytescale_ext.plan.cost.model_shape import (
     BACKWARD_PER_FORWARD,
     ModelShape,
@@ -55,18 +55,18 @@ class ModelCost:
         """Return the cost of the whole model on one rank."""
         return self.stage(self.shape.num_layers, has_head=True)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain dicts: the format of a cost file."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ModelCost:
+    def from_json(cls, value: Mapping[str, object]) -> ModelCost:
         """The inverse of ``to_json``. Raises ValueError, naming the entry, that is missing, unknown or negative."""
         try:
-            nested: dict[str, Any] = {"shape": ModelShape(**value["shape"])}
-            nested |= {name: CostModel(**value[name]) for name in ("forward", "backward")}
-            cost = cls(**{**value, **nested})
-        except (KeyError, TypeError, AttributeError) as error:
+            shape = from_entries(ModelShape, value["shape"])
+            passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
+            cost = from_entries(cls, {**value, "shape": shape, **passes})
+        except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
         cost._check()
         return cost

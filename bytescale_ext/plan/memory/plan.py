@@ -11,7 +11,23 @@ trace of the model each pass of a layer is one block of that size. ``placement.p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
+
+
+class MemoryPlanJson(TypedDict):
+    """The JSON format of a plan; a row of ``requests`` is name, bytes, start, stop and address."""
+
+    bound: int
+    is_optimal: bool
+    peak: int
+    requests: list[tuple[str, int, int, int, int]]
+
+
+class TwoLevelPlanJson(TypedDict):
+    """The JSON format of a plan of two levels."""
+
+    levels: dict[str, MemoryPlanJson]
+    model: MemoryPlanJson
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +72,16 @@ class MemoryPlan:
         ends = (a + request.num_bytes for a, request in zip(self.addresses, self.requests, strict=True))
         return max(ends, default=0)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and dicts: the format of a plan file."""
+    def to_json(self) -> MemoryPlanJson:
+        """Return plain sequences and dicts: the format of a plan file."""
         rows = [
-            [request.name, request.num_bytes, request.start, request.stop, address]
+            (request.name, request.num_bytes, request.start, request.stop, address)
             for request, address in zip(self.requests, self.addresses, strict=True)
         ]
         return {"bound": self.bound, "is_optimal": self.is_optimal, "peak": self.peak, "requests": rows}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> MemoryPlan:
+    def from_json(cls, value: MemoryPlanJson) -> MemoryPlan:
         """Invert ``to_json``; the plan is not checked. Raises KeyError or TypeError for another format."""
         requests = tuple(Request(str(name), int(size), int(start), int(stop))
                          for name, size, start, stop, _ in value["requests"])  # fmt: skip
@@ -90,12 +106,12 @@ class TwoLevelPlan:
         """Return the name of the request that stands for a layer's pass in the model's plan."""
         return f"layer {layer} {level}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and dicts."""
+    def to_json(self) -> TwoLevelPlanJson:
+        """Return plain sequences and dicts."""
         return {"levels": {name: plan.to_json() for name, plan in self.levels.items()}, "model": self.model.to_json()}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> TwoLevelPlan:
+    def from_json(cls, value: TwoLevelPlanJson) -> TwoLevelPlan:
         """Invert ``to_json``; the plans are not checked."""
         levels = {name: MemoryPlan.from_json(level) for name, level in value["levels"].items()}
         return cls(levels, MemoryPlan.from_json(value["model"]))

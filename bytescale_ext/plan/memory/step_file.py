@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.entries import entries_of, from_entries
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.check import check_two_level_plan
-from bytescale_ext.plan.memory.plan import TwoLevelPlan
+from bytescale_ext.plan.memory.plan import TwoLevelPlan, TwoLevelPlanJson
 
 SHARE_TOLERANCE = 0.01
 """Shares that differ by at most this are equal, because shares are rounded to rows."""
+
+
+class StepMemoryJson(TwoLevelPlanJson):
+    """The JSON format of a plan file; ``record`` holds the fields of ``StepRecord``."""
+
+    record: dict[str, object]
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +70,18 @@ class StepMemory:
     buffer_bytes: int
     plan: TwoLevelPlan
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and dicts."""
+    def to_json(self) -> StepMemoryJson:
+        """Return plain sequences and dicts."""
         return {"record": asdict(self.record), "buffer_bytes": self.buffer_bytes, **self.plan.to_json()}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> StepMemory:
+    def from_json(cls, value: StepMemoryJson) -> StepMemory:
         """Invert ``to_json`` and check the plan. Raises ValueError for another format or a broken plan."""
         try:
-            known = value["record"]
-            shape, activations = ModelShape(**known["shape"]), ActivationPlan(**known["activations"])
-            record = StepRecord(**{**known, "shape": shape, "activations": activations})
+            known = entries_of(value["record"])
+            shape = from_entries(ModelShape, known["shape"])
+            activations = from_entries(ActivationPlan, known["activations"])
+            record = from_entries(StepRecord, {**known, "shape": shape, "activations": activations})
             memory = cls(record, int(value["buffer_bytes"]), TwoLevelPlan.from_json(value))
             check_two_level_plan(memory.plan)
             return memory

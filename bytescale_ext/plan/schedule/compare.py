@@ -6,7 +6,7 @@ The models are GPTs, with which Seq1F1B was measured (Sun et al. 2024, section 4
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape
@@ -99,7 +99,7 @@ class ScheduleFigures:
     peak_micro_batches: float
     activation_bytes: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain values."""
         return asdict(self)
 

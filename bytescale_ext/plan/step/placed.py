@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from bytescale_ext.plan.step.table import PlanTable
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
     def __getitem__(self, rank: int) -> tuple[MicroBatch, ...]: ...
     @overload
     def __getitem__(self, rank: slice) -> tuple[tuple[MicroBatch, ...], ...]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
+    def __getitem__(self, rank: int | slice) -> tuple[MicroBatch, ...] | tuple[tuple[MicroBatch, ...], ...]:
         if isinstance(rank, slice):
             return tuple(self[one] for one in range(*rank.indices(self.num_ranks)))
         if not -self.num_ranks <= rank < self.num_ranks:
@@ -146,7 +147,7 @@ def micro_batch_counts(plan: StepPlan, expert_parallel: int = 1, multiple: int =
     return tuple((-(-most // multiple) * multiple).tolist())
 
 
-def _sorted_by(*keys: npt.NDArray[Any]) -> Ints:
+def _sorted_by(*keys: Ints | Bools) -> Ints:
     """Return the order by the first key, then the second, and so on: [n], as each key. No key is negative."""
     sizes = [int(key.max(initial=0)) + 1 for key in keys]
     if math.prod(sizes) >= 2**62:

@@ -11,10 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.table import table_of
+
+
+class ShardJson(TypedDict):
+    """A shard in the JSON format of a plan."""
+
+    seq: int
+    ranges: list[list[int]]
+    ring: list[int]
+
+
+class MicroBatchJson(TypedDict):
+    """A micro-batch in the JSON format of a plan."""
+
+    shards: list[ShardJson]
+    offload: NotRequired[float]
+
+
+class StepPlanJson(TypedDict):
+    """The JSON format of a plan."""
+
+    num_ranks: int
+    tokens_per_rank: int
+    lengths: list[int]
+    ranks: list[list[MicroBatchJson]]
+    aligned: NotRequired[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +61,20 @@ class StepPlan:
     ranks: Sequence[tuple[MicroBatch, ...]]
     aligned: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> StepPlanJson:
         """Return the plan as plain lists and dicts (the format of ``bytescale plan --json``); defaults are left out."""
-        return {
+        value: StepPlanJson = {
             "num_ranks": self.num_ranks,
             "tokens_per_rank": self.tokens_per_rank,
             "lengths": list(self.lengths),
             "ranks": [[_micro_batch_json(micro_batch) for micro_batch in rank] for rank in self.ranks],
-            **({"aligned": True} if self.aligned else {}),
         }
+        if self.aligned:
+            value["aligned"] = True
+        return value
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> StepPlan:
+    def from_json(cls, value: StepPlanJson) -> StepPlan:
         """Return the plan of ``to_json``."""
         return cls(
             num_ranks=int(value["num_ranks"]),
@@ -78,9 +105,9 @@ class StepPlan:
         return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, self.aligned)
 
 
-def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
-    shards = [
+def _micro_batch_json(micro_batch: MicroBatch) -> MicroBatchJson:
+    shards: list[ShardJson] = [
         {"seq": shard.seq, "ranges": [list(pair) for pair in shard.ranges], "ring": list(shard.ring)}
         for shard in micro_batch.shards
     ]
-    return {"shards": shards, **({"offload": micro_batch.offload} if micro_batch.offload else {})}
+    return {"shards": shards, "offload": micro_batch.offload} if micro_batch.offload else {"shards": shards}

@@ -7,13 +7,68 @@ import importlib.metadata
 import json
 import platform
 import sys
-from typing import Any
+from dataclasses import asdict, dataclass
 
 NAME = "doctor"
 HELP = "print what is installed, the attention kernel and backend with the reason, the features and the patches"
 EXAMPLE = "bytescale doctor --dtype bf16 --head-dim 128"
 
 _PACKAGES = ("megatron-core", "torch", "numpy", "transformer-engine", "flash-attn", "apex", "nvidia-nccl-cu13")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionReport:
+    """The kernel that runs attention of this type and head width, why, and why not each one before it."""
+
+    kernel: str
+    reason: str
+    dtype: str
+    head_dim: int
+    not_chosen: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureReport:
+    """A row of the table of features.
+
+    Attributes:
+        name, flag, summary: as in the table; ``flag`` turns the feature on.
+        flags: of this feature.
+        patches: the functions of Megatron that its patch rows name.
+        refusals: what to do instead, by the flag that is refused.
+    """
+
+    name: str
+    flag: str
+    summary: str
+    flags: list[str]
+    patches: list[str]
+    refusals: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that ``doctor`` prints.
+
+    Attributes:
+        python: version of the interpreter.
+        packages: version of each package, None where it is not installed.
+        device: name of the GPU, or "cpu".
+        backend, backend_reason: of ``torch.distributed``, and why.
+        attention, features: as their classes say.
+        patches: a printed row for each function that patches replace or copy.
+        healthy: the installed Megatron is the one that the patches were written for.
+    """
+
+    python: str
+    packages: dict[str, str | None]
+    device: str
+    backend: str
+    backend_reason: str
+    attention: AttentionReport
+    features: list[FeatureReport]
+    patches: list[str]
+    healthy: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +91,12 @@ def run(args: argparse.Namespace) -> int:
 
     stand_ins = cpu.install_if_wanted(["--cpu"] if args.cpu else sys.argv)
     report = diagnose(args, on_cpu=stand_ins is not None)
-    print(json.dumps(report, indent=2) if args.json else as_text(report, args.flags, args.refusals))
-    return 0 if report["healthy"] else 1
+    print(json.dumps(asdict(report), indent=2) if args.json else as_text(report, args.flags, args.refusals))
+    return 0 if report.healthy else 1
 
 
-def diagnose(args: argparse.Namespace, on_cpu: bool) -> dict[str, Any]:
-    """Everything that ``doctor`` prints, as plain values."""
+def diagnose(args: argparse.Namespace, on_cpu: bool) -> Report:
+    """Return the report of this machine; the stand-ins for CUDA are installed already where there is no GPU."""
     import torch
 
     from bytescale_ext.attention.kernels.table import choose_kernel
@@ -52,43 +107,37 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype_name]
     kernel, reason, considered = choose_kernel(device, dtype, args.head_dim)
     patches = status()
-    return {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "device": "cpu" if on_cpu else torch.cuda.get_device_name(),
-        "backend": "gloo" if on_cpu else "nccl",
-        "backend_reason": ("--cpu was given" if args.cpu else "torch sees no GPU") if on_cpu else "torch sees a GPU",
-        "attention": {
-            "kernel": kernel.name,
-            "reason": reason,
-            "dtype": dtype_name,
-            "head_dim": args.head_dim,
-            "not_chosen": dict(considered),
-        },
-        "features": features_report(),
-        "patches": patches,
-        "healthy": not any("unknown source" in row for row in patches),
-    }
+    return Report(
+        python=platform.python_version(),
+        packages={name: _version(name) for name in _PACKAGES},
+        device="cpu" if on_cpu else torch.cuda.get_device_name(),
+        backend="gloo" if on_cpu else "nccl",
+        backend_reason=("--cpu was given" if args.cpu else "torch sees no GPU") if on_cpu else "torch sees a GPU",
+        attention=AttentionReport(kernel.name, reason, dtype_name, args.head_dim, dict(considered)),
+        features=features_report(),
+        patches=patches,
+        healthy=not any("unknown source" in row for row in patches),
+    )
 
 
-def features_report() -> list[dict[str, Any]]:
-    """Return each feature of the table: its flags, the functions that its patch rows name, what it refuses."""
+def features_report() -> list[FeatureReport]:
+    """Return each feature of the table."""
     from megatron.bytescale.features import FEATURES, patches_of, refusals
     from megatron.bytescale.patches import rows_of
 
     return [
-        {
-            "name": feature.name,
-            "flag": feature.flag,
-            "summary": feature.summary,
-            "flags": [action.option_strings[0] for action in feature.actions()],
-            "patches": [row.target for row in (*rows_of(feature.name), *patches_of([feature.name]))],
-            "refusals": {
+        FeatureReport(
+            name=feature.name,
+            flag=feature.flag,
+            summary=feature.summary,
+            flags=[action.option_strings[0] for action in feature.actions()],
+            patches=[row.target for row in (*rows_of(feature.name), *patches_of([feature.name]))],
+            refusals={
                 row.flag: row.instead[feature.name].format(feature.flag)
                 for row in refusals()
                 if feature.name in row.instead
             },
-        }
+        )
         for feature in FEATURES
     ]
 
@@ -100,24 +149,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def as_text(report: dict[str, Any], with_flags: bool = False, with_refusals: bool = False) -> str:
+def as_text(report: Report, with_flags: bool = False, with_refusals: bool = False) -> str:
     """Return the report for a person."""
-    attention = report["attention"]
-    lines = [f"python     {report['python']}"]
-    lines += [f"{name:20} {version or 'not installed'}" for name, version in report["packages"].items()]
+    attention = report.attention
+    lines = [f"python     {report.python}"]
+    lines += [f"{name:20} {version or 'not installed'}" for name, version in report.packages.items()]
     lines += [
         "",
-        f"device     {report['device']}",
-        f"backend    {report['backend']} ({report['backend_reason']})",
-        f"attention  {attention['kernel']} for {attention['dtype']}, head width {attention['head_dim']} "
-        f"({attention['reason']})",
+        f"device     {report.device}",
+        f"backend    {report.backend} ({report.backend_reason})",
+        f"attention  {attention.kernel} for {attention.dtype}, head width {attention.head_dim} ({attention.reason})",
     ]
-    lines += [f"           not {name}: {why}" for name, why in attention["not_chosen"].items()]
+    lines += [f"           not {name}: {why}" for name, why in attention.not_chosen.items()]
     lines += ["", f"{'feature':12} {'switched on by':24} flags patches refusals  (--flags and --refusals list them)"]
-    for feature in report["features"]:
-        counts = f"{len(feature['flags']):5} {len(feature['patches']):7} {len(feature['refusals']):8}"
-        lines.append(f"{feature['name']:12} {feature['flag']:24} {counts}  {feature['summary']}")
-        lines += [f"    {flag}" for flag in feature["flags"]] * with_flags
-        lines += [f"    not {flag}: {instead}" for flag, instead in feature["refusals"].items()] * with_refusals
-    lines += ["", "functions of Megatron that features replace:", *report["patches"]]
+    for feature in report.features:
+        counts = f"{len(feature.flags):5} {len(feature.patches):7} {len(feature.refusals):8}"
+        lines.append(f"{feature.name:12} {feature.flag:24} {counts}  {feature.summary}")
+        lines += [f"    {flag}" for flag in feature.flags] * with_flags
+        lines += [f"    not {flag}: {instead}" for flag, instead in feature.refusals.items()] * with_refusals
+    lines += ["", "functions of Megatron that features replace:", *report.patches]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS
 from bytescale_ext.plan.activation.plan import ActivationPlan
@@ -17,8 +17,13 @@ from bytescale_ext.plan.memory.check import check_two_level_plan
 from bytescale_ext.plan.memory.exact import improve
 from bytescale_ext.plan.memory.placement import plan_memory, requests_within
 from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
-from bytescale_ext.plan.memory.step_file import StepMemory, StepRecord
+from bytescale_ext.plan.memory.step_file import StepMemory, StepMemoryJson, StepRecord
 from megatron.bytescale.cli.activations import shape_of_flags
+
+if TYPE_CHECKING:
+    import torch
+
+    from bytescale_ext.activation.trace import AllocationTrace
 
 NAME = "memory-plan"
 HELP = "record the allocations of one training step and plan their addresses"
@@ -137,15 +142,15 @@ def record_step(
     return trace.requests(), trace.marks, record, built.store.counts.restored_bytes
 
 
-def mark_passes(trace: Any, layer: Any, number: int) -> None:
+def mark_passes(trace: AllocationTrace, layer: torch.nn.Module, number: int) -> None:
     """Mark when a layer's passes begin and end, by hooks on the module and on gradients of its input and output."""
 
-    def begin(_: Any, args: Any, kwargs: Any) -> None:
+    def begin(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         hidden.register_hook(lambda _: trace.mark(f"backward {number} end"))
         trace.mark(f"forward {number} begin")
 
-    def end(_: Any, args: Any, output: Any) -> None:
+    def end(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
         trace.mark(f"forward {number} end")
         output[0].register_hook(lambda _: trace.mark(f"backward {number} begin"))
 
@@ -180,7 +185,7 @@ def timed(requests: list[Request], solver_seconds: float) -> tuple[MemoryPlan, f
     return plan, time.perf_counter() - begun
 
 
-def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, Any]:
+def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, dict[str, float]]:
     """Return the table as plain dicts."""
     return {
         name: {"num_requests": len(plan.requests), "bound_bytes": plan.bound, "peak_bytes": plan.peak,
@@ -202,7 +207,7 @@ def table(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, value: dict[str, Any]) -> None:
+def write(path: Path, value: StepMemoryJson) -> None:
     """Write a plan file. Raises ValueError if it cannot be written."""
     try:
         path.write_text(json.dumps(value) + "\n", encoding="utf-8")

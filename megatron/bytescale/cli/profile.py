@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.measure.fit import (
     LAYERS,
     Origin,
+    Prediction,
     errors_text,
     fit_rings,
     fit_timings,
@@ -28,6 +29,9 @@ from bytescale_ext.measure.fit import (
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
+
+if TYPE_CHECKING:
+    from megatron.bytescale.training.profile import Subject
 
 NAME = "profile"
 HELP = "measure the layers of a model on this GPU or CPU and write a cost file"
@@ -113,7 +117,7 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Any], int]:
+def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Prediction], int]:
     """Return (costs, predictions of lengths that the fit did not see, process rank)."""
     # Imported here because Megatron takes seconds to import, which --help should not.
     import torch
@@ -128,8 +132,8 @@ def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Any
 
 
 def measured_cost(
-    subject: Any, max_tokens: int, repeats: int, ring_bytes_per_second: float | None = None
-) -> tuple[ModelCost, list[Any]]:
+    subject: Subject, max_tokens: int, repeats: int, ring_bytes_per_second: float | None = None
+) -> tuple[ModelCost, list[Prediction]]:
     """Return the costs measured with micro-batches of up to ``max_tokens``, and predictions of unseen lengths.
 
     Collective over all processes. The costs are equal on all, except that with one HDP rank of several tensor-parallel
@@ -163,7 +167,7 @@ def measured_cost(
     return model_cost(fits, kept, origin), found
 
 
-def ring_rate(given: float | None, subject: Any) -> tuple[float, str]:
+def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:
     """Return bytes per second between ranks of a ring, and how they were found. Collective over several HDP ranks."""
     import torch
 
@@ -172,7 +176,7 @@ def ring_rate(given: float | None, subject: Any) -> tuple[float, str]:
     comm, on_cpu = subject.runtime.comm, not subject.runtime.clock.on_cuda
     if given is not None:
         return given, "as given with --ring-bytes-per-second"
-    if comm.size > 1:
+    if comm is not None and comm.size > 1:
         return ring_speed.exchanged_bytes_per_second(comm, subject.runtime.device), f"measured by {comm.size} ranks"
     if int(subject.args.rank):
         return 1.0, "measured by the first process"
@@ -182,7 +186,7 @@ def ring_rate(given: float | None, subject: Any) -> tuple[float, str]:
     return ring_speed.host_copy_bytes_per_second(), "taken from copies to host memory, as there is one GPU"
 
 
-def report_text(cost: ModelCost, found: Sequence[Any]) -> str:
+def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
     """Return the costs and their errors as text."""
     rows = [
         ("attention, ps per token squared", "a", 1e12),
@@ -209,7 +213,7 @@ def _number(cost: CostModel, key: str, unit: float) -> str:
     return f"{unit * getattr(cost, key):12,.2f}"
 
 
-def _as_json(found: Any) -> dict[str, Any]:
+def _as_json(found: Prediction) -> dict[str, object]:
     return {
         "num_layers": found.num_layers,
         "lengths": list(found.lengths),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NotRequired, TypedDict
 
 import numpy as np
 
+from bytescale_ext.plan.cost.entries import from_entries
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
 from bytescale_ext.plan.evaluate.schedulers import (
@@ -51,6 +53,31 @@ _COLUMNS: Final = {
     "distinct_peers": ("peers", ".0f"),
     "planning_seconds": ("planning s", ".4f"),
 }
+
+
+class Figure(TypedDict):
+    """A figure over all steps."""
+
+    mean: float
+    worst: float
+
+
+Figures = dict[str, Figure | None]  # of a scheduler, by name; None: there is nothing to compare with
+
+
+class Described(TypedDict):
+    """The scenario as it is printed; lengths come from a sampler or from a file."""
+
+    sampler: NotRequired[str]
+    lengths: NotRequired[str]
+    context: int
+    ranks: int
+    tokens_per_rank: int
+    global_tokens: int
+    stages: int
+    slicing: dict[str, int]
+    seeds: int
+    cost: dict[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,17 +125,30 @@ def run(args: argparse.Namespace) -> int:
     stages = stage_costs(cost, args.stages)
     scenario = Scenario(Cluster(args.ranks, args.tokens_per_rank), args.context, stages, slicing)
     figures = compare(scenario, draw_steps(args), names)
-    described = {
-        **({"sampler": args.sampler} if args.sampler else {"lengths": str(args.lengths)}),
-        **{name: getattr(args, name) for name in ("context", "ranks", "tokens_per_rank", "global_tokens", "stages")},
+    described = described_scenario(args, slicing, cost)
+    if args.plot:
+        _plot(figures, described, args.plot)
+    if args.json:
+        rows = {name: {"not_applicable": row} if isinstance(row, str) else row for name, row in figures.items()}
+        print(json.dumps({"scenario": described, "schedulers": rows}))
+    else:
+        print(as_text(described, figures))
+    return 0
+
+
+def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCost) -> Described:
+    """Return the scenario of a command line, as it is printed."""
+    described: Described = {
+        "context": args.context,
+        "ranks": args.ranks,
+        "tokens_per_rank": args.tokens_per_rank,
+        "global_tokens": args.global_tokens,
+        "stages": args.stages,
         "slicing": asdict(slicing),
         "seeds": args.seeds,
         "cost": {"file": str(args.cost_file) if args.cost_file else "bytescale_7b", "device": cost.device},
     }
-    if args.plot:
-        _plot(figures, described, args.plot)
-    print(json.dumps({"scenario": described, "schedulers": figures}) if args.json else as_text(described, figures))
-    return 0
+    return {"sampler": args.sampler, **described} if args.sampler else {"lengths": str(args.lengths), **described}
 
 
 def draw_steps(args: argparse.Namespace) -> list[list[int]]:
@@ -131,10 +171,9 @@ def draw_steps(args: argparse.Namespace) -> list[list[int]]:
     return steps
 
 
-def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the figures of each scheduler over the steps: name -> figure -> mean and worst.
+def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[str]) -> dict[str, Figures | str]:
+    """Return the figures of each scheduler over the steps, or why it does not support the scenario or one of the steps.
 
-    A scheduler that does not support the scenario, or one of the steps, has the one entry ``not_applicable``.
     ``makespan_over_bound`` takes the bound of the order that the scheduler runs: slices or 1F1B.
     ``speedup_over_static`` is null where no static mesh is applicable.
     """
@@ -143,11 +182,11 @@ def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[
         for slicing in (ONE_SLICE, scenario.slicing)
     }
     references = outcomes_of(static, scenario, steps)
-    result: dict[str, dict[str, Any]] = {}
+    result: dict[str, Figures | str] = {}
     for name in names:
         outcomes = outcomes_of(ALL[name], scenario, steps)
         if isinstance(outcomes, str):
-            result[name] = {"not_applicable": outcomes}
+            result[name] = outcomes
             continue
         times = [outcome.makespan for outcome in outcomes]
         plain_bounds = bounds[ONE_SLICE]
@@ -165,7 +204,7 @@ def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[
     return result
 
 
-def as_text(scenario: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]]) -> str:
+def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
     """Return the comparison as a table, mean and worst of each figure."""
     hidden = ("makespan_over_1f1b_bound", "kept_keys") if scenario["slicing"]["num_slices"] == 1 else ()
     columns = {name: column for name, column in _COLUMNS.items() if name not in hidden}
@@ -173,8 +212,8 @@ def as_text(scenario: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]
     rows = [heads]
     notes = []
     for name, row in figures.items():
-        if "not_applicable" in row:
-            notes.append(f"{name}: not applicable, {row['not_applicable']}")
+        if isinstance(row, str):
+            notes.append(f"{name}: not applicable, {row}")
             continue
         rows.append([name, *(_cell(row[figure], spec) for figure, (_, spec) in columns.items())])
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
@@ -186,14 +225,14 @@ def as_text(scenario: Mapping[str, Any], figures: Mapping[str, Mapping[str, Any]
     return "\n".join([_title(scenario), "mean and worst of each figure", "", *lines, *notes])
 
 
-def _cell(figure: Mapping[str, float] | None, spec: str) -> str:
+def _cell(figure: Figure | None, spec: str) -> str:
     return "-" if figure is None else f"{figure['mean']:{spec}} {figure['worst']:{spec}}"
 
 
-def _title(scenario: Mapping[str, Any]) -> str:
-    source = scenario.get("sampler") or Path(scenario["lengths"]).name
+def _title(scenario: Described) -> str:
+    source = scenario["sampler"] if "sampler" in scenario else Path(scenario["lengths"]).name
     stages = f" x {scenario['stages']} stages" if scenario["stages"] > 1 else ""
-    slicing = Slicing(**scenario["slicing"])
+    slicing = from_entries(Slicing, scenario["slicing"])
     if slicing.num_slices > 1:
         stages += f" in {slicing}"
     return (
@@ -210,15 +249,15 @@ def outcomes_of(scheduler: Scheduler, scenario: Scenario, steps: Sequence[Sequen
         return str(error)
 
 
-def _figure(values: Sequence[float], worst: Any = max) -> dict[str, float]:
+def _figure(values: Sequence[float], worst: Callable[[Iterable[float]], float] = max) -> Figure:
     return {"mean": sum(values) / len(values), "worst": worst(values)}
 
 
-def _plot(figures: Mapping[str, Mapping[str, Any]], scenario: Mapping[str, Any], path: Path) -> None:
+def _plot(figures: Mapping[str, Figures | str], scenario: Described, path: Path) -> None:
     from bytescale_ext.draw.charts import draw_bars
 
-    ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if "makespan_over_bound" in row}
-    bars = {name: (ratio["mean"], ratio["worst"]) for name, ratio in ratios.items()}
+    ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if not isinstance(row, str)}
+    bars = {name: (ratio["mean"], ratio["worst"]) for name, ratio in ratios.items() if ratio is not None}
     draw_bars(bars, path, _title(scenario), "time of a step / lower bound")
 
 

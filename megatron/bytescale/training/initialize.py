@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 
-def wrap_compile_helpers(original: Callable[[], None], runtime: Any) -> Callable[[], None]:
+def wrap_compile_helpers(original: Callable[[], None], runtime: object) -> Callable[[], None]:
     """Compile Megatron's dataset helper only where it is missing.
 
     The wheel on PyPI carries it built, and no Makefile: ``make`` fails there, and Megatron exits.
@@ -20,7 +19,7 @@ def wrap_compile_helpers(original: Callable[[], None], runtime: Any) -> Callable
     return compile_helpers
 
 
-def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: object) -> Callable[..., None]:
     """Leave out the warm-up of the fused kernels on tensors of ``--seq-length`` rows.
 
     That is the longest context here, which no rank ever holds whole: at 2M tokens the warm-up alone would take
@@ -33,7 +32,7 @@ def wrap_set_jit_fusion_options(original: Callable[..., None], runtime: Any) -> 
     return set_jit_fusion_options
 
 
-def wrap_warmup_jit_function(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+def wrap_warmup_jit_function(original: Callable[..., None], runtime: object) -> Callable[..., None]:
     """Leave out the warm-up of CUDA kernels, on CPU."""
 
     def warmup_jit_function(tp_size: int | None = None) -> None:

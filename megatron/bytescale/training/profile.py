@@ -246,8 +246,7 @@ def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = Fal
     """
     forward, backward, end = marks[-3:]
     if subject.runtime.clock.on_cuda:
-        first, second = forward.event.elapsed_time(backward.event), backward.event.elapsed_time(end.event)
-        return first / 1e3, second / 1e3
+        return forward.stream_seconds(backward), backward.stream_seconds(end)
     is_alone = torch.get_num_threads() == 1 and subject.tensor_parallel == 1 and not by_wall
     name = "busy_seconds" if is_alone else "wall_seconds"
     times = [getattr(mark, name) for mark in (forward, backward, end)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,16 @@ SLICED_STARTS = (
 )
 """The same with slices; the seeds of those steps are not the seeds of docs/performance.md."""
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "before": (0.3, 0.2, 0.7),
-    "front": (1.0, 0.5),
-    "num_regions": (2, 4, 6, 8),
-    "pack": (0.5, 0.125, 1.0),
-    "peak": (0.9, 0.25),
-    "height": (0.03, 0.05, 0.1, 0.2, 0.4),
-    "budget": (1.0, 0.9, 0.8, 1.5, 2.0, 0.7),
-    "spread": (2.0, 1.4, 3.0, 5.0),
-}
-"""Values that are tried next for each attribute of the best layout, until nothing improves."""
+
+def variations(layout: Layout) -> list[Layout]:
+    """Return the layouts that are tried next: each has one other value than the best layout so far."""
+    return [
+        *(replace(layout, before=value) for value in (0.3, 0.2, 0.7)),
+        *(replace(layout, front=value) for value in (1.0, 0.5)),
+        *(replace(layout, num_regions=value) for value in (2, 4, 6, 8)),
+        *(replace(layout, pack=value) for value in (0.5, 0.125, 1.0)),
+        *(replace(layout, peak=value) for value in (0.9, 0.25)),
+        *(replace(layout, height=value) for value in (0.03, 0.05, 0.1, 0.2, 0.4)),
+        *(replace(layout, budget=value) for value in (1.0, 0.9, 0.8, 1.5, 2.0, 0.7)),
+        *(replace(layout, spread=value) for value in (2.0, 1.4, 3.0, 5.0)),
+    ]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.hdp.aligned.build import shelve, with_shorts
 from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
-from bytescale_ext.plan.hdp.aligned.layouts import CHOICES, SLICED_STARTS, STARTS, Layout
+from bytescale_ext.plan.hdp.aligned.layouts import SLICED_STARTS, STARTS, Layout, variations
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
 from bytescale_ext.plan.hdp.problem import Problem
@@ -68,8 +68,7 @@ def _best_layout(step: AlignedStep, should_stop: ShouldStop) -> PlacedRanks:
             timed = _timed(step, layout)
             work += step.size(timed.placed)
             best = min(best, timed, key=lambda timed: timed.seconds)
-        tries = [replace(best.layout, **{name: value}) for name, values in CHOICES.items() for value in values]
-        tries = [layout for layout in tries if layout not in seen]
+        tries = [layout for layout in variations(best.layout) if layout not in seen]
     return best.placed
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -193,7 +194,7 @@ def end_step(runtime: Runtime, training: bool) -> None:
         folder = config.log_dir / "timeline"
         if config.num_stages > 1:  # each stage is a timeline of its own
             folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
-        append_jsonl(folder / f"rank{runtime.rank}.jsonl", spans)
+        append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, spans))
 
 
 def wrap_finalize_model_grads(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,18 +59,6 @@ def test_a_file_or_a_line_is_a_document(tmp_path: Path, sources: Path, capsys: p
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.bin", "out.idx"]
 
 
-def test_json_says_the_same_as_the_files(tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _run("--output", tmp_path / "out", "--from", sources, "--json")
-    summary = json.loads(capsys.readouterr().out)
-    lengths = sorted(len(document) + 1 for document in _documents(tmp_path / "out"))
-    assert summary["num_documents"] == 4
-    assert summary["num_tokens"] == sum(lengths)
-    assert summary["max_tokens"] == lengths[-1]
-    assert summary["median_tokens"] in lengths
-    assert (summary["num_files"], summary["num_skipped_empty"], summary["num_not_utf8"]) == (4, 3, 0)
-    assert (summary["vocab_size"], summary["eod"], summary["dtype"]) == (257, 256, "uint16")
-
-
 def test_the_flags_named_build_the_same_vocabulary_in_megatron() -> None:
     flags = corpus.BYTE_LEVEL_FLAGS
     settings = {"tokenizer_type": flags[1], "vocab_size": int(flags[3])}
@@ -106,13 +92,6 @@ def test_tokens_cut_a_shuffled_corpus_the_same_way_each_time(tmp_path: Path) -> 
     assert len(everything) == 100
     assert set(cuts["a"]) < set(everything)
     assert everything[50:] == [f"line {i}".encode() for i in range(50)]
-
-
-def test_fewer_tokens_than_asked_for_are_told(
-    tmp_path: Path, sources: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _run("--output", tmp_path / "out", "--from", sources, "--tokens", 10**6)
-    assert "fewer than --tokens 1,000,000" in capsys.readouterr().out
 
 
 def test_the_environment_is_the_python_that_runs() -> None:
@@ -225,24 +204,3 @@ def test_a_run_ended_while_the_index_is_written_changes_nothing(
         _run("--output", out, "--from", sources, "--glob", "b.py")
     assert ((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes()) == before
     assert not list(tmp_path.glob(".*"))
-
-
-def test_help_waits_for_neither_megatron_nor_torch() -> None:
-    program = (
-        "import argparse, sys\n"
-        "from megatron.bytescale.cli import corpus\n"
-        "corpus.add_arguments(argparse.ArgumentParser(description=corpus.HELP, epilog=corpus.EXAMPLE))\n"
-        "print([name for name in ('torch', 'megatron.core', 'megatron.training') if name in sys.modules])\n"
-    )
-    root = Path(__file__).parents[4]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=400)
-    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
-
-
-def test_the_example_of_the_help_parses() -> None:
-    words = cli.EXAMPLE.split()
-    assert words[:2] == ["bytescale", cli.NAME]
-    assert "\n" not in cli.HELP
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    assert parser.parse_args(words[2:]).tokens == 20_000_000

@@ -1,0 +1,123 @@
+"""``bytescale corpus``: what it prints, the training flags that it names, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.data.samples.lengths import check_indexed_dataset
+from megatron.bytescale import cli
+
+LINES = ['{"text": "one"}', "", '{"text": "", "n": 1}', '{"text": "two\\nlines", "body": "ü"}']
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.py").write_text("1234")
+    (folder / "b.txt").write_bytes(b"\xff2")
+    (folder / "c.jsonl").write_text("\n".join(LINES) + "\n")
+    return folder
+
+
+def corpus(out: Path, *words: object) -> int:
+    return cli.main(["corpus", "--output", str(out), *map(str, words)])
+
+
+def test_the_report(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "out"
+    assert corpus(out, "--from", source) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out}.bin, {out}.idx (uint16)",
+        "documents  4",
+        "tokens     22",
+        "length     median 5  p90 10  p99 10  max 10",
+        "files      3",
+        "skipped    2 empty",
+        f"train with --data-path {out} --tokenizer-type NullTokenizer --vocab-size 257",
+    ]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.bin", "out.idx"]
+    assert check_indexed_dataset(str(out)).num_tokens == 22
+
+
+def test_json_says_the_same(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert corpus(out, "--from", source, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "prefix": str(out), "num_documents": 4, "num_tokens": 22, "median_tokens": 5, "p90_tokens": 10,
+        "p99_tokens": 10, "max_tokens": 10, "num_files": 3, "num_skipped_empty": 2, "num_not_utf8": 0,
+        "dtype": "uint16", "vocab_size": 257, "eod": 256,
+        "training_flags": ["--data-path", str(out), "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"],
+    }  # fmt: skip
+
+
+def test_fewer_tokens_than_asked_for_are_told(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus(tmp_path / "out", "--from", source, "--tokens", 1_000_000)
+    assert "           fewer than --tokens 1,000,000: the source has no more\n" in capsys.readouterr().out
+    corpus(tmp_path / "out", "--from", source, "--tokens", 10)
+    assert "fewer than" not in capsys.readouterr().out
+
+
+def test_the_python_files_of_the_environment_are_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.bytescale.core.datasets import corpus as written
+
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "one.py").write_text("1")
+    (tmp_path / "lib" / "two.txt").write_text("22")
+    paths = dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path / "lib"))
+    monkeypatch.setattr(written.sysconfig, "get_paths", lambda: paths)
+    monkeypatch.setattr(written, "_in_packages", lambda path: True)
+    for words, num_tokens in (((), 2), (("--glob", "*.txt"), 3), (("--from", tmp_path / "lib"), 5)):
+        corpus(tmp_path / "out", *words, "--json")
+        assert json.loads(capsys.readouterr().out)["num_tokens"] == num_tokens
+
+
+def test_the_flags_of_the_tokenizer_are_those_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text('{"ids": "5 6 7"}\n{"ids": "8"}\n')
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100000"]
+    words = ["--from", tmp_path / "in.jsonl", "--json-key", "ids", *flags]
+    assert corpus(tmp_path / "out", *words) == 0
+    *_, not_utf8, trained = capsys.readouterr().out.splitlines()
+    assert not_utf8 == "not UTF-8  0 (bad bytes replaced)"
+    assert shlex.split(trained.removeprefix("train with ")) == ["--data-path", str(tmp_path / "out"), *flags]
+    assert check_indexed_dataset(str(tmp_path / "out")).num_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        ("metadata_path", "--tokenizer-metadata"),
+        ("tokenizer_model", "--tokenizer-model"),
+        ("merge_file", "--merge-file"),
+    ],
+)
+def test_each_setting_has_its_training_flag(setting: str, flag: str) -> None:
+    assert cli.corpus._training_flags({"tokenizer_type": "T", setting: "a"}) == ["--tokenizer-type", "T", flag, "a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "0"], "--tokens 0: give 1 or more"),
+        (["--vocab-size", "300"], "vocab_size without a tokenizer: add --tokenizer-type"),
+        (["--merge-file", "m", "--vocab-file", "v"], "merge_file, vocab_file without a tokenizer"),
+        (["--glob", "*.cpp"], "no file below matches '*.cpp': give another --glob or another folder"),
+        (["--json-key", "body"], "c.jsonl:1: no text under the key 'body' (found: ['text']): change --json-key"),
+        (["--tokenizer-type", "NullTokenizer"], "NullTokenizer: Megatron cannot build it"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path, source: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert corpus(tmp_path / "out", "--from", source, *words) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert shown.err.startswith("bytescale corpus: error: ")
+    assert message in shown.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
