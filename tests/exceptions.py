@@ -17,7 +17,9 @@ KNOWN: dict[str, set[str]] = {
         "bytescale_ext/data/ray/scheduler.py",
         "bytescale_ext/data/ray/session.py",
     },
-    "whole tree": set(),
+    "whole tree": {
+        "tests",
+    },
     "registry": set(),
     "one way": {
         "scripts/bench/cluster/speed.py",
