@@ -1,4 +1,4 @@
-"""Training in slices (Seq1F1B): of samples of one length from Megatron's own data set, or of documents."""
+"""Train in slices (Seq1F1B): samples of one length from Megatron's own data set, or documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cut_documents(training: Training, runtime: Runtime) -> Training:
 
 
 def cut_samples(training: Training, runtime: Runtime) -> Training:
-    """Run Megatron's samples in slices, with attention over earlier slices and positions of the whole sample."""
+    """Run Megatron's samples in slices, which attend to earlier slices and have positions in the whole sample."""
     config, model = runtime.run.get(SliceConfig), training.model
     runtime.read_batch = stock.read_batch
     model.transformer_layer_spec = document_layer_spec(runtime)
@@ -42,38 +42,39 @@ def cut_samples(training: Training, runtime: Runtime) -> Training:
 
 
 def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Link neighbouring stages and print what keys are kept, before the model is wrapped in DDP. Every process."""
+    """Prepare the stages, and print which keys are kept. Collective; called before DDP wraps the model."""
     config = runtime.run.get(DocumentSliceConfig)
-    _link_stages(runtime, config)
+    _prepare_stages(runtime, config)
     print_rank_0(f"> bytescale: {config.note}")
     return model_chunks
 
 
 def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Choose the kernel and link neighbouring stages. Every process, before the model is wrapped in DDP."""
+    """Choose the kernel and prepare the stages. Collective; called before DDP wraps the model."""
     config, run = runtime.run.get(SliceConfig), runtime.run
     runtime.kernel, reason, _ = choose_kernel(runtime.device, run.process.dtype, run.shape.head_dim)
     print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
     print_rank_0(f"> bytescale: slices of {' '.join(map(str, config.lengths))} tokens")
-    _link_stages(runtime, config)
+    _prepare_stages(runtime, config)
     return use_document_positions(model_chunks)
 
 
-def _link_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
+def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
+    """Make the process groups of stages that receive ahead, and tell the user if slices gain nothing. Collective."""
     if config.slicing.receives_ahead:
         runtime.links = create_stage_links(runtime.run.process.timeout_minutes)
     if config.num_stages == 1:
         print_rank_0(
             "> bytescale: one pipeline stage has no idle time for slices to fill. With --recompute-granularity full "
-            "they bound the activations of the layer that is computed; without it they only cost time"
+            "they limit the activations of the running layer; without it they only cost time"
         )
 
 
 def forward_step(config: SliceConfig) -> Callable[..., Any]:
-    """Return ``forward_step_func``: one slice of a micro-batch through the model, or a stage's chunk of it."""
+    """Return ``forward_step_func``: run one slice of a micro-batch through the model, or through a stage's chunk."""
     per_token, ranges = get_args().calculate_per_token_loss, slice_ranges(config.lengths)
 
-    def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch, params = next(data_iterator)
         part = ranges[params.layout.index]
         cut = {
@@ -92,16 +93,19 @@ def slice_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Return (sum of the losses, number of labels, report) of one slice.
 
-    Megatron's mean over slices is then the mean over micro-batches. With one loss for each micro-batch Megatron divides
-    by the number of labels and by the number of slices of the step; so the number of labels is that of the whole
-    micro-batch, and the sum is multiplied by ``num_slices``. With a loss per token Megatron divides once, by the labels
-    of all slices. The report is a sum and a count, added up over slices.
+    The loss of a step is the same as without slices. With a loss per micro-batch, Megatron takes each slice for a
+    micro-batch: it divides by the number of labels and by the number of slices of the step. So the number of labels is
+    that of the whole micro-batch, and the sum is multiplied by ``num_slices``. With a loss per token, Megatron divides
+    once, by the labels of all slices. The report is a sum and a count, which Megatron adds up over slices.
 
     Args:
-        whole_mask, mask: [b, s] and [b, n], 1 where a token has a label; a stage without labels never calls this.
+        whole_mask: [b, s], 1 where a token of the micro-batch has a label.
+        mask: [b, n], the part of this slice.
+        num_slices: slices of a micro-batch.
+        per_token: ``--calculate-per-token-loss``.
         losses: [b, n].
     """
-    assert whole_mask is not None and mask is not None, "the last stage reads masks"
+    assert whole_mask is not None and mask is not None, "only the last stage computes losses, and it reads masks"
     total, num_labels, report = stock.mean_loss(mask, losses)
     if per_token:
         return total, num_labels, report

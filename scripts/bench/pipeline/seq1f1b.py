@@ -5,7 +5,7 @@
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
 
-(a) and (b) train with Megatron in real processes. The arm of one slice runs the same code and kernel as the others.
+(a) and (b) train with Megatron in real processes. 1F1B runs as one slice, by the code and kernel of the other arms.
 
     .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abc]
 """
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import runpy
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule  # noqa: E402
 from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing  # noqa: E402
+from megatron.bytescale import features  # noqa: E402
 from megatron.bytescale.features.slices import flags_of  # noqa: E402
 from scripts.bench.pipeline.saved_bytes import SavedBytes  # noqa: E402
 from scripts.bench.plan.launch import printed_by  # noqa: E402
@@ -143,32 +146,40 @@ def train(pipeline: Pipeline, slices: Slices, steps: int, sizes: Sizes) -> str:
     return printed_by([*launch, __file__, "--rank", *words])
 
 
+@contextlib.contextmanager
+def one_slice_counts() -> Iterator[None]:
+    """Turn slices on whatever their number: ``--seq1f1b-slices 1`` alone would leave samples to Megatron."""
+    table = [replace(one, is_on=lambda args: True) if one.name == "slices" else one for one in features.FEATURES]
+    with patch.object(features, "FEATURES", tuple(table)):
+        yield
+
+
 def rank_main(argv: list[str]) -> None:
     """Run one process of ``train``: pretrain_gpt_hdp.py, counting the bytes that it saves for backward."""
-    from megatron.bytescale import features
-
-    # One slice runs by our code too, not by Megatron's.
-    table = [replace(one, is_on=lambda args: True) if one.name == "slices" else one for one in features.FEATURES]
     sys.argv = ["pretrain_gpt_hdp.py", *argv]
     saved = SavedBytes()
-    with saved, patch.object(features, "FEATURES", tuple(table)):
+    with saved, one_slice_counts():
         runpy.run_path(str(ROOT / "pretrain_gpt_hdp.py"), run_name="__main__")
     if os.environ["RANK"] == "0":
         print(f"\nSAVED {saved.peak_bytes}", flush=True)
 
 
+def arms_of(num_tokens: int, num_slices: int, cost: CostModel) -> dict[str, Slices]:
+    """Return the arms of part (a): 1F1B, even slices, slices of equal time, these with stages two forwards ahead."""
+    plain, equal_time = Slicing(num_slices), slice_lengths(num_tokens, num_slices, "time", cost)
+    ahead = plain.two_ahead()
+    return {
+        "1f1b": Slices(ONE_SLICE, (num_tokens,)),
+        "even": Slices(plain, slice_lengths(num_tokens, num_slices, "even")),
+        "time": Slices(plain, equal_time),
+        ahead.order: Slices(ahead, equal_time),
+    }
+
+
 def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: int) -> dict[str, Any]:
     """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
     torch.set_num_threads(1)
-    cost = measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens)
-    slicing, equal_time = Slicing(num_slices), slice_lengths(num_tokens, num_slices, "time", cost)
-    ahead = slicing.two_ahead()
-    arms = {
-        "1f1b": Slices(ONE_SLICE, (num_tokens,)),
-        "even": Slices(slicing, slice_lengths(num_tokens, num_slices, "even")),
-        "time": Slices(slicing, equal_time),
-        ahead.order: Slices(ahead, equal_time),
-    }
+    arms = arms_of(num_tokens, num_slices, measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens))
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, slices in arms.items():
@@ -179,9 +190,7 @@ def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: in
     return {
         "slices": {name: list(slices.lengths) for name, slices in arms.items()},
         "step_seconds": median,
-        "speedup_even": median["1f1b"] / median["even"],
-        "speedup_time_balanced": median["1f1b"] / median["time"],
-        f"speedup_{ahead.order}": median["1f1b"] / median[ahead.order],
+        **{f"speedup_{name}": median["1f1b"] / median[name] for name in arms if name != "1f1b"},
     }
 
 

@@ -1,61 +1,91 @@
-"""Sends and receives between pipeline stages, for micro-batches of different sizes."""
+"""Messages between pipeline stages whose shapes follow from the schedule."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from bytescale_ext.measure.metrics import StepClock
 from bytescale_ext.parallel.p2p import WorksPending
-from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
+from bytescale_ext.plan.schedule.actions import Action, SliceSchedule
 from bytescale_ext.plan.schedule.messages import received_actions
 from megatron.bytescale.core.parallel_state import StageLinks
 
 
-class ShapedP2PCommunicator(P2PCommunicator):
-    """Megatron's communicator of one step's pipeline, which knows the shape of every tensor that it receives.
+@dataclass(frozen=True)
+class Expected:
+    """What a stage receives in one step.
 
-    With ``variable_seq_lengths`` Megatron sends the shape of each tensor in a message of its own, which costs a
-    synchronisation on GPUs. Here both sides take the shapes from the plan and send none. Tensors are
-    [rows, batch, hidden]; under sequence parallelism rows are those of this tensor-parallel rank.
+    Attributes:
+        from_previous, from_next: rows of each tensor from the previous and from the next stage, in order.
+        batch: samples side by side.
+        num_first: forwards before the first "one forward, one backward".
     """
 
-    def __init__(self, pp_group: torch.distributed.ProcessGroup, config: Any, clock: StepClock | None = None) -> None:
-        """``clock``: marks where waiting begins."""
+    from_previous: tuple[int, ...]
+    from_next: tuple[int, ...]
+    batch: int
+    num_first: int
+
+
+def stage_communicator(
+    config: ModelParallelConfig,
+    schedule: SliceSchedule,
+    num_rows: Callable[[Action], int],
+    links: StageLinks | None = None,
+    batch: int = 1,
+    clock: StepClock | None = None,
+) -> ShapedP2PCommunicator:
+    """Return the communicator of this stage for one step.
+
+    Args:
+        config: Megatron's configuration of the model.
+        schedule: what the stages run.
+        num_rows: action -> rows of the tensor that it receives, on this tensor-parallel rank.
+        links: process groups of neighbouring stages, where stages receive ahead; else None.
+        batch: samples side by side.
+        clock: marks where the stage begins to wait.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    from_previous, from_next = (tuple(map(num_rows, actions)) for actions in received_actions(schedule, stage))
+    expected = Expected(from_previous, from_next, batch, schedule.num_first_forwards(stage))
+    if links is None:
+        return ShapedP2PCommunicator(group, config, expected, clock)
+    return ReceiveAheadP2PCommunicator(group, config, expected, clock, links)
+
+
+class ShapedP2PCommunicator(P2PCommunicator):
+    """Megatron's communicator for one step, with the shape of every received tensor known in advance.
+
+    With ``variable_seq_lengths`` Megatron sends the shape of each tensor in a message of its own, which costs a
+    synchronisation on GPUs. Here both sides take the shapes from the schedule. Tensors are [rows, batch, hidden].
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, config: ModelParallelConfig, expected: Expected, clock: StepClock | None
+    ) -> None:
         config = copy.copy(config)
         config.variable_seq_lengths = True
-        config.batch_p2p_sync = False  # works around old versions of PyTorch, and blocks the host at each message
+        config.batch_p2p_sync = False  # it is for old versions of PyTorch, and blocks the host at each message
         super().__init__(pp_group, config)
-        self._from_previous: Iterator[int] = iter(())
-        self._from_next: Iterator[int] = iter(())
-        self._batch = 1
-        self._num_first: int | None = None
+        self._from_previous: Iterator[int] = iter(expected.from_previous)
+        self._from_next: Iterator[int] = iter(expected.from_next)
+        self._expected = expected
         self._clock = clock
-
-    def expect(
-        self, from_previous: Iterable[int], from_next: Iterable[int], batch: int = 1, num_first: int | None = None
-    ) -> None:
-        """Set what the step will receive.
-
-        Args:
-            from_previous, from_next: rows of each tensor from the previous and from the next stage, in order.
-            batch: samples side by side.
-            num_first: forwards before the first "one forward, one backward"; None for Megatron's own number.
-        """
-        self._from_previous, self._from_next, self._batch = iter(from_previous), iter(from_next), batch
-        self._num_first = num_first
 
     @property
     def total_stages(self) -> int:
-        """Pretend to have ``num_first`` downstream stages, as Megatron's warm-up has one forward for each of them."""
-        stages = int(super().total_stages)
-        return stages if self._num_first is None else int(self.current_stage) + 1 + self._num_first
+        """Pretend to have ``num_first`` downstream stages: Megatron's warm-up has one forward for each of them."""
+        return int(self.current_stage) + 1 + self._expected.num_first
 
     def _communicate(self, **kwargs: Any) -> Any:
         self._mark_wait()
@@ -69,31 +99,36 @@ class ShapedP2PCommunicator(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
         """Return the shapes to receive from the previous and from the next stage, without communicating."""
-        shapes = [
-            [next(rows), self._batch, self.config.hidden_size] if is_received else []
-            for rows, is_received in ((self._from_previous, recv_prev), (self._from_next, recv_next))
-        ]
-        return shapes[0], shapes[1]
+        before = self._shape(next(self._from_previous)) if recv_prev else []
+        after = self._shape(next(self._from_next)) if recv_next else []
+        return before, after
 
-    def check_all_received(self, with_backward: bool) -> None:
-        """Assert at the end of a step that every tensor of the plan was received."""
-        left = list(self._from_previous), list(self._from_next) if with_backward else []
+    def _shape(self, num_rows: int) -> list[int]:
+        return [num_rows, self._expected.batch, self.config.hidden_size]
+
+    def check_all_received(self, training: bool) -> None:
+        """Assert at the end of a step that every expected tensor was received; an evaluation has no gradients."""
+        left = list(self._from_previous), list(self._from_next) if training else []
         assert left == ([], []), f"{left=}"
 
 
 class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator of an order in which the previous stage is two forwards ahead (``plan.step.sizes``).
+    """The communicator where the previous stage is two forwards ahead (``Slicing.receives_ahead``).
 
-    Megatron would wait for an input together with the gradient that it sends back, and so lose one of the two
-    forwards. This communicator posts each receive where Megatron asks for the input before it, and waits for it where
-    Megatron asks for it. There are no virtual stages, so each exchange is with one neighbour.
+    Megatron receives an input in the same exchange in which it sends a gradient back, and waits for both. The stage
+    would lose one of the two forwards. This communicator posts the receive of an input one exchange early, and waits
+    for it where Megatron asks for it. There are no virtual stages, so each exchange is with one neighbour.
     """
 
     def __init__(
-        self, pp_group: dist.ProcessGroup, config: Any, links: StageLinks, clock: StepClock | None = None
+        self,
+        pp_group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        expected: Expected,
+        clock: StepClock | None,
+        links: StageLinks,
     ) -> None:
-        """``links``: the process groups of the exchanges."""
-        super().__init__(pp_group, config, clock)
+        super().__init__(pp_group, config, expected, clock)
         self._links = links
         self._posted: _Exchange | None = None
 
@@ -123,20 +158,19 @@ class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
     def _start(
         self, group: dist.ProcessGroup | None, peer: int, sent: torch.Tensor | None, rows: int | None
     ) -> _Exchange:
-        """Post one batch: send ``sent``, and receive a tensor of ``rows`` rows; None for neither."""
+        """Post one batch: send ``sent``, and receive a tensor of ``rows`` rows; None leaves that half out."""
         received = None
         if rows is not None:
-            shape = (rows, self._batch, self.config.hidden_size)
-            dtype = self.config.pipeline_dtype
-            received = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device(), requires_grad=True)
+            device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
+            received = torch.empty(self._shape(rows), dtype=dtype, device=device, requires_grad=True)
         ends = ((dist.isend, sent), (dist.irecv, received))
         operations = [dist.P2POp(act, tensor, peer, group) for act, tensor in ends if tensor is not None]
         works = dist.batch_isend_irecv(operations) if operations else ()
         return _Exchange(received, WorksPending(works, [operation.tensor for operation in operations]))
 
-    def check_all_received(self, with_backward: bool) -> None:
-        """Assert at the end of a step that every tensor of the plan was received and waited for."""
-        super().check_all_received(with_backward)
+    def check_all_received(self, training: bool) -> None:
+        """Assert at the end of a step that every expected tensor was received and waited for."""
+        super().check_all_received(training)
         assert self._posted is None, f"{self._posted=}"
 
 
@@ -150,21 +184,3 @@ class _Exchange:
     def wait(self) -> torch.Tensor | None:
         self.pending.wait()
         return self.received
-
-
-class PlannedP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator of a step of micro-batches of different sizes."""
-
-    def __init__(
-        self, pp_group: torch.distributed.ProcessGroup, config: Any, num_rows: Sequence[int], clock: StepClock | None
-    ) -> None:
-        """``num_rows``: rows of each micro-batch in memory."""
-        super().__init__(pp_group, config, clock)
-        num_chunks = config.virtual_pipeline_model_parallel_size or 1
-        sizes = {"num_chunks": num_chunks, "group_size": config.microbatch_group_size_per_vp_stage}
-        schedule = seq1f1b_schedule(self.total_stages, len(num_rows), **sizes)
-        from_previous, from_next = (
-            [num_rows[action.micro_batch] for action in actions]
-            for actions in received_actions(schedule, self.current_stage)
-        )
-        self.expect(from_previous, from_next)

@@ -1,9 +1,9 @@
-"""Runs a planned step through Megatron's own schedule, with and without pipelines.
+"""Run a planned step by Megatron's own schedules, with and without pipelines.
 
-HDP rank r is pipeline r: all its stages have the micro-batches of rank r, and the rings of a micro-batch run in each
-stage among that stage's own dp-cp group. Pipelines differ in their number of micro-batches. Nothing waits in a
-circle, because a plan for pipelines is aligned (a sequence has the same micro-batch index on every rank of its ring)
-and because Megatron's schedules treat equal indices alike whatever the number: see ``plan.schedule.actions``.
+HDP rank r is pipeline r. All its stages run the micro-batches of rank r, whole or in slices. On each stage the rings of
+a micro-batch run in that stage's dp-cp group. Pipelines may have different numbers of micro-batches. Ranks never wait
+for each other in a circle: a sequence has the same micro-batch index on every rank of its ring, and the order of
+indices does not depend on their number (see ``plan.schedule.actions``).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from bytescale_ext.attention.slices import MicroBatchPrefix
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.data.samples.units import padding_units
 from bytescale_ext.measure.metrics import append_jsonl
+from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from megatron.bytescale.core.pipeline_parallel.agreement import agree_on_plan
-from megatron.bytescale.core.pipeline_parallel.p2p_communication import PlannedP2PCommunicator
-from megatron.bytescale.core.pipeline_parallel.seq1f1b import (
-    SliceStep,
-    run_in_slices,
-    run_samples,
-    slice_communicator,
-)
+from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
+from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep, run_samples, run_schedule
 from megatron.bytescale.runtime import Runtime
+
+Chunks = list[torch.nn.Module]
+"""The model of a process: one chunk, or one for each virtual stage."""
 
 
 def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
@@ -46,85 +46,66 @@ def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: Runtim
     return get_forward_backward_func
 
 
-def run_step(runtime: Runtime, schedule: Callable[..., Any], *, data_iterator: Any, model: Any, **kwargs: Any) -> Any:
-    """Hand Megatron's schedule this rank's micro-batches of the step, however many there are.
+def run_step(runtime: Runtime, megatron: Callable[..., Any], *, data_iterator: Any, model: Any, **options: Any) -> Any:
+    """Run the next step of the loader by one of Megatron's schedule functions.
 
-    One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk;
-    the first one gives the step, and all chunks run its micro-batches. With ``--seq1f1b-slices`` each micro-batch is
-    run in slices.
+    One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk; the
+    first one gives the step, and all chunks run it.
     """
-    del kwargs["num_microbatches"]  # Megatron's number is equal on all ranks
+    del options["num_microbatches"]  # Megatron's number, equal on all ranks
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    training = not kwargs.get("forward_only", False)
+    training = not options.get("forward_only", False)
     begin_step(runtime, iterators[0], training)
-    run = run_slices if runtime.slicing.num_slices > 1 else run_micro_batches
     with all_parameters_gathering(chunks, training):
-        result = run(runtime, schedule, chunks, training, kwargs)
+        result = run_units(runtime, megatron, chunks, training, options)
     end_step(runtime, training)
     return result
 
 
-def run_micro_batches(
-    runtime: Runtime, schedule: Callable[..., Any], chunks: list[Any], training: bool, options: dict[str, Any]
+def run_units(
+    runtime: Runtime, megatron: Callable[..., Any], chunks: Chunks, training: bool, options: dict[str, Any]
 ) -> Any:
-    """Run the step's micro-batches by Megatron's schedule."""
-    micro_batches = micro_batches_of_step(runtime, chunks)
-    communicator = None
-    if runtime.hdp.num_stages > 1:
-        communicator = stage_communicator(runtime, chunks, micro_batches, training)
-        options |= {
-            "p2p_communicator": communicator,
-            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
-        }
-    result = schedule(
-        data_iterator=[((index, packed, None) for index, packed in enumerate(micro_batches)) for _ in chunks],
-        num_microbatches=len(micro_batches),
-        model=chunks,
-        **options,
-    )
-    if communicator is not None:
-        communicator.check_all_received(training)
-    return result
-
-
-def run_slices(
-    runtime: Runtime, schedule: Callable[..., Any], chunks: list[Any], training: bool, options: dict[str, Any]
-) -> Any:
-    """Run the slices of the step's micro-batches by Megatron's schedule, in the order of ``plan.schedule.actions``.
-
-    A rank's order depends on nothing but the numbers of micro-batch and slice, so what holds for aligned micro-batches
-    of pipelines with different counts holds for aligned slices: nobody waits in a circle.
-    """
-    slicing, num_slices = runtime.slicing, runtime.slicing.num_slices
-    slices = micro_batches_of_step(runtime, chunks)
-    order = checked_schedule(runtime.hdp.num_stages, len(slices) // num_slices, slicing, len(chunks))
-    step = SliceStep.of(order, training)
-    shares = _row_shares(chunks)
-    communicator = slice_communicator(
-        get_model_config(chunks[0]),
-        order,
-        lambda action: slices[action.micro_batch * num_slices + action.slice_index].num_rows // shares,
+    """Run the micro-batches of the step, or their slices."""
+    units, num_slices = units_of_step(runtime, chunks), runtime.slicing.num_slices
+    if num_slices == runtime.hdp.num_stages == 1:  # Megatron's own order, and no messages
+        return megatron(data_iterator=[inputs_of(units)], num_microbatches=len(units), model=chunks, **options)
+    config = get_model_config(chunks[0])
+    schedule = schedule_of(runtime, chunks, len(units) // num_slices)
+    step = None
+    if num_slices > 1:
+        step = SliceStep(schedule, parallel_state.get_pipeline_model_parallel_rank(), training)
+    shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+    communicator = stage_communicator(
+        config,
+        schedule,
+        lambda action: units[action.micro_batch * num_slices + action.slice_index].num_rows // shares,
         runtime.links,
         clock=runtime.clock if training else None,
     )
-    data = [
-        ((unit // num_slices, packed, step.prefix(packed.layout)) for unit, packed in enumerate(slices)) for _ in chunks
-    ]
-    return run_in_slices(schedule, step, order, communicator, data_iterator=data, model=chunks, **options)
+    inputs = [inputs_of(units, step) for _ in chunks]
+    return run_schedule(megatron, schedule, communicator, step, data_iterator=inputs, model=chunks, **options)
 
 
-def micro_batches_of_step(runtime: Runtime, chunks: list[Any]) -> tuple[PackedMicroBatch, ...]:
-    """What this rank runs: its micro-batches, or their slices; where the plan has a hole or too few, padding alone.
+def inputs_of(
+    units: tuple[PackedMicroBatch, ...], step: SliceStep | None = None
+) -> Iterator[tuple[int, PackedMicroBatch, MicroBatchPrefix | None]]:
+    """Yield the inputs of one model chunk: number of the micro-batch, the unit, and for a slice its earlier keys."""
+    num_slices = 1 if step is None else step.schedule.num_slices
+    for index, unit in enumerate(units):
+        yield index // num_slices, unit, None if step is None else step.prefix(unit.layout)
 
-    A rank runs at least one, so it joins every collective of the step, whatever overlaps with what; as many as the
-    ranks that it shares experts with; and with virtual stages whole groups, see ``plan.schedule.actions``.
+
+def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, ...]:
+    """Return what this rank runs: its micro-batches or their slices, and padding in place of those that are missing.
+
+    Every rank runs at least one micro-batch, so that it joins every collective of the step. Ranks that share experts
+    run equally many, and virtual stages run whole groups (see ``plan.schedule.actions``).
     """
     step, hdp, num_slices = runtime.step, runtime.hdp, runtime.slicing.num_slices
     assert step is not None, f"{step=}"
     group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else num_slices
-    multiple = group // num_slices
-    count = micro_batch_counts(step.plan, hdp.expert_ranks, multiple)[runtime.rank] * num_slices
+    count = micro_batch_counts(step.plan, hdp.expert_ranks, group // num_slices)[runtime.rank] * num_slices
     padding = padding_units(num_slices, hdp.rows_multiple)
     mine = [
         packed if packed.num_rows else padding[index % len(padding)] for index, packed in enumerate(step.micro_batches)
@@ -132,31 +113,22 @@ def micro_batches_of_step(runtime: Runtime, chunks: list[Any]) -> tuple[PackedMi
     return (*mine, *padding * ((count - len(mine)) // len(padding)))
 
 
-def stage_communicator(
-    runtime: Runtime, chunks: list[Any], micro_batches: tuple[PackedMicroBatch, ...], training: bool
-) -> PlannedP2PCommunicator:
-    """The communicator between this stage and its neighbours for one step."""
-    shares = _row_shares(chunks)
-    return PlannedP2PCommunicator(
-        parallel_state.get_pipeline_model_parallel_group(),
-        get_model_config(chunks[0]),
-        [packed.num_rows // shares for packed in micro_batches],
-        runtime.clock if training else None,
-    )
-
-
-def _row_shares(chunks: list[Any]) -> int:
-    """Ranks that share the rows between layers."""
-    is_shared = get_model_config(chunks[0]).sequence_parallel
-    return parallel_state.get_tensor_model_parallel_world_size() if is_shared else 1
+def schedule_of(runtime: Runtime, chunks: Chunks, num_micro_batches: int) -> SliceSchedule:
+    """Return what the stages of this rank's pipeline run: Megatron's own order without slices, else a checked one."""
+    num_stages, slicing = runtime.hdp.num_stages, runtime.slicing
+    if slicing.num_slices > 1:
+        return checked_schedule(num_stages, num_micro_batches, slicing, len(chunks))
+    group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+    return seq1f1b_schedule(num_stages, num_micro_batches, slicing, len(chunks), group)
 
 
 @contextlib.contextmanager
-def all_parameters_gathering(chunks: list[Any], training: bool) -> Iterator[None]:
-    """With ``--overlap-param-gather``: start the parameter gathers of all chunks, and keep Megatron from doing so.
+def all_parameters_gathering(chunks: Chunks, training: bool) -> Iterator[None]:
+    """With ``--overlap-param-gather``: start the parameter gathers of all chunks here, and none later in the step.
 
-    Megatron would start each from the layer or the chunk before it. But a rank that waits in a ring does not reach
-    its next layer, and a rank that waits for that layer's parameters does not reach the ring.
+    Megatron would start each gather from the layer or chunk before it. Then two ranks could wait for each other: one
+    waits in a ring and does not reach its next layer, the other waits for that layer's parameters and does not reach
+    the ring.
     """
     config = get_model_config(chunks[0])
     start, config.param_sync_func = config.param_sync_func, None
@@ -170,7 +142,12 @@ def all_parameters_gathering(chunks: list[Any], training: bool) -> Iterator[None
 
 
 def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
-    """Take the next step of Megatron's iterator over a loader, agree on its plan with all ranks, start its clock."""
+    """Take the next step of the loader, agree with all ranks on its plan, and start its clock.
+
+    Args:
+        iterator: Megatron's iterator over a loader.
+        training: not an evaluation, which has no figures.
+    """
     step = runtime.step = agree_on_plan(runtime, next(iterator), lambda step: iterator.iterable.simple_step(step))
     if not training:
         return
@@ -180,7 +157,7 @@ def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
 
 
 def end_step(runtime: Runtime, training: bool) -> None:
-    """Count the step's figures, and write its timeline if this is the step asked for."""
+    """Count the figures of a training step, and write its timeline if ``--hdp-timeline-step`` names it."""
     if not training:
         return
     runtime.clock.mark("end")
@@ -192,13 +169,13 @@ def end_step(runtime: Runtime, training: bool) -> None:
         mine = step.plan.ranks[runtime.rank]
         spans = runtime.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
         folder = config.log_dir / "timeline"
-        if config.num_stages > 1:  # each stage is a timeline of its own
+        if config.num_stages > 1:  # each stage has a timeline
             folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
         append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, spans))
 
 
 def wrap_finalize_model_grads(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """``config.finalize_model_grads_func``: Megatron's own, with the moment noted at which the work ends."""
+    """Mark where the work of a step ends and the reduction of its gradients begins."""
 
     def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
         runtime.clock.mark("reduce")

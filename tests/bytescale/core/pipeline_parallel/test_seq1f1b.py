@@ -24,7 +24,7 @@ def walk(rank: int, world: int) -> None:
     runtime = Runtime.of(run_of(config))
     runtime.read_batch = lambda data: {"tokens": next(data)}
     layouts = sample_layouts(config.lengths, 1)
-    step = seq1f1b.SliceStep(2, True, iter(config.schedule(1).stages[0]))
+    step = seq1f1b.SliceStep(config.schedule(1), stage=0, training=True)
     batches = seq1f1b.sample_slices(step, runtime, layouts, iter(["a", "b"]))
     with pytest.raises(AssertionError):  # nothing runs yet
         next(batches)

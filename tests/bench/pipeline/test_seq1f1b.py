@@ -1,0 +1,41 @@
+"""The arms of the measurement of Seq1F1B, without a training."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from megatron.bytescale import features
+from scripts.bench.pipeline import seq1f1b
+
+PRINTED = "".join(f" elapsed time per iteration (ms): {ms} |\n" for ms in (900, 100, 100))
+
+
+def test_every_arm_trains_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or PRINTED)
+    figures = seq1f1b.speed(seq1f1b.Sizes(16, 2, 32), 64, 4, steps=3, rounds=1)
+    assert set(figures["step_seconds"].values()) == {0.1}  # the first step is left out
+    assert [name for name in figures if name.startswith("speedup")] == ["speedup_even", "speedup_time", "speedup_eager"]
+    slices = [command[command.index("--seq1f1b-slices") + 1] for command in commands]
+    assert slices == ["1", "4", "4", "4"]
+    assert ["--seq1f1b-eager" in command for command in commands] == [False, False, False, True]
+    assert commands[0][-1] == "--seq1f1b-partition=64"
+    assert commands[1][-1] == "--seq1f1b-partition=16,16,16,16"
+    lengths = [arm.lengths for arm in seq1f1b.arms_of(64, 2, CostModel(1.0, 1.0)).values()]
+    assert lengths == [(64,), (32, 32), (45, 19), (45, 19)]
+
+
+def test_1f1b_is_one_slice_by_our_code() -> None:
+    parser = argparse.ArgumentParser()
+    for feature in features.FEATURES:
+        feature.add_arguments(parser)
+    args = parser.parse_args(features.slices.flags_of(ONE_SLICE))
+    assert features.enabled(args) == []
+    with seq1f1b.one_slice_counts():
+        assert [feature.name for feature in features.enabled(args)] == ["slices"]
+    assert features.enabled(args) == []
+    assert features.slices.slicing_of(args) == Slicing()
