@@ -52,7 +52,8 @@ class FlashAttn:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         values: dict[str, object] = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse.contiguous()}
-        values |= {"dq": dq, "dk": dk, "dv": dv, "deterministic": False} | _common(block, q.device)
+        values |= {"dq": dq, "dk": dk, "dv": dv} | _common(block, q.device)
+        values["deterministic"] = torch.are_deterministic_algorithms_enabled()  # --deterministic-mode sets it
         call_by_name(getattr(importlib.import_module(self.module), self.backward_name), values)
         return dq, dk, dv
 

@@ -103,7 +103,9 @@ def kernel_table() -> tuple[Kernel, ...]:
         ),
         _cuda_kernel(
             "torch_cudnn",
-            operator("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+            torch_ops.missing_where_deterministic(
+                operator("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+            ),
             torch_ops.cudnn_forward,
             torch_ops.cudnn_backward,
             largest_head_dim=128,

@@ -22,6 +22,12 @@ def missing_operator(*names: str) -> Callable[[], str | None]:
     return missing
 
 
+def missing_where_deterministic(missing: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Return ``missing`` for a kernel whose backward pass is not deterministic (``--deterministic-mode``)."""
+    reason = "its backward pass is not deterministic"
+    return lambda: reason if torch.are_deterministic_algorithms_enabled() else missing()
+
+
 # Torch's flash attention on CUDA: one call for all documents, grouped-query heads included.
 
 

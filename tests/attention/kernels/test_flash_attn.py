@@ -54,7 +54,7 @@ class Version2(types.ModuleType):
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
         assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert (alibi_slopes, deterministic) == (None, False)
+        assert (alibi_slopes, deterministic) == (None, torch.are_deterministic_algorithms_enabled())
         assert softmax_lse.is_contiguous()
         block = block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale)
         grads = reference_backward(dout, Saved(q, k, v, out, softmax_lse), block)
@@ -77,7 +77,8 @@ class Version3(types.ModuleType):
         self, dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
         max_seqlen_k, dq, dk, dv, softmax_scale, is_causal, window_size_left, deterministic=True,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert (sequed_q, sequed_k, window_size_left, deterministic) == (None, None, -1, False)
+        assert (sequed_q, sequed_k, window_size_left) == (None, None, -1)
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         block = block_from((cu_seqlens_q, cu_seqlens_k), is_causal, softmax_scale)
         for target, grad in zip(
             (dq, dk, dv), reference_backward(dout, Saved(q, k, v, out, softmax_lse), block), strict=True
@@ -85,6 +86,7 @@ class Version3(types.ModuleType):
             target.copy_(grad)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("block", BLOCKS, ids=["causal", "all"])
 @pytest.mark.parametrize(
     ("package", "module"),
@@ -92,8 +94,13 @@ class Version3(types.ModuleType):
     ids=["before 2.7", "2.7", "3"],
 )
 def test_versions_are_called_by_name(
-    monkeypatch: pytest.MonkeyPatch, package: FlashAttn, module: types.ModuleType, block: AttentionBlock
+    monkeypatch: pytest.MonkeyPatch,
+    package: FlashAttn,
+    module: types.ModuleType,
+    block: AttentionBlock,
+    deterministic: bool,
 ) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, package.module, module)
     q, k, v, dout = block_tensors(block, torch.float32)
