@@ -62,6 +62,9 @@ def build(args: Any, runtime: Runtime) -> Training:
     training = stock_training(args)
     for feature in features.enabled(args):
         training = feature.build(training, runtime)
+    if training.dataset_provider is stock.dataset_provider:
+        with refusals_of_megatron():
+            stock.dataset_config(args)
     process = runtime.run.process
     if not process.on_cuda and process.rank == 0:
         print("> bytescale: training on CPU with gloo; calls to CUDA are stood in for (megatron/bytescale/cpu.py)")
@@ -72,4 +75,5 @@ def stock_training(args: Any) -> Training:
     """Return the training without any feature. Raises ValueError for arguments that Megatron refuses."""
     with refusals_of_megatron():
         model = gpt_config_from_args(args)
+    model.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
     return Training(model, stock.dataset_provider, stock.forward_step)

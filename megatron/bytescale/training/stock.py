@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -13,8 +15,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
+
+SPIKE: Final = 10
+"""``--check-for-spiky-loss`` reports a loss this many times the largest so far, as Megatron's own script does."""
 
 
 def data_settings(args: Any) -> dict[str, Any]:
@@ -27,25 +33,48 @@ def data_settings(args: Any) -> dict[str, Any]:
         "blend_per_split": blend_per_split,
         "split": args.split,
         "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
         "path_to_cache": args.data_cache_path,
         "mmap_bin_files": args.mmap_bin_files,
         "tokenizer": get_tokenizer(),
     }
 
 
+def dataset_config(args: Any) -> GPTDatasetConfig:
+    """Return the configuration of Megatron's GPTDataset, or of its data set of middles (``--fim-data``).
+
+    Raises ValueError for a file of ``--per-dataset-sequences-path`` that cannot be read.
+    """
+    settings = data_settings(args) | {
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
+        "eod_mask_loss": args.eod_mask_loss,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "object_storage_cache_path": args.object_storage_cache_path,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        "context_parallel_size": args.context_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+    }
+    if args.per_dataset_sequences_path is not None:
+        settings["sequences_per_dataset"] = json.loads(Path(args.per_dataset_sequences_path).read_text("utf-8"))
+    if not args.fim_data:
+        return GPTDatasetConfig(**settings)
+    names = ("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix")
+    tokens = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
+    return GPTFIMDatasetConfig(**settings, **{name: getattr(args, name) for name in names}, fim_extra_tokens=tokens)
+
+
 def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
-    """``train_valid_test_datasets_provider`` over Megatron's GPTDataset."""
+    """``train_valid_test_datasets_provider`` over Megatron's data sets of samples of one length."""
     args = get_args()
-    config = GPTDatasetConfig(
-        **data_settings(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-    )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = MockGPTDataset if args.mock_data else GPTFIMDataset if args.fim_data else GPTDataset
     on_rank = partial(_is_first_of_tensor_group, args.pipeline_model_parallel_size)
-    return BlendedMegatronDatasetBuilder(kind, num_samples, on_rank, config).build()
+    return BlendedMegatronDatasetBuilder(kind, num_samples, on_rank, dataset_config(args)).build()
 
 
 dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # the builder has barriers for all ranks
@@ -59,8 +88,9 @@ def _is_first_of_tensor_group(num_stages: int) -> bool:
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one micro-batch of samples [b, s] through the model, as Megatron's ``forward_step_func``."""
     batch = read_batch(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-    return output, partial(mean_loss, batch["loss_mask"])
+    labels, loss_mask = batch["labels"], batch["loss_mask"]
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=labels, loss_mask=loss_mask)
+    return output, partial(mean_loss, loss_mask)
 
 
 def read_batch(data_iterator: Any) -> dict[str, Any]:
@@ -99,8 +129,13 @@ def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
     loss_mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * loss_mask)
     num_labels = loss_mask.sum().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        get_rerun_state_machine().validate_result(
-            result=total, rejection_func=torch.isnan, message="NaN loss", tolerance=0.0, fatal=True
-        )
+    args, machine = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for test, name in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
+            machine.validate_result(
+                result=total, rejection_func=test, message=f"{name} loss", tolerance=0.0, fatal=True
+            )
+    if args.check_for_spiky_loss:
+        is_spike = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        machine.validate_result(result=total, rejection_func=is_spike, message="Spiky loss", tolerance=0.0, fatal=False)
     return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}

@@ -59,6 +59,21 @@ def test_without_the_flag_megatron_is_untouched(data: str, full_documents: Path)
     assert all(" replaced " in line for line in patch_lines(outcome.text, "always", "cpu"))
 
 
+def test_stock_flags_of_validation_data_and_losses_are_honoured(full_documents: Path) -> None:
+    flags = [*COMMON, "--data-path", full_documents, "--micro-batch-size", 2, "--seq-length", 64, "--train-iters", 2]
+    every = "--full-validation --multiple-validation-sets --eval-interval 1 --eval-iters 1 --split 80,20,0".split()
+    outcome = train(1, *flags, *every, "--check-for-spiky-loss", "--mid-level-dataset-surplus", 0.5)
+    assert len(outcome.losses) == 2
+    assert len(outcome.validation_losses) == 3  # after each iteration and at the end
+
+
+def test_data_flags_that_do_not_fit_are_refused_before_anything_is_built(full_documents: Path) -> None:
+    flags = [*COMMON, "--data-path", full_documents, "--micro-batch-size", 2, "--dataloader-fast-cache-load"]
+    outcome = train(1, *flags)
+    assert outcome.code == 2
+    assert "Megatron refuses these arguments: --data-cache-path must be provided" in outcome.text
+
+
 def test_with_the_flag_every_row_is_replaced(full_documents: Path) -> None:
     flags = [*COMMON, "--data-path", full_documents, *HDP, "--hdp-tokens-per-rank", 128, "--train-iters", 1]
     lines = patch_lines(train(2, *flags, entry=train_and_print_status).text, "hdp", "always")

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
@@ -50,5 +51,5 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     for name in ("q_layernorm", "k_layernorm"):
-        if getattr(attention, name, None) not in (None, IdentityOp):
+        if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):  # which has no weight to mark
             setattr(attention, name, LocalNorm)
