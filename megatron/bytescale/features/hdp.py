@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.build import Training
 
 
+MEGATRON_LOSS_SCALE = 2**32
+LARGEST_FP16_LOG2 = 16
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of hybrid data parallelism."""
     group = parser.add_argument_group("bytescale: hybrid data parallelism")
@@ -98,6 +102,19 @@ def before_checks(args: Any) -> None:
     args.micro_batch_size = args.eval_micro_batch_size = 1  # so that --global-batch-size counts documents
     args.create_attention_mask_in_dataloader = False
     args.dist_ckpt_optim_fully_reshardable = True  # resume with another number of ranks
+    if args.fp16:
+        _fit_gradients_into_fp16(args)
+
+
+def _fit_gradients_into_fp16(args: Any) -> None:
+    """Choose a loss scale for losses that are summed over tokens, and sum gradients of micro-batches in float32.
+
+    Megatron's first scale of 2**32 is for mean losses; a sum over C tokens would overflow for dozens of steps.
+    """
+    args.accumulate_allreduce_grads_in_fp32 = True
+    if args.loss_scale is None and args.initial_loss_scale == MEGATRON_LOSS_SCALE:
+        smallest = args.min_loss_scale
+        args.initial_loss_scale = max(smallest, 2.0 ** (LARGEST_FP16_LOG2 - args.hdp_tokens_per_rank.bit_length()))
 
 
 def _check_ranks(args: Any) -> None:

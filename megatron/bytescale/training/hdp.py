@@ -28,7 +28,12 @@ from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_toke
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
-from megatron.bytescale.core.datasets.document_dataset import SampleSource, build_document_datasets, check_splits
+from megatron.bytescale.core.datasets.document_dataset import (
+    SampleSource,
+    build_document_datasets,
+    check_labels,
+    check_splits,
+)
 from megatron.bytescale.core.datasets.remote import RemoteData, check_line_file, open_remote, start_remote
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
@@ -72,6 +77,12 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     runtime.kernel, runtime.kernel_calls = counting(kernel)
     runtime.comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
+    args = get_args()
+    if args.hidden_dropout and args.save and not args.data_parallel_random_init:
+        print_rank_0(
+            "> bytescale: checkpoints hold the random state of rank 0 alone, so dropout differs after resuming; "
+            "--data-parallel-random-init saves that of every rank, to resume on as many"
+        )
     return use_document_positions(model_chunks)
 
 
@@ -226,4 +237,4 @@ def check_data(args: Any, is_text: bool) -> None:
                 f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
             )
     if not is_text:  # its documents are counted in ``open_remote``
-        check_splits(config, wanted_samples(args))
+        check_labels(check_splits(config, wanted_samples(args)))

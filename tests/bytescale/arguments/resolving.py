@@ -63,7 +63,9 @@ def _resolve(num_processes: int, words: list[str]) -> Resolved:
         for feature in features.enabled(args):
             feature.after_checks(args)
         args.padded_vocab_size = 128  # the tokenizer sets it
-        plain = {name: value for name, value in vars(args).items() if isinstance(value, bool | int | str | None)}
+        plain = {
+            name: value for name, value in vars(args).items() if isinstance(value, bool | int | float | str | None)
+        }
         return Resolved(dict(resolve(args).features), plain)
     except ValueError as error:
         return Resolved({}, {}, str(error))

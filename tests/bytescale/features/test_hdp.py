@@ -29,6 +29,16 @@ def test_the_configuration_holds_what_was_given() -> None:
     assert values["dist_ckpt_optim_fully_reshardable"] is True
 
 
+def test_fp16_starts_with_a_loss_scale_for_sums_over_tokens() -> None:
+    values = resolved(4, *COMMON, "--fp16").args
+    assert values["initial_loss_scale"] == 2**16 / 128  # 64 tokens, rounded up to a power of two beyond them
+    assert values["accumulate_allreduce_grads_in_fp32"] is True
+    assert resolved(4, *COMMON, "--fp16", "--initial-loss-scale", 4).args["initial_loss_scale"] == 4
+    assert resolved(4, *COMMON, "--fp16", "--loss-scale", 2).args["loss_scale"] == 2
+    largest = ["--fp16", "--seq-length", 200000, "--max-position-embeddings", 200000, "--hdp-tokens-per-rank", 100000]
+    assert resolved(4, *COMMON, *largest).args["initial_loss_scale"] == 1
+
+
 def test_parameter_gathers_stay_aligned() -> None:
     """Megatron turns that off without virtual stages; a rank that waits in a ring would then hold back another."""
     words = ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"]

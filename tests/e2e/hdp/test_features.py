@@ -75,6 +75,14 @@ def test_bf16_follows_one_process(corpus: Path) -> None:
     assert found[-1].losses == pytest.approx(expected[-1].losses, rel=5e-3)
 
 
+def test_fp16_follows_fp32_from_the_first_step(corpus: Path) -> None:
+    """No step is skipped: the first loss scale suits losses that are summed over tokens."""
+    flags = ["--init-method-std", 0.02, "--weight-decay", 0]
+    expected, found = (with_hdp(corpus, 4, *flags, *more).losses for more in ([], ["--fp16"]))
+    assert len(found) == len(expected)
+    assert found == pytest.approx(expected, rel=5e-3)
+
+
 def test_bf16_learns(tmp_path: Path) -> None:
     """One small data set, seen again in each step: its loss falls far below that of a guess."""
     corpus = write_documents(tmp_path / "docs", lengths=(70, 40, 9, 3, 33, 17, 100, 12), copies=1)

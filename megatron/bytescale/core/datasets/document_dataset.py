@@ -9,7 +9,7 @@ Megatron's ``BlendedMegatronDatasetBuilder`` builds the data sets, so its flags 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.samples.epochs import EpochOrder
-from bytescale_ext.data.samples.lengths import check_indexed_dataset, sample_table
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
 from bytescale_ext.data.samples.packed import shift_labels
 
 
@@ -279,18 +279,44 @@ def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | No
 def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable[[str], int]) -> None:
     """Refuse damaged files, and wanted splits without documents."""
     counts: dict[str, int] = {}
+    for split, prefixes, share in _wanted_parts(config):
+        for prefix in prefixes:
+            if prefix not in counts:
+                counts[prefix] = count_documents(prefix)
+            first, end = _documents_of(share, counts[prefix])
+            if first >= end:
+                raise ValueError(_empty_split(prefix, split, counts[prefix]))
+
+
+def check_labels(config: BlendedMegatronDatasetConfig) -> None:
+    """Refuse wanted splits of Megatron's files in which no token has a next one: their loss would be 0 / 0.
+
+    Args:
+        config: what ``check_splits`` has returned.
+    """
+    for split, prefixes, share in _wanted_parts(config):
+        lengths = [read_idx_lengths(prefix) for prefix in prefixes]
+        if all(one[slice(*_documents_of(share, len(one)))].max() < 2 for one in lengths):
+            raise ValueError(
+                f"{', '.join(prefixes)}: no document of the {split.name} split has two tokens, so none has a label: "
+                "use longer documents, another --split, or --eval-iters 0"
+            )
+
+
+def _wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, Sequence[str], tuple[float, float]]]:
+    """Yield (split, prefixes of its data sets, share of each as it begins and ends) of each split that is wanted."""
     for split in Split:
         if config.blend is None:
             blend, share = config.blend_per_split[split.value], (0.0, 1.0)
         else:
             blend, share = config.blend, config.split_matrix[split.value]
-        if blend is None or share is None:
-            continue
-        for prefix in blend[0]:
-            if prefix not in counts:
-                counts[prefix] = count_documents(prefix)
-            if round(share[0] * float(counts[prefix])) >= round(share[1] * float(counts[prefix])):
-                raise ValueError(_empty_split(prefix, split, counts[prefix]))
+        if blend is not None and share is not None:
+            yield split, blend[0], share
+
+
+def _documents_of(share: tuple[float, float], num_documents: int) -> tuple[int, int]:
+    """Return the first document of a share and the one after its last, as Megatron's builder rounds them."""
+    return round(share[0] * float(num_documents)), round(share[1] * float(num_documents))
 
 
 def _empty_split(prefix: str, split: Split, num_documents: int) -> str:

@@ -16,7 +16,13 @@ from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths
-from megatron.bytescale.core.datasets.document_dataset import DocumentDataset, SampleSource, build_document_datasets
+from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentDataset,
+    SampleSource,
+    build_document_datasets,
+    check_labels,
+    check_splits,
+)
 from tests.plan.simple_plans import plan_naive
 
 LENGTHS = [5, 17, 0, 1, 40, 8, 9, 23, 2, 16]
@@ -213,6 +219,15 @@ def test_a_split_of_empty_documents_alone_is_refused(tmp_path: Path) -> None:
     prefix = _write(tmp_path / "a", [4, 4, 0])
     with pytest.raises(ValueError, match="valid split"):
         _build([3, 1, 0], blend=([prefix], None), split="67,33,0")
+
+
+def test_a_split_without_labels_is_refused(tmp_path: Path) -> None:
+    short, mixed = _write(tmp_path / "a", [4, 2, 1, 1]), _write(tmp_path / "b", [4, 4, 1, 2])
+    half = _config(blend=([short], None), split="50,50,0")
+    with pytest.raises(ValueError, match=r"a: no document of the valid split has two tokens.*--split"):
+        check_labels(check_splits(half, [2, 2, 0]))
+    check_labels(check_splits(half, [2, 0, 0]))
+    check_labels(check_splits(_config(blend=([short, mixed], None), split="50,50,0"), [2, 2, 0]))
 
 
 def test_weights_blend_as_megatron_blends(tmp_path: Path) -> None:
