@@ -1,7 +1,12 @@
-"""Settings of Megatron that features do not run with: one table, with a column that says which features refuse."""
+"""Settings of Megatron that features do not run with: one table, with a column that says which features refuse.
+
+The column ``always`` refuses in every run: what Megatron 0.19.2 drops in silence, or fails on after the start.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,6 +33,10 @@ class Refusal:
         return f"{feature_flag} does not work with {self.flag}: {self.instead[feature].format(feature_flag)}"
 
 
+ALWAYS: Final = "always"
+"""The column of rows that refuse in every run, and what stands for a feature's flag in their messages."""
+
+PROGRAM: Final = "bytescale"
 REMOVE: Final = "remove it, or train without {}"
 
 
@@ -58,10 +67,11 @@ def refuse_conflicts(args: Any, features: Mapping[str, str], rows: Collection[Re
         features: flag of each enabled feature, by its name.
         rows: the table.
     """
+    refusing = {**features, ALWAYS: PROGRAM}
     for row in rows:
-        refusing = [name for name in features if name in row.instead]
-        if refusing and row.applies(args):
-            raise ValueError(row.message(refusing[0], features[refusing[0]]))
+        names = [name for name in refusing if name in row.instead]
+        if names and row.applies(args):
+            raise ValueError(row.message(names[0], refusing[names[0]]))
 
 
 def _is_set(name: str) -> Callable[[Any], bool]:
@@ -74,6 +84,20 @@ def _above(name: str, limit: float) -> Callable[[Any], bool]:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _is_local(name: str) -> Callable[[Any], bool]:
+    """Return whether an argument is set and the layers are Megatron's local ones."""
+    return lambda args: bool(getattr(args, name, None)) and args.transformer_impl == "local"
+
+
+def _on_cpu(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, None)) and args.distributed_backend == "gloo"
+
+
+def _cannot_append(path: str | None) -> bool:
+    folder = os.path.dirname(os.path.abspath(path)) if path else "."
+    return not (os.path.isdir(folder) and os.access(folder, os.W_OK))
 
 
 def _recomputes_what_policies_recompute(args: Any) -> bool:
@@ -90,11 +114,14 @@ _NOT_STANDARD = "its layers are not Megatron's TransformerLayer: remove it"
 _NEW_SHAPES = "micro-batches change their shape"
 _ONE_PROCESS = "a plan is of the whole model in one process"
 _SECOND_SWAP = "the policy swaps: choose one"
+_NO_SHARDS = "weights are divided by tensor parallelism alone: leave it at 1"
+_OTHER_SCRIPT = "only Megatron's own pretrain_gpt.py has it: remove it"
 REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--context-parallel-size > 1", "", applies=_above("context_parallel_size", 1),
            hdp="leave it at 1: --hybrid-data-parallel gives each document its own width",
            slices="leave it at 1: its zigzag shares hold tokens from both ends of the sequence"),
-    refuse("--hybrid-context-parallel", "hdp slices", hdp="choose one: --hybrid-data-parallel takes its place"),
+    refuse("--hybrid-context-parallel", "hdp slices always", "use --hybrid-data-parallel in its place",
+           hdp="choose one: --hybrid-data-parallel takes its place"),
     refuse("--tensor-model-parallel-size > 1", "memory_plan", _ONE_PROCESS, _above("tensor_model_parallel_size", 1)),
     refuse("--pipeline-model-parallel-size > 1", "memory_plan", _ONE_PROCESS,
            _above("pipeline_model_parallel_size", 1)),
@@ -121,7 +148,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            lambda a: bool(a.num_experts and set(_as_list(a.moe_router_load_balancing_type)) - {"aux_loss", "none"})),
     refuse("--moe-expert-capacity-factor", "hdp", "which tokens are dropped would depend on the plan",
            lambda a: a.moe_expert_capacity_factor is not None),
-    refuse("--overlap-moe-expert-parallel-comm", "hdp slices activations", "it has a schedule of its own",
+    refuse("--overlap-moe-expert-parallel-comm", "hdp slices activations always", "it has a schedule of its own",
            hdp="it has a schedule of its own, which knows no planned steps"),
     refuse("--moe-paged-stash", "hdp activations", activations="it stores activations itself: choose one"),
     refuse("--moe-enable-routing-replay", "hdp"),
@@ -138,24 +165,28 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            hdp="use --use-distributed-optimizer: FSDP needs equal micro-batch counts"),
     refuse("--num-distributed-optimizer-instances > 1", "hdp",
            applies=_above("num_distributed_optimizer_instances", 1)),
-    refuse("--tensor-parallel-num-weight-shards", "hdp"),
+    refuse("--tensor-parallel-num-weight-shards", ALWAYS, _NO_SHARDS, _above("tensor_parallel_num_weight_shards", 1)),
+    refuse("--expert-tensor-parallel-num-weight-shards", ALWAYS, _NO_SHARDS,
+           _above("expert_tensor_parallel_num_weight_shards", 1)),
     refuse("--tp-comm-overlap", "hdp slices", "its buffers have one fixed shape"),
     refuse("--multi-latent-attention", "hdp", activations=_NOT_STANDARD,
            slices="its RoPE is inside of attention, where positions of slices are not known"),
     refuse("--mtp-num-layers", "hdp loss_chunks", slices="it needs tokens of the next slice",
            activations=_NOT_STANDARD),
+    refuse("--mtp-num-layers in pipelines", ALWAYS, "its stages would get no tokens: leave it out",
+           lambda a: a.mtp_num_layers and a.pipeline_model_parallel_size > 1),
     refuse("--experimental-attention-variant", "hdp slices", activations=_NOT_STANDARD),
-    refuse("--hybrid-layer-pattern", "hdp", activations=_NOT_STANDARD,
-           slices="the state of Mamba's layers would have to pass from slice to slice"),
-    refuse("--hybrid-override-pattern", "hdp", activations=_NOT_STANDARD,
-           slices="the state of Mamba's layers would have to pass from slice to slice"),
+    refuse("--hybrid-layer-pattern", ALWAYS, "models are GPTs, without Mamba layers: remove it"),
+    refuse("--hybrid-override-pattern", ALWAYS, "models are GPTs, without Mamba layers: remove it"),
     refuse("--heterogeneous-layers-config-path", "hdp slices", activations=_NOT_STANDARD),
     refuse("--heterogeneous-layers-config-encoded-json", "hdp slices", activations=_NOT_STANDARD),
     refuse("--spec", "hdp slices", "{} brings its own layer spec", activations=_NOT_STANDARD),
     refuse("--transformer-impl inference_optimized", "hdp slices", "use local or transformer_engine",
            lambda a: a.transformer_impl == "inference_optimized"),
-    refuse("--apply-layernorm-1p", "hdp", "it needs TransformerEngine",
-           lambda a: a.layernorm_zero_centered_gamma and a.transformer_impl == "local"),
+    refuse("--apply-layernorm-1p", ALWAYS, "it needs TransformerEngine", _is_local("layernorm_zero_centered_gamma")),
+    refuse("--qk-l2-norm without experts", ALWAYS, "Megatron's local layers leave the norm out: use "
+           "--transformer-impl transformer_engine, or --qk-layernorm",
+           lambda a: a.qk_l2_norm and not a.num_experts and a.transformer_impl == "local"),
     refuse("--num-query-groups", "hdp slices", "make it a divisor of --num-attention-heads",
            lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
     refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
@@ -192,16 +223,23 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--decrease-batch-size-if-needed", "hdp"),
     refuse("--iterations-to-skip", "hdp"),
     refuse("--phase-transition-iterations", "hdp"),
-    refuse("--full-validation", "hdp", "use --eval-iters"),
+    refuse("--full-validation", "hdp slices", "use --eval-iters"),
+    refuse("--full-validation alone", ALWAYS, "Megatron 0.19.2 needs --multiple-validation-sets beside it",
+           lambda a: a.full_validation and not a.multiple_validation_sets),
     refuse("--multiple-validation-sets", "hdp"),
-    refuse("--sft", "hdp slices"),
+    refuse("--multiple-validation-sets alone", ALWAYS, "Megatron 0.19.2 needs --full-validation beside it",
+           lambda a: a.multiple_validation_sets and not a.full_validation),
+    refuse("--sft", ALWAYS, "fine-tune with Megatron's own pretrain_gpt.py"),
     refuse("--fim-data", "hdp"),
+    refuse("--allow-ambiguous-pad-tokens", "hdp", "documents hold no padding: remove it"),
+    refuse("--object-storage-cache-path", "hdp", "copy the data to a file system: lengths come from local .idx files"),
     refuse("--mock-data", "hdp", "build a corpus with `bytescale corpus`"),
     refuse("--per-dataset-sequences-path", "hdp", "lengths come from the .idx files"),
     refuse("--dataloader-fast-cache-load", "hdp", "document samples keep no index cache"),
     refuse("--dataloader-defer-npy-index-mmap", "hdp", "document samples keep no index cache"),
-    refuse("--dataloader-inter-document-masking", "hdp", "documents never attend to each other here",
-           slices="use --hybrid-data-parallel, where documents never attend to each other"),
+    refuse("--dataloader-inter-document-masking", "slices always",
+           "use --hybrid-data-parallel, where documents never attend to each other",
+           hdp="documents never attend to each other here"),
     refuse("--reset-position-ids", "hdp", "positions always start anew with each document here"),
     refuse("--reset-attention-mask", "hdp", "documents never attend to each other here",
            slices="use --hybrid-data-parallel, where documents never attend to each other"),
@@ -213,9 +251,28 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--no-align-param-gather", "hdp", "a rank that waits in a ring must not hold back another's parameters",
            lambda a: not a.align_param_gather),
     refuse("--logits-save-dir", "hdp slices loss_chunks"),
-    refuse("--logits-load-dir", "hdp slices loss_chunks"),
-    refuse("--use-checkpoint-args", "hdp slices", "give the model's flags on the command line"),
-    refuse("--inprocess-restart", "hdp"),
-    refuse("--perform-rl-step", "hdp slices"),
-    refuse("--vision-pretraining", "hdp slices"),
+    refuse("--logits-load-dir", ALWAYS, _OTHER_SCRIPT),
+    refuse("--use-checkpoint-args", ALWAYS, "give the model's flags on the command line"),
+    refuse("--inprocess-restart", ALWAYS, _OTHER_SCRIPT),
+    refuse("--perform-rl-step", ALWAYS, "use Megatron's own train_rl.py"),
+    refuse("--vision-pretraining", ALWAYS, "models are GPTs: remove it"),
+    refuse("--freeze-all-layers", ALWAYS, "nothing would train: remove it"),
+    refuse("--log-straggler", ALWAYS, "use --hybrid-data-parallel with --hdp-timeline-step, which shows every rank"),
+    refuse("--check-for-spiky-loss", "hdp slices", "micro-batches differ in size, and so do their losses: remove it"),
+    refuse("--ddp-average-in-collective", "hdp", "the loss is divided once, for all tokens of the step: remove it"),
+    refuse("--ddp-average-in-collective with --calculate-per-token-loss", ALWAYS, "remove one of them",
+           lambda a: a.ddp_average_in_collective and a.calculate_per_token_loss),
+    refuse("--result-rejected-tracker-filename", "hdp", "iterations cannot be skipped: remove it"),
+    refuse("--result-rejected-tracker-filename in a folder that cannot be written", ALWAYS, "choose another folder",
+           lambda a: _cannot_append(a.result_rejected_tracker_filename)),
+    refuse("--moe-routing-trace-path", "hdp", "it counts micro-batches of one size: remove it"),
+    refuse("--moe-routing-trace-path on CPU", ALWAYS, "it needs a GPU: remove it", _on_cpu("moe_routing_trace_path")),
+    refuse("--optimizer", "hdp", "use adam or sgd", lambda a: a.optimizer not in ("adam", "sgd")),
+    refuse("--optimizer of another package", ALWAYS, "install emerging-optimizers, or use adam or sgd",
+           lambda a: a.optimizer not in ("adam", "sgd") and not importlib.util.find_spec("emerging_optimizers")),
+    refuse("--optimizer-cpu-offload on CPU", ALWAYS, "it needs a GPU: remove it", _on_cpu("optimizer_cpu_offload")),
+    refuse("--init-model-with-meta-device", ALWAYS, "it needs --use-megatron-fsdp or --use-torch-fsdp2: remove it",
+           lambda a: a.init_model_with_meta_device and not (a.use_megatron_fsdp or a.use_torch_fsdp2)),
+    refuse("--use-sharp", ALWAYS, "its process groups cannot be made here: remove it"),
+    refuse("--sharp-enabled-group", ALWAYS, "its process groups cannot be made here: remove it"),
 )  # fmt: skip

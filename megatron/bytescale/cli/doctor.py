@@ -9,6 +9,8 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 
+from megatron.bytescale.arguments.refusals import ALWAYS, REFUSALS
+
 NAME = "doctor"
 HELP = "print what is installed, the attention kernel and backend with the reason, the features and the patches"
 EXAMPLE = "bytescale doctor --dtype bf16 --head-dim 128"
@@ -56,6 +58,7 @@ class Report:
         device: name of the GPU, or "cpu".
         backend, backend_reason: of ``torch.distributed``, and why.
         attention, features: as their classes say.
+        refusals: what to do instead of each setting that every run refuses.
         patches: a printed row for each function that patches replace or copy.
         healthy: the installed Megatron is the one that the patches were written for.
     """
@@ -67,6 +70,7 @@ class Report:
     backend_reason: str
     attention: AttentionReport
     features: list[FeatureReport]
+    refusals: dict[str, str]
     patches: list[str]
     healthy: bool
 
@@ -80,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dim", type=int, default=128, metavar="N", help="width of an attention head (%(default)s)"
     )
     parser.add_argument("--flags", action="store_true", help="print the flags of each feature too")
-    parser.add_argument("--refusals", action="store_true", help="print what each feature does not run with too")
+    parser.add_argument(
+        "--refusals", action="store_true", help="print what runs refuse, each feature and all of them, too"
+    )
     parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
@@ -115,6 +121,7 @@ def diagnose(args: argparse.Namespace, on_cpu: bool) -> Report:
         backend_reason=("--cpu was given" if args.cpu else "torch sees no GPU") if on_cpu else "torch sees a GPU",
         attention=AttentionReport(kernel.name, reason, dtype_name, args.head_dim, dict(considered)),
         features=features_report(),
+        refusals={row.flag: row.instead[ALWAYS] for row in REFUSALS if ALWAYS in row.instead},
         patches=patches,
         healthy=not any("unknown source" in row for row in patches),
     )
@@ -167,5 +174,8 @@ def as_text(report: Report, with_flags: bool = False, with_refusals: bool = Fals
         lines.append(f"{feature.name:12} {feature.flag:24} {counts}  {feature.summary}")
         lines += [f"    {flag}" for flag in feature.flags] * with_flags
         lines += [f"    not {flag}: {instead}" for flag, instead in feature.refusals.items()] * with_refusals
+    if with_refusals:
+        lines += ["", "refused in every run:"]
+        lines += [f"    not {flag}: {instead}" for flag, instead in report.refusals.items()]
     lines += ["", "functions of Megatron that features replace:", *report.patches]
     return "\n".join(lines)

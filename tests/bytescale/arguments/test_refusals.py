@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.bytescale.arguments.refusals import REFUSALS, refuse, refuse_conflicts
+from megatron.bytescale.arguments.refusals import ALWAYS, PROGRAM, REFUSALS, refuse, refuse_conflicts
 from megatron.bytescale.features import FEATURES
 from tests.e2e.training import HDP, MODEL, TRAIN
 from tests.harness import run_ranks
@@ -21,7 +21,9 @@ SWITCHED_ON = {
     "activations": ["--activation-policy", "memo", "--host-memory-gb", "0.1"],
     "memory_plan": ["--memory-plan", "plan.json"],
     "loss_chunks": ["--chunked-cross-entropy", "8"],
+    ALWAYS: [],
 }
+FLAGS = {name: words[0] if words else PROGRAM for name, words in SWITCHED_ON.items()}
 # Each row of the table, as a user would give it.
 EXAMPLES = {
     "--context-parallel-size > 1": "--context-parallel-size 2",
@@ -39,7 +41,26 @@ EXAMPLES = {
     "--cuda-graph-impl": "--cuda-graph-impl local",
     "--num-distributed-optimizer-instances > 1": "--num-distributed-optimizer-instances 2",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
+    "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2",
     "--mtp-num-layers": "--mtp-num-layers 1",
+    "--mtp-num-layers in pipelines": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+    "--qk-l2-norm without experts": "--qk-l2-norm",
+    "--full-validation alone": "--full-validation",
+    "--multiple-validation-sets alone": "--multiple-validation-sets",
+    "--object-storage-cache-path": "--object-storage-cache-path cache",
+    "--ddp-average-in-collective with --calculate-per-token-loss": (
+        "--ddp-average-in-collective --calculate-per-token-loss"
+    ),
+    "--result-rejected-tracker-filename": "--result-rejected-tracker-filename tracker.txt",
+    "--result-rejected-tracker-filename in a folder that cannot be written": (
+        "--result-rejected-tracker-filename no/such/folder/tracker.txt"
+    ),
+    "--moe-routing-trace-path": "--moe-routing-trace-path trace",
+    "--moe-routing-trace-path on CPU": "--moe-routing-trace-path trace",
+    "--optimizer": "--optimizer muon",
+    "--optimizer of another package": "--optimizer muon",
+    "--optimizer-cpu-offload on CPU": "--optimizer-cpu-offload",
+    "--sharp-enabled-group": "--sharp-enabled-group dp",
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
     "--hybrid-layer-pattern": "--hybrid-layer-pattern M*",
     "--hybrid-override-pattern": "--hybrid-override-pattern M*",
@@ -86,7 +107,9 @@ SWITCHES = (
     "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "
     "no-align-param-gather defer-embedding-wgrad-compute delay-wgrad-compute overlap-param-gather-with-optimizer-step "
     "overlap-p2p-communication-warmup-flush "
-    "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining"
+    "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining "
+    "allow-ambiguous-pad-tokens freeze-all-layers log-straggler check-for-spiky-loss ddp-average-in-collective "
+    "init-model-with-meta-device use-sharp"
 ).split()
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 
@@ -135,7 +158,7 @@ def test_each_row_has_an_example() -> None:
 @pytest.mark.parametrize(("row", "feature"), PAIRS, ids=lambda part: getattr(part, "flag", part))
 def test_the_setting_is_refused_by_name(row, feature, answers: dict[tuple[str, str], str]) -> None:  # type: ignore[no-untyped-def]
     found = answers[row.flag, feature]
-    assert found == row.message(feature, SWITCHED_ON[feature][0])
+    assert found == row.message(feature, FLAGS[feature])
     assert row.flag in found
     assert "{" not in found.replace("{}", "", row.flag.count("{}"))
 
@@ -147,7 +170,7 @@ def test_each_feature_is_accepted_without_those_settings() -> None:
 
 def test_rows_name_features_of_the_table() -> None:
     names = {feature.name for feature in FEATURES}
-    assert {name for row in REFUSALS for name in row.instead} <= names
+    assert {name for row in REFUSALS for name in row.instead} <= names | {ALWAYS}
     assert all(row.flag not in {other.flag for other in REFUSALS if other is not row} for row in REFUSALS)
 
 
@@ -160,3 +183,12 @@ def test_only_enabled_features_refuse() -> None:
     with pytest.raises(ValueError, match=r"^--b does not work with --one > 1: leave it at 1$"):
         refuse_conflicts(args, {"b": "--b"}, rows)
     refuse_conflicts(argparse.Namespace(one=1), {"a": "--a"}, rows)
+
+
+def test_a_row_of_every_run_refuses_unless_a_feature_says_more() -> None:
+    rows = [refuse("--one", "always", "remove it", a="use --a alone")]
+    args = argparse.Namespace(one=True)
+    with pytest.raises(ValueError, match=r"^bytescale does not work with --one: remove it$"):
+        refuse_conflicts(args, {}, rows)
+    with pytest.raises(ValueError, match=r"^--a does not work with --one: use --a alone$"):
+        refuse_conflicts(args, {"a": "--a"}, rows)

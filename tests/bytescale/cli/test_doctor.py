@@ -56,7 +56,9 @@ def test_features_with_counts() -> None:
         flags = [action.option_strings[0] for action in feature.actions()]
         assert line.split()[2] == str(len(flags))
         assert all(f"    {flag}\n" in whole for flag in flags)
-    assert "    not --sft: remove it, or train without --seq1f1b-slices\n" in whole
+    assert "    not --tp-comm-overlap: its buffers have one fixed shape\n" in whole
+    assert "refused in every run:\n" in whole
+    assert "    not --sft: fine-tune with Megatron's own pretrain_gpt.py\n" in whole
     assert "    not --" not in short
     assert len(short.splitlines()) < 60
 
@@ -75,7 +77,8 @@ def test_json_says_the_same() -> None:
     by_name = {feature["name"]: feature for feature in report["features"]}
     assert "--seq1f1b-eager" in by_name["slices"]["flags"]
     assert "megatron.training.training:training_log" in by_name["hdp"]["patches"]
-    assert by_name["slices"]["refusals"]["--sft"] == "remove it, or train without --seq1f1b-slices"
+    assert by_name["slices"]["refusals"]["--qk-clip"] == "remove it, or train without --seq1f1b-slices"
+    assert report["refusals"]["--freeze-all-layers"] == "nothing would train: remove it"
     assert report["healthy"] is True
 
 
