@@ -77,16 +77,13 @@ class Case:
 
 def write_documents(case: Case, prefix: Path) -> None:
     """Write random tokens in documents of the case's lengths, enough for all steps, as Megatron's data set."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from megatron.bytescale.core.datasets.corpus import write_tokens
 
     wanted = case.documents_per_step * case.num_steps
     lengths = sample_lengths(case.sampler, CONTEXT * SCALE, 200 * CONTEXT * SCALE, case.seed)[:wanted] // SCALE
     assert len(lengths) == wanted, f"{len(lengths)=} {wanted=}"
     random = np.random.default_rng(case.seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for length in np.maximum(lengths, SHORTEST).tolist():
-        builder.add_document(random.integers(0, 256, length), [length])
-    builder.finalize(f"{prefix}.idx")
+    write_tokens(prefix, (random.integers(0, 256, length) for length in np.maximum(lengths, SHORTEST).tolist()))
 
 
 def run_arm(case: Case, arm: str, prefix: Path, folder: Path, timeline: bool) -> list[dict[str, Any]]:
@@ -137,14 +134,14 @@ def table(case: Case, figures: dict[str, Any]) -> str:
         f"{case.sampler} 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}; {topology.num_nodes} nodes x "
         f"{topology.ranks_per_node} ranks of {topology.cores_per_rank:g} core; links inside a node {links[0]}, between "
         f"nodes {links[1]}; {case.num_steps - 1} steps of {case.documents_per_step} documents",
-        f"{'':10}{'tokens/s':>10}{'MB sent/step':>14}{'imbalance':>11}{'ours is':>20}",
+        f"{'':10}{'tokens/s':>10}{'MB sent/step':>14}{'imbalance':>11}{'ours is':>22}",
     ]
     for arm, values in figures["arms"].items():
         ratio = figures["speedup"].get(arm)
         told = f"{ratio['median']:.2f}x ({ratio['lowest']:.2f} to {ratio['highest']:.2f})" if ratio else ""
         lines.append(
             f"{arm:10}{values['tokens_per_second']:10,.0f}{values['megabytes_sent_per_step']:14.1f}"
-            f"{values['measured_imbalance']:11.2f}{told:>20}"
+            f"{values['measured_imbalance']:11.2f}{told:>22}"
         )
     return "\n".join([*lines, f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most"])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +192,14 @@ def write_corpus(
             Path(partial + suffix).unlink(missing_ok=True)
     eod = BYTE_LEVEL_EOD if tokenizer is None else int(tokenizer.eod)
     return tally.summary(prefix, np.dtype(dtype).name, vocab_size, eod)
+
+
+def write_tokens(prefix: Path, documents: Iterable[np.ndarray]) -> None:
+    """Write token ids below 65,536, [n] for each document, as they are to ``prefix``.bin and ``prefix``.idx."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for tokens in documents:
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
 
 
 class _Tally:

@@ -204,3 +204,11 @@ def test_a_run_ended_while_the_index_is_written_changes_nothing(
         _run("--output", out, "--from", sources, "--glob", "b.py")
     assert ((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes()) == before
     assert not list(tmp_path.glob(".*"))
+
+
+def test_token_ids_are_written_as_they_are(tmp_path: Path) -> None:
+    documents = [np.array([5, 65535, 0]), np.arange(300), np.array([7])]
+    corpus.write_tokens(tmp_path / "out", iter(documents))
+    data = IndexedDataset(str(tmp_path / "out"))
+    assert [data[i].tolist() for i in range(len(data))] == [tokens.tolist() for tokens in documents]
+    assert check_indexed_dataset(str(tmp_path / "out")).num_documents == 3
