@@ -35,6 +35,7 @@ def feature_of(name: str, **changes: Any) -> Feature:
 def table(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(*rows: Feature) -> None:
         monkeypatch.setattr(features, "FEATURES", rows)
+        monkeypatch.setattr(features, "REFUSALS", ())  # which ask for arguments of Megatron's
 
     return use
 
