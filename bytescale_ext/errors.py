@@ -1,4 +1,4 @@
-"""The errors that a user meets. Bad input is a plain ``ValueError``; a broken plan is a ``PlanError``."""
+"""The errors that a user can see. Bad input is a plain ``ValueError``; a broken plan is a ``PlanError``."""
 
 
 class PlanError(ValueError):

@@ -1,4 +1,4 @@
-"""Rounding buffers: device memory that swapped layers are read back to in turn (MEMO section 4.1).
+"""Rounding buffers: device memory into which swapped layers are read back in turn (MEMO section 4.1).
 
 While a layer in one buffer runs its backward pass, the layer before it is read into the other. Without buffers the
 caching allocator finds new memory for every tensor of every layer. Buffers are allocated when a layer is read back and

@@ -16,8 +16,8 @@ class Counts:
         kept_bytes: left on the device, in layers under a plan.
         recomputed_bytes: dropped, and rebuilt in the backward pass.
         recomputed_flops: of the matrix products that rebuilt dropped rows.
-        overflowed_bytes: the part of ``kept_bytes`` that the plan swaps but the arena had no room for.
-        restored_bytes: the most device memory that the swapped tensors of one layer were read back to.
+        overflowed_bytes: the part of ``kept_bytes`` that should have been swapped, but did not fit in the arena.
+        restored_bytes: the most device memory into which the swapped tensors of one layer were read back.
     """
 
     swapped_bytes: int = 0

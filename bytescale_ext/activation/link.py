@@ -18,13 +18,13 @@ import torch
 from bytescale_ext.activation.arena import Block, HostArena
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""(destination, source) of each copy, of one shape."""
+"""(destination, source) of each copy; both have the same shape."""
 
 Ticket = torch.cuda.Event | None
-"""Stands for copies that another call can wait for; None: they are done."""
+"""Identifies copies that another call can wait for; None: they are done."""
 
 LAYERS_UNDER_WAY = 1
-"""Layers that may be written to the host while computing goes on; with one more, computing waits."""
+"""The most layers that are written to the host at the same time; computing waits before it starts another write."""
 
 
 class Link(Protocol):
@@ -64,7 +64,7 @@ class Link(Protocol):
         ...
 
     def give_back(self, block: Block, ticket: Ticket) -> None:
-        """Free a part of the arena after the copies of a ticket."""
+        """Free a part of the arena once the copies of a ticket are done."""
         ...
 
     def take_stall_seconds(self) -> float:

@@ -5,8 +5,8 @@ instead. After the forward pass the record swaps, keeps and drops rows as the pl
 ``SavedTensor.restore`` brings back the whole layer: swapped rows are read, and dropped rows are rebuilt by running the
 token-wise parts of the layer again, for these rows only.
 
-A tensor is known by the *hook point* that it passes (a module that multiplies matrices, or attention), or by the order
-in which autograd saves tensors between hook points, which is the same in every run of the layer.
+A tensor is identified by the *hook point* that it passes (a module that multiplies matrices, or attention), or by the
+order in which autograd saves tensors between hook points, which is the same in every run of the layer.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class SavedTensor:
     view: TensorView | None = None
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor in its shape. The first call for a layer brings back all of it; each is restored once."""
+        """Return the tensor in its shape. The first call restores the whole layer; each tensor is restored once."""
         if self.region is None:
-            assert self.tensor is not None, "this activation was given back already"
+            assert self.tensor is not None, "this activation was restored before"
             return self.tensor
         record, self.record = self.record, None
         assert record is not None and self.view is not None, "a layer with an activation policy has one backward pass"
@@ -75,13 +75,13 @@ class LayerRecord:
         num_rows: tokens of this rank (under sequence parallelism: its share of them).
         link: to the host arena.
         parameters: addresses of the storages of the layer's parameters, which are never copied.
-        counts: figures are added here.
-        buffers: device memory for swapped rows that are read back; None: new memory each time.
+        counts: updated by this record.
+        buffers: device memory into which swapped rows are read back; None: new memory each time.
 
     Attributes:
         previous: the record of the layer before, which is read back while this layer runs backward; or None.
         rebuild: runs the layer again for the rows from ``first_row`` on; set by the layer.
-        regions: stored, in the order in which they were met.
+        regions: the stored regions, in the order in which the layer saved them.
         hook_points: regions that pass a hook point, by its name.
         notes: other outputs of a hook point, by its name.
         saved_between: regions saved between hook points, in order; None: nothing to rebuild.
@@ -109,7 +109,7 @@ class LayerRecord:
         self.notes: dict[str, torch.Tensor | None] = {}
         self.saved_between: list[StoredRegion | None] = []
         self._by_key: dict[Region, StoredRegion] = {}
-        self._held: list[torch.Tensor] = []  # alive, so that no address is used twice while the layer runs
+        self._held: list[torch.Tensor] = []  # kept alive, so that no address is reused while the layer runs
         self._held_parts = _HeldParts()
         self._written: Ticket = None
         self._reading: tuple[Ticket] | None = None  # a ticket may be None
@@ -138,7 +138,7 @@ class LayerRecord:
         return region
 
     def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
-        """Note a tensor [rows, ...] that enters or leaves a hook point."""
+        """Register a tensor [rows, ...] that enters or leaves a hook point."""
         region = self.stored(tensor, kind)
         by_rows = bool(tensor.dim()) and memory_order(tensor)[0] == 0 and not tensor.shape[0] % self.split.total
         assert region is not None and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"

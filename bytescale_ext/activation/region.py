@@ -19,7 +19,7 @@ class Region:
     Attributes:
         storage: address of the storage.
         start: first element, in elements of the storage.
-        extents: (size, stride) from the outermost in memory to the innermost, merged where they follow on.
+        extents: (size, stride) from the outermost in memory to the innermost, merged where they are contiguous.
         dtype: of an element.
     """
 
@@ -35,7 +35,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _stride(tensor: torch.Tensor, dim: int) -> int:
-    """Return the stride of a dim. The stride of a dim of size 1 means nothing: return the extent of the dims inside."""
+    """Return the stride of a dim. A dim of size 1 has no meaningful stride: return the extent of the dims inside."""
     if tensor.shape[dim] != 1:
         return tensor.stride(dim)
     inner = [tensor.stride(d) * tensor.shape[d] for d in range(dim + 1, tensor.dim()) if tensor.shape[d] != 1]
@@ -68,7 +68,7 @@ class TensorView:
     Attributes:
         sizes: of the tensor.
         order: its dims from the outermost in memory to the innermost.
-        strides: of the tensor that was saved, in whose storage other elements may lie in between.
+        strides: of the saved tensor, whose elements may have gaps between them.
     """
 
     sizes: tuple[int, ...]
@@ -120,7 +120,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor end to end, [n]; a view if they already lie so."""
+    """Return the elements of a tensor end to end, [n]; a view if they are contiguous already."""
     return in_memory_order(tensor).reshape(-1)
 
 
@@ -131,18 +131,18 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 @dataclass
 class StoredRegion:
-    """The elements of one region: their place now, and the number of tensors that autograd will still ask for.
+    """The elements of one region: where they are now, and how many tensors autograd will still ask for.
 
     Attributes:
         kind: "input" (never recomputed), "token" (rebuilt between hook points, or at one) or "product" (output of a
             hook point that is an input of the rebuilding).
         view: the shape of ``source``.
         source: the tensor, until the layer has run forward.
-        rows: of the outermost dim in memory, (repeats, rows): the tokens of each tensor-parallel rank in turn.
+        rows: (repeats, rows) of the outermost dim in memory: the tokens of each tensor-parallel rank in turn.
         uses: saved tensors that autograd has not asked for yet.
         kept: rows on the device, [repeats, k, ...].
         written: rows in the arena, [repeats, w, ...].
-        elements: all elements, [n], from their return to their last use.
+        elements: all elements, [n], from their restoration to their last use.
     """
 
     kind: str

@@ -2,7 +2,7 @@
 
 A layer's *hook points* are the modules that multiply matrices, and attention; only cheap, token-wise operations lie
 between them. Each hook point calls the current run. The last one is the MLP's second product, or the layer of experts:
-autograd handles everything behind it, and rebuilding ends there.
+autograd handles everything after it, and rebuilding ends there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATTENTION_OUTPUT = "attention output"
 Product = tuple[torch.Tensor, torch.Tensor | None]  # output of a module that multiplies by its weight, and a bias
 
 
-class RebuiltAll(Exception):  # no error: it ends the rebuilding of a layer
+class RebuiltAll(Exception):  # not an error: it ends the rebuilding of a layer
     """Raised at the last hook point: all tensors that the backward pass needs have been rebuilt."""
 
 
@@ -107,7 +107,7 @@ class Recording:
         return output
 
     def _save_of_attention(self, tensor: torch.Tensor) -> SavedTensor:
-        """Put off saving: which tensor is attention's output is known after it has run."""
+        """Delay saving: only after attention has run is it known which tensor is its output."""
         self._of_attention.append((SavedTensor(), tensor.detach()))
         return self._of_attention[-1][0]
 
@@ -127,7 +127,7 @@ class Rebuilding:
         self.record = record
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Give the record a tensor of any shape; autograd keeps nothing, for no backward pass follows."""
+        """Give the record a tensor of any shape; autograd keeps nothing, because no backward pass follows."""
         self.record.rebuild_between(tensor)
 
     def product(

@@ -20,7 +20,7 @@ class ActivationStore:
         link: to the host arena.
         num_layers: of the whole model; layers count from 1.
         counts: of bytes moved and rebuilt.
-        buffers: device memory that swapped layers are read back to; None: new memory each time.
+        buffers: device memory into which swapped layers are read back; None: new memory each time.
     """
 
     def __init__(self, plan: ActivationPlan, link: Link, num_layers: int) -> None:
@@ -39,7 +39,7 @@ class ActivationStore:
     def before_resident(self, layer_number: int) -> LayerRecord | None:
         """Prepare for a layer that is not under the plan; call it before the layer runs forward.
 
-        The first such layer runs while the last swapped layer is written, and the second waits for that write, so two
+        The first such layer runs while the last swapped layer is written. The second waits for that write, so only two
         whole layers are on the device, not three. Returns the record of the layer before if it is under the plan: it
         must be read back when this layer's backward pass starts.
         """

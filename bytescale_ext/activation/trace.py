@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from bytescale_ext.plan.memory.plan import Request
 
 GRANULE_BYTES = 512
-"""Torch's caching allocator rounds every block up to a multiple of it."""
+"""Torch's caching allocator rounds every block up to a multiple of this."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Block:
 class AllocationTrace(TorchDispatchMode):
     """While entered, records every new storage that an operator returns as a request, until it is freed.
 
-    Workspace inside an operator is not seen. ``ignored``: tensors that existed before, which are no requests.
+    Workspace inside an operator is not recorded. ``ignored``: tensors that existed before; they are not recorded.
     """
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:

@@ -80,7 +80,7 @@ def ring_attention(
     """Return the causal attention of every sequence of a micro-batch, differentiable once.
 
     Communicates on the ring group. Every member of a ring must call this function for the micro-batches that share a
-    sequence in the same order (also in a recomputation), and must run or skip their backward passes alike.
+    sequence in the same order (also in a recomputation), and either all of them run the backward pass or none does.
 
     Args:
         q: ``[t, heads, dim]``, ``t == layout.num_rows``.
@@ -155,8 +155,8 @@ def forward_steps(
 ) -> Steps[Output]:
     """Run the forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
-    Yields the exchanges with the members of its rings; see ``ring_attention`` for what they must do alike.
-    Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
+    Yields the exchanges with the members of its rings; ``ring_attention`` says what all members must do in the same
+    order. Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
 
     Args:
         q: ``[t, heads, dim]``, of the micro-batch or of the slice.
@@ -247,7 +247,7 @@ def backward_steps(
 
     Args:
         dout: ``[t, heads, dim]``.
-        saved: what ``forward_steps`` took and gave.
+        saved: inputs and outputs of ``forward_steps``.
         sums: gradients of keys and values so far, each ``[tk, kv_heads, dim]``; this pass adds to them and returns
             them as ``dk, dv``. By default it starts from zeros.
     """
@@ -285,7 +285,7 @@ class _Returning:
         keys: rows of these keys in the micro-batch.
         own: my part, or None when it is already in the sums of the micro-batch (kept keys).
         others: the sum of the other ranks, complete after ``pending``.
-        pending: the exchange that brings it.
+        pending: the exchange that delivers this sum.
     """
 
     keys: Rows

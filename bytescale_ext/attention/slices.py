@@ -37,7 +37,7 @@ class LayerPrefix:
     next_backward: int | None = None
 
     def start_backward(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums ``[num_keys, kv_heads, dim]`` to which slice ``index`` adds; slices come in reverse."""
+        """Return the sums ``[num_keys, kv_heads, dim]`` to which slice ``index`` adds; slices run in reverse."""
         if self.sums is None:
             precise = accumulation_dtype(self.key.dtype)
             self.sums = torch.zeros_like(self.key, dtype=precise), torch.zeros_like(self.value, dtype=precise)
@@ -47,7 +47,7 @@ class LayerPrefix:
         return self.sums
 
     def end_backward(self, index: int) -> None:
-        """Free the sums after slice 0, the last one of the backward passes."""
+        """Free the sums after slice 0, whose backward pass is the last."""
         if not index:
             self.sums = self.next_backward = None
 

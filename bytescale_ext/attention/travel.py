@@ -24,7 +24,7 @@ def add_kept(
     whole: Rows,
     own: Rows,
 ) -> None:
-    """Add a member's key gradients to the micro-batch's sums, and the sums of the slice to what travels to the member.
+    """Add a member's key gradients to the micro-batch's sums, and the slice's sums to the gradients that travel to it.
 
     Args:
         buffers: ``[tk, kv_heads, dim]`` each, of the micro-batch.

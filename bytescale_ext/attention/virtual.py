@@ -50,7 +50,7 @@ class MailboxPending:
 class MailboxComm:
     """The ``Comm`` of one virtual rank; ``mailbox_comms`` makes one for each rank of a world.
 
-    As between processes, the n-th send to a rank matches the n-th receive there from this rank.
+    As between processes, the n-th send from rank a to rank b matches the n-th receive of b from a.
     """
 
     def __init__(self, boxes: dict[Address, torch.Tensor], rank: int) -> None:

@@ -22,10 +22,10 @@ class ActivationConfig:
         policy: one of ``POLICIES``.
         swap, recompute: given shares of the tokens, or None.
         machine: memory and link of one process.
-        cost: of the model in seconds, measured or by rates.
+        cost: of the model in seconds, measured or estimated from rates.
         num_tokens: of the largest micro-batch on one rank.
-        length: of the longest sequence.
-        slices: tokens of each slice of a micro-batch, or their proportion; one without ``--seq1f1b-slices``.
+        length: tokens of the longest sequence.
+        slices: tokens of each slice of a micro-batch, or their proportion; a single one without ``--seq1f1b-slices``.
         layers: the layers of one process (of all its model chunks).
         offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
     """
@@ -60,10 +60,11 @@ class ActivationConfig:
         return self.load(-(-self.num_tokens * max(self.slices) // sum(self.slices)), *seconds)
 
     def plan(self, load: LayerLoad, share: float = 0.0) -> ActivationPlan:
-        """Return the plan of a micro-batch. ``share``: that the HDP plan offloads of it, if it chooses shares.
+        """Return the plan of a micro-batch. ``share``: the share of it that the HDP plan offloads, if the plan chooses
+        shares.
 
         Raises:
-            ValueError: the policy does not fit; never for a load smaller than one that fits.
+            ValueError: the policy does not fit; never raised for a load smaller than one that fits.
         """
         resident = min(self.layers.resident_layers, load.num_layers)
         if self.offload is not None:
@@ -73,7 +74,7 @@ class ActivationConfig:
         return given_plan(self.policy, self.swap, self.recompute, resident)
 
     def check_fits(self) -> None:
-        """Raise ValueError where the largest micro-batch exceeds a budget, naming a budget that is enough."""
+        """Raise ValueError where the largest micro-batch exceeds a budget, naming a sufficient budget."""
         load, machine = self.largest, self.machine
         plan = self.plan(load)
         needed = forecast(plan, load, machine)

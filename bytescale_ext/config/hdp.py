@@ -63,13 +63,13 @@ class HdpConfig:
             raise ValueError(f"--hdp-balance {self.balance}: choose one of auto, {', '.join(BALANCES)}")
         if self.aligned and not PLANNERS[self.balance].aligned:
             raise ValueError(
-                f"--hdp-balance {self.balance} lets ranks drift apart, and pipelines and expert parallelism need their "
+                f"--hdp-balance {self.balance} does not align slots, and pipelines and expert parallelism need their "
                 f"micro-batches in step: use auto, which is {auto_balance(aligned=True)} there"
             )
         if self.static_width is not None:
             self._check_static(self.static_width)
         if self.timeline_step is not None and self.log_dir is None:
-            raise ValueError("--hdp-timeline-step needs --hdp-log-dir, the folder that it is written to")
+            raise ValueError("--hdp-timeline-step needs --hdp-log-dir, the folder to write it to")
 
     def _check_capacity(self) -> None:
         capacity, num_ranks = self.cluster.tokens_per_rank, self.cluster.num_ranks

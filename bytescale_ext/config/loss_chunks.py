@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossChunks:
-    """Output layer and loss by chunks: logits of ``num_tokens`` tokens exist at a time."""
+    """Output layer and loss in chunks: only the logits of ``num_tokens`` tokens exist at a time."""
 
     num_tokens: int
 

@@ -1,7 +1,7 @@
-"""Selective offloading by the HDP plan (ByteScale section 5.2, Eq. 3): each micro-batch has a share of its own.
+"""Selective offloading by the HDP plan (ByteScale section 5.2, Eq. 3): a share for each micro-batch.
 
-Device memory holds the activations of C tokens. A micro-batch of more tokens moves the rest to host memory, as far as
-copying hides behind computing and host memory suffices. So a long sequence needs fewer ranks.
+Device memory holds the activations of C tokens. A micro-batch of more tokens moves the rest to host memory, up to the
+limits of host memory and of what can be copied while the layers compute. A long sequence then needs fewer ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlannedOffload:
         return replace(self, limits=replace(self.limits, host_bytes=host_bytes))
 
     def problem(self) -> str | None:
-        """Return in words which sequence, up to the longest, does not fit; None if all fit."""
+        """Return a message about the first sequence length, up to the longest, that does not fit; None if all fit."""
         longest = self.hdp.longest_sequence
         try:
             self.min_ranks([*range(1, longest, -(-longest // _CHECKED_LENGTHS)), longest])
@@ -74,11 +74,11 @@ def planned_offload(hdp: HdpConfig, machine: Machine, cost: ModelCost, load: Lay
     Args:
         hdp: settings of the planner.
         machine: host memory and link of a process.
-        cost: of the model in seconds, measured or by rates.
+        cost: of the model in seconds, measured or estimated from rates.
         load: a micro-batch of the run, for bytes of a layer, layers of a process and micro-batches in flight.
 
     Raises:
-        ValueError: a sequence of at most ``--seq-length`` tokens does not fit; says which budget is enough.
+        ValueError: a sequence of at most ``--seq-length`` tokens does not fit; the message names a sufficient budget.
     """
     # Pipelines keep no layer resident, so the same share takes proportionally more host memory.
     swapped_layers = load.num_layers - min(load.resident_layers, load.num_layers)
@@ -96,7 +96,7 @@ def planned_offload(hdp: HdpConfig, machine: Machine, cost: ModelCost, load: Lay
     per_byte = limits.host_bytes / machine.host_bytes if machine.host_bytes else 1.0
     everything = hdp.longest_sequence * limits.layer_bytes_per_token * limits.num_layers
     needed = least_budget(lambda size: planned.with_host_bytes(size).problem() is None, everything * hdp.num_stages)
-    remedy = "raising --host-memory-gb does not help, for the link is too slow to carry more"
+    remedy = "raising --host-memory-gb does not help, because the link is too slow to carry more"
     if needed is not None:
         remedy = f"or give --host-memory-gb {in_gigabytes(needed / per_byte)}"
     raise ValueError(f"--seq-length {hdp.longest_sequence}: a sequence of {problem}; {remedy}")

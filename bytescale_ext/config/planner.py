@@ -19,13 +19,13 @@ def slicing(run: RunConfig) -> Slicing:
 
 
 def planned_offload(run: RunConfig) -> PlannedOffload | None:
-    """Return the limits of the shares that plans offload, or None where they offload nothing."""
+    """Return the limits within which plans offload activations, or None where they offload nothing."""
     activations = run.find(ActivationConfig)
     return None if activations is None else activations.offload
 
 
 def step_cost(run: RunConfig) -> StageCost:
-    """Return the cost that the planner balances: in seconds where it offloads, as Eq. 3 compares times."""
+    """Return the cost that the planner balances: in seconds where plans offload, because Eq. 3 compares times."""
     offload = planned_offload(run)
     return run.get(HdpConfig).cost if offload is None else offload.cost
 

@@ -12,7 +12,7 @@ class RemoteConfig:
     Attributes:
         address: host:port of a Ray cluster, or None to start Ray on this machine.
         num_servers: actors that read and tokenize.
-        server_tokens: tokens that each of them keeps at most.
+        server_tokens: the most tokens that each of them keeps.
         json_key: key of the text in each line.
     """
 

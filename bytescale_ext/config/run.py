@@ -1,7 +1,7 @@
-"""Everything that a run has decided before anything is built, as one frozen value.
+"""Everything that is decided before a run builds anything, as one frozen value.
 
-``megatron/bytescale/arguments/resolve.py`` makes it once from Megatron's arguments. Each feature that is on adds a
-frozen configuration of its own, and finds the configurations of earlier features by their type.
+``megatron/bytescale/arguments/resolve.py`` makes it once from Megatron's arguments. Each feature that is on adds its
+frozen configuration, and finds the configurations of earlier features by their type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.step.sizes import Cluster
 
 if TYPE_CHECKING:
-    import torch  # parsing flags must not import it
+    import torch  # not imported while flags are parsed
 
 Config = TypeVar("Config")
 
@@ -31,8 +31,8 @@ class Process:
         on_cuda: it computes on a GPU.
         dtype: type of the parameters.
         tensor_parallel: ranks that share each layer.
-        timeout_minutes: of a process group.
-        log_interval: steps from log line to log line.
+        timeout_minutes: timeout of a process group.
+        log_interval: steps between log lines.
     """
 
     rank: int

@@ -1,1 +1,1 @@
-"""Turns documents on disk into the micro-batches of one rank."""
+"""Turn documents on disk into the micro-batches of one rank."""

@@ -12,7 +12,7 @@ def draw_loss(steps: Sequence[int], losses: Sequence[float], path: Path, title: 
     """Draw a loss curve: every step thin, and a running mean over it once there are 50 steps.
 
     Raises:
-        ValueError: there are no steps, or not one loss for each.
+        ValueError: there are no steps, or the number of losses differs.
     """
     if not steps or len(steps) != len(losses):
         raise ValueError(f"a loss curve needs one loss for each step; got {len(steps)} steps and {len(losses)} losses")
@@ -70,6 +70,6 @@ def draw_bars(bars: dict[str, tuple[float, float]], path: Path, title: str, xlab
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of the last ``window`` values at each place (of fewer at the beginning)."""
+    """Return the mean of the last ``window`` values at each position (of fewer at the beginning)."""
     parts = (values[max(0, stop - window) : stop] for stop in range(1, len(values) + 1))
     return [sum(part) / len(part) for part in parts]

@@ -32,12 +32,12 @@ LINES: Final = (
     ("#7b3294", "D", "-", 1.6),
     ("#1a1a1a", "", "--", 1.6),
 )
-"""Colour, marker, dash and width of the lines of a plot. The first line is broad: it shows beneath equal ones."""
+"""Colour, marker, dash and width of the lines of a plot. The first line is broad, to show beneath equal ones."""
 _GOLDEN: Final = 0.6180339887498949  # steps of this much hue keep early numbers far apart
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axes side by side. It has a canvas of its own: no pyplot, no global state, no display."""
+    """Return a figure with axes side by side. It has its own canvas: no pyplot, no global state, no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

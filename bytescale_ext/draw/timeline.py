@@ -180,7 +180,7 @@ def _fitting_text(texts: Sequence[str], width: float, height: float) -> str:
 
 
 def _count_text(count: int) -> str:
-    """Return 1234 as 1.2K: K is 1024, as in names of context lengths."""
+    """Return 1234 as 1.2K, where K is 1024 as in names of context lengths."""
     for size, name in ((1 << 20, "M"), (1 << 10, "K")):
         if count >= size:
             return f"{count / size:.3g}{name}"

@@ -55,8 +55,8 @@ def check_same_model(
 ) -> ModelCost:
     """Check that costs belong to this model; return them with the number of layers of ``shape``.
 
-    Costs are of one layer, so the number of layers may differ. All other sizes that affect the time of a layer or of
-    the head must agree.
+    Costs are per layer, so the number of layers may differ. All other sizes that affect the time of a layer or of the
+    head must agree.
 
     Args:
         dtype: parameter type, for example "bfloat16".
@@ -71,7 +71,7 @@ def check_same_model(
     differs = [f"{name} is {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]
     if differs:
         raise ValueError(
-            f"cost file {path} is of another model: {', '.join(differs)}; run `bytescale profile` with this model's "
+            f"cost file {path} is for another model: {', '.join(differs)}; run `bytescale profile` with this model's "
             f"flags"
         )
     return replace(cost, shape=shape)

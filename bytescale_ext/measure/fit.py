@@ -27,7 +27,7 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 Floats = npt.NDArray[np.float64]
 
 LAYERS: Final = (1, 3)
-"""Layers of the measured models. The difference of their times is the time of layers, the rest belongs to the head."""
+"""Layers of the measured models. The difference of their times is the time of layers; the rest is the head's."""
 LEAST_TOKENS: Final = 64
 """The lowest ``--max-tokens``: below it some measured lengths would be equal."""
 

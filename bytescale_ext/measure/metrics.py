@@ -61,7 +61,7 @@ class StepClock:
         self.marks.append(Mark(kind, micro_batch, time.time(), self.busy_time(), event))
 
     def work_seconds(self) -> float:
-        """Return the seconds of forward and backward passes, on CPU without waiting for rings."""
+        """Return the seconds of forward and backward passes; on CPU, waiting for rings is not counted."""
         work = [
             (mark, following)
             for mark, following in zip(self.marks, self.marks[1:], strict=False)
@@ -87,7 +87,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RankStep:
-    """Figures of one HDP rank for one step. Steps are added up, except ``host_peak_bytes``, a maximum."""
+    """Figures of one HDP rank for one step. Adding steps adds all fields but ``host_peak_bytes``, a maximum."""
 
     work_seconds: float = 0.0
     planned_work: float = 0.0

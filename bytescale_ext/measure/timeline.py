@@ -66,7 +66,7 @@ class _SpanJson(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Figures of one rank: computing time, its end, and its share of the step.
+    """Figures of one rank: its computing time, when that ends, and its share of the step.
 
     ``busy`` is the time of forward and backward passes. ``finish`` is the end of the last one, counted from the first
     event of the step (0 without any).
@@ -115,7 +115,7 @@ def spans_of_plan(plan: StepPlan, cost: CostModel, step: int = 0) -> tuple[Span,
     for rank, micro_batches in enumerate(plan.ranks):
         for index, micro_batch in enumerate(micro_batches):
             start = result.starts[rank][index]
-            stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # then it waits for its ring
+            stop = start + cost.micro_batch_cost(micro_batch, plan.lengths)  # afterwards it waits for its ring
             turn = start + (stop - start) / (1.0 + BACKWARD_PER_FORWARD)
             shards = _span_shards(micro_batch, plan)
             spans.append(Span(step, rank, "forward", index, start, turn, shards))
@@ -141,7 +141,7 @@ def rank_times(spans: Sequence[Span], num_ranks: int | None = None) -> tuple[Ran
 
 
 def shard_parts(span: Span) -> Iterator[tuple[SpanShard, float, float]]:
-    """Yield each shard of a span with a part (start, stop) of its time, in proportion to its tokens.
+    """Yield each shard of a span with a part (start, stop) of the span's time, in proportion to the shard's tokens.
 
     The parts are for drawing, not measured: the shards of a micro-batch run together.
     """
@@ -249,7 +249,7 @@ def _metadata(name: str, tid: int, text: str) -> dict[str, object]:
 
 
 def _micros(seconds: float) -> float:
-    """Return microseconds, rounded to nanoseconds so that an inner slice never exceeds the one around it."""
+    """Return microseconds, rounded to nanoseconds so that an inner event never exceeds the one around it."""
     return round(seconds * 1e9) / 1e3
 
 

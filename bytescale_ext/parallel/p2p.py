@@ -1,7 +1,7 @@
 """Point-to-point exchange between HDP ranks, one process group for rings of every width.
 
-Rings need only sends and receives, so rings of all widths share the one group of HDP ranks, and no group is ever made
-for a sequence (ByteScale section 5.1). Shapes come from the plan, so there is no handshake.
+Rings need only sends and receives, so rings of all widths share the one group of HDP ranks, and no group is created for
+a sequence (ByteScale section 5.1). Shapes come from the plan, so there is no handshake.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RingComm:
         """Start sends and receives of tensors of any shape as one batch and return immediately.
 
         Two ranks must start the transfers between them in the same order, with equal sizes. Empty tensors are skipped
-        on both sides, which know the size from the plan.
+        on both sides; both know the sizes from the plan.
 
         Args:
             sends: must not be overwritten before ``wait`` returns.

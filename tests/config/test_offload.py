@@ -65,7 +65,7 @@ def test_a_link_that_is_too_slow_asks_for_something_else() -> None:
         ValueError, match=r"--seq-length 65536: a sequence of \d+ tokens, more than 5 ranks of 8192"
     ) as e:
         config_of("--link-gb-per-second", "0.01")
-    assert "raising --host-memory-gb does not help, for the link is too slow" in str(e.value)
+    assert "raising --host-memory-gb does not help, because the link is too slow" in str(e.value)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

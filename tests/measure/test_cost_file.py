@@ -147,7 +147,7 @@ def test_the_same_model_may_have_other_layers() -> None:
 def test_another_model_is_refused_by_the_field(field: str) -> None:
     theirs = getattr(COST.shape, field)
     other = replace(COST.shape, **{field: not theirs if field == "gated" else theirs + 1})
-    with pytest.raises(ValueError, match=f"cost.json is of another model: {field} is {theirs} there and") as caught:
+    with pytest.raises(ValueError, match=f"cost.json is for another model: {field} is {theirs} there and") as caught:
         check_same_model(COST, other, 2, "bfloat16", "cost.json")
     assert "bytescale profile" in str(caught.value)
 

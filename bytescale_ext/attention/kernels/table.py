@@ -32,7 +32,7 @@ class Kernel:
         dtypes: input dtypes.
         missing: returns why the kernel cannot run here (a package, an operator), or None. Imports nothing heavy.
         forward, backward: see ``contract.py``.
-        head_dim_multiple: ``dim`` must be a multiple of it.
+        head_dim_multiple: ``dim`` must be a multiple of this.
         largest_head_dim: the largest ``dim``.
     """
 
@@ -184,7 +184,7 @@ def named_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int, 
 
 def _refuse(name: str, why_not: str | None) -> None:
     if why_not is not None:
-        raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; leave the choice open or name another")
+        raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; name another or none")
 
 
 def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -56,7 +56,7 @@ class KeptKeys:
 
 @dataclass(frozen=True, slots=True)
 class PrefixKeys:
-    """The keys that a slice of ring sequences attends to, beside what the slice itself says.
+    """Where a slice of ring sequences finds the keys of earlier slices.
 
     Attributes:
         tokens: tokens of each sequence before the slice, a multiple of the ring's width.
@@ -178,11 +178,12 @@ def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int],
 
     Ring shards are grouped by their ring, wherever they lie in the micro-batch, and the groups are ordered by their
     first sequence. All members of a ring find the same groups in the same order, each from its own micro-batch.
-    Proof: let sequences X and Y have one ring and be together on one of its ranks. X couples the micro-batches that
-    hold X, Y couples the micro-batches that hold Y, and the one with both couples them all: they are one coupled group
-    of ``plan/step/check.py``. A rank has at most one micro-batch of a group (law 8), so X and Y are together on every
-    member. A group of shards is thus the same set of sequences on each member. No two groups have the same first
-    sequence, and ranks that run their groups in the order of first sequences cannot wait for each other in a circle.
+    Proof: let sequences X and Y have the same ring and share a micro-batch on one of its ranks. X couples the
+    micro-batches that hold X, Y couples the micro-batches that hold Y, and the one with both couples them all: they are
+    one coupled group of ``plan/step/check.py``. A rank has at most one micro-batch of a group (law 8), so X and Y are
+    together on every member. A group of shards is thus the same set of sequences on each member. No two groups have the
+    same first sequence, and ranks that run their groups in the order of first sequences cannot wait for each other in a
+    circle.
 
     Args:
         micro_batch: ring shards first, in ascending order of ``seq``, then local documents.
@@ -273,7 +274,7 @@ def _blocks(
     fronts = [(start, start + _front(stop - start)) for start, stop in mine]
     backs = [(start + _front(stop - start), stop) for start, stop in mine]
     starts = accumulate((p + n for p, n in zip(before, share, strict=True)), initial=0)
-    # Of the source's keys of each sequence: where the prefix begins and ends, and how many rows follow.
+    # For each sequence, in the source's keys: where the prefix begins and ends, and how many rows follow.
     keys = [(start, start + p, n) for start, p, n in zip(starts, before, share, strict=False)]
     prefix: list[Interval] = [(start, begin) for start, begin, _ in keys]
     if source == index:
@@ -306,7 +307,7 @@ def _check_shards(
         raise PlanError(f"ring shards must be in ascending order of seq on rank {rank}: {_row(micro_batch)}")
     for shard in shared:
         if shard.ring.count(rank) != 1 or len(set(shard.ring)) != len(shard.ring):
-            raise PlanError(f"rank {rank} must be in the ring once and no rank twice: {shard}")
+            raise PlanError(f"rank {rank} must be in the ring once, and no rank twice: {shard}")
         index, length = shard.ring.index(rank), lengths[shard.seq]
         expected = zigzag_ranges(length, len(shard.ring), index)
         if shard.ranges != expected:

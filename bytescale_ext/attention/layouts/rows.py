@@ -1,7 +1,7 @@
 """Two values: some rows of a tensor, and the offsets of packed documents.
 
-``Rows`` reads, writes and adds to rows without a copy when they are one interval. Both send what they hold to a device
-once and without a sync.
+``Rows`` reads, writes and adds to rows without a copy when they are one interval. Both copy their data to a device once
+and without a sync.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Rows:
     def add_(self, tensor: torch.Tensor, values: torch.Tensor, dim: int = 0) -> None:
         """Add ``values`` (the shape that ``take`` returns, any dtype) to these rows of a tensor.
 
-        No row occurs twice, so the sum does not depend on an order.
+        No row occurs twice, so the result does not depend on the order of additions.
         """
         if self.is_view:
             self.take(tensor, dim).add_(values)

@@ -65,7 +65,7 @@ class _KeyBuffer:
     Attributes:
         cut: where the micro-batch is cut.
         num_rings: how many of its shards are ring shards; they come first.
-        regions: for each shard, its first row; at last the number of rows.
+        regions: the first row of each shard, then the number of rows.
     """
 
     def __init__(self, cut: DocumentSlices, rank: int) -> None:
@@ -132,7 +132,7 @@ def _layout(buffer: _KeyBuffer, index: int, num_rows: int) -> SliceLayout:
 
 
 def _slice_pass(buffer: _KeyBuffer, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
-    """Return the pass of slice ``index`` of the shards ``numbers``, which have one ring and are all kept or all not."""
+    """Return the pass of slice ``index`` of the shards ``numbers``, which share a ring; all are kept or none."""
     cut = buffer.cut
     ring, place, is_kept = buffer.ring(numbers[0]), buffer.place(numbers[0]), numbers[0] in cut.kept
     ranges = [cut.ring_range(number, index) for number in numbers]
@@ -185,7 +185,8 @@ def _with_local(
 ) -> AttentionLayout:
     """Return a layout with pieces of local documents from ``row`` on.
 
-    ``pieces``: for each document, the rows of the buffer where it begins, where its piece begins and where that ends.
+    ``pieces``: for each document, three rows of the buffer: where it begins, where its piece begins, where its piece
+    ends.
     """
     local = CuSeqlens.of_lengths([stop - start for _, start, stop in pieces])
     keys = Rows.of((start, stop) for _, start, stop in pieces)

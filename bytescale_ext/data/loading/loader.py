@@ -34,7 +34,8 @@ class _Failure:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Line:
-    """What the thread and its consumer share. Holds no loader, so that a dropped loader can be collected.
+    """State that the thread and its consumer share. Has no reference to the loader, which can thus be
+    garbage-collected.
 
     Attributes:
         free: one permit for each step that may still be made ahead.
@@ -77,7 +78,7 @@ class StepsAhead(Iterator[StepBatch]):
         raise self._failure.error
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
-        """Return the step of ``batch`` by the simple plan: for when another rank's planner ran out of time."""
+        """Return the step of ``batch`` with the simple plan, for use when another rank's planner ran out of time."""
         return batch if batch.fell_back else self._maker.simple_step(batch)
 
     def state_dict(self) -> dict[str, int]:
@@ -85,7 +86,7 @@ class StepsAhead(Iterator[StepBatch]):
         return {"consumed_samples": self._consumed_samples, "step_index": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a state; steps made ahead are thrown away."""
+        """Continue from a state; discard the steps made ahead."""
         self.close()
         self._start(int(state["consumed_samples"]), int(state["step_index"]))
 
@@ -117,7 +118,7 @@ class StepLoader(StepsAhead):
 
     Args:
         source: samples; on all ranks the same.
-        plans: from the lengths of a step to its plan.
+        plans: makes the plan of a step from its lengths.
         settings: which steps, and how they are read.
 
     Raises:
@@ -142,7 +143,7 @@ class _LocalSteps:
         return self.settings.sample_ids(consumed_samples, len(self.source))
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:
-        """Plan one step and read this rank's part of it. Never waits, so it does not ask ``should_stop``."""
+        """Plan one step and read this rank's part of it. Never waits, so it ignores ``should_stop``."""
         return self._made(step_index, sample_ids, self.plans)
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
@@ -171,7 +172,7 @@ class _LocalSteps:
 
 
 def _make_steps(maker: StepMaker, line: _Line, consumed_samples: int, step_index: int) -> None:
-    """Body of the thread: make steps while there is room, until the data ends, an error, or ``stop``."""
+    """Body of the thread: make steps while there is room, until the data ends, an error occurs or ``stop`` is set."""
     try:
         while True:
             line.free.acquire()

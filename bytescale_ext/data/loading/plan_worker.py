@@ -1,7 +1,7 @@
 """A process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
 
 It reads a pickled planner and then the lengths of one step after another from standard input, writes each plan, or the
-planner's error, to standard output, and ends with its input. ``bytescale_ext.data.loading.planning`` starts it.
+planner's error, to standard output, and exits when its input ends. ``bytescale_ext.data.loading.planning`` starts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the plan of a step: checked, within a time limit, and in a process of its own where planning takes long."""
+"""Makes the plan of a step: checked, within a time limit, and in a separate process where planning is slow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 
-_SLOW_SECONDS = 0.05  # of processor time: a plan that takes more is worth a process
-_LOOK_SECONDS = 0.02  # between two looks at should_stop
+_SLOW_SECONDS = 0.05  # of processor time: a plan that takes longer moves planning to another process
+_LOOK_SECONDS = 0.02  # between two calls of should_stop
 _PACKAGES = Path(__file__).parents[3]
 
 
 class Planner(Protocol):
-    """From the lengths of a step to its plan: pure, equal on every rank (``plan.hdp.planner.HdpPlanner``)."""
+    """Makes the plan of a step from its lengths: pure, equal on every rank (``plan.hdp.planner.HdpPlanner``)."""
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
         """Return the plan; raise ``OutOfTime`` soon after ``should_stop`` returns True."""
@@ -38,12 +38,12 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanMaker:
-    """From the lengths of a step to (its checked plan, whether that is the simple one for want of time).
+    """Makes the checked plan of a step from its lengths; takes the simple plan when time runs out.
 
     Attributes:
         planner: makes the plans.
         check: called with each plan, raises on a bad one; None: plans are trusted.
-        plan_seconds: time that the planner has for one step; None: no limit.
+        plan_seconds: time limit of the planner for one step; None: no limit.
     """
 
     planner: Planner
@@ -51,7 +51,7 @@ class PlanMaker:
     plan_seconds: float | None = None
 
     def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
-        """Plan a step in its time, else by the simple plan."""
+        """Return the checked plan of a step, and whether it is the simple one because time ran out."""
         if self.plan_seconds is None:
             return self._checked(self.planner(lengths), lengths), False
         deadline = time.perf_counter() + self.plan_seconds
@@ -61,7 +61,7 @@ class PlanMaker:
             return self.simple(lengths)
 
     def simple(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
-        """Plan a step by the simple plan."""
+        """Return the simple plan of a step, and True."""
         return self._checked(self.planner.fallback(lengths), lengths), True
 
     def _checked(self, plan: StepPlan, lengths: tuple[int, ...]) -> StepPlan:
@@ -77,7 +77,7 @@ def without_tables(plan: StepPlan) -> StepPlan:
 
 
 class PlannerInProcess:
-    """A ``Planner`` that moves to a process of its own once a plan has taken long. Plans are the same.
+    """A ``Planner`` that moves to a separate process once a plan was slow. Its plans stay the same.
 
     Python runs one thread at a time: while the loader's thread plans, the training thread launches its kernels several
     times slower (``scripts/bench/plan/planning_beside.py``). If the process dies, the thread makes the plan.

@@ -24,7 +24,7 @@ class LoaderSettings:
         samples_per_step: samples of one step on all ranks.
         consumed_samples: samples used before; the first step begins with the next one.
         first_step: ``step_index`` of the first step.
-        cyclic: at the end of the data begin again (evaluation) instead of stopping.
+        cyclic: begin again at the end of the data (evaluation) instead of stopping.
         plan_ahead: steps made before they are asked for, at least 1.
         rows_multiple: rows of each micro-batch are padded to a multiple of this.
         vocab_size: token ids must be below it; None: not checked.
@@ -128,7 +128,7 @@ class StepMaker(Protocol):
         ...
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool]) -> StepBatch:
-        """Plan one step and read this rank's part of it. Where that can wait, raise soon after ``should_stop``."""
+        """Plan one step and read this rank's part of it. If that blocks, raise soon after ``should_stop``."""
         ...
 
     def simple_step(self, batch: StepBatch) -> StepBatch:

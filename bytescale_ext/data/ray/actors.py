@@ -7,7 +7,7 @@
     scheduler samples of a step -> lengths -> plan, ahead                             scheduler.py
     each rank fetches the plan of a step, then its own token ranges from the servers  loader.py, fetching.py
 
-Ray restarts an actor that dies, and repeats its unanswered calls; servers and scheduler can answer them anew.
+Ray restarts an actor that dies, and repeats its unanswered calls; servers and scheduler then return the same answers.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RemoteServers:
         limits = Limits(num_clients, self._config.num_servers * self._config.server_tokens)
         # A client that waits for a step occupies one concurrent call of the actor.
         actor = _actor(_SchedulerActor, "scheduler", max_concurrency=1000 + num_clients)
-        # The reference lives here, because a restarted scheduler reads the samples again.
+        # Keep the reference: a restarted scheduler reads the samples again.
         self._samples = ray_module().put(samples)
         scheduler = actor.remote([self._samples], self._servers, make_plan, limits)
         fetch_first(scheduler.held_tokens.remote())  # started before other ranks look for it
@@ -142,7 +142,7 @@ class RemoteServers:
         ray_module().shutdown()
 
     def _begin_index(self, number: int, path: str) -> tuple[Path | None, LineIndex | None, list[Any]]:
-        """Return (file that keeps the index, the kept index, else the calls that make it)."""
+        """Return (the file for the index or None, the kept index or None, the calls that make it if none is kept)."""
         text, servers = self._text, self._servers
         file = None
         if text.cache_folder is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from bytescale_ext.data.ray.session import ray_module
 
-_POLL_SECONDS = 0.5  # between two looks at should_stop
+_POLL_SECONDS = 0.5  # between two calls of should_stop
 _ANSWER_SECONDS = 600.0  # more than any call takes, restart included
 _PATIENCE_SECONDS = 120.0  # then a call that can be repeated is made again
 _SHARED_SECONDS = 10.0  # for a value that is in the object store already
@@ -57,10 +57,10 @@ def _answer(call: Callable[[], Any], reference: Any, should_stop: Callable[[], b
 
 
 def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool) -> Any:
-    """Return the shared value; ``call()`` answers with a list of its reference, or an empty one: ask again.
+    """Return the shared value. ``call()`` returns a list with its reference, or an empty list: call again.
 
-    Calls again also when the value is lost: it dies with the actor that made it, and a process that drops one
-    reference to it while it gets another may wait in vain.
+    Also calls again when the value is lost: with the actor that made it, or in a process that drops one reference to it
+    while it receives another.
 
     Raises:
         TimeoutError: no answer, or lost each time.

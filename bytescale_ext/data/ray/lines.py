@@ -1,8 +1,9 @@
 """Finds the documents of a JSONL file, and how many samples each gives, while tokenizing only the long ones.
 
-A text of n bytes gives at most n tokens and a few marks in any usual tokenizer, so a short text is one sample. Only a
-text that may be longer than a sample is tokenized and counted. The order of all samples is then known before training,
-and equals the order of ``bytescale corpus`` and the local loader. Empty texts and blank lines are skipped, as there.
+With any common tokenizer, a text of n bytes gives at most n tokens and a few special ones, so a short text is one
+sample. Only a text that may be longer than a sample is tokenized and counted. The order of all samples is then known
+before training, and equals the order of ``bytescale corpus`` and the local loader. Empty texts and blank lines are
+skipped by all of them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LineIndex:
 
     @property
     def table_lengths(self) -> np.ndarray:
-        """Lengths that give as many samples as the true ones, 1 for a document of one sample: [num_documents]."""
+        """Lengths for ``sample_table``: the true length where it was counted, else 1 (one sample): [num_documents]."""
         return np.where(self.is_counted, self.tokens, 1)
 
 

@@ -44,7 +44,7 @@ class _FetchedSource:
         self._read: dict[tuple[int, int, int], np.ndarray] = {}
 
     def add(self, wanted: Sequence[tuple[int, int, int]], tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Add the tokens that a server read for ranges (seq, start, stop); ``counts`` are their numbers, [n]."""
+        """Add the tokens that a server read for ranges (seq, start, stop); ``counts``: tokens of each range, [n]."""
         ends = np.cumsum(counts)[:-1]
         self._read.update(zip(wanted, np.split(tokens.astype(np.int64), ends), strict=True))
 
@@ -110,7 +110,7 @@ class _RemoteSteps:
     def _fetch(
         self, planned: PlannedStep, mine: Sequence[MicroBatch], should_stop: Callable[[], bool]
     ) -> _FetchedSource:
-        """Fetch the token ranges of the shards, each with its label token, by one call to each server that has some."""
+        """Fetch the token ranges of the shards, each with its label token, one call to each server that has any."""
         source = _FetchedSource(planned, self.split.paths)
         shards = (shard for micro_batch in mine for shard in micro_batch.shards)
         wanted = [(shard.seq, start, stop + 1) for shard in shards for start, stop in shard.ranges]
@@ -138,8 +138,8 @@ class RemoteStepLoader(StepsAhead):
 
     Args:
         split: the samples, and the actors that load them.
-        plans: for simple plans; the scheduler has an equal one, which makes all others.
-        client: number of this process among all that load.
+        plans: makes the simple plans; an equal one in the scheduler makes all others.
+        client: number of this process among all clients.
         settings: as for ``StepLoader``.
         reads_tokens: fetch tokens; else they are 0 and only the plan is used (middle stages of a pipeline).
     """

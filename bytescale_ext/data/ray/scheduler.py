@@ -95,7 +95,7 @@ class Samples:
     indices: tuple[LineIndex, ...]
 
     def places(self, split: str, first: int, count: int) -> np.ndarray:
-        """Return where ``count`` samples of a split lie, begun again after its end: ``PLACE`` [count]."""
+        """Return where ``count`` samples of a split lie; after its end, samples begin again: ``PLACE`` [count]."""
         samples = self.splits[split]
         return samples.places(np.arange(first, first + count) % samples.num_samples, self.indices)
 
@@ -107,7 +107,7 @@ class Limits:
     Attributes:
         num_clients: clients that ask for each step.
         limit_tokens: most tokens of all unfinished steps together.
-        wait_seconds: a call that has waited so long for room, or for its step, returns an empty list.
+        wait_seconds: a call that has waited this long for room, or for its step, returns an empty list.
     """
 
     num_clients: int
@@ -246,7 +246,7 @@ class StepScheduler:
     def _begin(self, step: _Step) -> asyncio.Task[Any]:
         if step.task is None:
             step.task = asyncio.get_running_loop().create_task(self._planned(step.places))
-            # plan_step raises the error; here it only counts as seen.
+            # plan_step raises the error; reading it here only avoids asyncio's warning.
             step.task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._peak_tokens = max(self._peak_tokens, self._held_tokens())
         return step.task

@@ -92,7 +92,7 @@ class TokenServer:
         return lengths
 
     def read(self, places: np.ndarray, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [start, stop) of samples, end to end, and their numbers: ([total], int64 [n]).
+        """Return tokens [start, stop) of samples, end to end, and how many each gave: ([total], int64 [n]).
 
         ``stop`` may be one past the end of a sample. That token is the next one of the document, and is left out where
         the document ends.

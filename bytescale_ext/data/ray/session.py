@@ -1,4 +1,4 @@
-"""Ray itself: checked, started or joined. Only this module imports Ray, which is an optional package."""
+"""Check, start or join Ray. Only this module imports Ray, which is an optional package."""
 
 from __future__ import annotations
 

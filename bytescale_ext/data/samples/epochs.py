@@ -8,8 +8,8 @@ import numpy as np
 class EpochOrder:
     """Sample i is row ``i % n`` of the permutation of epoch ``i // n``, where n is the number of rows.
 
-    The permutation depends only on the seed, the epoch and the split, so that a resumed run meets the same samples on
-    any number of ranks. It comes from ``numpy.random.RandomState``, as in Megatron, whose stream is frozen.
+    The permutation depends only on the seed, the epoch and the split, so a resumed run sees the same samples on any
+    number of ranks. It comes from ``numpy.random.RandomState``, whose stream is frozen, as in Megatron.
 
     Args:
         num_rows: samples of one epoch.

@@ -107,7 +107,7 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexedInfo:
     Reads the ``.idx`` file and the size of the ``.bin`` file, but no tokens.
 
     Raises:
-        ValueError: a file is missing, foreign, cut short or does not fit the other; or there are no tokens.
+        ValueError: a file is missing, cut short, of another format or does not match the other; or there are no tokens.
     """
     name = _prefix_of(prefix)
     index = _read_index(name)
@@ -141,7 +141,8 @@ def check_token_ids(prefix: str | os.PathLike[str], vocab_size: int, limit_token
     """Check that token ids lie in [0, vocab_size). Return the number of tokens read.
 
     Reads all tokens up to ``limit_tokens``. Samples a larger data set: blocks of equal size at equal distances, first
-    and last token included. Reads nothing where the token type cannot hold a bad id. One rank is enough.
+    and last token included. Reads nothing where the token type cannot hold a bad id. It is enough to call this on one
+    rank.
 
     Raises:
         ValueError: an id is outside (the message names the document, the token and the id), or as
@@ -220,7 +221,7 @@ def _read_index(prefix: str) -> _Index:
         raise ValueError(f"{path}: cut short, {size} bytes are shorter than the header: copy the file again")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"{path}: index version {version}, only version 1 is known: {_REBUILD}")
+        raise ValueError(f"{path}: index version {version}, only version 1 is supported: {_REBUILD}")
     if code not in _TOKEN_TYPES:
         raise ValueError(f"{path}: token type {code} is not an integer type ({_TOKEN_TYPES}): {_REBUILD}")
     needed = _HEADER.size + num_sequences * 12 + num_bounds * 8

@@ -20,10 +20,10 @@ class Unit:
 
     Attributes:
         micro_batch: the token ranges, in memory order.
-        num_rows: with padding.
+        num_rows: rows, padding included.
         layout: its attention.
-        counted_lengths: tokens of the sequences that this rank counts: whose ring it is the first rank of. The first
-            slice of a micro-batch counts them all, so that each sequence of a step is counted once.
+        counted_lengths: tokens of the sequences that this rank counts, as the first rank of their ring. The first slice
+            of a micro-batch counts them all, so that each sequence of a step is counted once.
     """
 
     micro_batch: MicroBatch
@@ -55,7 +55,7 @@ def units_of(
         micro_batches: of ``rank``; an empty one has no rows, its slices are padding.
         lengths: tokens of each sequence of the step.
         rows_multiple: rows of each unit are padded to a multiple of this.
-        rule: how micro-batches are cut into slices; None: not at all.
+        rule: how micro-batches are cut into slices; None: they stay whole.
     """
     units: list[Unit] = []
     for micro_batch in micro_batches:
@@ -73,7 +73,7 @@ def units_of(
 def _slices(
     micro_batch: MicroBatch, lengths: Sequence[int], rank: int, rows_multiple: int, rule: SliceRule
 ) -> list[Unit]:
-    """Cut a micro-batch into slices, each with at least one row, as messages between stages need it."""
+    """Cut a micro-batch into slices of at least one row each, because messages between stages cannot be empty."""
     cut = rule(micro_batch, lengths)
     check_document_slices({rank: [cut]}, lengths, rule.slicing, rule.rows_multiple)
     parts = [cut.slice(index, rank) for index in range(rule.slicing.num_slices)]

@@ -1,4 +1,4 @@
-"""The independent validator of activation plans: it knows the laws and nothing of how plans are made or predicted."""
+"""The independent validator of activation plans. It shares no code with the policies and the forecast."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machin
     4. A policy keeps its form: "none" keeps everything; "memo" swaps every input and keeps nothing else; "priced"
        rebuilds what is cheap; "offload" swaps one share of every tensor and recomputes nothing.
     5. What "memo" swaps of one layer, beyond inputs, is copied while one layer runs forward.
-    6. Swapped layers fit in host memory: for "memo", and for every plan that ``fits``.
-    7. Activations fit in device memory: for every plan that ``fits``.
+    6. Swapped layers fit in host memory (checked for "memo", and with ``fits``).
+    7. Activations fit in device memory (checked with ``fits``).
 
     The message holds the law and the printed plan, with ``>>`` before the bad row.
 
@@ -75,7 +75,7 @@ def _check_shares(plan: ActivationPlan, load: LayerLoad) -> None:
             _fail(plan, load, f"the shares of {tensor.name} sum to {sum(shares):.6g}", [index])
         is_input = index == 0 or tensor.kind == "input" or tensor.name.startswith("attention ")
         if is_input and shares[2]:
-            _fail(plan, load, f"{tensor.name} is recomputed, which takes attention or another layer", [index])
+            _fail(plan, load, f"{tensor.name} is recomputed, which needs attention or another layer", [index])
 
 
 def _check_resident(plan: ActivationPlan, load: LayerLoad) -> None:
@@ -87,7 +87,7 @@ def _check_resident(plan: ActivationPlan, load: LayerLoad) -> None:
 
 
 def _check_policy(plan: ActivationPlan, load: LayerLoad) -> None:
-    """Law 4, in the words of each policy."""
+    """Check law 4, which differs for each policy."""
     is_kept = plan.policy in ("memo", "priced", "offload") and plan.is_off
     forms = {
         "none": (plan.is_off, "none keeps everything"),
@@ -129,7 +129,7 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moves: bool
     gradients = load.num_tokens * (
         max(tensor.bytes_per_token for tensor in load.tensors) + 2 * load.tensors[0].bytes_per_token
     )
-    rebuilt = 0.0  # with part of the rows rebuilt, these are first tensors of their own
+    rebuilt = 0.0  # where only part of the rows is rebuilt, they are separate tensors first
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
         others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind != "input")
         rebuilt = plan.recompute * load.num_tokens * others

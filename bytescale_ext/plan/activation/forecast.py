@@ -37,7 +37,8 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
     """Predict time and memory of one micro-batch.
 
     A swapped layer is written to host memory while the next layer computes, and read back while the next layer runs
-    its backward pass (MEMO section 4.1, Fig. 10). Each takes the longer of both times. For memory see ``DeviceNeed``.
+    its backward pass (MEMO section 4.1, Fig. 10). Each step takes the longer of the two times: computing and copying.
+    For memory see ``DeviceNeed``.
     """
     transferred = kept = recompute_seconds = 0.0
     for tensor in load.tensors:
@@ -68,9 +69,9 @@ class DeviceNeed:
     """Device memory of activations at its two peaks: at the loss, and in the backward pass of a planned layer.
 
     Each peak is a fixed number of bytes plus the kept bytes of a number of layers. At the loss the resident layers are
-    whole; without any, so is the last layer, which is still being written. In the backward pass of a planned layer,
-    that layer is whole, and so is the layer that is being read back. Beside them are gradients, or before that the
-    rebuilt rows of a tensor, which are copied into it.
+    whole; if there are none, the last layer is, because it is still being written. In the backward pass of a planned
+    layer, that layer is whole, and so is the layer that is being read back. Gradients take additional memory, or,
+    before them, the rebuilt rows of a tensor, which are copied into it.
     """
 
     at_loss: float

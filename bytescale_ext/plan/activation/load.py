@@ -15,7 +15,7 @@ RESIDENT_LAYERS: Final = 2
 """The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
 
 LOGIT_BYTES: Final = 6
-"""Of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
+"""Bytes of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class LayerLoad:
 
     @property
     def working_bytes(self) -> float:
-        """Gradients that exist together in a layer's backward pass: of its widest tensor, and two of its input.
+        """Gradients that exist together in a layer's backward pass: one of its widest tensor, and two of its input.
 
         The gradient of the activation function's output reuses the memory of that output.
         """

@@ -22,8 +22,8 @@ class OffloadLimits:
 
     Two of the l layers stay on the device: the one that computes and the one that is being copied. The others keep the
     share ``1 - r``. So n tokens take the device memory of ``n (2 + (1 - r) (l - 2)) / l`` tokens. The paper prints
-    ``1 >= r >= min(1, ...)``; it means 0 <= r <= 1, and no more of a layer than the link copies while one layer
-    computes. We add the host's memory, which the paper leaves out.
+    ``1 >= r >= min(1, ...)``; it must mean 0 <= r <= 1, and that no more of a layer moves than the link copies while
+    one layer computes. We add a bound by host memory, which the paper leaves out.
 
     Attributes:
         num_layers: l, the layers of a rank.

@@ -38,7 +38,7 @@ class ActivationPlan:
     def __post_init__(self) -> None:
         for name, share in (("swap", self.swap), ("recompute", self.recompute), ("input swap", self.input_swap)):
             if not 0.0 <= share <= 1.0:
-                raise ValueError(f"the {name} fraction is {share:g}; it is a share of the tokens, from 0 to 1")
+                raise ValueError(f"the {name} fraction is {share:g}; it must be a share of the tokens, from 0 to 1")
         if self.swap + self.recompute > 1.0 + 1e-9:
             raise ValueError(
                 f"the swap fraction {self.swap:g} and the recompute fraction {self.recompute:g} sum to more than 1; "

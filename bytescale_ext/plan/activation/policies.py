@@ -39,7 +39,7 @@ def memo_alpha(load: LayerLoad, machine: Machine) -> float:
         if swapped_layers * always > machine.host_bytes:
             raise ValueError(
                 f"layer inputs and attention outputs of {swapped_layers} layers need "
-                f"{in_gigabytes(swapped_layers * always)} GB of host memory, and there are "
+                f"{in_gigabytes(swapped_layers * always)} GB of host memory, but there are "
                 f"{machine.host_bytes / 1e9:.4g}: give that, or use priced, which then keeps more on the device"
             )
         room = min(room, machine.host_bytes / swapped_layers)
@@ -59,9 +59,9 @@ def plan_memo(load: LayerLoad, machine: Machine) -> ActivationPlan:
 def plan_offload(load: LayerLoad, machine: Machine) -> ActivationPlan:
     """Swap the smallest share of every tensor with which one micro-batch fits on the device; recompute nothing.
 
-    Two layers stay whole, and (1 - r) of the others (ByteScale section 5.2, Eq. 3). The share may be larger than what
-    hides behind the forward pass; the forecast shows the price. The HDP planner's ``OffloadLimits`` never exceed what
-    hides.
+    Two layers stay whole, and (1 - r) of the others (ByteScale section 5.2, Eq. 3). The share may be too large to be
+    copied during the forward pass; the forecast then shows the cost. The HDP planner's ``OffloadLimits`` never allow
+    such a share.
     """
     resident = min(load.resident_layers, load.num_layers)
     if forecast(ActivationPlan("none"), load, machine).device_bytes <= machine.device_bytes:
@@ -95,7 +95,7 @@ def _priced(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
 
 
 def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
-    """Return (input swap, keep, swap) without transfers, which take one layer less on the device."""
+    """Return (input swap, keep, swap) without transfers; the device then holds one whole layer less."""
     room = DeviceNeed.of(load, resident, moves=False).most_kept(machine.device_bytes) - load.bytes_of("input")
     return 0.0, _share(room / load.bytes_of("matrix")), 0.0
 
@@ -141,7 +141,7 @@ def _fastest(plans: list[ActivationPlan], load: LayerLoad, machine: Machine) -> 
 def _chosen(
     choose: Callable[[LayerLoad, Machine], ActivationPlan | None], load: LayerLoad, machine: Machine
 ) -> ActivationPlan:
-    """Return the plan that ``choose`` finds. Raises ValueError, with the least memory that would do, for none."""
+    """Return the plan that ``choose`` finds. Raises ValueError, naming a sufficient budget, for none."""
     plan = choose(load, machine)
     if plan is not None:
         return plan
@@ -153,7 +153,7 @@ def _chosen(
         ample = replace(machine, host_bytes=everything)
         most = forecast(ActivationPlan("none"), load, machine).device_bytes
         least = least_budget(lambda size: choose(load, replace(ample, device_bytes=size)) is not None, most) or most
-        remedy = f"it takes {in_gigabytes(least)} GB of device memory, however much host memory, or fewer tokens"
+        remedy = f"with any host memory it needs {in_gigabytes(least)} GB of device memory, or fewer tokens"
     raise ValueError(
         f"activations of {load.num_tokens} tokens do not fit in {machine.device_bytes / 1e9:.4g} GB of device memory "
         f"and {machine.host_bytes / 1e9:.4g} GB of host memory: {remedy}"
@@ -198,7 +198,7 @@ def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
 
 
 def given_plan(policy: str, swap: float | None, recompute: float | None, resident_layers: int) -> ActivationPlan:
-    """Return the plan of a policy with given shares; at least one is given, the other is the rest.
+    """Return the plan of a policy with given shares; at least one is given; the other defaults to the rest.
 
     The policy "none" applies the shares alone, to all tensors of all layers.
     """

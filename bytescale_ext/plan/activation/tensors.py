@@ -51,10 +51,10 @@ def layer_tensors(
     """Return the tensors of one layer on one rank, in the order in which the layer makes them.
 
     Norms and the activation function count as fused kernels, which save only their input. The angles of rotary
-    embeddings, about one percent, are left out. With ``fused_norms`` a norm and the matrix product behind it are one
-    module (TransformerEngine); the norm's output cannot be rebuilt without that product, so its kind is "input".
-    In a model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device;
-    the norm before the experts is always a module of its own.
+    embeddings, about one percent, are left out. With ``fused_norms`` a norm and the matrix product after it are one
+    module (TransformerEngine); the norm's output cannot be rebuilt without that product, so its kind is "input". In a
+    model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device; the
+    norm before the experts is always a separate module.
     """
     into_qkv = "input" if fused_norms else "cheap"
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"

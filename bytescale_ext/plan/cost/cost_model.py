@@ -66,8 +66,8 @@ class CostModel:
     def end_of_share(self, lengths: Floats, shares: Floats, widths: Floats) -> Floats:
         """Return the number of first tokens that cost this share of a sequence (Seq1F1B, Sun et al. 2024, section 3.3).
 
-        Token P costs ``max(2 a P, c (d - 1)) + b`` on d ranks that keep keys: up to some P exchange takes longer.
-        All arguments broadcast to the shape of the result.
+        Token P costs ``max(2 a P, c (d - 1)) + b`` on d ranks that keep keys: up to some P, exchange takes longer than
+        attention. All arguments broadcast to the shape of the result.
         """
         exchange = self.c * (widths - 1)
         kink = np.minimum(exchange / max(2 * self.a, 1e-300), lengths)
@@ -92,7 +92,7 @@ class CostModel:
         return CostModel(self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
 
     def __add__(self, other: CostModel) -> CostModel:
-        """Return the cost of both in turn; one exchange of keys and values hides behind the attention of both."""
+        """Return the cost of both together; the sum of their exchanges hides behind the sum of their attention."""
         return CostModel(self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
 
 

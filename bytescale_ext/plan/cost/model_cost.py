@@ -78,7 +78,7 @@ class ModelCost:
             numbers[name] = getattr(self, name)
         for name, number in numbers.items():
             if not isinstance(number, int | float) or not 0 <= number < float("inf"):
-                raise ValueError(f"the cost file's {name} is {number}; constants are numbers from 0 on")
+                raise ValueError(f"the cost file's {name} is {number}; constants must be numbers of at least 0")
         for name in ("forward.a", "forward.b", "backward.a", "backward.b"):
             if not numbers[name]:
                 raise ValueError(f"the cost file's {name} is 0: attention and linear work both cost time")

@@ -27,8 +27,9 @@ class ModelShape:
         gated: the MLP has a gate (SwiGLU): three matrices, not two.
         vocab: rows of the output layer.
         num_expert_layers: how many of the layers have experts in place of one MLP.
-        expert_ffn_hidden: there, the inner width that one token passes: of its routed experts and the shared ones.
-        num_experts: there, the experts that the router chooses from.
+        expert_ffn_hidden: in such a layer, the inner width that one token passes: its routed experts plus the shared
+            ones.
+        num_experts: in such a layer, the experts that the router chooses from.
     """
 
     num_layers: int

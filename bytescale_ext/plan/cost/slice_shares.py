@@ -59,7 +59,7 @@ class SliceShares:
 
             max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + h P' (d - 1) / d + b (P' - P) / d
 
-        Where all ranks kept the keys of the slices before, only its own keys travel: P' - P instead of P'.
+        Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
 
         The second result is the part of the cost that is exchange not hidden behind attention: [n, k].
         """
@@ -72,7 +72,7 @@ class SliceShares:
     def backward_exchanged(self, stage: StageCost) -> Floats:
         """Return ``exchanged`` of the backward pass: [n, k].
 
-        Of kept keys only the gradient sums travel, which is what the backward's c has beyond the forward's.
+        Of kept keys only the gradient sums travel; their cost is the backward's c less the forward's.
         """
         share = max(0.0, 1.0 - stage.forward.c / stage.backward.c) if stage.backward.c else 1.0
         return self.exchanged * np.where(self.kept, share, 1.0)[:, None]

@@ -6,8 +6,8 @@ stage q begins after the stages before it have run the forward of the pipeline's
 they run the backward of its last one. Any micro-batch, an empty one too, costs at least ``g``, so each bound on the
 work of stage q alone grows by the sum of ``g`` of the stages before it.
 
-Where micro-batches run in k slices, each slice costs ``g`` once and has an exchange of its own
-(``CostModel.slice_costs``). Forward, a slice passes a stage after the slices before it; backward, after those behind
+Where micro-batches run in k slices, each slice costs ``g`` once and has its own exchange (``CostModel.slice_costs``).
+In the forward pass a slice passes a stage after the slices before it, in the backward pass after the slices that follow
 it. A stage may run one slice while the next stage runs another.
 """
 
@@ -31,15 +31,15 @@ class LowerBounds:
     """Bounds in the unit of the costs; each holds for every plan, so the largest one counts.
 
     Attributes:
-        work: all work is somewhere: the busiest rank has at least the mean of all work, ``a s^2 + b s`` of each
-            sequence, and of the ``g`` of the micro-batches, of which all tokens need at least ``ceil(sum s / C)``.
-        longest: the longest sequence runs on some ring, and on every stage one after the other; with slices, the
-            longest way through its slices and the stages, down and up again. (Longer sequences cost more on any ring
-            and may choose among fewer, so no other one gives more.)
+        work: the busiest rank has at least the mean of all work: ``a s^2 + b s`` of each sequence, and ``g`` of each
+            micro-batch, of which there are at least ``ceil(sum s / C)``.
+        longest: the longest sequence runs on some ring, through one stage after the other; with slices, the longest
+            path through its slices and the stages, down and up again. (A longer sequence costs more on any ring and has
+            fewer rings to choose from, so no other sequence gives a larger bound.)
         capacity: the rank with most tokens has at least ``sum s / D`` of them, in at least
             ``ceil(sum s / (D C))`` micro-batches.
-        area: as ``work``, with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never
-            falls with d, as compute is ``a s^2`` and exchange ``c s (d - 1)``, so wider rings cost all ranks more.
+        area: as ``work``, with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never falls with
+            d (computing costs ``a s^2``, exchange ``c s (d - 1)``), so wider rings cost more in total.
         giants: sequences with ``2 floor(s / D) > C`` have rings of more than half of the ranks, so any two of them
             share a rank; each holds more than C / 2 tokens there, so never in one micro-batch, and they run one
             after the other.
@@ -135,9 +135,9 @@ class _Sliced:
 
 
 def _longest_way(stages: Sequence[Floats]) -> Floats:
-    """Return the longest way from the first slice on the first stage to the last slice on the last stage: [n].
+    """Return the longest path from the first slice on the first stage to the last slice on the last stage: [n].
 
-    A step of the way goes to the next slice or to the next stage. ``stages``: seconds of each slice of n sequences on
+    A step of the path goes to the next slice or to the next stage. ``stages``: seconds of each slice of n sequences on
     each stage, in running order: [n, k] each.
     """
     ends = np.zeros_like(stages[0])

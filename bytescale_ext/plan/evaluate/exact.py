@@ -18,8 +18,8 @@ import numpy as np
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.step.sizes import Cluster
 
-_RESOLUTION = 1_000_000  # units of the CP-SAT model in the makespan of its start
-_MOST_KNOWN = 100  # states kept to compare with; more of them would find more, and cost more
+_RESOLUTION = 1_000_000  # time units of the CP-SAT model in the makespan of its first solution
+_MOST_KNOWN = 100  # states kept for comparison; more would prune more, but take longer
 _NUM_STARTS = 500  # simple schedules from which the searches begin
 
 
@@ -30,7 +30,7 @@ class Optimum:
     Attributes:
         makespan: of the best schedule found.
         bound: no schedule is shorter; equal to ``makespan`` (within the solver's resolution) if that is optimal.
-        is_proved: the search ended.
+        is_proved: the search finished.
     """
 
     makespan: float
@@ -55,10 +55,10 @@ def without_launch(cost: CostModel) -> CostModel:
 def brute_force(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> float:
     """Return the shortest makespan by trying every schedule: up to about 8 sequences on 4 ranks.
 
-    Some optimal schedule starts every sequence as soon as its ranks are free, in the order of the starts. So all
-    such orders and places are tried, except what cannot beat the best one found: by the longest rank, by the mean of
-    all ranks with the work that is left, because another order left the same sequences with no rank later, or because
-    a sequence could have run whole before the next one starts (it would cost nothing there).
+    Some optimal schedule starts every sequence as soon as its ranks are free, in the order of the starts. So all such
+    orders and places are tried, except those that cannot beat the best one found. That is known when the latest rank,
+    or the mean of all ranks with the remaining work, is too late; when another order left the same sequences with no
+    rank later; or when a remaining sequence fits entirely before the next start, where it would cost nothing.
 
     Raises:
         ValueError: a sequence does not fit.
@@ -143,7 +143,7 @@ def solve(lengths: Sequence[int], cluster: Cluster, cost: CostModel, limit_secon
 
 
 def _modes(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> list[list[_Mode]]:
-    """Return every place of every sequence, longest sequence first; it takes as long as its member with most tokens."""
+    """Return every place of every sequence, longest sequence first; a ring is as slow as its fullest member."""
     num_ranks, tokens_per_rank = cluster.num_ranks, cluster.tokens_per_rank
     result = []
     for length in sorted((int(length) for length in lengths), reverse=True):
@@ -161,7 +161,7 @@ def _modes(lengths: Sequence[int], cluster: Cluster, cost: CostModel) -> list[li
 
 
 def _list_makespan(modes: Sequence[Sequence[_Mode]], num_ranks: int) -> float:
-    """Return the best makespan of some simple schedules: sequences in many orders, each about where it stops first."""
+    """Return the best makespan of some simple schedules: sequences in many orders, each placed where it stops early."""
     random = np.random.default_rng(0)
     best = np.inf
     for number in range(_NUM_STARTS):

@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Floats]
 
-_BATCH: Final = 4096  # documents drawn at a time; part of what a seed means
+_BATCH: Final = 4096  # documents drawn at a time; another number would draw other lengths from the same seed
 _MOST_EMPTY_BATCHES: Final = 1000
 
 _OCTAVES: Final = tuple(float(1 << power) for power in range(11, 22))  # 2K, 4K, ... 2M
@@ -93,10 +93,10 @@ def sample_lengths(name: str, context: int, num_tokens: int, seed: int) -> Ints:
         name: a key of ``SAMPLERS``.
         context: the most tokens of a document.
         num_tokens: of the step, at least ``context``.
-        seed: from 0 on.
+        seed: at least 0.
 
     Raises:
-        ValueError: an unknown name, a size that is not positive, or a context below what the sampler ever draws.
+        ValueError: an unknown name, a size that is not positive, or a context below all lengths that the sampler draws.
     """
     if name not in SAMPLERS:
         raise ValueError(f"sampler {name!r} is unknown; choose one of {', '.join(SAMPLERS)}")

@@ -1,10 +1,10 @@
 """A lower bound on any plan under 1F1B from its longest sequence, by linear programs: slow and tight.
 
 In a pipeline of p stages the order of work is fixed (1F1B, ``plan.schedule.actions``), so the time of a pipeline is
-the longest path through its actions, which is convex in the sizes of its slots. How long it takes at least, if it has a
-given total of work and one slot of a given size, is a linear program over the sizes of all other slots; they may be
-split as finely as one likes. The total and the size are those that a plan cannot avoid: the longest sequence is on
-some ring of d pipelines, with ``t(s, d)`` on each, and the pipelines outside of it cannot work longer than the step.
+the longest path through its actions, which is convex in the sizes of its slots. For a given total of work and a given
+size of one slot, the least time is a linear program over the sizes of all other slots, which may be split arbitrarily
+finely. The total and the size are those that no plan can avoid: the longest sequence is on some ring of d pipelines,
+with ``t(s, d)`` on each, and the pipelines outside it cannot work longer than the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRID = tuple(float(total) for total in np.geomspace(1.0, 64.0, 90))
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """No plan of a step is faster than ``seconds``, by the longest sequence on ``width`` ranks."""
+    """No plan of a step is faster than ``seconds``, a bound that assumes the longest sequence on ``width`` ranks."""
 
     seconds: float
     width: int
@@ -37,7 +37,7 @@ def least_time(num_stages: int, total: float, backward_share: float, num_slots: 
     """Return the least 1F1B time of a pipeline with ``total`` seconds of work per stage, one slot of which takes 1.
 
     It is the least over all places of that slot among ``num_slots``; slots may be empty. More slots change it by less
-    than one per cent (12 and 30 were compared). ``backward_share``: of the tall slot's second.
+    than one per cent (12 and 30 were compared). ``backward_share``: backward part of the tall slot's second.
     """
     return min(_solve(num_stages, total, backward_share, num_slots, place) for place in range(num_slots))
 

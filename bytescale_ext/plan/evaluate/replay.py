@@ -2,7 +2,7 @@
 
 Micro-batches that share a ring, directly or through others, are a coupled group. The ring's exchange couples them layer
 by layer, so a group starts when all its members are ready and takes the time of its slowest member. With pipelines this
-holds on every stage, forward and backward apart. A stage runs its actions strictly in the order of
+holds on every stage, for forward and backward separately. A stage runs its actions strictly in the order of
 ``plan.schedule.actions``: while it waits for a ring it does nothing else. With slices, all of this holds for each
 slice. The engine is ``plan.schedule.simulate.WorkGraph``.
 """
@@ -36,7 +36,7 @@ class Replay:
         starts: starts[rank][micro_batch].
         stops: stops[rank][micro_batch]; equal for all members of a coupled group.
         rank_seconds: busy time of each rank by its own costs, without waiting.
-        finish_seconds: when each rank ends its last micro-batch (0 when it has none).
+        finish_seconds: when each rank ends its last micro-batch (0 if it has none).
     """
 
     starts: tuple[tuple[float, ...], ...]
@@ -50,7 +50,7 @@ class Replay:
 
     @property
     def imbalance(self) -> float:
-        """Makespan over mean busy time: 1 when no rank ever waits, 1 too when there is no work."""
+        """Makespan over mean busy time: 1 when no rank ever waits or there is no work."""
         busy = sum(self.rank_seconds)
         return self.makespan * len(self.rank_seconds) / busy if busy else 1.0
 
@@ -168,13 +168,13 @@ def replay_stages(
         p2p_seconds: time of a message between virtual stages on different devices.
 
     Raises:
-        ValueError: the stages wait for each other for ever; the number of stages is no multiple of the chunks; or
+        ValueError: the stages wait for each other for ever; the number of stages is not a multiple of the chunks; or
             there are both slices and chunks.
     """
     table = plan if isinstance(plan, ShardTable) else ShardTable.of(plan)
     num_virtual = len(stages)
     if num_virtual < 1 or num_virtual % num_chunks:
-        raise ValueError(f"{num_virtual} stage costs are no multiple of {num_chunks} model chunks")
+        raise ValueError(f"{num_virtual} stage costs are not a multiple of {num_chunks} model chunks")
     num_slices, num_stages = slicing.num_slices, num_virtual // num_chunks
     if num_slices > 1 and num_chunks > 1:
         raise ValueError(f"{num_slices} slices with {num_chunks} model chunks: use 1 slice, or no chunks")
@@ -286,11 +286,11 @@ def _lanes(
 
 
 def _data_edges(num_groups: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:
-    """Return (befores, afters, delays): forwards down the virtual stages, the turn at the last one, backwards up."""
+    """Return (befores, afters, delays): forwards down the virtual stages, then backwards up."""
     path = np.append(np.arange(num_virtual), num_virtual + np.arange(num_virtual)[::-1])
     nodes = np.arange(num_groups)[:, None] * (2 * num_virtual) + path
     delays = np.full((num_groups, 2 * num_virtual - 1), p2p_seconds)
-    delays[:, num_virtual - 1] = 0.0  # the turn is on one device
+    delays[:, num_virtual - 1] = 0.0  # the last stage's forward and backward are on one device
     return nodes[:, :-1].ravel(), nodes[:, 1:].ravel(), delays.ravel()
 
 

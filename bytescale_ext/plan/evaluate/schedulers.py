@@ -91,9 +91,9 @@ def stage_costs(cost: ModelCost, num_stages: int) -> tuple[StageCost, ...]:
 def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     """Run data x context parallelism of one width: the smallest power of two that holds the context at C.
 
-    Documents are packed in the order in which they come; a pack ends where the next one no longer fits. Packs are
-    dealt to the groups in turn. The ranks of a group are alike, so one of them stands for all. With pipelines every
-    group runs equally many micro-batches, as Megatron does; without, groups do not wait for each other.
+    Documents are packed in the order in which they come; a pack ends when the next document does not fit. Packs are
+    dealt to the groups in turn. All ranks of a group do the same work, so one of them represents all. With pipelines
+    every group runs equally many micro-batches, as Megatron does; without, groups do not wait for each other.
     """
     num_ranks, tokens_per_rank = scenario.cluster.num_ranks, scenario.cluster.tokens_per_rank
     width = 1 << (-(-scenario.context // tokens_per_rank) - 1).bit_length()
@@ -133,7 +133,7 @@ SCHEDULERS: Final = MappingProxyType({"static": static, "naive": naive, "bytesca
 """Schedulers that need only this package, by name."""
 
 SLICED: Final = ("naive", "bytescale", "ours")
-"""Schedulers whose plans this project can run in slices; the others are Megatron as it is."""
+"""Schedulers whose plans this project can run in slices; the others run on unmodified Megatron."""
 
 
 def planner_of(scenario: Scenario, balance: str) -> HdpPlanner:
@@ -148,7 +148,7 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
     seconds = time.perf_counter() - began
     check_step_plan(plan, lengths)
     table = ShardTable.of(plan)
-    padded = table.with_counts(np.array(micro_batch_counts(plan)))  # a rank that has none runs an empty one
+    padded = table.with_counts(np.array(micro_batch_counts(plan)))  # a rank without micro-batches runs an empty one
     return _outcome(padded, scenario, int(table.distinct_peers().max()), seconds)
 
 
@@ -184,8 +184,8 @@ def run_groups(
 ) -> Outcome:
     """Run groups of sub-samples with a barrier between them, as Megatron's hybrid context parallelism does.
 
-    In a group each rank takes its sub-samples in order, one in each forward, so each pays ``g``. The ring of a
-    sub-sample is all ranks that have it, in the order 0, 1, 2, ....
+    Each rank of a group runs its sub-samples in order, one per forward pass, so each sub-sample costs ``g``. The ring
+    of a sub-sample is all ranks that have it, in the order 0, 1, 2, ....
 
     Args:
         groups: groups[number][rank] -> sequences; each sequence is in one group.

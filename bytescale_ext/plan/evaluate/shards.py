@@ -89,7 +89,7 @@ class ShardTable:
         return np.asarray(cost.g + np.bincount(self.rows, weights=shards, minlength=self.num_rows))
 
     def row_exposed(self, cost: CostModel) -> Floats:
-        """The part of ``row_costs`` that is ring exchange beyond what attention hides: [num_rows]."""
+        """The part of ``row_costs`` that is ring exchange not hidden behind attention: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
         beyond = np.maximum(0.0, cost.c * lengths * (widths - 1) - cost.a * lengths * lengths) / widths
         return np.bincount(self.rows, weights=beyond, minlength=self.num_rows)

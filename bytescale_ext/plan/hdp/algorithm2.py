@@ -23,12 +23,12 @@ NUM_BUCKETS = 16
 def place_algorithm2(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
     """Run Algorithm 2: DP-Balance, or PP-Balance in aligned slots.
 
-    The paper leaves some choices open; this is how they are made. Short sequences are packed first, best fit under C
+    The paper leaves some choices open, which are made as follows. Short sequences are packed first, best fit under C
     (Algorithm 1, lines 7 to 9); a pack is then treated as one sequence on one rank. There are 16 buckets of about equal
     work, longest sequences first (a pack counts by its longest one; tie: older pack). DP-Balance empties them one after
-    the other, PP-Balance takes one sequence of each in turn. A sequence goes to the contiguous ranks whose latest is
-    ready first (tie: least total time, lowest rank). Target ranks are those behind the latest by more than delta; the
-    ranks that are ready first are among them whenever there are any, so delta changes nothing and is left out.
+    the other, PP-Balance takes one sequence of each in turn. A sequence goes to the contiguous ranks whose latest rank
+    is ready first (tie: least total time, lowest rank). The paper's target ranks are more than delta behind the latest
+    rank. If there are any, the ranks that are ready first are among them, so delta changes nothing and is left out.
 
     In aligned slots a ring takes the first slot after the latest slot of its ranks, a pack the first free one.
     """
@@ -64,7 +64,7 @@ def _windows(seconds: Floats, widths: Ints, turns: list[int], num_ranks: int, sh
     """Return the first rank of each item, placed in the order of ``turns``: [items], as ``seconds`` and ``widths``."""
     firsts = np.zeros(len(widths), dtype=np.int64)
     ready = np.zeros(num_ranks)
-    heap = [(0.0, rank) for rank in range(num_ranks)]  # (ready, rank); entries of the past are skipped
+    heap = [(0.0, rank) for rank in range(num_ranks)]  # (ready, rank); outdated entries are skipped
     for count, number in enumerate(turns):
         if count % 1024 == 0:
             stop_if(should_stop)

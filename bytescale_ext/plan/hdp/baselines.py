@@ -26,8 +26,8 @@ def place_naive(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks
     rank). Every rank runs its placements in this one global order, so rings cannot deadlock. Tokens are balanced, work
     is not: the squared cost of long sequences is left to the other planners.
 
-    In aligned slots a ring takes the first slot that is free on all its ranks; then the packs fill the holes of their
-    rank before they follow at its end. Sequences longer than C are never packed, whatever their width.
+    In aligned slots a ring takes the first slot that is free on all its ranks; then packs fill the gaps of their rank,
+    and only then follow at its end. Sequences longer than C are never packed, whatever their width.
     """
     sizes, widths, num_ranks = problem.lengths, problem.min_widths, problem.num_ranks
     in_order = np.argsort(-sizes, kind="stable")

@@ -13,4 +13,4 @@ ShouldStop = Callable[[], bool] | None
 def stop_if(should_stop: ShouldStop) -> None:
     """Raise OutOfTime when ``should_stop`` returns True."""
     if should_stop is not None and should_stop():
-        raise OutOfTime("the planner ran out of its time")
+        raise OutOfTime("the planner ran out of time")

@@ -161,17 +161,17 @@ def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
 
 
 def fill_slots(tokens: Ints, work: Floats, owners: Ints, room: Ints, missing_seconds: Floats) -> Ints:
-    """Give each item the slot of its owner that misses most work and has room for it.
+    """Give each item the slot of its owner that lacks most work and has room for it.
 
     Args:
         tokens: of each item: [n].
         work: of each item, most work first: [n].
         owners: owner of each item: [n].
         room: tokens that each slot still holds: [owners, slots].
-        missing_seconds: work that each slot still misses: [owners, slots].
+        missing_seconds: work that each slot still lacks: [owners, slots].
 
     Returns:
-        The slot of each item, -1 for one that has room nowhere: [n].
+        The slot of each item, -1 where no slot has room for it: [n].
     """
     slots = np.full(len(tokens), -1, dtype=np.int64)
     if not len(tokens):

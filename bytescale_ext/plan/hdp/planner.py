@@ -29,7 +29,7 @@ class PlannerRow:
     Attributes:
         name: the choice of ``--hdp-balance`` and ``bytescale plan --balance``.
         place: places the sequences of a problem on ranks; pure, equal problems give equal placements.
-        aligned: it makes aligned slots where the problem asks for them; else it is refused there.
+        aligned: it can make aligned slots; a planner that cannot is refused for problems that need them.
         sliced: it plans for slices; the others are given whole micro-batches.
     """
 
@@ -96,7 +96,7 @@ class HdpPlanner:
             raise ValueError("0 stages: there must be at least 1")
         if self.needs_aligned and not self.row.aligned:
             raise ValueError(
-                f"balance {self.row.name} has no aligned slots, as pipelines and expert parallelism need; "
+                f"balance {self.row.name} makes no aligned slots, which pipelines and expert parallelism need; "
                 f"choose {auto_balance(aligned=True)}"
             )
 
@@ -115,12 +115,12 @@ class HdpPlanner:
 
         Args:
             lengths: tokens of each sequence, at least 1 each.
-            should_stop: asked now and then; once it returns True the planner gives up.
+            should_stop: called now and then; once it returns True, the planner gives up.
 
         Raises:
             OutOfTime: ``should_stop`` returned True before a plan was found; ``fallback`` makes a simple one.
-            ValueError: C is no multiple of ``tokens_multiple``, a sequence is empty, or one does not fit on its ranks
-                (the message names the smallest C that fits).
+            ValueError: C is not a multiple of ``tokens_multiple``, a sequence is empty, or one does not fit on its
+                ranks (the message names the smallest C that fits).
         """
         problem = self._problem(lengths, self.static_width)
         return self._plan(
@@ -128,12 +128,12 @@ class HdpPlanner:
         )
 
     def fallback(self, lengths: Sequence[int]) -> StepPlan:
-        """Return the simple plan (``place_naive``), made at once, for a planner that ran out of its time."""
+        """Return the simple plan (``place_naive``), made at once, for a planner that ran out of time."""
         return self._plan(place_naive(self._problem(lengths, None)))
 
     @property
     def _limits(self) -> OffloadLimits | None:
-        """The limits of one micro-batch, of which as many are in flight as there are stages."""
+        """The limits of one micro-batch; as many micro-batches as stages share the host memory."""
         limits = self.offload
         return None if limits is None else replace(limits, host_bytes=limits.host_bytes / len(self.stages))
 

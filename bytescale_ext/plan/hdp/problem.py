@@ -76,12 +76,12 @@ class Problem:
 
 
 def checked_lengths(lengths: Sequence[int], cluster: Cluster, tokens_multiple: int) -> Ints:
-    """Return the lengths as an array: [n]. Raises ValueError for sizes that do not go together."""
+    """Return the lengths as an array: [n]. Raises ValueError for sizes that do not fit each other."""
     if tokens_multiple < 1:
         raise ValueError(f"the tokens multiple is {tokens_multiple}; it must be at least 1")
     if cluster.tokens_per_rank % tokens_multiple:
         raise ValueError(
-            f"tokens per rank {cluster.tokens_per_rank} is no multiple of {tokens_multiple}, to which micro-batches "
+            f"tokens per rank {cluster.tokens_per_rank} is not a multiple of {tokens_multiple}, to which micro-batches "
             f"are padded; use {cluster.tokens_per_rank + -cluster.tokens_per_rank % tokens_multiple}"
         )
     sizes = np.array(lengths, dtype=np.int64)

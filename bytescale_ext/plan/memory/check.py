@@ -1,4 +1,4 @@
-"""The independent validator of memory plans: it knows the laws and nothing of how addresses are chosen."""
+"""The independent validator of memory plans. It shares no code with the placement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_memory_plan(plan: MemoryPlan) -> None:
        granules.
     3. Requests that exist together share no memory.
     4. The bound is the most bytes that exist at one time.
-    5. A peak that equals the bound is called optimal.
+    5. A plan whose peak equals the bound is marked as optimal.
 
     The message holds the law and the printed requests (at most 40), with ``>>`` before each bad row.
     """
@@ -33,12 +33,12 @@ def check_memory_plan(plan: MemoryPlan) -> None:
         if address < 0:
             _fail(plan, f"{request.name} lies at {address}", [index])
         if address % unit:
-            _fail(plan, f"{request.name} lies at {address}, no multiple of {unit}", [index])
+            _fail(plan, f"{request.name} lies at {address}, not a multiple of {unit}", [index])
     bound = _check_disjoint(plan)
     if plan.bound != bound:
         _fail(plan, f"the liveness bound is {bound}, not {plan.bound}")
     if plan.peak == bound and not plan.is_optimal:
-        _fail(plan, f"the peak equals the liveness bound {bound} and is not called optimal")
+        _fail(plan, f"the peak equals the liveness bound {bound} and is not marked as optimal")
 
 
 def _check_disjoint(plan: MemoryPlan) -> int:
@@ -82,7 +82,7 @@ def check_two_level_plan(plan: TwoLevelPlan) -> None:
 
 
 def _fail(plan: MemoryPlan, law: str, marked: Collection[int] = ()) -> NoReturn:
-    """Raise PlanError with a row for each request, the bad ones always; a law of no row marks the heading."""
+    """Raise PlanError with a row for each request, the bad ones always; a law without a row marks the heading."""
     shown = sorted({*marked, *range(min(_MAX_ROWS, len(plan.requests)))})
     lines = [
         law if marked else f">> {law}",

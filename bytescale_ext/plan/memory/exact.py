@@ -9,7 +9,7 @@ from bytescale_ext.plan.memory.plan import MemoryPlan
 
 
 def improve(plan: MemoryPlan, seconds: float = 10.0) -> MemoryPlan:
-    """Return the plan with a lower peak, or marked as optimal, where the solver gets that far in its time.
+    """Return the plan with a lower peak, or marked as optimal, if the solver achieves that in ``seconds``.
 
     This is the offline dynamic storage allocation of MEMO section 4.2: rectangles of time and memory that must not
     overlap. The given plan is the first solution; its peak and the liveness bound enclose the optimum. The solver runs
@@ -24,7 +24,7 @@ def improve(plan: MemoryPlan, seconds: float = 10.0) -> MemoryPlan:
         from ortools.sat.python import cp_model
     except ImportError:
         raise ValueError("proving a memory plan needs OR-tools: pip install ortools") from None
-    unit = math.gcd(*(request.num_bytes for request in plan.requests))  # addresses stay multiples of it
+    unit = math.gcd(*(request.num_bytes for request in plan.requests))  # addresses stay multiples of this
     sizes, top = [request.num_bytes // unit for request in plan.requests], plan.peak // unit
     model = cp_model.CpModel()
     peak = model.new_int_var(plan.bound // unit, top, "peak")

@@ -103,7 +103,7 @@ class TwoLevelPlan:
 
     @staticmethod
     def block_name(layer: int, level: str) -> str:
-        """Return the name of the request that stands for a layer's pass in the model's plan."""
+        """Return the name of the request that represents a layer's pass in the model's plan."""
         return f"layer {layer} {level}"
 
     def to_json(self) -> TwoLevelPlanJson:

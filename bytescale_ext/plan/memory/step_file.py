@@ -41,7 +41,7 @@ class StepRecord:
     activations: ActivationPlan
 
     def differences(self, other: StepRecord) -> list[str]:
-        """Return, in words, why a plan of this record cannot serve ``other``; fewer tokens are no reason."""
+        """Return the reasons why a plan of this record cannot be used for ``other``; fewer tokens are allowed."""
         mine, theirs = asdict(self.shape), asdict(other.shape)
         mine |= {"dtype": self.dtype, "--chunked-cross-entropy": self.loss_tokens}
         theirs |= {"dtype": other.dtype, "--chunked-cross-entropy": other.loss_tokens}
@@ -62,7 +62,7 @@ class StepMemory:
 
     Attributes:
         record: the step that was recorded.
-        buffer_bytes: the most device memory that the swapped tensors of one layer are read back to.
+        buffer_bytes: the most device memory into which the swapped tensors of one layer are read back.
         plan: the addresses.
     """
 
@@ -95,6 +95,6 @@ class StepMemory:
         found = self.record.differences(step)
         if found:
             raise ValueError(
-                f"--memory-plan {where} is of another model or step: {'; '.join(found)}; record one with "
+                f"--memory-plan {where} is for another model or step: {'; '.join(found)}; record one with "
                 "`bytescale memory-plan` and these sizes"
             )

@@ -30,7 +30,7 @@ def check_slices(lengths: Sequence[int], num_tokens: int, num_slices: int, multi
         raise PlanError(f"{len(lengths)} slices, not {num_slices}: {listed}")
     for index, length in enumerate(lengths):
         if length < 1 or length % multiple:
-            raise PlanError(f"slice {index} has {length} tokens, no positive multiple of {multiple}: {listed}")
+            raise PlanError(f"slice {index} has {length} tokens, not a positive multiple of {multiple}: {listed}")
     if sum(lengths) != num_tokens:
         raise PlanError(f"slices of {sum(lengths)} tokens together, not {num_tokens}: {listed}")
 
@@ -70,7 +70,7 @@ def check_document_slices(
 def _faults(
     cut: DocumentSlices, rank: int, lengths: Sequence[int], slicing: Slicing, rows_multiple: int
 ) -> Iterator[str]:
-    """Yield what is wrong with the cut of one micro-batch of a rank, first things first."""
+    """Yield what is wrong with the cut of one micro-batch of a rank, the most basic faults first."""
     shards, num_rings = cut.micro_batch.shards, len(cut.ring_ends)
     if [len(shard.ring) > 1 for shard in shards] != [True] * num_rings + [False] * (len(shards) - num_rings):
         yield f"ends for {num_rings} rings, which must be the first {len(shards)} shards"
@@ -78,11 +78,11 @@ def _faults(
     ends = [*((f"sequence {s.seq}", e, lengths[s.seq]) for s, e in zip(shards, cut.ring_ends, strict=False))]
     for name, row, last in (*ends, ("the local line", cut.local_ends, line)):
         if len(row) != slicing.num_slices or row[-1] != last or sorted((0, *row)) != [0, *row]:
-            yield f"ends {row} of {name} are no {slicing.num_slices} slices of its {last} tokens"
+            yield f"ends {row} of {name} do not make {slicing.num_slices} slices of its {last} tokens"
     for number, shard in enumerate(shards[:num_rings]):
         grain = math.lcm(2, rows_multiple) * len(shard.ring)
         if any(end % grain for end in cut.ring_ends[number][:-1]):
-            yield f"inner ends {cut.ring_ends[number]} of sequence {shard.seq} are no multiples of {grain}"
+            yield f"inner ends {cut.ring_ends[number]} of sequence {shard.seq} are not multiples of {grain}"
     small = {n for n in range(num_rings) if lengths[shards[n].seq] <= slicing.kept_tokens}
     if cut.kept != small:
         yield f"keys are kept of shards {sorted(cut.kept)}, but sequences of {sorted(small)} are short enough"
@@ -95,7 +95,7 @@ def _faults(
 
 
 def _share_faults(pieces: Sequence[MicroBatch], ends: Sequence[int], ring: Ring, rank: int) -> Iterator[str]:
-    """Yield what is wrong with a rank's shares of a ring: a front part, and behind it the mirrored back part."""
+    """Yield what is wrong with a rank's shares of a ring: a front part, then the mirrored back part."""
     seq, ranks = ring
     member, start = ranks.index(rank), 0
     for index, (piece, stop) in enumerate(zip(pieces, ends, strict=True)):
@@ -118,7 +118,7 @@ def _local_faults(pieces: Sequence[MicroBatch], cut: DocumentSlices) -> Iterator
     """Yield what is wrong with the local documents: they are read once, in order, up to each slice's end."""
     documents = [shard for shard in cut.micro_batch.shards if len(shard.ring) == 1]
     wanted = [(shard.seq, token) for shard in documents for a, b in shard.ranges for token in (a, b - 1) if b > a]
-    read: list[tuple[int, int, int]] = []  # sequence, start, stop, joined where one goes on in the next slice
+    read: list[tuple[int, int, int]] = []  # sequence, start, stop, joined where one continues in the next slice
     num_tokens = 0
     for index, piece in enumerate(pieces):
         for shard in piece.shards:

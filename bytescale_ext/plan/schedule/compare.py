@@ -28,7 +28,7 @@ class PaperModel:
         shape: of the model; the vocabulary is GPT-2's, padded.
         num_stages: pipeline stages; with ``tensor_parallel`` one pipeline fills the paper's GPUs.
         tensor_parallel: ranks that share a layer, with sequence parallelism.
-        seq_lengths: that the paper trained with.
+        seq_lengths: sequence lengths that the paper trained with.
     """
 
     shape: ModelShape
@@ -168,8 +168,8 @@ def compared(
 ) -> tuple[ScheduleFigures, ...]:
     """Return the figures of 1F1B and Seq1F1B, each without and with ``num_chunks`` virtual stages.
 
-    Seq1F1B with even slices stands beside the given partition. There are no rows of virtual stages with one chunk or
-    up to two stages, which Megatron does not interleave. A slicing with another order than that of 1F1B adds a row.
+    Seq1F1B with even slices is added for comparison. Rows of virtual stages are left out with one chunk or up to two
+    stages, which Megatron does not interleave. A slicing with another order than that of 1F1B adds a row.
     """
     chunks = (1, num_chunks) if num_chunks > 1 and num_stages > 2 else (1,)
     plain = Slicing(slicing.num_slices)

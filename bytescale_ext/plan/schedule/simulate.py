@@ -97,7 +97,7 @@ def simulate_slices(schedule: SliceSchedule, cost: ActionCost) -> Simulated:
     """
     work = [(stage, action) for stage, row in enumerate(schedule.stages) for action in row]
     lengths = [cost(stage, action) for stage, action in work]
-    never = len(work)  # a node that waits for itself: what needs an action that no stage runs waits for it
+    never = len(work)  # a node that waits for itself, in place of every needed action that no stage runs
     nodes = {key: node for node, key in enumerate(work)}
     edges = [(node, node + 1) for node in range(never - 1) if work[node][0] == work[node + 1][0]]
     edges += [(nodes.get(need, never), node) for key, node in nodes.items() for need in needs(schedule, *key)]
@@ -120,7 +120,8 @@ def simulate_slices(schedule: SliceSchedule, cost: ActionCost) -> Simulated:
 def needs(schedule: SliceSchedule, stage: int, action: Action) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of the outputs that an action takes: its neighbour's, and for a backward its own forward's.
 
-    Keys and values of earlier slices, and their gradients from later slices, are on the same stage: its order has them.
+    Keys and values of earlier slices, and their gradients from later slices, are on the same stage, whose order covers
+    them.
     """
     last = schedule.num_stages - 1
     step = -1 if action.kind == "F" else 1

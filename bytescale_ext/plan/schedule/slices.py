@@ -30,7 +30,7 @@ from bytescale_ext.plan.cost.model_shape import (
 )
 
 PARTITIONS: Final = ("time", "flops", "even")
-"""The quantity that all slices have equally much of: see ``layer_cost`` for the first two; "even" is tokens."""
+"""The quantity that is equal in all slices: see ``layer_cost`` for the first two; "even" is tokens."""
 
 TILE: Final = 128
 """Long slices end at multiples of this: the rows that one block of a matrix product computes on a GPU."""
@@ -76,7 +76,7 @@ def slice_lengths(
         multiple: every slice is a multiple of this: the tensor-parallel size under sequence parallelism.
 
     Raises:
-        ValueError: there are more slices than multiples, ``num_tokens`` is no multiple, or an explicit list does not
+        ValueError: there are more slices than multiples, ``num_tokens`` is not a multiple, or an explicit list does not
             fit. The message gives the nearest sizes that fit.
     """
     if num_slices < 1:
@@ -86,13 +86,13 @@ def slice_lengths(
         near = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
         raise ValueError(
             f"{num_tokens} tokens cannot be cut into slices of a multiple of {multiple} tokens (the "
-            f"tensor-parallel size, for sequence parallelism); the nearest lengths that can are {near}"
+            f"tensor-parallel size, for sequence parallelism); the nearest lengths that can be are {near}"
         )
     if num_slices * multiple > num_tokens:
         each = "a token" if multiple == 1 else f"{multiple} tokens"
         raise ValueError(
             f"{num_tokens} tokens cannot be cut into {num_slices} slices of at least {each} each; "
-            f"the most that can be is {num_tokens // multiple}"
+            f"use at most {num_tokens // multiple} slices"
         )
     if not isinstance(partition, str):
         _check_explicit(partition, num_tokens, num_slices, multiple)

@@ -1,4 +1,4 @@
-"""Check step plans against their laws. It knows nothing of how plans are made.
+"""Check step plans against their laws. It shares no code with the planners.
 
 It reads the plan's table, from which ranks also take their micro-batches (``PlacedRanks``).
 """
@@ -26,8 +26,8 @@ def check_step_plan(
     """Raise PlanError unless the plan keeps every law.
 
     1. One list of micro-batches per rank; lengths are positive (and equal ``lengths`` when given); C is positive.
-    2. No shard is empty, and no micro-batch but in aligned slots; ranges lie in their sequence, ascend and do not
-       overlap.
+    2. No shard is empty, and only in aligned slots may a micro-batch be empty; ranges lie in their sequence, ascend and
+    do not overlap.
     3. Every token of every sequence is computed exactly once.
     4. All shards of a sequence name the same ring: contiguous ascending ranks, each of which holds one shard.
     5. A ring member holds parts i and 2D-1-i of the sequence, shares differ by at most one token (ByteScale
@@ -64,7 +64,7 @@ def groups_of(plan: StepPlan) -> list[list[int]]:
 
 
 def _fail(plan: StepPlan, law: str, marked: Collection[tuple[int, int]] = ()) -> NoReturn:
-    """Raise PlanError: the law, the table with the bad rows marked, a summary. A law of no row is marked itself."""
+    """Raise PlanError: the law, the table with the bad rows marked, a summary. A law without a row is marked itself."""
     heading = law if marked else f">> {law}"
     raise PlanError(f"{heading}\n{plan_table(plan, marked, max_rows=_MAX_ROWS)}\n{plan_line(plan)}")
 
@@ -73,7 +73,7 @@ def _check_shape(plan: StepPlan, lengths: Sequence[int] | None, tokens_multiple:
     if plan.num_ranks < 1 or len(plan.ranks) != plan.num_ranks:
         _fail(plan, f"the plan is for {plan.num_ranks} ranks and lists micro-batches of {len(plan.ranks)}")
     if plan.tokens_per_rank < 1 or tokens_multiple < 1 or plan.tokens_per_rank % tokens_multiple:
-        _fail(plan, f"C = {plan.tokens_per_rank} tokens per rank is no positive multiple of {tokens_multiple}")
+        _fail(plan, f"C = {plan.tokens_per_rank} tokens per rank is not a positive multiple of {tokens_multiple}")
     bad = _first(_ints(plan.lengths) < 1)
     if bad is not None:
         _fail(plan, f"seq {bad} has {plan.lengths[bad]} tokens; a sequence needs at least 1")
@@ -87,7 +87,7 @@ def _check_shape(plan: StepPlan, lengths: Sequence[int] | None, tokens_multiple:
 
 
 def _check_rows(plan: StepPlan, table: PlanTable) -> None:
-    """Empty micro-batches and shards and unknown sequences."""
+    """Check for empty micro-batches, empty shards and unknown sequences."""
     bad = _first(np.bincount(table.shard_rows, minlength=len(table.row_ranks)) == 0)
     if bad is not None and not plan.aligned:
         row = int(table.row_ranks[bad]), int(table.row_indices[bad])
@@ -107,7 +107,7 @@ def _ints(values: Sequence[int]) -> _Ints:
 
 
 def _first(mask: npt.NDArray[np.bool_]) -> int | None:
-    """Index of the first True, or None."""
+    """Return the index of the first True, or None."""
     index = int(np.argmax(mask)) if mask.size else 0
     return index if mask.size and mask[index] else None
 
@@ -129,7 +129,7 @@ def _check_ranges(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _check_coverage(plan: StepPlan, table: PlanTable) -> None:
-    """Each sequence's ranges, sorted, must be laid end to end from 0 to its length."""
+    """Check that each sequence's ranges, sorted, lie end to end from 0 to its length."""
     seqs = table.seqs[table.range_shards]
     order = np.lexsort((table.starts, seqs))
     seqs, starts, stops = seqs[order], table.starts[order], table.stops[order]
@@ -192,7 +192,7 @@ def _check_rings(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _check_shares(plan: StepPlan, table: PlanTable) -> None:
-    """The zigzag from its definition: fronts ascend in ring order, backs descend, halves and shares are even."""
+    """Check the zigzag by its definition: fronts ascend in ring order, backs descend, halves and shares are even."""
     num_ranges = table.num_ranges
     is_ring = table.ring_widths > 1
     bad = _first(num_ranges > np.where(is_ring, 2, 1))
@@ -225,7 +225,7 @@ def _check_shares(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _sums_before(values: _Ints, opens: _Ints) -> _Ints:
-    """For each entry the sum of the entries before it in its segment; segments begin at ``opens``."""
+    """Return for each entry the sum of the entries before it in its segment; segments begin at ``opens``."""
     before = np.cumsum(values) - values
     sizes = np.diff(np.append(opens, len(values)))
     return np.asarray(before - np.repeat(before[opens], sizes), dtype=np.int64)
@@ -243,7 +243,7 @@ def _check_capacity(plan: StepPlan, table: PlanTable, tokens_multiple: int, num_
     tokens = np.bincount(table.shard_rows, weights=table.tokens, minlength=len(shares)).astype(np.int64)
     padded = -(-tokens // tokens_multiple) * tokens_multiple
     kept = padded.astype(np.float64)
-    if num_layers is not None and num_layers > 2:  # two layers stay: the one at work and the one on its way
+    if num_layers is not None and num_layers > 2:  # two layers stay: the one that computes and the one that is copied
         kept *= (2 + (1 - shares) * (num_layers - 2)) / num_layers
     bad = _first(kept > plan.tokens_per_rank * (1 + 1e-9))
     if bad is not None:
@@ -305,14 +305,14 @@ def _check_global_order(plan: StepPlan, table: PlanTable) -> None:
 
 
 def _fail_deadlock(plan: StepPlan, heads: list[int]) -> NoReturn:
-    """Name a cycle: each stuck group waits for a rank that wants to run another stuck group first."""
+    """Name a cycle: each stuck group waits for a rank that must run another stuck group first."""
     groups = groups_of(plan)
     members: dict[int, list[tuple[int, int]]] = {}
     for rank, row in enumerate(groups):
         for index, number in enumerate(row):
             members.setdefault(number, []).append((rank, index))
     rank = next(rank for rank, row in enumerate(groups) if heads[rank] < len(row))
-    waits: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}  # group -> (what a rank runs first, the wanted row)
+    waits: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}  # group -> (row that runs first, row of the group)
     number = groups[rank][heads[rank]]
     while number not in waits:
         wanted = next((rank, index) for rank, index in members[number] if heads[rank] < index)

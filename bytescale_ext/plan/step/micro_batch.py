@@ -1,7 +1,7 @@
 """Micro-batches of shards: the input of one forward pass of one rank.
 
-A sequence on D ranks is cut in 2D parts; the i-th rank of its ring holds parts i and 2D-1-i, so that
-every rank holds the same share of the causal triangle (ByteScale section 7, Fig. 14). For D = 3::
+A sequence on D ranks is cut into 2D parts; the i-th rank of its ring holds parts i and 2D-1-i, so that every rank holds
+the same share of the causal triangle (ByteScale section 7, Fig. 14). For D = 3::
 
     token   0                                            s
     part    |  0   |  1   |  2   |  3   |  4   |  5   |

@@ -134,7 +134,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
 
 
 def micro_batch_counts(plan: StepPlan, expert_parallel: int = 1, multiple: int = 1) -> tuple[int, ...]:
-    """Return how many micro-batches each HDP rank runs; beyond its own it runs padding without weight in the loss.
+    """Return how many micro-batches each HDP rank runs: its own, then padding without weight in the loss.
 
     Each rank runs at least 1, so that it joins the collectives of the step. The number is equal in each group of
     ``expert_parallel`` contiguous ranks, whose layers exchange tokens, and a multiple of ``multiple``, the group of

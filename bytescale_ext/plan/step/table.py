@@ -30,7 +30,7 @@ class PlanTable:
         shard_rows: the row of each shard: [shards].
         seqs: its sequence: [shards].
         ring_firsts, ring_widths: the first rank of its ring and how many it has (-1 and 0 for no ring): [shards].
-        odd_rings: shard -> ring, for rings that are no run of contiguous ascending ranks.
+        odd_rings: shard -> ring, for rings that are not runs of contiguous ascending ranks.
         num_ranges: ranges of each shard: [shards].
         starts, stops: of each range: [ranges].
     """

@@ -39,7 +39,7 @@ def test_a_plan_of_this_model_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_size": 512}, "of another model or step: hidden is 1024 there and 512 here"),
+        ({"hidden_size": 512}, "for another model or step: hidden is 1024 there and 512 here"),
         ({"params_dtype": torch.float32}, "dtype is bfloat16 there and float32 here"),
         ({"seq_length": 16384}, "it is for 8192 tokens and micro-batches have up to 16384"),
         ({"chunked_cross_entropy": 64}, "--chunked-cross-entropy is None there and 64 here"),

@@ -112,7 +112,7 @@ BAD = (
     (4, "--seq1f1b-slices 2 --seq1f1b-eager --pipeline-model-parallel-size 4 --num-layers 8 "
         "--num-virtual-stages-per-pipeline-rank 2", "--seq1f1b-eager does not work with virtual stages"),
     (1, "--seq1f1b-slices 2 --cost-file no-such-file.json", "no-such-file.json"),
-    (1, "--seq1f1b-slices 257", "the most that can be is 256"),
+    (1, "--seq1f1b-slices 257", "use at most 256 slices"),
     (1, "--seq1f1b-slices 2 --seq1f1b-partition 200,55", "of 256 tokens together; the nearest that fit are 201,55"),
     (1, "--seq1f1b-slices 2 --seq1f1b-partition odd", "partition 'odd': give time, flops, even"),
     (2, "--seq1f1b-slices 2 --seq1f1b-partition 129,127 --tensor-model-parallel-size 2 --sequence-parallel",

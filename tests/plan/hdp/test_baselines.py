@@ -104,7 +104,7 @@ def test_the_window_is_the_least_loaded(loads: list[int], data: st.DataObject) -
         (([5], 0, 20), "number of ranks is 0"),
         (([5], 4, 0), "tokens per rank is 0"),
         (([5], 4, 20, 0), "tokens multiple is 0"),
-        (([5], 4, 20, 8), "20 is no multiple of 8.*use 24"),
+        (([5], 4, 20, 8), "20 is not a multiple of 8.*use 24"),
     ],
 )
 def test_bad_input_is_named(arguments: tuple[list[int], int, int], words: str) -> None:

@@ -17,5 +17,5 @@ def test_a_planner_out_of_time_raises() -> None:
     answers = iter((False, False, True))
     stop_if(lambda: next(answers))
     stop_if(lambda: next(answers))
-    with pytest.raises(OutOfTime, match="ran out of its time"):
+    with pytest.raises(OutOfTime, match="ran out of time"):
         stop_if(lambda: next(answers))

@@ -233,8 +233,8 @@ def test_the_fallback_has_aligned_slots_where_they_are_needed() -> None:
         ({"balance": "best"}, "balance 'best' is unknown; choose one of none, dp, pp, bytescale"),
         ({"balance": "static"}, "balance 'static' is unknown"),
         ({"stages": ()}, "0 stages"),
-        ({"aligned": True}, "dp has no aligned slots.*choose pp"),
-        ({"stages": (STAGE, STAGE)}, "dp has no aligned slots.*choose pp"),
+        ({"aligned": True}, "dp makes no aligned slots.*choose pp"),
+        ({"stages": (STAGE, STAGE)}, "dp makes no aligned slots.*choose pp"),
     ],
 )
 def test_bad_settings_are_named(change: dict[str, Any], words: str) -> None:
@@ -251,7 +251,7 @@ def test_each_row_makes_the_slots_that_it_promises() -> None:
         planner = HdpPlanner(Cluster(8, 1024), (STAGE,), balance="none" if width else name, static_width=width)
         assert planner.row is row
         if not row.aligned:
-            with pytest.raises(ValueError, match=f"{name} has no aligned slots"):
+            with pytest.raises(ValueError, match=f"{name} makes no aligned slots"):
                 replace(planner, aligned=True)
             continue
         plan = replace(planner, aligned=True)(lengths)

@@ -39,14 +39,14 @@ def changed(plan: MemoryPlan, index: int, **changes: Any) -> MemoryPlan:
     [
         (replace(PLAN, addresses=PLAN.addresses[1:]), ">> 14 requests have 13 addresses"),
         (moved(PLAN, 0, -512), "saved lies at -512"),
-        (moved(PLAN, 1, PLAN.addresses[1] + 8), "no multiple of 5120"),
+        (moved(PLAN, 1, PLAN.addresses[1] + 8), "not a multiple of 5120"),
         (moved(PLAN, 1, PLAN.addresses[0]), "saved and a share memory at"),
         (changed(PLAN, 2, num_bytes=0), "b has no size or no life"),
         (changed(PLAN, 2, stop=2), "b has no size or no life"),
         (changed(PLAN, 0, stop=99, num_bytes=512 * 400), "share memory at"),
         (replace(PLAN, bound=PLAN.bound - 1), f"the liveness bound is {PLAN.bound}, not {PLAN.bound - 1}"),
         (replace(PLAN, bound=PLAN.bound + 512), f"the liveness bound is {PLAN.bound}, not"),
-        (replace(PLAN, is_optimal=False), "is not called optimal"),
+        (replace(PLAN, is_optimal=False), "is not marked as optimal"),
     ],
 )
 def test_a_damaged_plan_breaks_its_law(damaged: MemoryPlan, law: str) -> None:

@@ -40,7 +40,7 @@ def test_the_same_step_and_a_shorter_one_are_served() -> None:
     ],
 )
 def test_another_step_is_refused_with_all_differences(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match="of another model or step") as caught:
+    with pytest.raises(ValueError, match="for another model or step") as caught:
         MEMORY.check_serves(replace(RECORD, **changes), "plan.json")
     assert message in str(caught.value)
 

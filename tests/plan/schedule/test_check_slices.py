@@ -86,13 +86,13 @@ def with_ends(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_ends(0, lambda e: (e[0] + 1, *e[1:])), r"inner ends .* of sequence 0 are no multiples of 6"),
-        (with_ends(0, lambda e: (*e[:-1], e[-1] - 1)), "of sequence 0 are no 3 slices of its 301 tokens"),
-        (with_ends(1, lambda e: (e[1], e[0], e[2])), "of sequence 1 are no 3 slices of its 130 tokens"),
+        (with_ends(0, lambda e: (e[0] + 1, *e[1:])), r"inner ends .* of sequence 0 are not multiples of 6"),
+        (with_ends(0, lambda e: (*e[:-1], e[-1] - 1)), "of sequence 0 do not make 3 slices of its 301 tokens"),
+        (with_ends(1, lambda e: (e[1], e[0], e[2])), "of sequence 1 do not make 3 slices of its 130 tokens"),
         (with_ends(1, lambda e: e[1:]), "of sequence 1 are no 3 slices"),
         (with_ends(1, lambda e: (-6, *e[1:])), "of sequence 1 are no 3 slices"),
         (with_ends(0, lambda e: (e[0] - 6, *e[1:])), r"ranks \[4, 5, 6\] cut sequence 0 differently"),
-        (lambda cut: replace(cut, local_ends=(0, 0, 69)), "of the local line are no 3 slices of its 70 tokens"),
+        (lambda cut: replace(cut, local_ends=(0, 0, 69)), "of the local line do not make 3 slices of its 70 tokens"),
         (lambda cut: replace(cut, local_ends=(40, 30, 70)), "of the local line are no 3 slices"),
         (lambda cut: replace(cut, kept=frozenset()), r"keys are kept of shards \[\], but sequences of \[1\]"),
         (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept of shards \[0, 1\]"),
@@ -159,7 +159,7 @@ def test_swapped_slices_are_refused() -> None:
 
 
 def test_rows_of_tensor_parallel_ranks_must_be_equal() -> None:
-    with pytest.raises(PlanError, match="no multiples of 24"):
+    with pytest.raises(PlanError, match="not multiples of 24"):
         check_document_slices(cuts_of(), LENGTHS, SLICING, rows_multiple=8)
 
 
@@ -175,7 +175,7 @@ def test_slices_of_samples_are_accepted(partition: str) -> None:
     [
         ((8, 4), "2 slices, not 3: 8,4"),
         ((8, 2, 2, 4), "4 slices, not 3"),
-        ((8, 4, 5), "slice 2 has 5 tokens, no positive multiple of 2"),
+        ((8, 4, 5), "slice 2 has 5 tokens, not a positive multiple of 2"),
         ((12, 0, 4), "slice 1 has 0 tokens"),
         ((8, 4, 2), "14 tokens together, not 16"),
         ((20, -8, 4), "slice 1 has -8 tokens"),

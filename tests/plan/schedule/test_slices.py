@@ -105,10 +105,10 @@ def test_partition_by_name_and_by_list() -> None:
 
 REFUSED = (
     ((12, 0, "even", 1), "0 slices of a sequence: use 1 or more"),
-    ((12, 7, "even", 2), "7 slices of at least 2 tokens each; the most that can be is 6"),
-    ((3, 4, "even", 1), "4 slices of at least a token each; the most that can be is 3"),
+    ((12, 7, "even", 2), "7 slices of at least 2 tokens each; use at most 6 slices"),
+    ((3, 4, "even", 1), "4 slices of at least a token each; use at most 3 slices"),
     ((13, 2, "even", 4), "a multiple of 4 tokens .* are 12 or 16"),
-    ((3, 1, "even", 4), "the nearest lengths that can are 4"),
+    ((3, 1, "even", 4), "the nearest lengths that can be are 4"),
     ((12, 2, (5, 5), 1), "there must be 2, of 12 tokens together; the nearest that fit are 6,6"),
     ((12, 2, (5, 7), 2), "each a multiple of 2; the nearest that fit are 6,6"),
     ((12, 2, (12, 0), 1), "the nearest that fit are 11,1"),

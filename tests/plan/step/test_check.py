@@ -73,7 +73,7 @@ def test_any_moved_boundary_is_found(lengths: list[int], data: st.DataObject) ->
 def test_padding_counts_against_the_capacity() -> None:
     plan = StepPlan(1, 8, (7,), ((MicroBatch((Shard(0, ((0, 7),), (0,)),)),),))
     check_step_plan(plan, tokens_multiple=8)
-    with pytest.raises(PlanError, match="no positive multiple of 3"):
+    with pytest.raises(PlanError, match="not a positive multiple of 3"):
         check_step_plan(plan, tokens_multiple=3)
 
 

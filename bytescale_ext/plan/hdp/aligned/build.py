@@ -16,8 +16,8 @@ from bytescale_ext.plan.step.placed import PlacedRanks
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_ROOMS = (1.02, 1.15, 2.0)  # tried for short sequences, in their tokens; twice as much always is enough
-_RAMP = 0.75  # slots at either end that are smaller than the others, as a share of the stages
+_ROOMS = (1.02, 1.15, 2.0)  # room for short sequences, as a multiple of their tokens; 2 always suffices
+_RAMP = 0.75  # number of smaller slots at either end, as a share of the stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +30,11 @@ class ShelvedRings:
         front: slots before the first shelf.
         ends: slots of front and shelves of each rank: [num_ranks].
         first_ranks, widths, slots: of each sequence: [n].
-        missing_seconds: seconds that each rank's slot lacks to the height of its shelf, -inf where there is none:
+        missing_seconds: how many seconds each rank's slot is below the height of its shelf, -inf where there is none:
             [ranks, slots].
         room: tokens that the slot still holds: [ranks, slots].
         loads: seconds of each rank's rings: [num_ranks].
-        tallest: seconds of its tallest ring: [num_ranks].
+        tallest: seconds of each rank's tallest ring: [num_ranks].
         pack_seconds: seconds of a short micro-batch of the layout's size.
     """
 

@@ -107,7 +107,7 @@ def _cell_seconds(
 
 @lru_cache(maxsize=64)
 def action_waves(num_stages: int, num_slots: int, slicing: Slicing) -> tuple[tuple[Ints, Ints, Ints], ...]:
-    """Return all actions in waves of actions that do not need each other.
+    """Return all actions in waves; the actions of a wave do not depend on each other.
 
     Each wave is (FORWARD or BACKWARD, slice, stage) of its actions: [actions of the wave] each.
     """

@@ -35,7 +35,7 @@ STARTS = (
     Layout(6, height=0.05, front=1.0, pack=0.125, budget=1.0),
     Layout(6, height=0.2, before=0.35, front=1.0, pack=1.0, peak=0.9, budget=2.0, spread=1.5),
 )
-"""Layouts that are tried first: of some hundred, those that together did best on steps of 64 and 128 ranks."""
+"""Layouts that are tried first: the set, out of some hundred, that did best on steps of 64 and 128 ranks."""
 
 SLICED_STARTS = (
     Layout(2, height=0.3, before=0.35, front=0.25, pack=1.0, peak=0.9, budget=1.05, spread=3.0),

@@ -1,10 +1,10 @@
 """The balance planner for aligned slots: pipelines, virtual stages, expert parallelism.
 
-Not the sum of a pipeline's slots alone counts: its fill and drain cost as well, and a tall slot costs
-``num_stages - 1`` times its height again wherever its neighbours are lower. So rings are as wide as their exchange
-allows, shelves of one height go over many ranks (``shelves``), shelves rise to the tallest and fall after it, the first
-and last slots hold few short sequences, and ranks with tall slots get less work in all. How much of each is best
-depends on the lengths: a few dozen layouts are built (``build``) and timed (``clock``), and the fastest is taken.
+The time of a pipeline is more than the sum of its slots: fill and drain cost time too, and a tall slot costs
+``num_stages - 1`` times its height again where its neighbours are lower. So rings are as wide as their exchange allows,
+shelves of one height span many ranks (``shelves``), shelves rise to the tallest and fall after it, the first and last
+slots hold few short sequences, and ranks with tall slots get less work in total. How much of each is best depends on
+the lengths: a few dozen layouts are built (``build``) and timed (``clock``), and the fastest is taken.
 
 Slices (Seq1F1B) make fill and drain k times shorter, so a tall slot costs less; but where keys are not kept, each
 slice exchanges the keys of all tokens before it, so rings are narrower.

@@ -2,9 +2,9 @@
 
 With pipelines the ranks of a ring wait for each other on every stage, and between its forward and its backward a
 stage runs the next slots. So it is not enough that a ring's ranks are ready together: each slot should cost the same
-on all of them. A slot is therefore a *shelf*: rings side by side over a whole region of ranks, as wide as makes them
-equally long. Ranks of different regions share no ring and need not keep pace; the longest sequences get a region of
-their own (ByteScale section 6.2, insight 1: length levels in separate pipelines)::
+on all of them. A slot is therefore a *shelf*: rings side by side over a whole region of ranks, with widths that make
+them equally long. Ranks of different regions share no ring and need not keep pace; the longest sequences get their own
+region (ByteScale section 6.2, insight 1: length levels in separate pipelines)::
 
     rank     0            32          48          64
     slot 3   |  120K tokens            | 30K | 28K |      one region up to rank 48, another after it
@@ -114,7 +114,7 @@ def cut_regions(work: RingWork, height: float, budget: float, peak: float, max_r
 
 
 def fill_shelves(work: RingWork, cut: RegionCut, height: float) -> Region:
-    """Put a region's rings on shelves of at most ``height``; a ring that no width brings there gets a shelf alone."""
+    """Put a region's rings on shelves of at most ``height``; a ring that is always higher gets its own shelf."""
     num_ranks = cut.stop - cut.first
     left = np.arange(cut.begin, cut.end)
     shelves = []
@@ -150,7 +150,7 @@ def _level_widths(work: RingWork, rings: Ints, height: float, num_ranks: int) ->
 
 
 def _side_by_side(widths: Ints, num_ranks: int, node: int) -> Ints:
-    """Return the first rank of each ring, widest first, or -1 where it finds no place: [n], as ``widths``.
+    """Return the first rank of each ring, widest first, or -1 where there is no room for it: [n], as ``widths``.
 
     A ring no wider than a node lies in one node.
     """

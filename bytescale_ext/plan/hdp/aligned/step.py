@@ -41,7 +41,7 @@ class AlignedStep:
 
     @property
     def fill(self) -> float:
-        """How often a slot counts again until all stages are full and empty again."""
+        """How many more times a slot counts because stages fill and drain."""
         return (self.num_stages - 1) / self.problem.slicing.num_slices
 
     @property

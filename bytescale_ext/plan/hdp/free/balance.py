@@ -1,9 +1,9 @@
 """The balance planner without aligned slots: widths, ranks and packs chosen together for the shortest step.
 
 ByteScale (section 5) gives a sequence the fewest ranks that memory allows and balances afterwards. Here the width is
-part of the balance: for a target time T a sequence gets at least the ranks with which it takes T, rings are nested so
-that they never wait for each other (``nested_rings``), and short sequences, dealt by work and not by tokens, level the
-ends. Several T are tried, from the lower bound on.
+part of the balance: for a target time T a sequence gets at least as many ranks as it needs to finish in T, rings are
+nested so that they never wait for each other (``nested_rings``), and short sequences, dealt by work and not by tokens,
+level the ends. Several T are tried, from the lower bound on.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _work(problem: Problem, lengths: Ints) -> Floats:
 
 
 def _water_level(loads: Floats, work: Floats) -> float:
-    """Return how high the least loaded ranks stand when all ``work``, [n], is poured over ``loads``, [ranks]."""
+    """Return the load of the least loaded ranks once all ``work``, [n], is spread over them; ``loads``: [ranks]."""
     in_order = np.sort(loads)
     levels = (np.cumsum(in_order) + work.sum()) / np.arange(1, len(loads) + 1)
     return float(levels[np.append(in_order[1:] >= levels[:-1], True).argmax()])

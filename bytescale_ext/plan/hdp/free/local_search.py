@@ -1,7 +1,7 @@
 """Steps of few sequences: a local search over widths, with list scheduling on contiguous ranks.
 
-With many sequences nested runs leave next to nothing to gain (``nested_rings``). With few, no run divides evenly and no
-short sequences level the ends; there it pays to try each sequence on a few ranks more or fewer.
+With many sequences, nested runs are close to optimal (``nested_rings``). With few, no run divides evenly and no short
+sequences level the ends; then it helps to try each sequence on a few ranks more or fewer.
 """
 
 from __future__ import annotations

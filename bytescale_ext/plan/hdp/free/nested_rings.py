@@ -1,15 +1,15 @@
 """Widths and ranks of rings: moldable tasks on nested runs of ranks.
 
-A ring may be wider than memory asks for; as long as its exchange of keys and values hides behind attention this costs
-nothing but its share of ranks. That freedom is used to keep the floor flat: all ranks of a ring are ready at the same
-time, so no rank waits. The ranks begin as one run; the longest sequence goes first. It takes the run that is ready
-first, cuts it in as many equal parts as are still wide enough, and uses one part whole. Every later sequence is
-shorter and needs no more ranks, so it fits into what the cuts left::
+A ring may be wider than memory requires. As long as its exchange of keys and values hides behind attention, this adds
+no work. Widths are therefore chosen so that all ranks of a ring are ready at the same time and no rank waits. The ranks
+begin as one run; the longest sequence goes first. It takes the run that is ready first, cuts it into as many equal
+parts as are still wide enough, and uses one whole part. Every later sequence is shorter and needs no more ranks, so it
+fits into the remaining parts::
 
     ranks   0      8      16     24     32          32 ranks; needs: 15, 9, 6, 3 ...
     1st     |---- seq 0 ----|                        two parts of 16, takes the left one
-    2nd     |               |---- seq 1 ----|        takes the right one (9 does not go into 16 twice)
-    3rd     |       |       |-seq 2-|       |        right is ready first: two parts of 8
+    2nd     |               |---- seq 1 ----|        takes the right one (16 is too narrow for two parts of 9) 3rd     |
+    |       |-seq 2-|       |        right is ready first: two parts of 8
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from bytescale_ext.plan.step.sizes import Cluster
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_WASTE = 1.02  # a ring may cost this many times the rank-seconds of its exact width, to take a run whole
+_WASTE = 1.02  # a ring that uses a whole run may cost this many times the rank-seconds of its exact width
 
 
 def target_widths(problem: Problem, target: float) -> Ints:
     """Return the fewest ranks with which each sequence takes at most ``target`` seconds: [n].
 
-    A sequence that no width brings there gets the most ranks over which its exchange still hides behind attention, or
-    its fewest ranks. No sequence gets more than a longer one. The problem's longest sequences come first.
+    A sequence that takes longer at every width gets the most ranks over which its exchange still hides behind
+    attention, or its fewest ranks. No sequence gets more than a longer one. The problem's longest sequences come first.
     """
     lengths, cost, most = problem.lengths, problem.cost, problem.num_ranks
     sizes = lengths.astype(np.float64)
@@ -81,7 +81,7 @@ def nest_rings(
 
     Args:
         lengths: tokens of each ring sequence, the one that needs most ranks first: [n].
-        needs: the fewest ranks of each, at most all ranks: [n], not ascending.
+        needs: the fewest ranks of each, at most all ranks: [n], never increasing.
         cluster: the ranks.
         cost: forward and backward together.
         should_stop: see ``HdpPlanner``.

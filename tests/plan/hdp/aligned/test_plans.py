@@ -101,7 +101,7 @@ def test_kept_keys_in_flight_by_hand() -> None:
 
 
 def test_stage_costs_must_fill_the_chunks() -> None:
-    with pytest.raises(ValueError, match="3 stage costs are no multiple of 2 model chunks"):
+    with pytest.raises(ValueError, match="3 stage costs are not a multiple of 2 model chunks"):
         replay_stages(locals_plan((4,)), [UNIT] * 3, num_chunks=2)
     with pytest.raises(ValueError, match="2 slices with 2 model chunks"):
         replay_stages(locals_plan((4,)), [UNIT] * 4, Slicing(2), num_chunks=2)
