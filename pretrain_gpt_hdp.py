@@ -1,7 +1,7 @@
 """Pretrain a GPT with Megatron: parse, resolve, install, build, pretrain.
 
 Takes Megatron's own flags and those of our features (``--help``, `bytescale doctor`). Without a feature Megatron runs
-untouched.
+unchanged.
 
     torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --hybrid-data-parallel --hdp-tokens-per-rank 8192 ...
 """

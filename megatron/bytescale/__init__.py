@@ -42,7 +42,7 @@ def install(runtime: Runtime | None) -> Installation:
 
 
 def status() -> list[str]:
-    """Return one line for each patch row: its function, whether it is replaced right now, and why no hook does it."""
+    """Return one line for each patch row: its function, whether it is replaced right now, and why it is a patch."""
     from megatron.bytescale.features import FEATURES, patches_of
     from megatron.bytescale.patches import PATCHES
     from megatron.bytescale.registry import describe

@@ -254,7 +254,7 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
     return rows
 
 
-_INHERITED = object()  # the owner had no attribute of its own
+_INHERITED = object()  # the owner inherited the attribute
 
 
 @dataclass

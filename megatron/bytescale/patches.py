@@ -1,4 +1,4 @@
-"""The one table of the functions of Megatron that run otherwise. Nothing else of Megatron is replaced.
+"""The table of all Megatron functions that are replaced or copied. Nothing else of Megatron is changed.
 
 Rows with ``wrap`` are replaced while their feature is on. Rows without stay as they are: slices run copies of the two
 pipeline schedules, in which three names mean functions of ``SliceStep``.
@@ -117,7 +117,7 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         wrap=wrap_set_main_param_and_optimizer_states,
         features=(HDP,),
-        why="without TransformerEngine it asks the sharded tensors for a step that they do not hold; no hook skips it",
+        why="without TransformerEngine it reads from the sharded tensors a step that they lack; no hook skips it",
         source_hash="40cab7846597",
     ),
     Patch(

@@ -1,6 +1,6 @@
-"""Checks, replaces and restores functions of Megatron. Knows no feature.
+"""Check, replace and restore functions of Megatron, for any feature.
 
-A ``Patch`` row names one function, says why no hook of Megatron's does, and holds the hash of the source that it was
+A ``Patch`` row names one function, says why no hook of Megatron suffices, and holds the hash of the source that it was
 written for. ``Installation`` checks all rows against the installed Megatron before it applies the first one. Nothing
 else sets an attribute of a Megatron object (tests/test_layout.py, tests/bytescale/test_patches.py).
 """
@@ -22,12 +22,12 @@ Holder = types.ModuleType | type  # what a function of Megatron is an attribute 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function that runs otherwise than Megatron wrote it.
+    """One Megatron function that is replaced or copied.
 
     Attributes:
         target: where the function is defined, "module:function" or "module:Class.method".
         features: names of the features that need the row.
-        why: why no argument, callable, spec or call site does it.
+        why: why no argument, callable, spec or call site suffices.
         source_hash: first 12 hex digits of sha256 of ``inspect.getsource(original)``.
         wrap: (original, runtime) -> replacement. None: Megatron keeps the function, and ``copy_with_names`` runs a copy
             of it, or names another function in such a copy.

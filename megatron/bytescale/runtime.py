@@ -50,11 +50,11 @@ class Runtime:
         comm: the ring communicator; set when the model is built; None where samples have no rings.
         links: groups of neighbouring stages, where stages receive ahead; set when the model is built.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
-        activations: what layers share under an activation policy, or None.
+        activations: the shared state of layers under an activation policy, or None.
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
         plans_compared: the ranks have compared their plans once.
-        warned_of_time: the user knows that a planner ran out of its time.
+        warned_of_time: the user was told that a planner ran out of time.
     """
 
     run: RunConfig

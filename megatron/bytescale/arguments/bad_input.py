@@ -1,4 +1,4 @@
-"""Errors over bad input: one line for the user, whoever raised them."""
+"""Report bad input in one line, whether Megatron or this package found it."""
 
 from __future__ import annotations
 

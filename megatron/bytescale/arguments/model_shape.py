@@ -1,4 +1,4 @@
-"""What all features need to know of Megatron's arguments: the model, its measured cost, the ranks, this process."""
+"""What all features need from Megatron's arguments: the model, its measured cost, the ranks, this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_shape(args: Any) -> ModelShape:
 def measured_cost(args: Any, shape: ModelShape) -> ModelCost | None:
     """Return the costs in ``--cost-file``, or None without it.
 
-    Raises ValueError for a file that is damaged or of another model.
+    Raises ValueError for a file that is damaged or for another model.
     """
     if args.cost_file is None:
         return None
@@ -72,7 +72,7 @@ def ranks_of_a_node(distance: int, num_ranks: int) -> int | None:
 
 
 def process(args: Any) -> Process:
-    """Return what this process is."""
+    """Return the rank, the device and the settings of this process."""
     return Process(
         rank=args.rank,
         local_rank=args.local_rank,

@@ -15,14 +15,14 @@ from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of all features to Megatron's parser (``extra_args_provider``)."""
-    parser.usage = "%(prog)s FLAGS (--help lists them)"  # not a thousand lines before each message
+    parser.usage = "%(prog)s FLAGS (--help lists them)"  # instead of a thousand lines before each error
     group = parser.add_argument_group("bytescale: device and costs")
     group.add_argument("--cpu", action="store_true", help="Train on CPU with gloo. The default where there is no GPU.")
     group.add_argument(
         "--cost-file",
         type=Path,
         metavar="FILE",
-        help="Measured costs of this model on this hardware, by `bytescale profile`, for every plan. Default: plans "
+        help="Plan with the costs that `bytescale profile` measured for this model on this hardware. Default: plans "
         "balance FLOPs, and activation policies use the rates of an H200.",
     )
     for feature in features.FEATURES:
@@ -47,10 +47,10 @@ NEEDS = {
 
 
 def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: bool) -> None:
-    """Turn off what this machine cannot run, so that no command line has to.
+    """Turn off what this machine cannot run, so that command lines need not.
 
     Without TransformerEngine, use Megatron's own layers; without Apex, no fused kernels; on CPU, gloo in place of NCCL
-    and weights made on the CPU. Raises ValueError where TransformerEngine is asked for by name and is not installed.
+    and weights made on the CPU. Raises ValueError where TransformerEngine is requested by name but not installed.
     """
 
     def can_use(module: str) -> bool:
@@ -90,9 +90,10 @@ def parse(
 ) -> argparse.Namespace:
     """Parse with Megatron's parser, check everything, and set Megatron's globals.
 
-    ``settle`` changes the parsed arguments before they are checked; the profile takes a training command that way.
+    ``settle`` changes the parsed arguments before they are checked, as the profile of a training command needs.
 
-    Raises ValueError, before anything is built, for what cannot run. After it: tokenizer, timers and writers exist.
+    Raises ValueError, before anything is built, for what cannot run. Afterwards the tokenizer, timers and writers
+    exist.
     """
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables

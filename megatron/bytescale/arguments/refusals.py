@@ -49,8 +49,8 @@ def refuse(
         flag: see ``Refusal``; its words after the first are not part of the flag.
         features: names of the features that refuse it, in one string.
         instead: the advice of all of them; ``{}`` stands for the flag that switches the feature on.
-        applies: default: the argument of that name has a true value.
-        own: advice of one feature that differs.
+        applies: see ``Refusal``; by default whether the argument of that name has a true value.
+        own: advice of single features, where it differs.
     """
     return Refusal(
         flag,
@@ -63,7 +63,7 @@ def refuse_conflicts(args: Any, features: Mapping[str, str], rows: Collection[Re
     """Raise ValueError, naming the flag, for the first row that applies to an enabled feature.
 
     Args:
-        args: what Megatron's parser has given, before Megatron checks it.
+        args: the result of Megatron's parser, before Megatron checks it.
         features: flag of each enabled feature, by its name.
         rows: the table.
     """
@@ -125,17 +125,18 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--tensor-model-parallel-size > 1", "memory_plan", _ONE_PROCESS, _above("tensor_model_parallel_size", 1)),
     refuse("--pipeline-model-parallel-size > 1", "memory_plan", _ONE_PROCESS,
            _above("pipeline_model_parallel_size", 1)),
-    refuse("--seq1f1b-slices > 1", "memory_plan", "a plan is of whole micro-batches", _above("seq1f1b_slices", 1)),
+    refuse("--seq1f1b-slices > 1", "memory_plan", "leave it at 1: a plan covers whole micro-batches",
+           _above("seq1f1b_slices", 1)),
     refuse("--microbatch-group-size-per-virtual-pipeline-stage", "hdp", "give at least --pipeline-model-parallel-size",
            lambda a: (a.microbatch_group_size_per_vp_stage or 1 << 30) < a.pipeline_model_parallel_size),
     refuse("--defer-embedding-wgrad-compute", "hdp slices loss_chunks",
-           hdp="its buffers count on micro-batches of one size",
-           slices="its first backward pass is not the first forward's"),
-    refuse("--delay-wgrad-compute", "slices", "it pairs forward and backward passes in another order"),
+           hdp="remove it: its buffers need micro-batches of equal size",
+           slices="remove it: it assumes that the first forward is also the first backward"),
+    refuse("--delay-wgrad-compute", "slices", "remove it: it pairs forward and backward passes in another order"),
     refuse("--overlap-p2p-communication-warmup-flush", "slices", applies=_is_set("overlap_p2p_comm_warmup_flush")),
     refuse("--overlap-param-gather-with-optimizer-step", "hdp slices", "give --overlap-param-gather alone",
            hdp="give --overlap-param-gather alone: all gathers start with the step"),
-    refuse("--num-experts", "slices", "the router's losses would be taken of each slice, not of the sequence"),
+    refuse("--num-experts", "slices", "remove one: the router's losses would cover single slices, not the sequence"),
     refuse("--num-experts under tensor parallelism", "hdp",
            "add --sequence-parallel, which Megatron's experts need there",
            lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not a.sequence_parallel),
@@ -146,7 +147,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--moe-router-load-balancing-type", "hdp", "use aux_loss or none, and --moe-router-enable-expert-bias if "
            "wanted: the others need statistics of whole documents, or of all ranks, inside a layer",
            lambda a: bool(a.num_experts and set(_as_list(a.moe_router_load_balancing_type)) - {"aux_loss", "none"})),
-    refuse("--moe-expert-capacity-factor", "hdp", "which tokens are dropped would depend on the plan",
+    refuse("--moe-expert-capacity-factor", "hdp", "remove it: which tokens are dropped would depend on the plan",
            lambda a: a.moe_expert_capacity_factor is not None),
     refuse("--overlap-moe-expert-parallel-comm", "hdp slices activations always", "it has a schedule of its own",
            hdp="it has a schedule of its own, which knows no planned steps"),
@@ -170,8 +171,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            _above("expert_tensor_parallel_num_weight_shards", 1)),
     refuse("--tp-comm-overlap", "hdp slices", "its buffers have one fixed shape"),
     refuse("--multi-latent-attention", "hdp", activations=_NOT_STANDARD,
-           slices="its RoPE is inside of attention, where positions of slices are not known"),
-    refuse("--mtp-num-layers", "hdp loss_chunks", slices="it needs tokens of the next slice",
+           slices="remove it: its RoPE is inside attention, which does not know the positions of slices"),
+    refuse("--mtp-num-layers", "hdp loss_chunks", slices="remove it: it needs tokens of the next slice",
            activations=_NOT_STANDARD),
     refuse("--mtp-num-layers in pipelines", ALWAYS, "its stages would get no tokens: leave it out",
            lambda a: a.mtp_num_layers and a.pipeline_model_parallel_size > 1),
@@ -180,7 +181,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--hybrid-override-pattern", ALWAYS, "models are GPTs, without Mamba layers: remove it"),
     refuse("--heterogeneous-layers-config-path", "hdp slices", activations=_NOT_STANDARD),
     refuse("--heterogeneous-layers-config-encoded-json", "hdp slices", activations=_NOT_STANDARD),
-    refuse("--spec", "hdp slices", "{} brings its own layer spec", activations=_NOT_STANDARD),
+    refuse("--spec", "hdp slices", "remove it: {} has its own layer spec", activations=_NOT_STANDARD),
     refuse("--transformer-impl inference_optimized", "hdp slices", "use local or transformer_engine",
            lambda a: a.transformer_impl == "inference_optimized"),
     refuse("--apply-layernorm-1p", ALWAYS, "it needs TransformerEngine", _is_local("layernorm_zero_centered_gamma")),
@@ -190,18 +191,18 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--num-query-groups", "hdp slices", "make it a divisor of --num-attention-heads",
            lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
     refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
-           lambda a: a.attention_backend.name != "auto", slices="slices have kernels of their own"),
+           lambda a: a.attention_backend.name != "auto", slices="remove it: slices use their own kernels"),
     refuse("--use-kitchen-attention", "hdp", "choose with --hdp-attention-kernel",
-           slices="slices have kernels of their own"),
+           slices="remove it: slices use their own kernels"),
     refuse("--max-seqlen-per-dp-cp-rank", "hdp", "give --hdp-tokens-per-rank"),
-    refuse("--window-size", "hdp slices", "sliding-window attention is not supported"),
+    refuse("--window-size", "hdp slices", "remove it: sliding-window attention is not supported"),
     refuse("--softmax-type", "hdp slices", "use vanilla", lambda a: getattr(a, "softmax_type", "vanilla") != "vanilla"),
     refuse("--attention-dropout > 0", "hdp slices", "add --attention-dropout 0 (Megatron's default is 0.1)",
            _above("attention_dropout", 0), activations="give 0: what is recomputed must be what was computed"),
     refuse("--hidden-dropout > 0", "activations", "give 0: what is recomputed must be what was computed",
            _above("hidden_dropout", 0)),
     refuse("--recompute-granularity", "activations",
-           "the policy recomputes: choose one; of --recompute-modules those of experts combine",
+           "choose one: the policy recomputes too; only the --recompute-modules of experts work with it",
            _recomputes_what_policies_recompute),
     refuse("--mlp-chunks-for-training", "activations", "remove it", _above("mlp_chunks_for_training", 1)),
     refuse("--apply-query-key-layer-scaling", "hdp slices"),
@@ -213,13 +214,14 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            activations="use bf16"),
     refuse("--fp4-format", "hdp slices", "use bf16: FP4 needs aligned token counts", _is_set("fp4"),
            activations="use bf16"),
-    refuse("--te-precision-config-file", "hdp slices", "it may choose FP8, which needs aligned token counts"),
+    refuse("--te-precision-config-file", "hdp slices",
+           "remove it: it may choose FP8, which needs aligned token counts"),
     refuse("--fine-grained-activation-offloading", "hdp", activations=_SECOND_SWAP,
-           slices="it brings back the oldest activations, not those of the last slice"),
+           slices="remove it: it restores the oldest activations, not the last slice's"),
     refuse("--cpu-offloading-num-layers", "hdp", activations=_SECOND_SWAP,
-           slices="it brings back the oldest activations, not those of the last slice"),
-    refuse("--rampup-batch-size", "hdp", "steps are planned ahead with one batch size"),
-    refuse("--step-batch-size-schedule", "hdp", "steps are planned ahead with one batch size"),
+           slices="remove it: it restores the oldest activations, not the last slice's"),
+    refuse("--rampup-batch-size", "hdp", "remove it: steps are planned ahead with one batch size"),
+    refuse("--step-batch-size-schedule", "hdp", "remove it: steps are planned ahead with one batch size"),
     refuse("--decrease-batch-size-if-needed", "hdp"),
     refuse("--iterations-to-skip", "hdp"),
     refuse("--phase-transition-iterations", "hdp"),
@@ -243,12 +245,13 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--reset-position-ids", "hdp", "positions always start anew with each document here"),
     refuse("--reset-attention-mask", "hdp", "documents never attend to each other here",
            slices="use --hybrid-data-parallel, where documents never attend to each other"),
-    refuse("--eod-mask-loss", "hdp", "the last token of a document never has a label here"),
+    refuse("--eod-mask-loss", "hdp", "remove it: the last token of a document never has a label here"),
     refuse("--dataloader-type cyclic", "hdp", applies=lambda a: a.dataloader_type == "cyclic"),
     refuse("--micro-batch-size > 1", "hdp", "leave it at 1: documents are packed by tokens",
            _above("micro_batch_size", 1)),
     refuse("--eval-micro-batch-size > 1", "hdp", "leave it at 1", _above("eval_micro_batch_size", 1)),
-    refuse("--no-align-param-gather", "hdp", "a rank that waits in a ring must not hold back another's parameters",
+    refuse("--no-align-param-gather", "hdp",
+           "remove it: a rank that waits in a ring must not delay another rank's parameters",
            lambda a: not a.align_param_gather),
     refuse("--logits-save-dir", "hdp slices loss_chunks"),
     refuse("--logits-load-dir", ALWAYS, _OTHER_SCRIPT),

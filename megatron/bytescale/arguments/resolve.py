@@ -1,4 +1,4 @@
-"""From parsed arguments to one frozen ``RunConfig``."""
+"""Resolve parsed arguments into one frozen ``RunConfig``."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     print(length_table(rows, states))
     print(f"\npeak: device, with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
     if cost.shape.num_expert_layers:
-        print("experts are left alone: what they save and their parameters stay on the device and are not counted here")
+        print("experts are not planned: their saved tensors and parameters stay on the device and are not counted here")
     return 0
 
 
@@ -124,7 +124,7 @@ def check_sizes(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     for name in ("device_memory_gb", "host_memory_gb"):
         if not 0 <= getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be a number from 0 on, got {getattr(args, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
     if not all(0 < rate < math.inf for rate in args.tflops):
         raise ValueError(f"--tflops must be positive, got {' '.join(map(str, args.tflops))}")
 
@@ -189,7 +189,7 @@ def predict(policy: str, load: LayerLoad, num_tokens: int, machine: Machine) -> 
 
 
 def tensor_table(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> str:
-    """Print a row for each tensor of a layer."""
+    """Return a table with a row for each tensor of a layer."""
     lines = [f"{'tensor of a layer':26} {'KiB/token':>9} {'ns to rebuild a KiB':>20}  choice"]
     for tensor in load.tensors:
         price = load.price(tensor, machine)
@@ -201,7 +201,7 @@ def tensor_table(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> str
 
 
 def plan_text(plan: ActivationPlan) -> str:
-    """Print the shares of a plan in one line."""
+    """Return the shares of a plan in one line."""
     return (
         f"policy {plan.policy}: alpha {plan.swap:.3f} (swapped), kept {plan.keep:.3f}, recomputed "
         f"{plan.recompute:.3f}; "
@@ -210,7 +210,7 @@ def plan_text(plan: ActivationPlan) -> str:
 
 
 def length_table(rows: list[Row], states: float) -> str:
-    """Print a row for each length: shares, milliseconds, GB; the peak includes the ``states`` bytes."""
+    """Return a table with a row for each length: shares, milliseconds, GB; the peak includes the ``states`` bytes."""
     lines = [f"{'tokens':>8} {'policy':>8} {'alpha':>6} {'kept':>6} {'layer ms':>9} {'transfer ms':>11} "
              f"{'step ms':>10} {'device GB':>9} {'peak GB':>8} {'host GB':>8}"]  # fmt: skip
     for row in rows:

@@ -23,14 +23,14 @@ def megatron_hybrid(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     """``BalancedCPScheduler`` of ``--hybrid-context-parallel``: powers of two, one sub-sample in each forward.
 
     Raises:
-        NotApplicable: with pipelines, which Megatron's arguments refuse; a number of ranks that is no power of two,
+        NotApplicable: with pipelines, which Megatron's arguments refuse; a number of ranks that is not a power of two,
             for which Megatron has no groups; or the scheduler itself stops on these lengths.
     """
     if len(scenario.stages) > 1:
         raise NotApplicable("--hybrid-context-parallel refuses pipelines")
     num_ranks = scenario.cluster.num_ranks
     if num_ranks & (num_ranks - 1):
-        raise NotApplicable(f"{num_ranks} ranks are no power of two, for which it has no groups")
+        raise NotApplicable(f"{num_ranks} ranks are not a power of two, so Megatron has no groups for them")
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     scheduler = BalancedCPScheduler(scenario.cluster.tokens_per_rank, _RankCount(num_ranks))

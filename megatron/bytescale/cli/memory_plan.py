@@ -94,7 +94,7 @@ def activations_of(args: argparse.Namespace) -> ActivationPlan:
     """Return the shares kept, swapped and recomputed. Raises ValueError for missing shares or host memory."""
     swap, recompute, policy = args.swap_fraction, args.recompute_fraction, args.activation_policy
     if not 0 <= args.host_memory_gb < math.inf:
-        raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} is no amount of memory; give a number from 0 on")
+        raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} is not an amount of memory; give 0 or more")
     if (swap or policy in ("memo", "priced")) and not args.host_memory_gb:
         raise ValueError("give --host-memory-gb, as in training: swapped tensors go there")
     if (swap, recompute) == (None, None):
@@ -179,7 +179,7 @@ def with_passes_as_blocks(
 
 
 def timed(requests: list[Request], solver_seconds: float) -> tuple[MemoryPlan, float]:
-    """Place requests by best fit, then by the solver if a gap to the bound is left; return the plan and the seconds."""
+    """Place requests by best fit, then by the solver if a gap to the bound remains; return the plan and the seconds."""
     begun = time.perf_counter()
     plan = improve(plan_memory(requests), solver_seconds)
     return plan, time.perf_counter() - begun
@@ -195,7 +195,7 @@ def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, dict[str, f
 
 
 def table(plans: dict[str, tuple[MemoryPlan, float]]) -> str:
-    """Print a row for each plan."""
+    """Return a table with a row for each plan."""
     lines = [f"{'trace':18} {'requests':>8} {'bound MB':>10} {'peak MB':>10} {'peak/bound':>10}  {'proof':10} {'s':>6}"]
     for name, (plan, seconds) in plans.items():
         ratio = plan.peak / plan.bound if plan.bound else 1.0

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--static-width",
         type=int,
         metavar="W",
-        help="plan static context parallelism of W ranks instead, as --context-parallel-size, to compare with",
+        help="for comparison: plan static context parallelism of W ranks, as --context-parallel-size does",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON (read by bytescale timeline)")
 
@@ -109,13 +109,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
-    """Return the planner of the options. Raises ValueError for options that do not go together."""
+    """Return the planner of the options. Raises ValueError for options that conflict."""
     for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} must be at least 1")
     slicing = slicing_of(args, cost)
     if args.static_width is not None and (args.balance or args.stages > 1):
-        raise ValueError("--static-width is a plan of its own, without --balance and --stages")
+        raise ValueError("--static-width does not work with --balance and --stages: remove them")
     kinds = ("auto", *BALANCES)
     balance = args.balance or "auto"
     if balance not in kinds:
@@ -138,8 +138,8 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
     Empty documents of an .idx file are left out, as in training: they give no sample.
 
     Raises:
-        ValueError: the file is missing or of another kind, the window is outside of it or holds no token, or a
-            length of an .npy file is not positive.
+        ValueError: the file is missing or of another kind, the window is outside it or holds no token, or a length of
+            an .npy file is not positive.
     """
     if not path.is_file():
         raise ValueError(f"--lengths {path}: no such file")
@@ -196,7 +196,7 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
 
 
 def score_text(plan: StepPlan, planner: HdpPlanner, device: str) -> str:
-    """Return the planned time of the step over the least time that any plan can take."""
+    """Return the planned time of the step, and its ratio to the lower bound of any plan."""
     makespan = replay_stages(plan, planner.stages, planner.slicing).makespan
     bound = lower_bounds(plan.lengths, planner.cluster, planner.stages, planner.slicing).largest
     return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {device})"
@@ -210,7 +210,7 @@ def _read_npy(path: Path) -> npt.NDArray[np.integer]:
     try:
         values = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"--lengths {path} is no numpy array: {error}") from error
+        raise ValueError(f"--lengths {path} is not a numpy array: {error}") from error
     if not isinstance(values, np.ndarray) or values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         what = f"shape {values.shape} of {values.dtype}" if isinstance(values, np.ndarray) else "several arrays"
         raise ValueError(f"--lengths {path} holds {what}; it must be one-dimensional and of integers")

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write the cost file and print how well it predicts.
 
     Raises:
-        ValueError: a flag that cannot be profiled, times that are noise, or an output that cannot be written.
+        ValueError: a flag that cannot be profiled, times that are too noisy, or an output that cannot be written.
     """
     _check(args)
     from megatron.bytescale import cpu

@@ -1,4 +1,4 @@
-"""``bytescale schedule``: the schedule of a pipeline, cut into slices or not, with its idle time and memory."""
+"""``bytescale schedule``: the schedule of a pipeline, with slices or without, its idle time and its memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cost-file", type=Path, metavar="FILE", help="measured costs of bytescale profile; sets the model"
     )
-    parser.add_argument("--compare", action="store_true", help="1F1B and Seq1F1B, interleaved (--vpp) or not")
+    parser.add_argument("--compare", action="store_true", help="compare 1F1B and Seq1F1B, with --vpp also interleaved")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the schedule over time (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 

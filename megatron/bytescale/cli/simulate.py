@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_size, required=True, metavar=letter, help=text)
     parser.add_argument("--ranks", type=int, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
     parser.add_argument("--stages", type=int, default=1, metavar="p", help="pipeline stages (1)")
-    add_slicing_arguments(parser, f"; {', '.join(SLICED)} run so, the others are Megatron's own 1F1B")
+    add_slicing_arguments(parser, f"; {', '.join(SLICED)} run in slices, the others run Megatron's own 1F1B")
     parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
     parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
     add_cost_argument(parser)
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Draw the steps, run every scheduler on each, print.
 
     Raises:
-        ValueError: an unknown name, sizes that do not go together, a bad file.
+        ValueError: an unknown name, sizes that conflict, a bad file.
     """
     names = [name.strip() for name in args.schedulers.split(",")]
     unknown = [name for name in names if name not in ALL]
@@ -268,5 +268,5 @@ def _size(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive size; write for example 8192, 8K or 1M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size; write for example 8192, 8K or 1M")
     return number

@@ -46,7 +46,7 @@ def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
     """
     slicing = slices_of(args)
     if args.slices > 1 and args.stages == 1:
-        raise ValueError(f"--slices {args.slices} is for pipelines: give --stages of 2 or more")
+        raise ValueError(f"--slices {args.slices} needs a pipeline: give --stages of 2 or more")
     if args.kept_keys is not None and (args.kept_keys < 0 or args.slices == 1):
         raise ValueError(f"--kept-keys {args.kept_keys} must be at least 0, and needs --slices of 2 or more")
     if args.eager and args.slices == 1:

@@ -1,4 +1,4 @@
-"""Carries what attention and RoPE need to know of a micro-batch, as Megatron's own ``packed_seq_params``."""
+"""Carry what attention and RoPE need to know about a micro-batch, as Megatron's own ``packed_seq_params``."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ To add a feature, write one file here and add its row to ``FEATURES``; its decis
 Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table. ``states``, ``experts``,
 ``gates``, ``drafts``, ``ngram`` and ``sculpt`` will be rows too.
 
-Importing this package imports neither torch nor Megatron; what a feature builds with is imported inside its functions.
+Importing this package imports neither torch nor Megatron; features import what they build with inside their functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.bytescale.registry import Patch
 
 FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN)
-"""In the order in which they resolve and build: each may use what the features before it have made."""
+"""In the order in which they resolve and build: each may use the results of the features before it."""
 
 
 def enabled(args: Any) -> list[Feature]:
@@ -39,12 +39,12 @@ def refusals() -> list[Refusal]:
 
 
 def patches_of(names: Collection[str]) -> list[Patch]:
-    """Return the patch rows that these features bring beside the table in ``patches.py``."""
+    """Return the patch rows that these features add to the table in ``patches.py``."""
     return [row for feature in FEATURES if feature.name in names for row in feature.patches()]
 
 
 def check(args: Any) -> None:
-    """Check the flags of all features, and set the arguments of Megatron's that the enabled ones need.
+    """Check the flags of all features, and set the Megatron arguments that the enabled ones need.
 
     Call it before Megatron checks its arguments. Raises ValueError, naming the flag.
     """
@@ -64,7 +64,7 @@ def check(args: Any) -> None:
 
 
 def _check_not_given(feature: Feature, args: Any) -> None:
-    """Raise ValueError for a flag of a feature that is off, but for the flag that switches it on."""
+    """Raise ValueError for a flag of a feature that is off, except for the flag that switches it on."""
     for action in feature.actions():
         (flag,) = action.option_strings
         if flag != feature.flag and getattr(args, action.dest) != action.default:

@@ -36,13 +36,13 @@ class Feature:
         is_on: whether parsed arguments switch it on.
         resolve: returns its frozen configuration from checked arguments and the run so far. Raises ValueError.
         build: changes what Megatron's ``pretrain`` is given.
-        before_checks: checks its flags and sets arguments of Megatron's, before Megatron checks them.
-        after_checks: sets arguments that Megatron's checks have changed.
-        needs: what its other flags need, in messages; default: ``flag``.
+        before_checks: checks its flags and sets Megatron arguments, before Megatron checks them.
+        after_checks: restores arguments that Megatron's checks have changed.
+        needs: what its other flags need, as messages name it; default: ``flag``.
         requires: names of features that must be on too.
         reads_cost: it plans with the costs of ``--cost-file``.
-        refusals: rows beside those of the shared table that name this feature.
-        patches: returns rows beside those of the shared table that name this feature.
+        refusals: its rows in addition to those of the shared table.
+        patches: returns its rows in addition to those of the shared table.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Feature:
     patches: Callable[[], tuple[Patch, ...]] = _no_patches
 
     def actions(self) -> list[argparse.Action]:
-        """Return its flags as argparse knows them."""
+        """Return its flags as argparse actions."""
         parser = argparse.ArgumentParser(add_help=False)
         self.add_arguments(parser)
         return parser._actions

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hdp-plan-seconds",
         type=float,
         metavar="S",
-        help="Time limit for the plan of one step; then all ranks take the simple plan of none. Default: no limit.",
+        help="Time limit for the plan of one step; then all ranks take the plan of balance none. Default: no limit.",
     )
     group.add_argument(
         "--hdp-check-plans-every",
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."
     )
     group.add_argument(
-        "--hdp-timeline-step", type=int, metavar="N", help="Record when each rank computes what in iteration N."
+        "--hdp-timeline-step", type=int, metavar="N", help="Record what each rank computes in iteration N, and when."
     )
 
 
@@ -88,7 +88,7 @@ def is_on(args: Any) -> bool:
 
 
 def before_checks(args: Any) -> None:
-    """Check sizes, and set the arguments of Megatron's that hybrid data parallelism is built on."""
+    """Check sizes, and set the Megatron arguments that hybrid data parallelism needs."""
     for flag in ("--seq-length", "--hdp-tokens-per-rank", "--global-batch-size"):
         if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
             raise ValueError(f"--hybrid-data-parallel needs {flag}")
@@ -134,8 +134,8 @@ def _check_ranks(args: Any) -> None:
     for flag, size in sizes.items():
         if size < 1 or size % num_ranks:
             raise ValueError(
-                f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, which Megatron counts "
-                f"documents by; the next multiple is {(max(size, 0) // num_ranks + 1) * num_ranks}"
+                f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, as Megatron's count of "
+                f"documents must be; the next multiple is {(max(size, 0) // num_ranks + 1) * num_ranks}"
             )
 
 
@@ -146,7 +146,7 @@ def after_checks(args: Any) -> None:
 
 
 def resolve(args: Any, run: RunConfig) -> HdpConfig:
-    """Return the settings of the planner and of what watches over it. Raises ValueError for an unfit kernel."""
+    """Return the settings of the planner and of the checks of its plans. Raises ValueError for an unfit kernel."""
     check_kernel(args.hdp_attention_kernel, run)
     num_stages, expert_ranks = args.pipeline_model_parallel_size, ranks_that_share_experts(args)
     balance = args.hdp_balance or "auto"

@@ -1,4 +1,4 @@
-"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist together."""
+"""Output layer and loss in chunks of tokens, so that the logits of a long sequence never exist all at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="Compute output layer and loss for TOKENS tokens at a time, and once more in the backward pass, so that "
-        "the logits of a long sequence never exist together. Needs no activation policy.",
+        "the logits of a long sequence never exist all at once. Needs no activation policy.",
     )
 
 
@@ -33,7 +33,7 @@ def resolve(args: Any, run: RunConfig) -> LossChunks:
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Compute the loss of each model chunk that has the output layer by chunks of tokens."""
+    """Compute the loss of each model chunk that has the output layer in chunks of tokens."""
     from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
 
     training.model.pre_wrap_hooks.append(partial(use_chunked_loss, runtime.run.get(LossChunks).num_tokens))
@@ -43,7 +43,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 LOSS_CHUNKS = Feature(
     name="loss_chunks",
     flag="--chunked-cross-entropy",
-    summary="the loss by chunks of tokens: logits of a long sequence never exist together",
+    summary="the loss in chunks of tokens: logits of a long sequence never exist all at once",
     add_arguments=add_arguments,
     is_on=lambda args: args.chunked_cross_entropy is not None,
     resolve=resolve,

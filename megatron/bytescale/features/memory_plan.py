@@ -25,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="A plan of `bytescale memory-plan --output FILE` for this model: on a GPU its memory is reserved at once, "
-        "and swapped layers come back to buffers of the planned size.",
+        "and swapped layers are read back into buffers of the planned size.",
     )
 
 
 def resolve(args: Any, run: RunConfig) -> StepMemory:
-    """Return the plan. Raises ValueError where it cannot be read, is no plan, or is not of this model and step."""
+    """Return the plan. Raises ValueError where it cannot be read, is not a plan, or is for another model or step."""
     activations = run.get(ActivationConfig)
     if activations.offload is not None:
         raise ValueError("--memory-plan needs one share for all micro-batches: give --swap-fraction, or remove it")
@@ -58,7 +58,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 MEMORY_PLAN = Feature(
     name="memory_plan",
     flag="--memory-plan",
-    summary="a memory plan of a step: reserved before the first one",
+    summary="a memory plan of a step: memory reserved before the first step",
     add_arguments=add_arguments,
     is_on=lambda args: args.memory_plan is not None,
     resolve=resolve,

@@ -37,22 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seq1f1b-partition",
         metavar="NAME",
-        help="What slices are equal in: time (default), flops or even; or the tokens of each, as L1,...,LK. "
+        help="What is equal in all slices: time (default), flops, or tokens (even); or their tokens as L1,...,LK. "
         "`bytescale schedule` shows the lengths for each.",
     )
     group.add_argument(
         ORDER_FLAG,
         action="store_true",
-        help="Each stage runs two forwards ahead of the next one, not one, so that slices of different duration do not "
-        "wait for each other. Faster, and holds the activations of up to (stages - 1) / K micro-batches more.",
+        help="Each stage runs two forwards ahead of the next one instead of one, so that slices of different "
+        "duration wait less for each other. Faster, but holds activations of up to (stages - 1) / K more micro-batches.",
     )
     group.add_argument(
         "--hdp-kept-keys",
         type=int,
         metavar="TOKENS",
-        help="With --hybrid-data-parallel: each rank keeps the keys that it has received of documents of up to this "
-        "many tokens, so that they travel once, not again with each slice. Default: as many as take no more memory "
-        "than 1F1B; 0: none.",
+        help="With --hybrid-data-parallel: each rank keeps the keys that it receives of documents of up to this "
+        "many tokens, so that they travel once, not again with each slice. Default: as many as fit in the memory that "
+        "1F1B would take; 0: none.",
     )
 
 
@@ -62,7 +62,7 @@ def is_on(args: Any) -> bool:
 
 
 def before_checks(args: Any) -> None:
-    """Check the flags of slices, and set the arguments of Megatron's that slices need."""
+    """Check the flags of slices, and set the Megatron arguments that slices need."""
     if args.seq1f1b_slices < 1:
         raise ValueError(f"--seq1f1b-slices {args.seq1f1b_slices} must be at least 1; 1 does not cut micro-batches")
     if args.hdp_kept_keys is not None and not args.hybrid_data_parallel:
@@ -109,7 +109,7 @@ def sample_slices(args: Any, run: RunConfig) -> SliceConfig:
     """Return the slices of samples of one length.
 
     Raises:
-        ValueError: slices or groups of virtual stages that do not fit, with the nearest that do.
+        ValueError: slices or groups of virtual stages do not fit; the message gives the nearest that do.
     """
     partition = parse_partition(args.seq1f1b_partition or "time")
     row_shares = args.tensor_model_parallel_size if args.sequence_parallel else 1
@@ -131,7 +131,7 @@ def sample_slices(args: Any, run: RunConfig) -> SliceConfig:
 
 
 def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceConfig:
-    """Return the slices of micro-batches of documents; with the partition "time" equal in the planner's cost.
+    """Return the slices of micro-batches of documents; the partition "time" makes them equal in the planner's cost.
 
     Raises:
         ValueError: a partition that only samples of one length can have.
@@ -184,9 +184,9 @@ def kept_note(config: DocumentSliceConfig, shape: ModelShape, longest: int, tens
     layers = -(-shape.num_layers // num_stages)
     num_bytes = layers * kept_bytes(num_stages, config.slicing, longest, key_bytes)
     return (
-        f"{note}. Longer ones send theirs again with each slice, which may take longer than slices save: with "
-        f"--hdp-kept-keys {longest} none does, for up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
-        "or use fewer slices (`bytescale simulate` compares)"
+        f"{note}. Longer ones send their keys again with each slice, which may cost more time than slices save: "
+        f"--hdp-kept-keys {longest} avoids that, with up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
+        "or use fewer slices (`bytescale simulate` compares them)"
     )
 
 

@@ -1,8 +1,8 @@
 """A memory plan in training (``--memory-plan``): enables only what measurably helps, and compares a step with the plan.
 
-Swapped layers come back to two rounding buffers of the planned size. On a GPU the planned peak is reserved before the
-first step as one segment of the caching allocator, which then splits it instead of asking the device for memory tensor
-by tensor. The addresses of the plan are not enforced: the allocator behind torch sees sizes only, in an order that
+Swapped layers are read back into two rounding buffers of the planned size. On a GPU the planned peak is reserved before
+the first step as one segment of the caching allocator, which then splits it instead of asking the device for memory
+tensor by tensor. The addresses of the plan are not enforced: torch's allocator sees only sizes, in an order that
 changes with the lengths of micro-batches, so the n-th request of a step is not the n-th of the plan.
 """
 
@@ -53,7 +53,7 @@ class PlannedMemory:
         return cls(runtime.run.get(StepMemory), store, process.on_cuda, prints=process.rank == 0)
 
     def around(self, training: Training) -> Training:
-        """Return the training whose first forward pass takes the memory."""
+        """Return the training whose first forward pass reserves the memory."""
 
         def wrap_forward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
             def forward(data_iterator: Any, model: Any) -> Any:
@@ -78,7 +78,7 @@ class PlannedMemory:
         return self.memory.plan.model.peak
 
     def begin(self, model: torch.nn.Module) -> None:
-        """Take the planned memory and begin to watch, in the first forward pass of a run."""
+        """Reserve the planned memory and start measuring, in the first forward pass of a run."""
         if self._is_done or self._trace is not None or self._used_before:
             return
         device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")

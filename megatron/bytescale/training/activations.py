@@ -25,9 +25,9 @@ from megatron.bytescale.training.build import Training
 
 
 def plan_activations(training: Training, runtime: Runtime) -> Training:
-    """Wrap all layers, whatever they hold, and set the plan of each micro-batch before its forward pass.
+    """Wrap all layers and set the plan of each micro-batch before its forward pass.
 
-    Hybrid data parallelism logs what a step kept, swapped and recomputed; without it there is a log line here.
+    Hybrid data parallelism logs what a step kept, swapped and recomputed; without it a log line is added here.
     """
     run = runtime.run
     config, has_documents = run.get(ActivationConfig), run.find(HdpConfig) is not None

@@ -50,7 +50,7 @@ class Training:
         return self
 
     def wrap_forward_step(self, wrap: Callable[[Function], Function]) -> Training:
-        """Return this training with another forward step around its own."""
+        """Wrap the function that runs one micro-batch forward."""
         return replace(self, forward_step=wrap(self.forward_step))
 
 
@@ -67,7 +67,7 @@ def build(args: Any, runtime: Runtime) -> Training:
             stock.dataset_config(args)
     process = runtime.run.process
     if not process.on_cuda and process.rank == 0:
-        print("> bytescale: training on CPU with gloo; calls to CUDA are stood in for (megatron/bytescale/cpu.py)")
+        print("> bytescale: training on CPU with gloo; CUDA calls are replaced (megatron/bytescale/cpu.py)")
     return training
 
 

@@ -71,7 +71,7 @@ def load_from_ray(training: Training, runtime: Runtime) -> Training:
 
 
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Choose the kernel and join the ring communicator. Every process, before the model is wrapped in DDP."""
+    """Choose the kernel and join the ring communicator; every process calls it before the model is wrapped in DDP."""
     run = runtime.run
     kernel, reason, _ = choose_kernel(runtime.device, run.process.dtype, run.shape.head_dim, runtime.hdp.kernel)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
@@ -90,7 +90,7 @@ def dataset_provider(runtime: Runtime, remote: RemoteData | None = None) -> Call
     """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
 
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
-        if vp_stage:  # all chunks run the step that the first chunk's loader gives
+        if vp_stage:  # all chunks run the step that the first chunk's loader returns
             return None, None, None
         args = get_args()
         sources: Sequence[SampleSource | RemoteSplit | None]
@@ -146,8 +146,7 @@ def step_loader(runtime: Runtime, source: SampleSource | RemoteSplit, settings: 
 
 def forward_step(runtime: Runtime) -> Callable[..., Any]:
     """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
-
-    Or one slice of a micro-batch, with the keys and values of its earlier slices.
+    With slices it runs one slice, with the keys and values of earlier slices.
     """
 
     def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -210,7 +209,7 @@ def wanted_samples(args: Any) -> tuple[int | None, ...]:
 
 
 def check_data(args: Any, is_text: bool) -> None:
-    """Raise ValueError for data sets that are missing, truncated, foreign, empty or of another vocabulary.
+    """Raise ValueError for data sets that are missing, truncated, empty, of another format or of another vocabulary.
 
     Reads the index of each; only the first process scans token ids. ``is_text``: the data are .jsonl files.
     """

@@ -1,4 +1,4 @@
-"""Wraps three things that Megatron does at start, each of which would end or spoil a run before its first step."""
+"""Wrap three functions that Megatron calls at start; each would end a run or waste memory before the first step."""
 
 from __future__ import annotations
 

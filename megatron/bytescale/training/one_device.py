@@ -1,6 +1,6 @@
 """A GPT of Megatron's layers on one device, whose activation policy can change between steps: to measure and record.
 
-All policies share weights, kernels and loss, and the layers are the same objects; so what differs is the policy.
+All policies share weights, kernels and loss, and the layers are the same objects; so only the policy differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OneDeviceModel:
         store: set ``store.plan`` to choose the policy.
         device: of the model.
         vocab: tokens are below it.
-        weights: the first weights, which each arm starts from.
+        weights: the initial weights, from which each run starts.
     """
 
     model: Any
@@ -44,7 +44,7 @@ class OneDeviceModel:
     weights: list[torch.Tensor] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Go back to the first weights and count anew."""
+        """Restore the initial weights and reset the counts."""
         with torch.no_grad():
             for parameter, first in zip(self.model.parameters(), self.weights, strict=True):
                 parameter.copy_(first)
@@ -142,7 +142,7 @@ def build_model(
 
 
 def _layer_spec(kernel: Any, engine: bool) -> Any:
-    """A layer of Megatron's own modules, or of TransformerEngine's, with attention over documents."""
+    """Return the spec of a layer of Megatron's or TransformerEngine's modules, with attention over documents."""
     from functools import partial
 
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -158,13 +158,13 @@ def _layer_spec(kernel: Any, engine: bool) -> Any:
     layer.self_attention.submodules.core_attention = partial(
         DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
     )
-    if not engine:  # whose products begin with the norm
+    if not engine:  # TransformerEngine's products include the norm
         layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     return spec
 
 
 def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_grained_offload: bool) -> Any:
-    """Megatron's configuration of the model: without dropout, so that all policies compute the same."""
+    """Return Megatron's configuration of the model, without dropout, so that all policies compute the same."""
     from megatron.core.transformer import TransformerConfig
 
     offload = {
@@ -183,21 +183,21 @@ def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_gra
 
 
 def end_fine_grained_step() -> None:
-    """What Megatron's schedules do after each step under its fine-grained offload."""
+    """Reset Megatron's fine-grained offload, as its schedules do after each step."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 
     FineGrainedActivationOffloadingInterface.reset()
 
 
 def saved_bytes(model: torch.nn.Module, run: Callable[[], Any]) -> int:
-    """Bytes that autograd keeps of one forward pass beside parameters and what policies manage, each once."""
+    """Return the bytes that autograd keeps after a forward pass, except parameters and tensors under a policy."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     regions: dict[Any, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         region = region_of(tensor)
         if region is not None and region.storage not in parameters:
-            regions[region] = tensor.detach()  # held, so that no address is used twice
+            regions[region] = tensor.detach()  # kept alive, so that no address is reused
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -206,7 +206,7 @@ def saved_bytes(model: torch.nn.Module, run: Callable[[], Any]) -> int:
 
 
 def run_policy(built: OneDeviceModel, plan: ActivationPlan, lengths: list[int]) -> dict[str, Any]:
-    """Train from the first weights on sequences of these lengths under a plan; figures of the whole run.
+    """Train from the initial weights on sequences of these lengths under a plan; return figures of the whole run.
 
     Times are medians; the bytes and FLOPs are of one step of the first length.
     """

@@ -1,9 +1,9 @@
 """Times real micro-batches in Megatron's real model, for ``bytescale profile``: what training runs, without a step.
 
-Several HDP ranks measure at once, as they work in a step too: on a shared memory, clock and bus.
+Several HDP ranks measure at the same time, because in a step too they share memory, clock and bus.
 
-A training command is taken as it is. What does not change a layer's time (data, checkpoints, pipeline stages, the
-number of layers) is put aside; the rest of Megatron's arguments holds, recomputation included.
+The training command is taken unchanged. Arguments that do not change a layer's time (data, checkpoints, pipeline
+stages, the number of layers) are overridden; all others apply, recomputation included.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ASIDE = {
     "overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": False,
     "check_for_nan_in_loss_and_grad": False,
 }  # fmt: skip
-"""Arguments of a training command that the profile sets its own way: they cost a layer nothing, or a step once."""
+"""Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Subject:
         return torch.cuda.get_device_name() if self.runtime.clock.on_cuda else f"CPU ({platform.machine()})"
 
     def ring_seconds(self, bytes_per_second: float) -> tuple[float, float]:
-        """Of one layer for each token whose keys and values a rank receives: forward, backward."""
+        """Return the seconds of one layer for each token whose keys and values a rank receives: forward, backward."""
         dtype = self.args.params_dtype
         sizes = (dtype.itemsize, accumulation_dtype(dtype).itemsize)
         forward, backward = ring_bytes_per_token(self.shape, self.tensor_parallel, *sizes)
@@ -96,7 +96,7 @@ class Subject:
 
 
 class RandomTokens:
-    """A ``TokenSource`` of made-up documents: what a micro-batch costs does not depend on its words."""
+    """A ``TokenSource`` of made-up documents: the cost of a micro-batch does not depend on its token ids."""
 
     def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
         self._lengths = tuple(lengths)
@@ -139,7 +139,7 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
 
 
 def _settle(args: argparse.Namespace, max_tokens: int) -> None:
-    """Put aside what a profile has no use for. Raises ValueError for what it cannot measure."""
+    """Override arguments that do not matter for a profile. Raises ValueError for what it cannot measure."""
     if args.num_experts:
         raise ValueError("--num-experts: a cost file has no entry for experts; train without --cost-file")
     if args.recompute_method == "block":
@@ -185,7 +185,7 @@ def _join(args: argparse.Namespace, on_cpu: bool) -> None:
 
 
 def build_model(subject: Subject, num_layers: int) -> Any:
-    """Megatron's model of ``num_layers`` layers, wrapped as for training: a micro-batch adds to its gradients."""
+    """Build Megatron's model of ``num_layers`` layers, wrapped as for training: a micro-batch adds to its gradients."""
     args = subject.args
     args.num_layers = num_layers
     config = hdp.use_document_model(stock_training(args), subject.runtime).model
@@ -198,7 +198,7 @@ def build_model(subject: Subject, num_layers: int) -> Any:
 
 
 def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], cluster: Cluster) -> StepPlan:
-    """Every rank runs a micro-batch of each pack, all its own, and its share of each sequence that all share."""
+    """Return a plan in which every rank runs its own micro-batch of each pack, and its share of each ring sequence."""
     num_ranks = cluster.num_ranks
     everyone = tuple(range(num_ranks))
     lengths = list(rings)
@@ -216,7 +216,7 @@ def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], cluster: 
 
 
 def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]:
-    """Make the plan the running step, with made-up tokens; this rank's micro-batches."""
+    """Make the plan the running step, with made-up tokens; return this rank's micro-batches."""
     runtime = subject.runtime
     source = RandomTokens(plan.lengths, subject.shape.vocab)
     ids = tuple(range(len(plan.lengths)))
@@ -229,7 +229,7 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
 
 
 def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
-    """Forward, loss and backward of one micro-batch of the running step; marks at their bounds, no waiting."""
+    """Run forward, loss and backward of a micro-batch of the running step; return marks at their bounds. Never waits."""
     runtime.clock.begin(traced=False)
     output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
     loss_of(output)[0].backward()
@@ -238,10 +238,10 @@ def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> l
 
 
 def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = False) -> tuple[float, float]:
-    """Forward and backward seconds of ``run_micro_batch``; on CUDA once the device is synchronised.
+    """Return forward and backward seconds of ``run_micro_batch``; on CUDA the device must be synchronised before.
 
-    On CPU it is the processor time of this process, which other programs disturb least: also that of the threads which
-    carry its messages, as they run on the rank's core. Wall time is taken where torch computes in several threads or
+    On CPU it is the processor time of this process, which other programs disturb least. It includes the threads that
+    carry messages, because they run on the rank's core. Wall time is taken where torch computes in several threads or
     tensor-parallel ranks wait for each other, or if it is asked for (``by_wall``).
     """
     forward, backward, end = marks[-3:]
@@ -256,12 +256,13 @@ def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = Fal
 def time_packs(
     subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[int] = ()
 ) -> list[Timing]:
-    """Times of each pack, and of each sequence that two or more HDP ranks all share in a ring, in models of ``LAYERS``.
+    """Return times of each pack, and of each sequence in a ring of all (two or more) HDP ranks, in models of
+    ``LAYERS``.
 
-    Each is the least of ``repeats`` rounds after one to warm up. A round runs everything once, so that a slow moment of
-    the machine does not fall on one of them; other work on the machine only ever adds time, so the least is the truest.
-    Collective; each time is the mean over all ranks. On CPU, that of a ring is what its exchange costs each processor;
-    that a rank waits for its neighbour is not in it.
+    Each is the minimum of ``repeats`` rounds after one to warm up. A round runs everything once, so that a slow moment
+    of the machine does not hit a single pack. Other work on the machine only adds time, so the minimum is the most
+    accurate. Collective; each time is the mean over all ranks. On CPU, the time of a ring is what its exchange costs
+    each processor, without waiting for neighbours.
     """
     runtime = subject.runtime
     models = [build_model(subject, num_layers) for num_layers in LAYERS]
@@ -286,7 +287,7 @@ def time_packs(
 
 
 def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, float]:
-    """Bytes that one token keeps in one layer until its backward pass: without and with full recompute."""
+    """Return the bytes that one token keeps in one layer until its backward pass: without and with full recompute."""
     found: dict[tuple[bool, int], int] = {}
     for num_layers in LAYERS:
         model = build_model(subject, num_layers)
@@ -309,7 +310,7 @@ def _partial_recompute(args: argparse.Namespace) -> str | None:
 
 
 def _kept_bytes(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> int:
-    """Memory that a forward pass leaves for its backward pass."""
+    """Return the memory that a forward pass leaves for its backward pass."""
     runtime.clock.begin(traced=False)
 
     def forward() -> Any:

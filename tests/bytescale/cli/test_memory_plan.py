@@ -64,7 +64,7 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         (["--activation-policy", "memo"], "give --host-memory-gb"),
         (["--activation-policy", "memo", "--host-memory-gb", "1"], "needs --swap-fraction here"),
         (["--swap-fraction", "0.7", "--recompute-fraction", "0.7", "--host-memory-gb", "1"], "sum to more than 1"),
-        (["--host-memory-gb", "-1"], "is no amount of memory"),
+        (["--host-memory-gb", "-1"], "is not an amount of memory"),
     ],
 )
 def test_bad_input(words: list[str], message: str) -> None:

@@ -168,12 +168,15 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
         (("--ranks", 9, "--tokens-per-rank", 10, "--start", -1), "--start -1"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--num-sequences", 0), "--num-sequences 0"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 2), "width 2 does not divide 9"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 3, "--balance", "dp"), "a plan of its own"),
+        (
+            ("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 3, "--balance", "dp"),
+            "remove them",
+        ),
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "best"), "choose one of auto, none, dp, pp, bytescale"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp is for 1 stage, not 2"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 5), "5 stages do not divide the 32 layers"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 0), "--stages 0 must be at least 1"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--slices", 2), "--slices 2 is for pipelines"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--slices", 2), "--slices 2 needs a pipeline"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--ranks-per-node", 0), "--ranks-per-node 0 must be at least 1"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--cost-file", "none.json"), "none.json"),
     ],
@@ -189,7 +192,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     for name, words in (
         ("none.npy", "no such file"),
         ("lengths.txt", "give a Megatron index"),
-        ("broken.npy", "is no numpy array"),
+        ("broken.npy", "is not a numpy array"),
     ):
         with pytest.raises(ValueError, match=words):
             run("--lengths", tmp_path / name, "--ranks", 2, "--tokens-per-rank", 8)

@@ -133,7 +133,7 @@ def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--sampler", "sft", *SMALL, "--stages", "3"], "3 stages do not divide the 32 layers"),
         (["--sampler", "sft", *SMALL, "--stages", "0"], "--stages 0 must be at least 1"),
         (["--sampler", "sft", *SMALL, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),
-        (["--sampler", "sft", *SMALL, "--slices", "2"], "--slices 2 is for pipelines.*give --stages"),
+        (["--sampler", "sft", *SMALL, "--slices", "2"], "--slices 2 needs a pipeline: give --stages"),
         (["--sampler", "sft", *SMALL, "--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--sampler", "sft", *SMALL, "--ranks", "3"], "--context 32768 does not fit on 3 ranks.*at least 10923"),
         (["--sampler", "sft", *SMALL, "--global-tokens", "1K"], "context 32768 and 1024 tokens of a step"),
@@ -164,7 +164,7 @@ def test_bad_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run("--sampler", "sft", *SMALL, f"--context={text}")
     assert end.value.code == 2
-    assert "is no positive size" in capsys.readouterr().err
+    assert "is not a positive size" in capsys.readouterr().err
 
 
 def test_megatrons_scheduler_places_every_sample() -> None:
@@ -179,7 +179,7 @@ def test_megatrons_scheduler_places_every_sample() -> None:
 def test_megatrons_scheduler_says_what_it_cannot() -> None:
     with pytest.raises(NotApplicable, match="refuses pipelines"):
         megatron_hybrid([8], Scenario(Cluster(8, 8192), 32768, stage_costs(COST, 2)))
-    with pytest.raises(NotApplicable, match="6 ranks are no power of two"):
+    with pytest.raises(NotApplicable, match="6 ranks are not a power of two"):
         megatron_hybrid([8], Scenario(Cluster(6, 8192), 32768, stage_costs(COST, 1)))
 
 

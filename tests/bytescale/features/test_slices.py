@@ -70,7 +70,7 @@ def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
     some, everything = (DocumentSliceConfig(SliceRule(Slicing(4, kept)), 4) for kept in (100, longest))
     note = kept_note(some, LLAMA_7B, longest, tensor_parallel=1)
     assert "up to 100 tokens are kept" in note
-    assert f"--hdp-kept-keys {longest} none does" in note
+    assert f"--hdp-kept-keys {longest} avoids that" in note
     assert f"up to {8 * 5 * longest * key_bytes / 1e9:,.1f} GB" in note
     assert kept_note(everything, LLAMA_7B, longest, tensor_parallel=1).endswith("are kept from slice to slice")
 

@@ -2,7 +2,7 @@
 
 Without a tokenizer a token is a byte, and id 256 ends each document; Megatron trains on that with ``BYTE_LEVEL_FLAGS``.
 Its ``NullTokenizer`` has the two numbers that training reads: the vocabulary, and the end-of-document id, which is the
-last one. (Its ``ByteLevelTokenizer`` is no choice of ``--tokenizer-type``, and ends documents with id 0, a byte.)
+last one. (Its ``ByteLevelTokenizer`` is not a choice of ``--tokenizer-type``, and ends documents with id 0, a byte.)
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def write_corpus(
     num_tokens: int | None = None,
     seed: int = 1234,
 ) -> CorpusSummary:
-    """Write the documents of ``entries`` to ``prefix``.bin and ``prefix``.idx, over files of that name.
+    """Write the documents of ``entries`` to ``prefix``.bin and ``prefix``.idx, replacing files of that name.
 
     Both are written under other names and renamed at the end, so a killed run leaves no partial data set.
 
@@ -183,7 +183,7 @@ def write_corpus(
         if not tally.lengths:
             raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, change --from or --glob")
         builder.finalize(partial + ".idx")
-        # Remove the old index first, so that it never stands beside the new data.
+        # Remove the old index first, so that an old index never describes new data.
         Path(prefix + ".idx").unlink(missing_ok=True)
         os.replace(partial + ".bin", prefix + ".bin")
         os.replace(partial + ".idx", prefix + ".idx")

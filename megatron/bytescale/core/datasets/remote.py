@@ -134,7 +134,7 @@ def build_encode(settings: dict[str, Any]) -> Encode:
 
 
 def _encode_builder(settings: dict[str, Any]) -> Callable[[], Encode]:
-    """Return what builds the function from text to tokens in a server: for bytes without Megatron's slow import."""
+    """Return a function that builds the encoder in a server; for bytes it avoids Megatron's slow import."""
     is_bytes = settings["tokenizer_type"] == "NullTokenizer" and settings["vocab_size"] == BYTE_LEVEL_VOCAB_SIZE
     return partial(encoder, None) if is_bytes else partial(build_encode, settings)
 

@@ -2,7 +2,7 @@
 
 Megatron cannot load such an optimizer: it asks for the step before torch has made any state, looks for the step among
 the sharded tensors, copies into parameters that require gradients (``--ckpt-format torch``), and gives all parameters
-one step tensor, which each of them would count up. It cannot save one without parameters either, such as the optimizer
+one step tensor, which each of them would increment. It cannot save one without parameters either, such as the optimizer
 of the experts on a pipeline stage that has no experts: it finds no step there.
 """
 
@@ -34,7 +34,7 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
 
 
 def wrap_load_state_dict(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
-    """Refuse a checkpoint whose optimizer has another number of parts: one, and one more where experts are shared.
+    """Refuse a checkpoint whose optimizer has another number of parts: one, plus one where experts are shared.
 
     Raises:
         ValueError: the numbers differ.
@@ -47,7 +47,7 @@ def wrap_load_state_dict(original: Callable[..., None], runtime: Any) -> Callabl
         if num_saved != num_parts:
             raise ValueError(
                 f"--load: the checkpoint holds an optimizer of {num_saved} parts and this run has one of {num_parts}, "
-                "as only one of them has --expert-model-parallel-size above 1: stay on that side of it, or add "
+                "because only one of them has --expert-model-parallel-size above 1: change it back, or add "
                 "--no-load-optim"
             )
         original(optimizer, state)
@@ -58,7 +58,7 @@ def wrap_load_state_dict(original: Callable[..., None], runtime: Any) -> Callabl
 def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
     """Load a parameter and its state, but not its step, which the sharded tensors do not hold.
 
-    Without gradients, as in fp32 the sharded parameters are views of the model's.
+    Gradients are off, because in fp32 the sharded parameters are views of the model's.
     """
 
     def set_all_but_step(optimizer: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def is_over_torch_adam(part: Any) -> bool:
 
 
 def begin_state(optimizer: torch.optim.Adam) -> None:
-    """Make the state now that torch makes in the first step: zeros, after 0 steps."""
+    """Create the state that torch would create in the first step: zeros, after 0 steps."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {

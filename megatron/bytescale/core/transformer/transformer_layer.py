@@ -53,7 +53,7 @@ def with_hook_point(builder: Any) -> Any:
 
 
 class PlannedTransformerLayer(TransformerLayer):
-    """A layer that runs as Megatron's does, while ``activations`` decides about the tensors that it saves.
+    """Megatron's layer, whose saved tensors are kept, swapped or rebuilt by the plan of ``activations``.
 
     Rebuilding runs Megatron's own forward again, without attention: it repeats the collectives of tensor parallelism
     and none of a ring. All ranks of a tensor-parallel group must have equal plans.
@@ -107,7 +107,7 @@ class PlannedTransformerLayer(TransformerLayer):
         return result
 
     def _forward_resident(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer that keeps everything. Its backward pass begins to read the previous layer back."""
+        """Run a layer that keeps everything. Its backward pass starts reading the previous layer back."""
         record = self.activations.before_resident(self.layer_number)
         result = super().forward(*args, **kwargs)
         if record is not None and result[0].requires_grad:
@@ -146,7 +146,7 @@ class PlannedTransformerLayer(TransformerLayer):
 
 
 def _prefetch(record: LayerRecord | None) -> None:
-    """Begin to read a layer back, unless its record is gone."""
+    """Start reading a layer back, unless its record is gone."""
     if record is not None:
         record.prefetch()
 

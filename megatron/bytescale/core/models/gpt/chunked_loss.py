@@ -1,8 +1,8 @@
-"""Output layer and loss by chunks of tokens, so that the logits of a long sequence never exist at the same time.
+"""Output layer and loss in chunks of tokens, so that the logits of a long sequence never exist all at once.
 
 Calls Megatron's own output layer and loss for a few tokens at a time, so all their options keep working: tensor and
 sequence parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and
-cut-cross-entropy take the weight past them (docs/activations.md).
+cut-cross-entropy bypass them (docs/activations.md).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def chunked_loss(
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
         return scale_logits(logits).transpose(0, 1).contiguous()
     rows, batch = hidden_states.shape[:2]
-    ranks = labels.shape[1] // rows  # that share the sequence under sequence parallelism
+    ranks = labels.shape[1] // rows  # ranks that share the sequence under sequence parallelism
     by_rank = labels.unflatten(1, (ranks, rows))
     step = max(1, num_tokens // (batch * ranks))
     losses = []

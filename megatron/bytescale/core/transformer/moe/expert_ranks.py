@@ -24,7 +24,7 @@ from typing import Any
 def ranks_that_share_experts(args: Any) -> int:
     """Return how many HDP ranks exchange tokens in layers of experts; 1 without experts.
 
-    They are contiguous, from a multiple of this number on. Megatron lays the processes of a pipeline stage out in a
+    They are contiguous and start at a multiple of this number. Megatron lays the processes of a pipeline stage out in a
     row: tensor-parallel ranks are neighbours, and so are the ``expert tensor x expert model`` parallel ranks of an
     expert group. An HDP rank that lies in two expert groups couples them.
     """

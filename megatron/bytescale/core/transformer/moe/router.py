@@ -7,11 +7,11 @@ over tokens, which the step divides by the number of its labels, like the langua
                                                                     tensor-parallel group) routes in m
     z_loss     sum over tokens of  logsumexp(logits)^2              independent of the plan
 
-Padding counts in neither loss, nor in the loads that move the expert bias. Megatron computes the same with
-``--calculate-per-token-loss``, but for padding: there a micro-batch of padding divides by zero (here it adds nothing),
-padding on some of the tensor-parallel ranks changes the weight of tokens (here not), and the mask of the expert bias
-does not have the shape of the routing map. The logged figures are means over the tokens of the step, not over
-micro-batches as in Megatron.
+Both losses, and the loads that update the expert bias, ignore padding. Megatron computes the same with
+``--calculate-per-token-loss``, except for padding: there a micro-batch of padding divides by zero (here it adds
+nothing), padding on some of the tensor-parallel ranks changes the weight of tokens (not here), and the mask of the
+expert bias does not have the shape of the routing map. The logged figures are means over the tokens of the step, not
+over micro-batches as in Megatron.
 """
 
 from __future__ import annotations
