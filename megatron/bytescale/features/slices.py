@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ORDER_FLAG,
         action="store_true",
         help="Each stage runs two forwards ahead of the next one instead of one, so that slices of different "
-        "duration wait less for each other. Faster, but holds activations of up to (stages - 1) / K more micro-batches.",
+        "duration wait less for each other. Faster, but holds up to (stages - 1) / K micro-batches more activations.",
     )
     group.add_argument(
         "--hdp-kept-keys",

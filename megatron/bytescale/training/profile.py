@@ -229,7 +229,7 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
 
 
 def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
-    """Run forward, loss and backward of a micro-batch of the running step; return marks at their bounds. Never waits."""
+    """Run forward, loss and backward of one micro-batch of the step; return marks at their bounds. Never waits."""
     runtime.clock.begin(traced=False)
     output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
     loss_of(output)[0].backward()

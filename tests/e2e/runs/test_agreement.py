@@ -76,7 +76,7 @@ def test_a_cost_file_of_another_model_is_refused(corpus: Path) -> None:
     flags = [*MODEL, *TRAIN, "--data-path", corpus, *HDP, "--cost-file", SHIPPED / "bytescale_7b.json"]
     outcome = train_ranks(4, *flags)[0]
     assert outcome.code == 2
-    assert "is of another model: hidden is 4096 there and 32 here" in outcome.text
+    assert "is for another model: hidden is 4096 there and 32 here" in outcome.text
 
 
 def plan_in_another_process() -> None:
