@@ -1,4 +1,4 @@
-"""``make demo``: trains on real text with several ranks and draws the loss and a timeline. Writes runs/demo/."""
+"""``make demo``: train on real text with several ranks, draw the loss and a timeline. Writes runs/demo/."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def train(demo: Demo, console: Console) -> None:
     log, metrics_path = demo.folder / "train.log", demo.folder / "metrics.jsonl"
     for stale in (metrics_path, *(demo.folder / "timeline").glob("rank*.jsonl")):
         stale.unlink(missing_ok=True)
-    # With more threads than cores, ranks wait for each other.
+    # With more threads than cores, ranks would wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ",".join(QUIET)}
     total = int(TRAIN[TRAIN.index("--train-iters") + 1])
     columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total}", TimeRemainingColumn(),

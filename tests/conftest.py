@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves the process as it found it, and only marked tests start processes."""
+"""Rules for every test: it leaves the process unchanged, and only marked tests start processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e import once
 
 
 def pytest_configure() -> None:
-    """Examples are the same in every run, and none has to be ready in time."""
+    """Make the examples of hypothesis equal in every run, without time limits."""
     settings.register_profile("steady", deadline=None, derandomize=True)
     settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, themselves or in a fixture; run the longest first."""
+    """Mark the tests that start processes, directly or in a fixture; run the longest first."""
     for item in items:
         fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
         functions = [getattr(item, "function", None), *(one.func for found in fixtures.values() for one in found)]

@@ -1,8 +1,8 @@
-"""What the rules of test_layout.py and test_imports.py leave out, and what does not keep them yet."""
+"""Exceptions from the rules of test_layout.py and test_imports.py, and files that do not follow them yet."""
 
 from __future__ import annotations
 
-# What does not keep a rule yet, by rule. Take an entry out when its file does.
+# Files that do not follow a rule yet, by rule. Remove an entry when its file does.
 KNOWN: dict[str, set[str]] = {
     "folders": set(),
     "files": set(),
@@ -20,7 +20,7 @@ KNOWN: dict[str, set[str]] = {
     "one way": set(),
     "core": set(),
 }
-# More parameters than MAX_PARAMETERS, because somebody else calls with them. name in file: who.
+# Functions with more than MAX_PARAMETERS parameters, because other code calls them: (file, name): which code.
 FOREIGN_SIGNATURES = {
     ("megatron/bytescale/core/transformer/dot_product_attention.py", "forward"): "Megatron's attention layer",
     ("megatron/bytescale/core/models/gpt/chunked_loss.py", "chunked_loss"): "Megatron's GPTModel",
@@ -42,7 +42,7 @@ TESTED_ELSEWHERE = {
     "megatron/bytescale/training/stock.py": "tests/e2e/runs/test_stock.py",
     "megatron/bytescale/training/training.py": "tests/e2e/runs/test_logging.py",
 }
-# Where Megatron's arguments and objects enter, which have no types.
+# Files in which Megatron's arguments and objects enter, which have no types.
 ANY_FILES = {
     "megatron/bytescale/arguments/model_shape.py",
     "megatron/bytescale/arguments/refusals.py",

@@ -18,8 +18,8 @@ What it does:
 - A rank whose function has ended stays connected until all have.
 - If ranks fail, ``RanksFailed`` is raised with the traceback of the one that failed *first*; the others usually
   fail because of it.
-- If ranks hang, ``TimeoutError`` names them and shows where each of them stands.
-- When ``run_ranks`` returns or raises, every process it started is gone, and their children too.
+- If ranks hang, ``TimeoutError`` names them and shows the stack of each.
+- When ``run_ranks`` returns or raises, every process that it started is gone, and so are their children.
 - Only tests that carry the mark ``ranks`` may call it. ``conftest.py`` sets the mark on each test that reaches
   ``run_ranks`` by name; a test that hides the call gets an error that says so.
 
@@ -62,9 +62,9 @@ PRELOADED = (
     "hypothesis",
     "tests.e2e.preload",
 )
-# Many times what any test needs on a slow machine: only a hang lasts so long.
+# Many times what any test needs on a slow machine: only a hang lasts this long.
 HANG_SECONDS = 400.0
-# Reports of ranks that fail together arrive in any order; this long we wait for an earlier one.
+# Reports of ranks that fail together arrive in any order; we wait this long for an earlier one.
 SECONDS_FOR_EARLIER_FAILURES = 2.0
 SECONDS_FOR_STACKS = 20.0
 SECONDS_TO_END = 60.0
@@ -122,7 +122,7 @@ def run_ranks(
         args: picklable arguments, the same for all ranks.
         timeout: seconds until ranks that have not finished are stopped.
         init_group: join a gloo process group of all ranks first.
-        may_die: ranks that may exit without a value, as a test of failure does; their value is None.
+        may_die: ranks that may exit without a value, in tests of failures; their value is None.
 
     Raises:
         RanksFailed: a rank raised (the message holds its traceback) or died.
@@ -154,7 +154,7 @@ def _start(rank: int, world_size: int, call: bytes, folder: Path, group_timeout:
         name=f"rank {rank}",
     )
     process.start()
-    # Only the rank may hold this end, or its death would not be seen.
+    # Only the rank may hold this end, or its death would go unnoticed.
     of_rank.close()
     return RankProcess(process, mine, stack_file)
 
@@ -182,7 +182,7 @@ def _collect(ranks: list[RankProcess], deadline: float, timeout: float, may_die:
 
 
 def _receive(item: RankProcess, rank: int, may_die: bool) -> Report:
-    """The report of a rank, or the failure that it ended without one."""
+    """Return the report of a rank, or a failure if it ended without one."""
     try:
         item.report = pickle.loads(item.reports.recv_bytes())
     except EOFError:
@@ -193,7 +193,7 @@ def _receive(item: RankProcess, rank: int, may_die: bool) -> Report:
 
 
 def _describe_hang(open_ranks: dict[int, RankProcess], timeout: float) -> str:
-    """Which ranks did not finish, each with the stack it prints on a signal."""
+    """Return which ranks did not finish, each with the stack that it prints on a signal."""
     for item in open_ranks.values():
         with suppress(ProcessLookupError):
             os.kill(item.process.pid or 0, signal.SIGUSR1)
@@ -205,7 +205,7 @@ def _describe_hang(open_ranks: dict[int, RankProcess], timeout: float) -> str:
 
 
 def _read_stack(file: Path, end: float) -> str:
-    """Return what a rank wrote, once it is there and no longer grows; at ``end`` what there is."""
+    """Return what a rank wrote once the file stops growing, or at ``end`` what is there."""
     stack = ""
     while True:
         before, stack = stack, file.read_text() if file.exists() else ""
@@ -226,7 +226,7 @@ def _end_all(ranks: list[RankProcess]) -> None:
         if item.process.is_alive():
             _kill(item.process)
             item.process.join(SECONDS_TO_END)
-        with suppress(ProcessLookupError, PermissionError):  # what a rank started and left behind
+        with suppress(ProcessLookupError, PermissionError):  # processes that a rank started and left behind
             os.killpg(item.process.pid or 0, signal.SIGKILL)
 
 
@@ -249,7 +249,7 @@ def _rank_main(
     stack_file: str,
     group_timeout: float | None,
 ) -> None:
-    """The life of one rank process."""
+    """Run one rank process from start to end."""
     _tie_to_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     with open(stack_file, "w") as stacks:

@@ -96,7 +96,7 @@ def cases(rule: str, names: Iterable[str]) -> list[Any]:
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:
-    """How deep decisions lie in one another; an ``elif`` is on the level of its ``if``."""
+    """Return how deep decisions are nested; an ``elif`` is on the level of its ``if``."""
     deepest = depth
     for child in ast.iter_child_nodes(node):
         if isinstance(child, DEFINITIONS):
@@ -175,7 +175,7 @@ def test_functions_are_short(name: str) -> None:
 @pytest.mark.parametrize("name", SOURCE)
 def test_decisions_are_not_deep(name: str) -> None:
     for node in functions_of(name):
-        assert nesting(node) <= MAX_NESTING, f"{node.name}: {nesting(node)} decisions in one another"
+        assert nesting(node) <= MAX_NESTING, f"{node.name}: {nesting(node)} nested decisions"
 
 
 @pytest.mark.parametrize("name", cases("parameters", SOURCE))
@@ -183,7 +183,7 @@ def test_parameters_are_few(name: str) -> None:
     for node in functions_of(name):
         if (name, node.name) not in FOREIGN_SIGNATURES:
             count = len(parameters_of(node))
-            assert count <= MAX_PARAMETERS, f"{node.name}: {count} parameters, make a value of those that go together"
+            assert count <= MAX_PARAMETERS, f"{node.name}: {count} parameters; make a value of some of them"
 
 
 def test_foreign_signatures_are_long() -> None:

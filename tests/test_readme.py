@@ -32,7 +32,7 @@ def our_flags() -> set[str]:
 
 
 def code_lines(text: str) -> list[str]:
-    """Commands of the ``bash`` blocks: lines joined where they are continued, comments off."""
+    """Return the commands of the ``bash`` blocks, with continued lines joined and without comments."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     joined = "".join(blocks).replace("\\\n", " ")
     return [line for line in joined.splitlines() if shlex.split(line, comments=True)]
@@ -124,7 +124,7 @@ def test_figures_of_the_log_line_are_explained() -> None:
 
 
 def launch_lines() -> tuple[list[str], list[str]]:
-    """(before, after): the words of both launch lines."""
+    """Return (before, after): the words of both launch lines."""
     lines = [shlex.split(line) for line in code_lines(README.read_text()) if line.startswith("torchrun ")]
     before, after = lines
     assert "pretrain_gpt.py" in before
@@ -133,7 +133,7 @@ def launch_lines() -> tuple[list[str], list[str]]:
 
 
 def parse_launch_line(rank: int, world: int, words: list[str], num_ranks: int) -> str:
-    """In a process of its own: "" when the flags are taken, else the error; tokenizer and data are not built."""
+    """Parse in a separate process: return "" if the flags are accepted, else the error; no tokenizer, no data."""
     os.environ["WORLD_SIZE"] = str(num_ranks)
     sys.argv = ["pretrain_gpt_hdp.py", *words]
     from megatron.training.arguments import parse_args

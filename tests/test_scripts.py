@@ -34,7 +34,7 @@ def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) ->
 
 
 def parse_as_training_does(rank: int, world: int, words: list[str], num_ranks: int) -> tuple[Any, ...]:
-    """In a process of its own: what ``pretrain_gpt_hdp.py`` makes of these flags."""
+    """Return how ``pretrain_gpt_hdp.py`` resolves these flags, in a separate process."""
     os.environ.update(WORLD_SIZE=str(num_ranks))
     sys.argv = [ENTRY, *words]
     from megatron.bytescale.arguments.parse import parse
@@ -50,7 +50,7 @@ def parsed(words: list[str], num_ranks: int) -> tuple[Any, ...]:
 
 
 def after_entry(words: list[str]) -> list[str]:
-    """The flags of the training script in a launch command."""
+    """Return the flags of the training script in a launch command."""
     place = [Path(word).name for word in words].index(ENTRY)
     return words[place + 1 :]
 

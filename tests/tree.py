@@ -53,7 +53,7 @@ def functions_of(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
-    """Return the parameters of a function without self, cls and what stars collect."""
+    """Return the parameters of a function without self, cls, *args and **kwargs."""
     given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     return [one for one in given if one.arg not in ("self", "cls")]
 
@@ -90,12 +90,12 @@ MODULES = {module_of(name): name for name in PYTHON}
 
 
 def known_module(imported: str) -> str | None:
-    """Return the module of this repository that an import names: itself, or what it is a name in."""
+    """Return the module of this repository that an import names, or the module that holds the imported name."""
     return next((module for module in (imported, imported.rpartition(".")[0]) if module in MODULES), None)
 
 
 def imports_at_start(name: str) -> set[str]:
-    """Return the modules of this repository that are imported when a file is: not in functions, nor for types only."""
+    """Return the modules of this repository that importing a file imports: not those in functions or for types only."""
     waiting: list[ast.stmt] = list(tree_of(name).body)
     found: set[str | None] = set()
     while waiting:

@@ -60,8 +60,7 @@ class ActivationConfig:
         return self.load(-(-self.num_tokens * max(self.slices) // sum(self.slices)), *seconds)
 
     def plan(self, load: LayerLoad, share: float = 0.0) -> ActivationPlan:
-        """Return the plan of a micro-batch. ``share``: the share of it that the HDP plan offloads, if the plan chooses
-        shares.
+        """Return the plan of a micro-batch. ``share``: offloaded by the HDP plan, if that chooses shares.
 
         Raises:
             ValueError: the policy does not fit; never raised for a load smaller than one that fits.

@@ -22,8 +22,7 @@ START_SECONDS: Final = 120.0
 
 
 def exchanged_bytes_per_second(comm: RingComm, device: torch.device, num_bytes: int = MESSAGE_BYTES) -> float:
-    """Return the rate at which a rank receives while it sends equally many bytes, as in a ring: the best of several
-    tries.
+    """Return the rate at which a rank receives while it sends as many bytes, as in a ring: the best of several tries.
 
     Collective: all ranks of ``comm`` (two or more) call it with equal sizes.
     """

@@ -7,11 +7,12 @@ Ranks are processes on this machine: each in a network namespace behind a token 
 control group with a quota of processor time. They find each other as under torchrun: MASTER_ADDR is rank 0's address
 in the emulated network. Needs Linux, root, ``ip`` and ``tc``.
 
-What is comparable are ratios within one run. A rank's share pays for its kernels and for its TCP alike, and kernels
-are CPU kernels. While the processes start (imports, building the model) quotas are off; they are set when rank 0
-prints ``--quota-after``.
+Only ratios within one run can be compared. A rank's share of a core covers both its (CPU) kernels and its TCP traffic.
+While the processes start (imports, building the model) quotas are off; they are set when rank 0 prints
+``--quota-after``.
 
-Everything is torn down on every way out. What a killed run left is removed by the next start of the same ``--name``.
+Everything is removed at exit, also after errors. What a killed run leaves is removed by the next start of the same
+``--name``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class QuotaGroups:
                 (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
 
     def remove(self) -> None:
-        """Kill what still runs in the groups and remove them, also those of an earlier run with this name."""
+        """Kill what still runs in the groups, and remove the groups, also those of an earlier run with this name."""
         if not self.top.exists():
             return
         folders = [path for path in self.top.iterdir() if path.is_dir()]
@@ -96,7 +97,7 @@ def _end_group(folder: Path) -> None:
 
 
 def run_command(command: Sequence[str]) -> None:
-    """Run one ``ip`` or ``tc`` command. Raises ValueError with its first line of complaint."""
+    """Run one ``ip`` or ``tc`` command. Raises ValueError with the first line of its error."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
@@ -114,7 +115,7 @@ def remove_network(topology: Topology) -> None:
 
 @contextlib.contextmanager
 def cluster(topology: Topology) -> Iterator[QuotaGroups]:
-    """Build the cluster, and tear it down in the end. Raises ValueError for what this machine lacks."""
+    """Build the cluster, and tear it down in the end. Raises ValueError if this machine lacks something."""
     check_machine(topology)
     groups = QuotaGroups(topology.name, topology.num_ranks)
     groups.remove()
@@ -191,9 +192,9 @@ def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: in
 
 
 def run(topology: Topology, launch: Launch) -> int:
-    """Run the program on every rank; returns the first exit code that is not 0, else 0.
+    """Run the program on every rank; return the first exit code that is not 0, else 0.
 
-    When one rank fails the others are ended. Raises TimeoutError when time is up.
+    When one rank fails, the others are ended. Raises TimeoutError when time is up.
     """
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     with cluster(topology) as groups:
@@ -213,7 +214,7 @@ def run(topology: Topology, launch: Launch) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Topology, Launch]:
-    """The cluster and what it runs, from the command line. Raises ValueError."""
+    """Return the cluster and what it runs, from the command line. Raises ValueError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=1, help="nodes (%(default)s)")
     parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each (%(default)s)")

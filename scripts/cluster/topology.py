@@ -1,8 +1,8 @@
 """Describe an emulated cluster as a value, and the commands that build its network. Runs nothing.
 
-Every rank has a network namespace with one interface, its own NIC. The interfaces meet in a switch: a bridge in one
-more namespace. Each interface shapes what it sends with two classes, one for ranks of its own node and one for all
-others, so nodes are a matter of speed only::
+Every rank has a network namespace with one interface, its own NIC. The interfaces are connected by a switch: a bridge
+in one more namespace. Each interface shapes its traffic with two classes, one for ranks of its own node and one for all
+others, so nodes differ from each other only in speed::
 
     rank 0 (node 0)  --eth0--+
     rank 1 (node 0)  --eth0--+-- switch (bridge) --+-- eth0--  rank 2 (node 1)
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BURST_BYTES = 64 << 10  # sent at full speed after a pause; what token buckets need at these rates
+_BURST_BYTES = 64 << 10  # sent at full speed after a pause, as token buckets require at these rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Topology:
             0: as fast as the kernel copies.
         latency_us: added to each packet between ranks, in microseconds.
         cores_per_rank: processor time of each rank per second of wall time.
-        name: starts the name of every namespace, interface and control group, by which a later start cleans up.
+        name: prefix of every namespace, interface and control group, by which a later start finds what to clean up.
     """
 
     num_nodes: int
@@ -64,16 +64,16 @@ class Topology:
         return f"{self.name}-switch"
 
     def namespace(self, rank: int) -> str:
-        """The namespace of a rank."""
+        """Return the namespace of a rank."""
         return f"{self.name}-{rank}"
 
     def address(self, rank: int) -> str:
-        """The IPv4 address of a rank."""
+        """Return the IPv4 address of a rank."""
         node, place = divmod(rank, self.ranks_per_node)
         return f"10.77.{node}.{place + 1}"
 
     def subnet(self, rank: int) -> str:
-        """The addresses of the node of a rank."""
+        """Return the addresses of the node of a rank."""
         return f"10.77.{rank // self.ranks_per_node}.0/24"
 
 

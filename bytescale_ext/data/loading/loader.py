@@ -34,8 +34,7 @@ class _Failure:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Line:
-    """State that the thread and its consumer share. Has no reference to the loader, which can thus be
-    garbage-collected.
+    """State that the thread and its consumer share. It does not refer to the loader, which can thus be collected.
 
     Attributes:
         free: one permit for each step that may still be made ahead.
@@ -172,7 +171,7 @@ class _LocalSteps:
 
 
 def _make_steps(maker: StepMaker, line: _Line, consumed_samples: int, step_index: int) -> None:
-    """Body of the thread: make steps while there is room, until the data ends, an error occurs or ``stop`` is set."""
+    """Run the thread: make steps while there is room, until the data ends, an error occurs or ``stop`` is set."""
     try:
         while True:
             line.free.acquire()

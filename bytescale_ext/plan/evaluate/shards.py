@@ -83,13 +83,13 @@ class ShardTable:
         return np.bincount(self.rows, weights=self.tokens, minlength=self.num_rows).astype(np.int64)
 
     def row_costs(self, cost: CostModel) -> Floats:
-        """``CostModel.micro_batch_cost`` of each micro-batch: [num_rows]."""
+        """Return ``CostModel.micro_batch_cost`` of each micro-batch: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
         shards = cost.attention_cost(lengths, widths) + cost.b * self.tokens
         return np.asarray(cost.g + np.bincount(self.rows, weights=shards, minlength=self.num_rows))
 
     def row_exposed(self, cost: CostModel) -> Floats:
-        """The part of ``row_costs`` that is ring exchange not hidden behind attention: [num_rows]."""
+        """Return the part of ``row_costs`` that is ring exchange not hidden behind attention: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
         beyond = np.maximum(0.0, cost.c * lengths * (widths - 1) - cost.a * lengths * lengths) / widths
         return np.bincount(self.rows, weights=beyond, minlength=self.num_rows)

@@ -37,7 +37,7 @@ class _ResidualSet:
             self._top ^= 1 << word
 
     def smallest_from(self, bound: int) -> int | None:
-        """The smallest member that is at least ``bound``; None when there is none."""
+        """Return the smallest member that is at least ``bound``; None when there is none."""
         word, bit = divmod(bound, _WORD_BITS)
         rest = self._words.get(word, 0) >> bit
         if rest:

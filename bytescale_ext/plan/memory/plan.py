@@ -46,7 +46,7 @@ class Request:
     stop: int
 
     def overlaps(self, other: Request) -> bool:
-        """Whether both exist at one time."""
+        """Return whether both exist at one time."""
         return self.start < other.stop and other.start < self.stop
 
 

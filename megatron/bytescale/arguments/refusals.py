@@ -101,7 +101,7 @@ def _cannot_append(path: str | None) -> bool:
 
 
 def _recomputes_what_policies_recompute(args: Any) -> bool:
-    """Whether Megatron recomputes more than parts of experts, which policies leave alone."""
+    """Return whether Megatron recomputes more than parts of experts, which policies do not touch."""
     if getattr(args, "recompute_activations", False):
         return True
     modules = set(args.recompute_modules or ["core_attn"])

@@ -20,7 +20,7 @@ class _RankCount:
 
 
 def megatron_hybrid(lengths: Sequence[int], scenario: Scenario) -> Outcome:
-    """``BalancedCPScheduler`` of ``--hybrid-context-parallel``: powers of two, one sub-sample in each forward.
+    """Run ``BalancedCPScheduler`` of ``--hybrid-context-parallel``: powers of two, one sub-sample in each forward.
 
     Raises:
         NotApplicable: with pipelines, which Megatron's arguments refuse; a number of ranks that is not a power of two,

@@ -146,6 +146,7 @@ def step_loader(runtime: Runtime, source: SampleSource | RemoteSplit, settings: 
 
 def forward_step(runtime: Runtime) -> Callable[..., Any]:
     """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
+
     With slices it runs one slice, with the keys and values of earlier slices.
     """
 

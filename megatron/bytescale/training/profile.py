@@ -256,8 +256,7 @@ def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = Fal
 def time_packs(
     subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[int] = ()
 ) -> list[Timing]:
-    """Return times of each pack, and of each sequence in a ring of all (two or more) HDP ranks, in models of
-    ``LAYERS``.
+    """Return times of each pack, and of each sequence in a ring of all HDP ranks, in models of ``LAYERS``.
 
     Each is the minimum of ``repeats`` rounds after one to warm up. A round runs everything once, so that a slow moment
     of the machine does not hit a single pack. Other work on the machine only adds time, so the minimum is the most

@@ -127,9 +127,9 @@ def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
 
 
 def lacks_host_memory(arm: Arm, length: int, settings: Settings) -> str | None:
-    """Return, in words, the host memory that an arm with its own pinned memory lacks; else None.
+    """Return which host memory an arm with its own pinned memory lacks, as text; else None.
 
-    Torch rounds each block up to a power of two. A process that takes too much is killed, and all arms with it.
+    Torch rounds each block up to a power of two. A process that takes too much is killed, and all its arms end.
     """
     if arm.way != "save_on_cpu":
         return None

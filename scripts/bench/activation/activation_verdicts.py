@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SWEPT = "alpha "
-"""The arms of the sweep have names of this prefix and their alpha."""
+"""Prefix of the names of the arms of the sweep; the alpha follows."""
 
 SPEED_TARGETS = {16384: 1.15, 131072: 1.25}
 """Smallest accepted speed-up of ``priced`` over full recompute, by tokens."""

@@ -1,6 +1,6 @@
-"""Every activation policy on one small model in one run: the loss against no policy, what was kept, moved, recomputed.
+"""Run every activation policy on one small model: losses against no policy, bytes kept and moved, work repeated.
 
-Runs on CPU. All policies begin with the same weights and see the same sequences, of changing lengths.
+Runs on CPU. All policies start from the same weights and see the same sequences, of changing lengths.
 
     .venv/bin/python scripts/bench/activation/activations.py [--json]
 """
@@ -38,7 +38,7 @@ LINK = 5e9
 
 
 def plan_of_auto() -> ActivationPlan:
-    """What ``auto`` chooses on a machine with 0.7 of the device memory that activations need."""
+    """Return what ``auto`` chooses on a machine with 0.7 of the device memory that activations need."""
     load = layer_load(cost_of_rates(SHAPE, *RATES), LENGTHS[0], how=LayerSettings(element_bytes=4))
     whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
     return make_plan("auto", load, Machine(0.7 * whole, HOST_BYTES, LINK))
@@ -57,7 +57,7 @@ PLANS = {
 
 
 def compare(lengths: list[int]) -> dict[str, Any]:
-    """The figures of every policy; ``loss_difference`` is the largest of all steps."""
+    """Return the figures of every policy; ``loss_difference`` is the largest of all steps."""
     torch.set_num_threads(1)
     bench = build_model(SHAPE, torch.float32, HOST_BYTES, on_cpu=True)
     results = {name: run_policy(bench, plan, lengths) for name, plan in PLANS.items()}

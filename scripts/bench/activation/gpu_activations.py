@@ -1,10 +1,10 @@
-"""Step time, memory and utilisation of activation policies against what Megatron and torch offer, on one GPU.
+"""Measure step time, memory and utilisation of activation policies and of what Megatron and torch offer, on one GPU.
 
     .venv/bin/python scripts/bench/activation/gpu_activations.py [--host-bound] [--cost-file cost.json] [--json]
 
 8 layers of 7B width, one sequence per step, forward and backward without optimizer. Every arm has the same attention
 kernel and chunked loss. Step time is the median of 10 steps; recomputed work does not count in MFU. Stalls, the time
-that computing waits for copies, are measured in two further steps. An arm that runs out of memory says so. Then the
+that computing waits for copies, are measured in two further steps. Arms that run out of memory are reported. Then the
 longest trainable sequence of some arms is searched, and all figures are compared with the targets. Megatron's
 fine-grained offload needs TransformerEngine's layers; if that is installed, it runs in a separate process.
 ``--host-bound`` measures a 3B model at 32K to 256K tokens with 16 to 100 GB of host memory instead, without sweep and
@@ -68,9 +68,9 @@ WARM_UP = 2
 STALL_STEPS = 2
 ENGINE_ARM = "fine-grained offload (TransformerEngine)"
 ENGINE_SETTING = {"NVTE_CPU_OFFLOAD_V1": "1"}
-"""Megatron asks for it from TransformerEngine 2.10 on, or weights would be offloaded too."""
+"""Megatron requires it from TransformerEngine 2.10 on; without it weights would be offloaded too."""
 USABLE = 0.92
-"""Share of device memory that is planned with: the rest is the driver's, workspaces and gaps between blocks."""
+"""Share of device memory that plans use; the rest is for the driver, workspaces and gaps between blocks."""
 
 
 def one_step(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> float:
@@ -97,12 +97,12 @@ def stall_seconds(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> floa
 
 
 def wanted(arms: list[Arm], settings: Settings) -> list[Arm]:
-    """Those that were asked for by name; all if none was."""
+    """Return the arms that were named on the command line; all if none was."""
     return [arm for arm in arms if not settings.arms or arm.name in settings.arms]
 
 
 def clean(built: OneDeviceModel, on_cuda: bool) -> None:
-    """Leave nothing of the arm before, which may have ended anywhere."""
+    """Remove all state of the previous arm, which may have failed at any point."""
     built.model.zero_grad(set_to_none=False)
     gc.collect()
     if on_cuda:
@@ -112,7 +112,7 @@ def clean(built: OneDeviceModel, on_cuda: bool) -> None:
 
 
 def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) -> dict[str, Any]:
-    """Figures of one arm at one length, or {"error": why it did not run}."""
+    """Return the figures of one arm at one length, or {"error": why it did not run}."""
     built.store.plan = arm.plan
     clean(built, settings.on_cuda)
     lack = lacks_host_memory(arm, length, settings)
@@ -151,7 +151,7 @@ def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) ->
 
 
 def step_fits(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) -> bool:
-    """Whether one step of a sequence of ``length`` tokens can be trained; on CPU within bytes that are counted."""
+    """Return whether one step of a sequence of ``length`` tokens fits in memory; on CPU, within a limit of bytes."""
     built.store.plan = arm.plan
     clean(built, settings.on_cuda)
     tokens = built.batch(length, seed=0)
@@ -167,7 +167,7 @@ def step_fits(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) 
 
 
 def longest_tokens(built: OneDeviceModel, settings: Settings) -> dict[str, int]:
-    """The longest trainable sequence of some arms, with the first host budget."""
+    """Return the longest trainable sequence of some arms, with the first host budget."""
     host_gb, memory = settings.host_gb[0], built.store.link.arena.memory
     budget = replace(settings, with_sweep=False)
     budget = replace(budget, device_gb=TINY_BYTES / 1e9) if settings.is_tiny else budget
@@ -186,13 +186,13 @@ def longest_tokens(built: OneDeviceModel, settings: Settings) -> dict[str, int]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Rows for every host budget, length and arm, and what they say about the targets.
+    """Return rows for every host budget, length and arm, and the verdicts on the targets.
 
     Host budgets are views of one arena, which is pinned once.
     """
     rows = engine_rows(settings) if settings.on_cuda and not settings.engine and not settings.arms else []
     dtype = torch.bfloat16 if settings.on_cuda else torch.float32
-    most = 0 if settings.engine else int(max(settings.host_gb) * 1e9)  # the engine pins memory of its own
+    most = 0 if settings.engine else int(max(settings.host_gb) * 1e9)  # the engine pins its own memory
     built = build_model(
         settings.shape, dtype, most, LOSS_TOKENS, on_cpu=not settings.on_cuda, fine_grained_offload=settings.engine
     )
@@ -207,7 +207,7 @@ def run(settings: Settings) -> dict[str, Any]:
         for length in settings.lengths:
             for arm in engine if settings.engine else wanted(arms_of(settings, length, host_gb), settings):
                 arena = HostArena(memory[: int(host_gb * 1e9)])
-                built.store.link = make_link(arena, settings.on_cuda)  # nothing of the arm before waits in it
+                built.store.link = make_link(arena, settings.on_cuda)  # without pending copies of the previous arm
                 figures = measure(built, arm, length, settings)
                 rows.append({"host_budget_gb": host_gb, "num_tokens": length, "arm": arm.name, **figures})
                 print(row_text(rows[-1]), flush=True)
@@ -222,7 +222,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def engine_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Rows of Megatron's fine-grained offload, by a process of its own; none without TransformerEngine."""
+    """Return rows of Megatron's fine-grained offload, from a separate process; none without TransformerEngine."""
     if importlib.util.find_spec("transformer_engine") is None:
         print(f"{ENGINE_ARM}: TransformerEngine is not installed")
         return []
@@ -239,7 +239,7 @@ def engine_rows(settings: Settings) -> list[dict[str, Any]]:
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     head = f"{row['host_budget_gb']:7.3g} GB {row['num_tokens']:8} {row['arm']:40}"
     if "error" in row:
         return f"{head} {row['error']}"

@@ -1,9 +1,9 @@
-"""Measures the inputs of activation policies: the link to host memory, and a layer's time against length.
+"""Measure the inputs of activation policies: the link to host memory, and a layer's time against length.
 
     .venv/bin/python scripts/bench/activation/gpu_activations_calibrate.py --output cost.json [--json]
 
 The link is measured each way alone, both ways at once, and each way while matrices are multiplied. ``--output`` is a
-cost file for ``--cost-file``. ``--device cpu --quick`` runs tiny sizes, to see that it runs.
+cost file for ``--cost-file``. ``--device cpu --quick`` runs tiny sizes, as a test of the script.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEAD_FLOPS = 650e12
 
 
 def seconds_of(run: Callable[[], Any], repeats: int, on_cuda: bool) -> float:
-    """Median seconds of a run, after one to warm up."""
+    """Return the median seconds of a run, after one to warm up."""
     found = []
     for _ in range(repeats + 1):
         if on_cuda:
@@ -51,7 +51,7 @@ def seconds_of(run: Callable[[], Any], repeats: int, on_cuda: bool) -> float:
 
 
 def link_speeds(num_bytes: int, repeats: int, on_cuda: bool) -> dict[str, float]:
-    """GB/s each way: alone, both at once (of each), and while the compute stream multiplies matrices."""
+    """Return GB/s each way: alone, both ways at once, and while the compute stream multiplies matrices."""
     device = torch.device("cuda" if on_cuda else "cpu")
     arena = allocate_arena(2 * num_bytes, pinned=on_cuda)
     host = arena.memory[:num_bytes], arena.memory[num_bytes : 2 * num_bytes]
@@ -92,7 +92,7 @@ def link_speeds(num_bytes: int, repeats: int, on_cuda: bool) -> dict[str, float]
 
 
 def layer_seconds(built: OneDeviceModel, length: int, repeats: int) -> tuple[float, float]:
-    """Median (forward, backward) seconds of one layer on one sequence."""
+    """Return the median (forward, backward) seconds of one layer on one sequence."""
     from bytescale_ext.attention.layouts.layout import attention_layout
     from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
@@ -119,7 +119,7 @@ def layer_seconds(built: OneDeviceModel, length: int, repeats: int) -> tuple[flo
 
 
 def fit(lengths: list[int], seconds: list[float]) -> tuple[CostModel, float]:
-    """``a s^2 + b s`` with the least relative errors, and the largest of those errors."""
+    """Fit ``a s^2 + b s`` with the least relative errors; return it and the largest error."""
     sizes, times = np.array(lengths, dtype=np.float64), np.array(seconds)
     rows = np.stack([sizes**2, sizes], axis=1) / times[:, None]
     (a, b), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
@@ -128,7 +128,7 @@ def fit(lengths: list[int], seconds: list[float]) -> tuple[CostModel, float]:
 
 
 def calibrate(on_cuda: bool, quick: bool, repeats: int) -> tuple[dict[str, Any], ModelCost]:
-    """All figures, and the cost of the model."""
+    """Return all figures, and the cost of the model."""
     shape, lengths = (TINY, TINY_LENGTHS) if quick else (SHAPE, LENGTHS)
     shape = replace(shape, num_layers=1)
     dtype = torch.bfloat16 if on_cuda else torch.float32

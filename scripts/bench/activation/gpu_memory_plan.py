@@ -1,4 +1,4 @@
-"""Measures memory plans on one GPU: torch's allocator, expandable segments, rounding buffers, the whole plan.
+"""Measure memory plans on one GPU: torch's allocator, expandable segments, rounding buffers, the whole plan.
 
     .venv/bin/python scripts/bench/activation/gpu_memory_plan.py [--json]
 
@@ -46,14 +46,14 @@ ARMS = {
 
 
 def lengths_of(longest: int, num_steps: int) -> list[int]:
-    """The longest sequence first, then lengths between a half and all of it, the same in every arm."""
+    """Return the longest length, then lengths between half of it and all of it, the same in every arm."""
     generator = torch.Generator().manual_seed(0)
     shares = torch.rand(WARM_UP + num_steps - 1, generator=generator).tolist()
     return [longest, *(int(longest * (0.5 + share / 2)) for share in shares)]
 
 
 def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_steps: int) -> dict[str, Any]:
-    """Figures of one arm, in the process that it is run in."""
+    """Return the figures of one arm, run in this process."""
     record = memory.record
     dtype = torch.bfloat16 if on_cuda else torch.float32
     built = build_model(record.shape, dtype, int(host_gb * 1e9), record.loss_tokens, on_cpu=not on_cuda)
@@ -85,7 +85,7 @@ def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_ste
 
 
 def allocator_figures() -> dict[str, Any]:
-    """What torch's allocator did in this process."""
+    """Return what torch's allocator did in this process."""
     stats = torch.cuda.memory_stats()
     return {
         "peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
@@ -96,7 +96,7 @@ def allocator_figures() -> dict[str, Any]:
 
 
 def recording(args: argparse.Namespace, path: Path) -> list[str]:
-    """The command line of ``bytescale`` that plans the longest step."""
+    """Return the command line of ``bytescale`` that plans the longest step."""
     shape = TINY if args.quick else SHAPE
     flags = (
         f"--num-layers {shape.num_layers} --hidden-size {shape.hidden} --num-attention-heads {shape.num_heads} "
@@ -111,12 +111,12 @@ def recording(args: argparse.Namespace, path: Path) -> list[str]:
 
 
 def read(path: Path) -> StepMemory:
-    """A plan file. Raises ValueError for one that is none."""
+    """Read a plan file. Raises ValueError for a file that is not a plan."""
     return StepMemory.from_json(json.loads(path.read_text()))
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    """The plan, and a row for each arm; one that fails has its last line of errors."""
+    """Return the plan and a row for each arm; the row of an arm that fails has its last line of errors."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         program = "import sys; from megatron.bytescale import cli; sys.exit(cli.main(sys.argv[1:]))"
@@ -139,7 +139,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def row_text(row: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if "error" in row:
         return f"{row['arm']:20} {row['error']}"
     text = f"{row['arm']:20} {row['step_seconds'] * 1e3:10.2f} ms, longest {row['longest_step_seconds'] * 1e3:10.2f} ms"

@@ -10,7 +10,7 @@ import torch
 from bytescale_ext.plan.cost.model_shape import ModelShape
 
 SHAPE: Final = ModelShape(8, 4096, 32, 32, 128, 11008, True, 32000)
-"""8 layers as wide as those of a 7B model."""
+"""8 layers of the width of a 7B model."""
 
 TINY: Final = ModelShape(4, 64, 2, 2, 32, 128, True, 256)
 LOSS_TOKENS: Final = 4096
@@ -26,7 +26,7 @@ def make_parser(text: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line. Ends the program where a GPU is asked for and there is none."""
+    """Parse the command line. Ends the program where a GPU is requested but absent."""
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; --device cpu --quick runs tiny sizes")

@@ -18,7 +18,7 @@ class SavedInput:
 
     Attributes:
         previous: the input of the layer before, which is read back while this layer runs backward.
-        near: the device memory that it is read to; None until then.
+        near: the device memory that it is read into; None until then.
     """
 
     link: Link

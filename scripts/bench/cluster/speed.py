@@ -3,15 +3,15 @@
     sudo .venv/bin/python scripts/bench/cluster/speed.py [--sampler byted] [--nodes 1] [--inter-gbps G] [--json]
 
 Every arm trains the same small model on the same documents in the same steps. Lengths are those of a published
-distribution, 1:32: a context of 16K tokens with C = 2K stands for 512K with 64K. Each rank has a fixed share of a core
-and a network interface of its own (``scripts/cluster/emulate.py``), so a rank that waits loses its time, as a GPU does.
+distribution, 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Each rank has a fixed share of a core
+and its own network interface (``scripts/cluster/emulate.py``), so the time of a waiting rank is lost, as on a GPU.
 
 - ``ours``: the balance planner.
 - ``naive``: ByteScale's Algorithm 1, nothing balanced.
 - ``bytescale``: its Algorithm 2 as published.
 - ``static``: every document cut over all ranks, as ``--context-parallel-size`` does.
 
-What is comparable is the ratio of two arms in one run. The first step of each arm is not counted.
+Only the ratio of two arms in one run can be compared. The first step of each arm is not counted.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def run_arm(case: Case, arm: str, prefix: Path, folder: Path, timeline: bool) ->
 
 
 def compare(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of each arm over its counted steps, and the first arm's speed over each other's, step by step."""
+    """Return medians of each arm over its counted steps, and the first arm's speed over the others', step by step."""
     counted = {arm: found[1:] for arm, found in steps.items()}
     first, *others = counted
     figures = ("tokens_per_second", "megabytes_sent_per_step", "measured_imbalance")
@@ -127,7 +127,7 @@ def compare(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def table(case: Case, figures: dict[str, Any]) -> str:
-    """The figures as text."""
+    """Return the figures as text."""
     topology = case.topology
     links = [f"{gbps:g} Gbit/s" if gbps else "unlimited" for gbps in (topology.intra_gbps, topology.inter_gbps)]
     lines = [

@@ -1,7 +1,7 @@
 """Measure Seq1F1B: speed of a pipeline in slices, activations of its first stage, overhead of slices.
 
 (a) 2 stages, 2 micro-batches of one long sequence: 1F1B, even slices, slices of equal time (calibrated here), and these
-    with stages two forwards ahead of each other. The arms run in turn.
+    in the order in which stages run two forwards ahead. The arms run in turn.
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
 
@@ -111,7 +111,7 @@ def measured_cost(layer: Layer, sizes: Sizes, num_tokens: int) -> CostModel:
 
 @dataclass(frozen=True)
 class Slices:
-    """How the samples of a measured run are cut."""
+    """How samples of a measured run are cut."""
 
     slicing: Slicing
     lengths: tuple[int, ...]

@@ -66,7 +66,7 @@ def zero_bubble_share(schedule: SliceSchedule, costs: SplitCosts) -> float:
 
 
 def _run_what_can(schedule: SliceSchedule, number: int, stage: _Stage, stops: Stops, costs: SplitCosts) -> None:
-    """Run the actions of a stage up to the first one whose inputs are missing."""
+    """Run the actions of a stage until the inputs of one are missing."""
     for action in schedule.stages[number][stage.num_done :]:
         before = list(needs(schedule, number, action))
         if not all(need in stops for need in before):

@@ -1,11 +1,11 @@
-"""Hybrid data parallelism against simpler plans, or in slices against whole micro-batches in pipelines, for real.
+"""Measure hybrid data parallelism against simpler plans, or pipelines in slices against whole micro-batches.
 
 All arms train the demo's model on the demo's corpus with the same documents in the same steps, through the same
 code. ``hdp`` balances the seconds that its ranks measure first (``bytescale profile``, ``--cost-file``); ``naive``
 balances tokens, not work (``--hdp-balance none``); ``static`` cuts every document of a pack over all D ranks, as
-``--context-parallel-size D`` does. The arms take turns, so that a slow minute of the machine meets all of them. There
-are as many ranks as have a GPU, or else a core, of their own, four at most: where two share a core, one that waits
-for the other costs nothing.
+``--context-parallel-size D`` does. The arms take turns, so that a slow minute of the machine affects all of them. Each
+rank has its own GPU, or else its own core, and there are at most four: if two ranks shared a core, waiting for each
+other would cost nothing.
 
 With ``--stages p`` the ranks are pipelines of p stages, and the arms are ``slices`` (4 slices), the same slices with
 stages two forwards ahead of each other, and ``1f1b``, all with the balance planner.
@@ -39,7 +39,7 @@ FIGURES = ("tokens_per_second", "megabytes_sent_per_step", "attention_calls_per_
 
 
 def arm_flags(cost: Path, num_ranks: int, num_stages: int = 1) -> dict[str, list[str]]:
-    """What each arm adds to the training command; the first is what the others are compared with."""
+    """Return the flags that each arm adds to the training command; all arms are compared with the first."""
     balanced = ["--cost-file", str(cost)]
     if num_stages == 1:
         static = ["--hdp-static-width", str(num_ranks)]
@@ -67,7 +67,7 @@ def run_arm(demo: Demo, flags: list[str], num_steps: int) -> list[dict[str, Any]
 
 
 def compare(rounds: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Medians over all steps of all rounds but each run's first, which warms up."""
+    """Return medians over all steps of all rounds, without the first step of each run, which warms up."""
     steps = {arm: [step for one in rounds for step in one[arm][1:]] for arm in rounds[0]}
     ours, *others = steps
     median = {
@@ -86,7 +86,7 @@ def compare(rounds: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
 
 
 def _speedup(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
-    """Tokens per second of one arm over another's, step by step on the same documents."""
+    """Return the ratio of two arms' tokens per second, step by step on the same documents."""
     ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, theirs, strict=True)]
     return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
 

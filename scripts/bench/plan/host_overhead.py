@@ -1,4 +1,4 @@
-"""Measure the seconds of our own Python in a training step: in the training thread, and in the loader's thread.
+"""Measure the time of this project's Python code in a training step, in the training thread and in the loader's thread.
 
     python scripts/bench/plan/host_overhead.py
     python scripts/bench/plan/host_overhead.py --documents 15000 --ranks 8 --output overhead.json
@@ -86,11 +86,11 @@ class Words:
         return len(self._lengths)
 
     def length(self, sample_id: int) -> int:
-        """Tokens of a document."""
+        """Return the tokens of a document."""
         return self._lengths[sample_id]
 
     def read(self, sample_id: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [stop - start] of a document, one fewer past its end."""
+        """Return tokens [stop - start] of a document, one fewer past its end."""
         return self._words[start : min(stop, self._lengths[sample_id])]
 
     def describe(self, sample_id: int) -> str:
@@ -164,7 +164,7 @@ def measure(subject: Subject, num_documents: int, num_ranks: int, num_steps: int
 
 
 def timed_step(runtime: Runtime, model: EmptyModel, batch: StepBatch) -> tuple[float, float]:
-    """Return the seconds once a step, and those of the mean micro-batch."""
+    """Return the seconds that are spent once a step, and those of the mean micro-batch."""
     from megatron.bytescale.core.pipeline_parallel.schedules import run_step
     from megatron.bytescale.training.hdp import forward_step
 

@@ -1,4 +1,4 @@
-"""Starting a training from a script that measures it."""
+"""Start a training from a script that measures it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ROOT: Final = Path(__file__).resolve().parents[3]
 
 
 def printed_by(command: Sequence[str]) -> str:
-    """Run a command from the root of the project, each of its processes with one thread; all that it printed.
+    """Run a command from the root of the project, each process with one thread; return all that it printed.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
+        RuntimeError: it failed; the message holds the end of its output.
     """
     done = subprocess.run(
         command,

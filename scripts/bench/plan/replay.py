@@ -1,12 +1,12 @@
-"""Is the cost model right? A plan's micro-batches and its whole step, run for real and replayed in the simulator.
+"""Check the cost model: run a plan's micro-batches and its whole step, and compare with the simulator.
 
-Two CPU ranks (two GPUs where there are, one rank on a single GPU) train the demo's model on made-up documents: short
-ones in packs, and with two ranks long ones that share a ring. The cost file is measured first, by the same ranks as in
-``bytescale profile``, or given with ``--cost-file``. Then the micro-batches run one by one, all ranks beginning each
-together, and the step as in training, every rank at its own pace, until its slowest rank has ended. Gradients are not
-reduced. What is measured is wall time, the least of some repeats, since other work on the machine only ever adds time:
-two CPU ranks need two cores which nothing else uses. Where the time of a step goes is printed too: processor time of
-the slowest rank's own thread, that of the threads that carry its messages, and waiting.
+Two CPU ranks (two GPU ranks if there are two GPUs, one rank on a single GPU) train the demo's model on made-up
+documents: short ones in packs, and with two ranks long ones that share a ring. The cost file is measured first, by the
+same ranks, as ``bytescale profile`` does, or given with ``--cost-file``. Then the micro-batches run one by one, with
+all ranks starting each at the same time, and then the step as in training, until its slowest rank has finished.
+Gradients are not reduced. Wall time is measured, the minimum of some repeats, because other work on the machine only
+adds time: two CPU ranks need two idle cores. The parts of a step's time are printed too: processor time of the slowest
+rank's main thread, processor time of the threads that carry its messages, and waiting.
 
     .venv/bin/python scripts/bench/plan/replay.py [--cost-file cost.json] [--json]
 """
@@ -40,7 +40,7 @@ from bytescale_ext.plan.step.sizes import Cluster  # noqa: E402
 from scripts.demo import MODEL, num_gpus  # noqa: E402
 
 TARGET = 0.10
-"""The prediction of the step, and the median one of its micro-batches, should be this near."""
+"""The largest accepted relative error of the prediction of the step, and of the median one of its micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Row:
 
 
 def step_lengths(num_sequences: int, num_ranks: int, tokens_per_rank: int, seed: int) -> list[int]:
-    """Log-normal lengths, and with several ranks one in eight longer than a rank holds."""
+    """Return log-normal lengths; with several ranks one in eight is longer than a rank holds."""
     generator = np.random.default_rng(seed)
     short = np.exp(generator.normal(math.log(tokens_per_rank / 6), 1.0, num_sequences))
     lengths = np.clip(short, tokens_per_rank // 32, tokens_per_rank).astype(int)
@@ -109,7 +109,7 @@ def group_rows(plan: StepPlan, both: CostModel) -> list[Row]:
 
 
 def summarize(rows: Sequence[Row], step: dict[str, float]) -> dict[str, Any]:
-    """The figures of one run; the worst ratio is the one farthest from 1 by its factor."""
+    """Return the figures of one run; the worst ratio is the one farthest from 1 by its factor."""
     ratios = [row.ratio for row in rows]
     median = statistics.median(ratios)
     ratio = step["predicted_seconds"] / step["measured_seconds"]
@@ -126,7 +126,7 @@ def summarize(rows: Sequence[Row], step: dict[str, float]) -> dict[str, Any]:
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """One rank of the run; the first prints."""
+    """Run one rank; the first one prints."""
     from megatron.bytescale import cpu
 
     world = int(os.environ["WORLD_SIZE"])
@@ -154,7 +154,7 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def run_cost(args: argparse.Namespace, subject: Any) -> ModelCost:
-    """The cost file that was given, or one measured by all ranks at once, as they all work in a step too."""
+    """Return the given cost file, or one measured by all ranks at the same time, as they work in a step."""
     from bytescale_ext.measure.cost_file import check_same_model, read_cost
     from megatron.bytescale.cli.profile import measured_cost
 
@@ -166,7 +166,7 @@ def run_cost(args: argparse.Namespace, subject: Any) -> ModelCost:
 
 
 def time_rows(subject: Any, model: Any, plan: StepPlan, rows: Sequence[Row], repeats: int) -> list[Row]:
-    """The rows with their measured times. Collective; the ranks begin each level together."""
+    """Return the rows with their measured times. Collective; the ranks start each level together."""
     import torch
     import torch.distributed as dist
 
@@ -193,7 +193,7 @@ def time_rows(subject: Any, model: Any, plan: StepPlan, rows: Sequence[Row], rep
 
 
 def time_step(subject: Any, model: Any, plan: StepPlan, repeats: int) -> dict[str, float]:
-    """Seconds of the whole step, the fastest of ``repeats``, and where its slowest rank spent them. Collective."""
+    """Return the seconds of the step, the fastest of ``repeats``, and where its slowest rank spent them. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -218,7 +218,7 @@ def time_step(subject: Any, model: Any, plan: StepPlan, repeats: int) -> dict[st
 
 
 def show(args: argparse.Namespace, cost: ModelCost, rows: Sequence[Row], figures: dict[str, Any]) -> None:
-    """The table, the two verdicts and, with --json, all of it as the last line."""
+    """Print the table, the two verdicts and, with --json, all of it as the last line."""
     print(f"{cost.device}, {cost.dtype}; cost file: {args.cost_file or cost.source}")
     print(f"{'ranks':>8}  {'tokens':>7}  {'measured ms':>11}  {'predicted ms':>12}  {'ratio':>6}")
     for row in rows:
@@ -249,7 +249,7 @@ def show(args: argparse.Namespace, cost: ModelCost, rows: Sequence[Row], figures
 
 
 def main() -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cost-file", type=Path, metavar="FILE", help="a cost file of the demo's model; default: measure"
@@ -259,7 +259,7 @@ def main() -> int:
         "--num-sequences", type=int, default=32, metavar="N", help="sequences of the step (%(default)s)"
     )
     parser.add_argument("--balance", choices=BALANCES, default="dp", help="planner (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=8, metavar="N", help="the least of N counts (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=8, metavar="N", help="runs; the fastest counts (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()

@@ -30,7 +30,7 @@ SLICINGS = (
     Slicing(8, ALL_KEYS).two_ahead(),
     Slicing(12, ALL_KEYS).two_ahead(),
 )
-"""Slicings that are tried with pipelines; 0 kept tokens stand for the default of training."""
+"""Slicings that are tried with pipelines; 0 kept tokens mean the default of training."""
 ORDER_NOTE = f"*{SLICINGS[-1].order}*: stages run two forwards ahead (`{ORDER_FLAG}`)."
 
 

@@ -46,7 +46,7 @@ OUT = ROOT / "docs" / "performance.md"
 
 @dataclass(frozen=True)
 class Target:
-    """What was asked for, and what came out."""
+    """A target and the figure that was reached."""
 
     text: str
     value: float
@@ -119,27 +119,27 @@ def page(
         "",
         f"    python scripts/bench/plan/simulate_table.py{options}",
         "",
-        f"Everything here is simulated. {args.seeds} steps of each case (seeds 0 to {args.seeds - 1}) are planned, and "
-        "the plans are replayed under the costs of `bytescale_ext/measure/costs/bytescale_7b.json`, C = 8K tokens, "
-        "without offloading. The lower bound is the largest of `bytescale_ext/plan/evaluate/bounds.py`; no plan can be "
-        "faster, and perhaps none is as fast. Each figure is the mean, and in brackets the worst step. *static* is the "
-        "smallest "
-        "context-parallel mesh that holds the context; *megatron-hybrid* is Megatron's installed "
-        "`BalancedCPScheduler`, with one launch per sub-sample and its barriers; *naive* and *bytescale* are "
-        "Algorithms 1 and 2 of the paper.",
+        f"Everything here is simulated: {args.seeds} steps of each case (seeds 0 to {args.seeds - 1}) are planned, and "
+        "the plans are replayed under the costs of `bytescale_ext/measure/costs/bytescale_7b.json`, with C = 8K tokens "
+        "and without offloading. The lower bound is the largest of those in `bytescale_ext/plan/evaluate/bounds.py`: "
+        "no plan can be faster, and possibly no plan reaches it. Each figure is the mean over the steps, with the "
+        "worst step in brackets. *static* is the smallest context-parallel mesh that holds the context; "
+        "*megatron-hybrid* is Megatron's installed `BalancedCPScheduler`, with one launch per sub-sample and its "
+        "barriers; *naive* and *bytescale* are Algorithms 1 and 2 of the paper.",
         "",
-        "With pipelines our plans are also run in slices (`--seq1f1b-slices`). *time / bound* always is over the bound "
-        "of 1F1B, so that rows compare; *own bound* is the one that holds for the slices, in which a document may be "
-        "on several stages at once but each slice has an exchange and launches of its own. *best of all* is our "
-        "fastest row. Slices of one long sequence, with the models of the Seq1F1B paper, are in `docs/seq1f1b.md`.",
+        "With pipelines our plans also run in slices (`--seq1f1b-slices`). *time / bound* is always relative to the "
+        "bound of 1F1B, so that all rows can be compared; *own bound* is relative to the bound of the slices that were "
+        "run, where a document may be on several stages at once, but each slice has its own exchange and launches. "
+        "*best of all* is our fastest row. Slices of one long sequence, with the models of the Seq1F1B paper, are in "
+        "`docs/seq1f1b.md`.",
         "",
-        "Keys of documents up to a length are kept from slice to slice (`--hdp-kept-keys`), by default up to the one "
-        f"at which a stage holds no more than under 1F1B: {_kept_text()}. *all keys* keeps those of every document, "
-        f"which takes more: where longer documents are not kept, many slices take longer than none. {ORDER_NOTE} A "
-        "token whose keys are kept takes "
-        f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer (*kept keys*, the most at a time) and "
-        "twice that beside them in the backward pass of its micro-batch; one whose activations are kept (*peak "
-        f"tokens*) {shipped('bytescale_7b').layer_bytes:,.0f}.",
+        "Each rank keeps the keys of documents up to a certain length from slice to slice (`--hdp-kept-keys`). By "
+        f"default, this length is such that a stage takes no more memory than under 1F1B: {_kept_text()}. "
+        "*all keys* keeps the keys of every document, which takes more memory; without it, longer documents exchange "
+        f"their keys again for each slice, and many slices take longer than none. {ORDER_NOTE} A token takes "
+        f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer for its kept keys (*kept keys*, the "
+        "most at one time), twice that in addition during the backward pass of its micro-batch, and "
+        f"{shipped('bytescale_7b').layer_bytes:,.0f} bytes for its activations (*peak tokens*).",
         "",
         "## Targets",
         "",
@@ -173,15 +173,15 @@ def _kept_text() -> str:
 
 
 _GAP_TEXT = (
-    "Byted's lengths, a context that just fits on all ranks. The model of both searches "
-    "(`bytescale_ext/plan/evaluate/exact.py`): contiguous rings whose members run together, without the cost per "
-    "micro-batch, at most one ring in a micro-batch. Brute force tries every schedule. CP-SAT stops at its time limit; "
-    "then its bound stands for the optimum, so the true gap is at most what is shown."
+    "Byted's lengths, with a context that just fits on all ranks. Both searches use the same model "
+    "(`bytescale_ext/plan/evaluate/exact.py`): contiguous rings whose members run together, at most one ring in a "
+    "micro-batch, and no cost per micro-batch. Brute force tries every schedule. CP-SAT stops at its time limit; its "
+    "lower bound then replaces the optimum, so the true gap is at most the one shown."
 )
 
 
 def limits(scores: Sequence[Scores]) -> list[str]:
-    """Return the table of how fast any plan can be with pipelines, from step 0 of each case."""
+    """Return the table of the least time of any plan with pipelines, from step 0 of each case."""
     lines = ["## What 1F1B allows", "", _LIMIT_TEXT, ""]
     lines += ["| case | least possible / bound | ours / least possible | in slices / bound |", "|---|---|---|---|"]
     for score in scores:
@@ -199,11 +199,11 @@ def limits(scores: Sequence[Scores]) -> list[str]:
 
 
 _LIMIT_TEXT = (
-    "The pipeline bound counts the longest document on its own and the work on its own, but not that a pipeline with "
-    "one tall slot idles around it. `bytescale_ext/plan/evaluate/pipeline_limit.py` does, by linear programs over the "
-    "sizes of all other slots, which may be split as finely as one likes. Where the first column is above 1.1, no plan "
-    "reaches the target of 1.1 with Megatron's 1F1B. The last column is the best of all with slices, which that limit "
-    "does not bind. Step 0 of each case."
+    "The pipeline bound covers the longest document alone and the total work alone, but ignores that a pipeline with "
+    "one tall slot idles around that slot. `bytescale_ext/plan/evaluate/pipeline_limit.py` accounts for it, by linear "
+    "programs over the sizes of all other slots, which may be split arbitrarily finely. Where the first column is "
+    "above 1.1, no plan reaches the target of 1.1 with Megatron's 1F1B. The last column is our best plan with slices, "
+    "to which that limit does not apply. All figures are of step 0 of each case."
 )
 
 
