@@ -85,7 +85,7 @@ def session_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_alone() -> Iterator[None]:
-    """The stand-ins for CUDA change torch for the whole process; a test that installs them does so in another one."""
+    """Check that the stand-ins for CUDA are not installed: they change torch for the whole process."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     assert not cpu.installed(), "this test left the stand-ins for torch.cuda in place"

@@ -223,7 +223,7 @@ def test_exceptions_to_the_mirror_exist() -> None:
 
 @pytest.mark.parametrize("name", cases("any", PACKAGES))
 def test_types_are_known(name: str) -> None:
-    assert not uses_any(name) or name in ANY_FILES, "Any stands only where Megatron's arguments enter"
+    assert not uses_any(name) or name in ANY_FILES, "Any is only for files where Megatron's arguments enter"
 
 
 def test_exceptions_to_known_types_are_needed() -> None:

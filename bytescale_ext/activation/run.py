@@ -91,7 +91,7 @@ class Recording:
         return output, bias
 
     def attention(self, forward: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        """See ``Run``: all [rows, ...]. Tensors that attention saves, up to its output's size, are of kind "input"."""
+        """See ``Run``: all [rows, ...]. Saved tensors no larger than the output are of kind "input"."""
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
             assert isinstance(tensor, torch.Tensor)
             self.record.pass_hook_point(name, tensor, "token")

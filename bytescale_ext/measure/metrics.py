@@ -203,7 +203,7 @@ def _imbalance(work: Iterable[float]) -> float:
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append one JSON line per row, in a folder that is made if needed."""
+    """Append one JSON line per row, creating the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

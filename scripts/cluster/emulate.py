@@ -239,7 +239,7 @@ def parse(argv: Sequence[str]) -> tuple[Topology, Launch]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run from the command line: bad input and a machine that cannot do it end in one line and exit code 2."""
+    """Run from the command line: bad input and an unsuitable machine end with one line and exit code 2."""
     try:
         topology, launch = parse(sys.argv[1:] if argv is None else argv)
         code = run(topology, launch)

@@ -61,7 +61,7 @@ class ModelCost:
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> ModelCost:
-        """The inverse of ``to_json``. Raises ValueError, naming the entry, that is missing, unknown or negative."""
+        """Invert ``to_json``. Raises ValueError, naming an entry that is missing, unknown or negative."""
         try:
             shape = from_entries(ModelShape, value["shape"])
             passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
