@@ -166,7 +166,7 @@ def test_the_old_launch_line_would_be_refused_for_what_the_readme_takes_off() ->
     gone = {flag for flag in FLAG.findall(" ".join(before)) if flag not in after}
     new = {flag for flag in FLAG.findall(" ".join(after)) if flag not in before}
     (told_gone,) = (line for line in README.read_text().split("\n- ") if line.startswith("Gone:"))
-    (told_on,) = (line for line in README.read_text().split("\n- ") if line.startswith("On by itself:"))
+    (told_on,) = (line for line in README.read_text().split("\n- ") if line.startswith("Set automatically:"))
     assert gone == set(FLAG.findall(told_gone)) | ({"--calculate-per-token-loss"} & set(FLAG.findall(told_on)))
     assert gone - {"--calculate-per-token-loss"} <= REFUSED_FLAGS
     assert new == {"--hybrid-data-parallel", "--hdp-tokens-per-rank", "--attention-dropout"}

@@ -153,7 +153,7 @@ def _chosen(
         ample = replace(machine, host_bytes=everything)
         most = forecast(ActivationPlan("none"), load, machine).device_bytes
         least = least_budget(lambda size: choose(load, replace(ample, device_bytes=size)) is not None, most) or most
-        remedy = f"with enough host memory they need {in_gigabytes(least)} GB of device memory, or fewer tokens"
+        remedy = f"it takes {in_gigabytes(least)} GB of device memory even with enough host memory, or fewer tokens"
     raise ValueError(
         f"activations of {load.num_tokens} tokens do not fit in {machine.device_bytes / 1e9:.4g} GB of device memory "
         f"and {machine.host_bytes / 1e9:.4g} GB of host memory: {remedy}"

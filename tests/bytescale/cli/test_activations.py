@@ -106,7 +106,7 @@ def test_megatrons_defaults() -> None:
         (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
         (["--model-flags", "--num-layers two --hidden-size 8 --num-attention-heads 2"], "--num-layers"),
         (["--policy", "memo", "--host-memory-gb", 1], "GB of host memory"),
-        (["--device-memory-gb", 1], "they need .* GB of device memory"),
+        (["--device-memory-gb", 1], "it takes .* GB of device memory"),
         (["--tflops", 0, 1, 1], "--tflops must be positive"),
         (["--cost-file", "missing.json"], "missing.json"),
     ],
