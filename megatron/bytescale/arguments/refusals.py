@@ -109,13 +109,13 @@ def _recomputes_what_policies_recompute(args: Any) -> bool:
     return args.recompute_granularity == "full" or bool(args.recompute_granularity and not experts_only)
 
 
-_NO_GRAPH = "a graph's memory cannot be swapped: remove it"
-_NOT_STANDARD = "its layers are not Megatron's TransformerLayer: remove it"
-_NEW_SHAPES = "micro-batches change their shape"
-_ONE_PROCESS = "a plan is of the whole model in one process"
-_SECOND_SWAP = "the policy swaps: choose one"
-_NO_SHARDS = "weights are divided by tensor parallelism alone: leave it at 1"
-_OTHER_SCRIPT = "only Megatron's own pretrain_gpt.py has it: remove it"
+_NO_GRAPH = "remove it: a graph's memory cannot be swapped"
+_NOT_STANDARD = "remove it: its layers are not Megatron's TransformerLayer"
+_NEW_SHAPES = "remove it: micro-batches differ in shape"
+_ONE_PROCESS = "leave it at 1: a plan covers the whole model in one process"
+_SECOND_SWAP = "choose one: the policy swaps too"
+_NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
+_OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
 REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--context-parallel-size > 1", "", applies=_above("context_parallel_size", 1),
            hdp="leave it at 1: --hybrid-data-parallel gives each document its own width",
@@ -149,9 +149,9 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            lambda a: bool(a.num_experts and set(_as_list(a.moe_router_load_balancing_type)) - {"aux_loss", "none"})),
     refuse("--moe-expert-capacity-factor", "hdp", "remove it: which tokens are dropped would depend on the plan",
            lambda a: a.moe_expert_capacity_factor is not None),
-    refuse("--overlap-moe-expert-parallel-comm", "hdp slices activations always", "it has a schedule of its own",
-           hdp="it has a schedule of its own, which knows no planned steps"),
-    refuse("--moe-paged-stash", "hdp activations", activations="it stores activations itself: choose one"),
+    refuse("--overlap-moe-expert-parallel-comm", "hdp slices activations always", "remove it: it has its own schedule",
+           hdp="remove it: it has its own schedule, without planned steps"),
+    refuse("--moe-paged-stash", "hdp activations", activations="choose one: it stores activations itself"),
     refuse("--moe-enable-routing-replay", "hdp"),
     refuse("--moe-use-upcycling", "hdp"),
     refuse("--moe-latent-size", "hdp"),
@@ -169,22 +169,23 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--tensor-parallel-num-weight-shards", ALWAYS, _NO_SHARDS, _above("tensor_parallel_num_weight_shards", 1)),
     refuse("--expert-tensor-parallel-num-weight-shards", ALWAYS, _NO_SHARDS,
            _above("expert_tensor_parallel_num_weight_shards", 1)),
-    refuse("--tp-comm-overlap", "hdp slices", "its buffers have one fixed shape"),
+    refuse("--tp-comm-overlap", "hdp slices", "remove it: its buffers have one fixed shape"),
     refuse("--multi-latent-attention", "hdp", activations=_NOT_STANDARD,
            slices="remove it: its RoPE is inside attention, which does not know the positions of slices"),
     refuse("--mtp-num-layers", "hdp loss_chunks", slices="remove it: it needs tokens of the next slice",
            activations=_NOT_STANDARD),
-    refuse("--mtp-num-layers in pipelines", ALWAYS, "its stages would get no tokens: leave it out",
+    refuse("--mtp-num-layers in pipelines", ALWAYS, "remove it: its stages would get no tokens",
            lambda a: a.mtp_num_layers and a.pipeline_model_parallel_size > 1),
     refuse("--experimental-attention-variant", "hdp slices", activations=_NOT_STANDARD),
-    refuse("--hybrid-layer-pattern", ALWAYS, "models are GPTs, without Mamba layers: remove it"),
-    refuse("--hybrid-override-pattern", ALWAYS, "models are GPTs, without Mamba layers: remove it"),
+    refuse("--hybrid-layer-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
+    refuse("--hybrid-override-pattern", ALWAYS, "remove it: models are GPTs, without Mamba layers"),
     refuse("--heterogeneous-layers-config-path", "hdp slices", activations=_NOT_STANDARD),
     refuse("--heterogeneous-layers-config-encoded-json", "hdp slices", activations=_NOT_STANDARD),
     refuse("--spec", "hdp slices", "remove it: {} has its own layer spec", activations=_NOT_STANDARD),
     refuse("--transformer-impl inference_optimized", "hdp slices", "use local or transformer_engine",
            lambda a: a.transformer_impl == "inference_optimized"),
-    refuse("--apply-layernorm-1p", ALWAYS, "it needs TransformerEngine", _is_local("layernorm_zero_centered_gamma")),
+    refuse("--apply-layernorm-1p", ALWAYS, "remove it: it needs TransformerEngine",
+           _is_local("layernorm_zero_centered_gamma")),
     refuse("--qk-l2-norm without experts", ALWAYS, "Megatron's local layers leave the norm out: use "
            "--transformer-impl transformer_engine, or --qk-layernorm",
            lambda a: a.qk_l2_norm and not a.num_experts and a.transformer_impl == "local"),
@@ -233,17 +234,17 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            lambda a: a.multiple_validation_sets and not a.full_validation),
     refuse("--sft", ALWAYS, "fine-tune with Megatron's own pretrain_gpt.py"),
     refuse("--fim-data", "hdp"),
-    refuse("--allow-ambiguous-pad-tokens", "hdp", "documents hold no padding: remove it"),
+    refuse("--allow-ambiguous-pad-tokens", "hdp", "remove it: documents hold no padding"),
     refuse("--object-storage-cache-path", "hdp", "copy the data to a file system: lengths come from local .idx files"),
     refuse("--mock-data", "hdp", "build a corpus with `bytescale corpus`"),
-    refuse("--per-dataset-sequences-path", "hdp", "lengths come from the .idx files"),
-    refuse("--dataloader-fast-cache-load", "hdp", "document samples keep no index cache"),
-    refuse("--dataloader-defer-npy-index-mmap", "hdp", "document samples keep no index cache"),
+    refuse("--per-dataset-sequences-path", "hdp", "remove it: lengths come from the .idx files"),
+    refuse("--dataloader-fast-cache-load", "hdp", "remove it: document samples keep no index cache"),
+    refuse("--dataloader-defer-npy-index-mmap", "hdp", "remove it: document samples keep no index cache"),
     refuse("--dataloader-inter-document-masking", "slices always",
            "use --hybrid-data-parallel, where documents never attend to each other",
-           hdp="documents never attend to each other here"),
-    refuse("--reset-position-ids", "hdp", "positions always start anew with each document here"),
-    refuse("--reset-attention-mask", "hdp", "documents never attend to each other here",
+           hdp="remove it: documents never attend to each other here"),
+    refuse("--reset-position-ids", "hdp", "remove it: positions always restart with each document here"),
+    refuse("--reset-attention-mask", "hdp", "remove it: documents never attend to each other here",
            slices="use --hybrid-data-parallel, where documents never attend to each other"),
     refuse("--eod-mask-loss", "hdp", "remove it: the last token of a document never has a label here"),
     refuse("--dataloader-type cyclic", "hdp", applies=lambda a: a.dataloader_type == "cyclic"),
@@ -258,24 +259,24 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--use-checkpoint-args", ALWAYS, "give the model's flags on the command line"),
     refuse("--inprocess-restart", ALWAYS, _OTHER_SCRIPT),
     refuse("--perform-rl-step", ALWAYS, "use Megatron's own train_rl.py"),
-    refuse("--vision-pretraining", ALWAYS, "models are GPTs: remove it"),
-    refuse("--freeze-all-layers", ALWAYS, "nothing would train: remove it"),
+    refuse("--vision-pretraining", ALWAYS, "remove it: models are GPTs"),
+    refuse("--freeze-all-layers", ALWAYS, "remove it: nothing would train"),
     refuse("--log-straggler", ALWAYS, "use --hybrid-data-parallel with --hdp-timeline-step, which shows every rank"),
-    refuse("--check-for-spiky-loss", "hdp slices", "micro-batches differ in size, and so do their losses: remove it"),
-    refuse("--ddp-average-in-collective", "hdp", "the loss is divided once, for all tokens of the step: remove it"),
+    refuse("--check-for-spiky-loss", "hdp slices", "remove it: micro-batches differ in size, and so do their losses"),
+    refuse("--ddp-average-in-collective", "hdp", "remove it: the loss is divided once, for all tokens of the step"),
     refuse("--ddp-average-in-collective with --calculate-per-token-loss", ALWAYS, "remove one of them",
            lambda a: a.ddp_average_in_collective and a.calculate_per_token_loss),
-    refuse("--result-rejected-tracker-filename", "hdp", "iterations cannot be skipped: remove it"),
+    refuse("--result-rejected-tracker-filename", "hdp", "remove it: iterations cannot be skipped"),
     refuse("--result-rejected-tracker-filename in a folder that cannot be written", ALWAYS, "choose another folder",
            lambda a: _cannot_append(a.result_rejected_tracker_filename)),
-    refuse("--moe-routing-trace-path", "hdp", "it counts micro-batches of one size: remove it"),
-    refuse("--moe-routing-trace-path on CPU", ALWAYS, "it needs a GPU: remove it", _on_cpu("moe_routing_trace_path")),
+    refuse("--moe-routing-trace-path", "hdp", "remove it: it counts micro-batches of one size"),
+    refuse("--moe-routing-trace-path on CPU", ALWAYS, "remove it: it needs a GPU", _on_cpu("moe_routing_trace_path")),
     refuse("--optimizer", "hdp", "use adam or sgd", lambda a: a.optimizer not in ("adam", "sgd")),
     refuse("--optimizer of another package", ALWAYS, "install emerging-optimizers, or use adam or sgd",
            lambda a: a.optimizer not in ("adam", "sgd") and not importlib.util.find_spec("emerging_optimizers")),
-    refuse("--optimizer-cpu-offload on CPU", ALWAYS, "it needs a GPU: remove it", _on_cpu("optimizer_cpu_offload")),
-    refuse("--init-model-with-meta-device", ALWAYS, "it needs --use-megatron-fsdp or --use-torch-fsdp2: remove it",
+    refuse("--optimizer-cpu-offload on CPU", ALWAYS, "remove it: it needs a GPU", _on_cpu("optimizer_cpu_offload")),
+    refuse("--init-model-with-meta-device", ALWAYS, "remove it: it needs --use-megatron-fsdp or --use-torch-fsdp2",
            lambda a: a.init_model_with_meta_device and not (a.use_megatron_fsdp or a.use_torch_fsdp2)),
-    refuse("--use-sharp", ALWAYS, "its process groups cannot be made here: remove it"),
-    refuse("--sharp-enabled-group", ALWAYS, "its process groups cannot be made here: remove it"),
+    refuse("--use-sharp", ALWAYS, "remove it: its process groups cannot be made here"),
+    refuse("--sharp-enabled-group", ALWAYS, "remove it: its process groups cannot be made here"),
 )  # fmt: skip

@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head-dim", type=int, default=128, metavar="N", help="width of an attention head (%(default)s)"
     )
-    parser.add_argument("--flags", action="store_true", help="print the flags of each feature too")
+    parser.add_argument("--flags", action="store_true", help="also print the flags of each feature")
     parser.add_argument(
         "--refusals", action="store_true", help="print what runs refuse, each feature and all of them, too"
     )

@@ -78,7 +78,7 @@ def test_json_says_the_same() -> None:
     assert "--seq1f1b-eager" in by_name["slices"]["flags"]
     assert "megatron.training.training:training_log" in by_name["hdp"]["patches"]
     assert by_name["slices"]["refusals"]["--qk-clip"] == "remove it, or train without --seq1f1b-slices"
-    assert report["refusals"]["--freeze-all-layers"] == "nothing would train: remove it"
+    assert report["refusals"]["--freeze-all-layers"] == "remove it: nothing would train"
     assert report["healthy"] is True
 
 
