@@ -1,4 +1,4 @@
-"""Things that many tests need, made once in a test session: by the first test that asks, in whichever worker.
+"""Make things that many tests need once in a test session: by the first test that needs them, in any worker.
 
 Tests in other workers that ask meanwhile wait for it. What fails is not kept: the next test that asks tries again.
 """

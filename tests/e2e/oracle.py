@@ -15,7 +15,7 @@ import torch
 
 
 def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, torch.Tensor]:
-    """The reduced gradients that ``--save-wgrads-interval 1`` left, by parameter name."""
+    """Return the reduced gradients that ``--save-wgrads-interval 1`` left, by parameter name."""
     folder = save / "wgrads" / f"iter_{iteration:07d}"
     files = sorted(folder.glob(f"mp_rank_{tp_rank:02d}*"))
     assert len(files) == 1, list(folder.iterdir())
@@ -23,7 +23,7 @@ def gradients(save: Path, iteration: int = 1, tp_rank: int = 0) -> dict[str, tor
 
 
 def shard_of(whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """The part of a whole tensor that tensor-parallel rank ``tp_rank`` holds."""
+    """Return the part of a whole tensor that tensor-parallel rank ``tp_rank`` holds."""
     if whole.shape == shard.shape:
         return whole
     dim = next(i for i, (a, b) in enumerate(zip(whole.shape, shard.shape, strict=True)) if a != b)
@@ -34,7 +34,7 @@ def shard_of(whole: torch.Tensor, name: str, shard: torch.Tensor, tp_rank: int, 
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """2-norm of the difference over the 2-norm of the expected."""
+    """Return the 2-norm of the difference over the 2-norm of the expected tensor."""
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 

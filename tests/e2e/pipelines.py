@@ -131,7 +131,7 @@ def run(
 
 
 def whole_gradients(save: Path, num_stages: int, tp_size: int) -> list[dict[str, torch.Tensor]]:
-    """The first step's gradients of each tensor-parallel rank, all stages and chunks together, by name in the whole."""
+    """Return the first step's gradients of each tensor-parallel rank, of all stages, by name in the whole model."""
     folder = save / "wgrads" / "iter_0000001"
     return [_whole_gradients(folder, num_stages, tp_rank) for tp_rank in range(tp_size)]
 
@@ -152,7 +152,7 @@ def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, t
 
 
 def check_gradients(case: Any, save: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Those of the first step, of all stages and tensor-parallel ranks, are the expected ones of the whole model."""
+    """Check the gradients of the first step, of all ranks and stages, against those of the whole model."""
     if "--use-distributed-optimizer" in case.flags and "--no-align-grad-reduce" not in case.flags:
         return  # Megatron then leaves each rank the reduced gradients of its own shard only, also where it saves them
     for tp_rank, found in enumerate(whole_gradients(save, case.num_stages, case.tp_size)):

@@ -65,13 +65,14 @@ class Outcome:
         return [float(value) for value in re.findall(r"lm loss value: ([-\d.E+naif]+)", self.text)]
 
     def records(self, training: bool = True) -> list[dict[str, Any]]:
-        """What ``record_steps`` noted of each step of this rank, of training or of evaluation."""
+        """Return what ``record_steps`` noted of each step of this rank, of training or of evaluation."""
         records = [json.loads(line) for line in re.findall(r"^RECORD (.*)$", self.text, re.MULTILINE)]
         return [record for record in records if record["training"] == training]
 
 
 def train(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> Outcome:
-    """Train with ``pretrain_gpt_hdp.py`` on ``num_ranks`` CPU ranks; the last rank's text with all exit codes checked.
+    """Train with ``pretrain_gpt_hdp.py`` on ``num_ranks`` CPU ranks; check all exit codes; return the last rank's
+    outcome.
 
     ``entry`` takes the place of ``pretrain_gpt_hdp.main`` (the one-process oracle).
     """
@@ -79,7 +80,7 @@ def train(num_ranks: int, *flags: object, entry: Callable[[], None] | None = Non
 
 
 def train_ranks(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> list[Outcome]:
-    """As ``train``; what every rank left."""
+    """Train as ``train`` does; return what every rank left."""
     argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
     outcomes: list[Outcome] = run_ranks(_train, num_ranks, argv, entry)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
@@ -100,7 +101,7 @@ class SavedRun:
 
 
 def train_once(num_ranks: int, *flags: object, entry: Callable[[], None] | None = None) -> SavedRun:
-    """As ``train_ranks`` with saved gradients; tests of a session that ask for equal flags share one run."""
+    """Train as ``train_ranks`` does and save gradients; tests of a session with equal flags share one run."""
 
     def run(folder: Path) -> SavedRun:
         saving = ["--save", folder, "--save-wgrads-interval", 1]
@@ -117,7 +118,7 @@ def name_of(entry: Any) -> str:
 
 
 def train_apart(*runs: Sequence[object], entry: Callable[[], None] | None = None) -> list[Outcome]:
-    """Each run's flags in a process of its own that is alone in the world, all at once."""
+    """Train each run's flags in a separate process of world size 1, all at the same time."""
     argvs = [["pretrain_gpt_hdp.py", *map(str, flags)] for flags in runs]
     outcomes: list[Outcome] = run_ranks(_train_apart, len(runs), argvs, entry, init_group=False)
     return outcomes
@@ -129,7 +130,7 @@ def _train_apart(rank: int, world: int, argvs: list[list[str]], entry: Callable[
 
 
 def train_to_failure(num_ranks: int, *flags: object, entry: Callable[[], None], folder: Path) -> list[str | None]:
-    """As ``train`` for a run that fails: the traceback of each rank, or None of one that was killed.
+    """Train a run that fails; return the traceback of each rank, or None of one that was killed.
 
     A rank that fails ends its process at once, and nothing else ends the others. Raises TimeoutError if one hangs.
     """
@@ -146,7 +147,7 @@ def _train_alone(rank: int, world: int, argv: list[str], entry: Callable[[], Non
         return _train(rank, world, argv, entry)
     except BaseException:
         Path(folder, f"rank{rank}.txt").write_text(traceback.format_exc())
-        os._exit(1)  # a rank of the harness would stay connected to its peers, as a process that has failed does not
+        os._exit(1)  # a failed process must not stay connected to its peers, as a rank of the harness would
 
 
 def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | None) -> Outcome:
@@ -169,7 +170,7 @@ def _train(rank: int, world: int, argv: list[str], entry: Callable[[], None] | N
 
 
 def plan_in_process(wanted: bool) -> None:
-    """Make this rank's plans in a process of its own, or in its own; else the speed of the machine would choose."""
+    """Make this rank's plans in a separate process, or in this one; else the speed of the machine would decide."""
     from bytescale_ext.data.loading.planning import PlannerInProcess
 
     PlannerInProcess.__init__.__defaults__ = (-math.inf if wanted else math.inf,)  # type: ignore[misc]
@@ -225,7 +226,7 @@ def print_step(runtime: Any, model: torch.nn.Module) -> None:
 
 
 def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> list[list[str]]:
-    """The documents of each step in the order of its samples, put together from what each rank was given."""
+    """Return the documents of each step in the order of its samples, put together from what each rank was given."""
     steps = []
     for of_ranks in zip(*(outcome.records(training) for outcome in outcomes), strict=True):
         assert len({tuple(record["sample_ids"]) for record in of_ranks}) == 1, of_ranks
@@ -238,7 +239,7 @@ def documents_in_order(outcomes: Sequence[Outcome], training: bool = True) -> li
 
 
 def step_losses(log_dir: Path) -> list[float]:
-    """lm loss of each step, unrounded, from ``metrics.jsonl`` (with ``--log-interval 1``).
+    """Return the lm loss of each step, unrounded, from ``metrics.jsonl`` (with ``--log-interval 1``).
 
     Megatron's own log line after the second step of a run shows the mean of the first two.
     """

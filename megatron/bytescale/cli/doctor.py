@@ -57,7 +57,7 @@ class Report:
         packages: version of each package, None where it is not installed.
         device: name of the GPU, or "cpu".
         backend, backend_reason: of ``torch.distributed``, and why.
-        attention, features: as their classes say.
+        attention, features: see their classes.
         refusals: what to do instead of each setting that every run refuses.
         patches: a printed row for each function that patches replace or copy.
         healthy: the installed Megatron is the one that the patches were written for.
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--flags", action="store_true", help="also print the flags of each feature")
     parser.add_argument(
-        "--refusals", action="store_true", help="print what runs refuse, each feature and all of them, too"
+        "--refusals", action="store_true", help="also print what each feature refuses, and what every run refuses"
     )
     parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
