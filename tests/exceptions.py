@@ -1,25 +1,7 @@
-"""Exceptions from the rules of test_layout.py and test_imports.py, and files that do not follow them yet."""
+"""Exceptions from the rules of test_layout.py and test_imports.py."""
 
 from __future__ import annotations
 
-# Files that do not follow a rule yet, by rule. Remove an entry when its file does.
-KNOWN: dict[str, set[str]] = {
-    "folders": set(),
-    "files": set(),
-    "functions": set(),
-    "shapes": set(),
-    "mirror": set(),
-    "any": {
-        "bytescale_ext/data/ray/actors.py",
-        "bytescale_ext/data/ray/fetching.py",
-        "bytescale_ext/data/ray/scheduler.py",
-        "bytescale_ext/data/ray/session.py",
-    },
-    "whole tree": set(),
-    "registry": set(),
-    "one way": set(),
-    "core": set(),
-}
 # Functions with more than MAX_PARAMETERS parameters, because other code calls them: (file, name): which code.
 FOREIGN_SIGNATURES = {
     ("megatron/bytescale/core/transformer/dot_product_attention.py", "forward"): "Megatron's attention layer",

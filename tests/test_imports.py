@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.test_layout import cases
 from tests.tree import (
     MODULES,
     SOURCE,
@@ -30,7 +29,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 SOLVER = "ortools"  # certifies, inside one function
 
 
-@pytest.mark.parametrize("name", cases("one way", SOURCE))
+@pytest.mark.parametrize("name", SOURCE)
 def test_imports_go_one_way(name: str) -> None:
     for module in imported_modules(tree_of(name)):
         assert not is_under(module, "tests"), module
@@ -51,7 +50,7 @@ def test_megatrons_arguments_are_read_at_its_border_only(name: str) -> None:
     assert not calls or name.startswith("megatron/bytescale/")
 
 
-@pytest.mark.parametrize("name", cases("core", [name for name in SOURCE if "/bytescale/core/" in name]))
+@pytest.mark.parametrize("name", [name for name in SOURCE if "/bytescale/core/" in name])
 def test_core_never_imports_training(name: str) -> None:
     assert not [one for one in imported_modules(tree_of(name)) if is_under(one, "megatron.bytescale.training")]
 

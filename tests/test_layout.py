@@ -8,14 +8,12 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.bytescale.arguments.parse import add_arguments
-from tests.exceptions import ANY_FILES, FOREIGN_SIGNATURES, KNOWN, TESTED_ELSEWHERE
+from tests.exceptions import ANY_FILES, FOREIGN_SIGNATURES, TESTED_ELSEWHERE
 from tests.tree import (
     FILES,
     PACKAGES,
@@ -89,12 +87,6 @@ ARRAY_TYPE = r"ndarray|NDArray|Tensor"
 SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNORECASE)
 
 
-def cases(rule: str, names: Iterable[str]) -> list[Any]:
-    """Return the cases of a rule; those in ``KNOWN`` may fail."""
-    known = pytest.mark.xfail(strict=False, reason="known, see KNOWN")
-    return [pytest.param(name, marks=known if name in KNOWN.get(rule, ()) else ()) for name in sorted(names)]
-
-
 def nesting(node: ast.AST, depth: int = 0) -> int:
     """Return how deep decisions are nested; an ``elif`` is on the level of its ``if``."""
     deepest = depth
@@ -153,19 +145,19 @@ def test_there_is_something_to_check() -> None:
     assert mirrored("megatron/bytescale/cli/plan.py") == "tests/bytescale/cli"
 
 
-@pytest.mark.parametrize("folder", cases("folders", sorted({str(Path(name).parent) for name in FILES})))
+@pytest.mark.parametrize("folder", sorted({str(Path(name).parent) for name in FILES}))
 def test_folders_are_small(folder: str) -> None:
     inside = [name for name in FILES if str(Path(name).parent) == folder and Path(name).name != "__init__.py"]
     if folder != ".":
         assert len(inside) <= MAX_FOLDER_FILES, inside
 
 
-@pytest.mark.parametrize("name", cases("files", PYTHON))
+@pytest.mark.parametrize("name", PYTHON)
 def test_files_are_small(name: str) -> None:
     assert lines_of([name]) <= MAX_FILE_LINES
 
 
-@pytest.mark.parametrize("name", cases("functions", PYTHON))
+@pytest.mark.parametrize("name", PYTHON)
 def test_functions_are_short(name: str) -> None:
     for node in functions_of(name):
         lines = (node.end_lineno or 0) - node.lineno + 1
@@ -178,7 +170,7 @@ def test_decisions_are_not_deep(name: str) -> None:
         assert nesting(node) <= MAX_NESTING, f"{node.name}: {nesting(node)} nested decisions"
 
 
-@pytest.mark.parametrize("name", cases("parameters", SOURCE))
+@pytest.mark.parametrize("name", SOURCE)
 def test_parameters_are_few(name: str) -> None:
     for node in functions_of(name):
         if (name, node.name) not in FOREIGN_SIGNATURES:
@@ -193,13 +185,13 @@ def test_foreign_signatures_are_long() -> None:
         assert why
 
 
-@pytest.mark.parametrize("name", cases("shapes", SOURCE))
+@pytest.mark.parametrize("name", SOURCE)
 def test_array_functions_name_their_shapes(name: str) -> None:
     without = [function for function, docstring in array_functions(name) if not SHAPE.search(docstring)]
     assert not without, "the docstring says no shape, such as [n]"
 
 
-@pytest.mark.parametrize("name", cases("mirror", PACKAGES))
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_test_of_the_mirrored_folder_imports_each_module(name: str) -> None:
     folder = mirrored(name)
     if folder is None or name in TESTED_ELSEWHERE or Path(name).name in ("__init__.py", "__main__.py"):
@@ -210,7 +202,7 @@ def test_a_test_of_the_mirrored_folder_imports_each_module(name: str) -> None:
     assert by_name or any(is_under(one, module) for test in beside for one in imported_modules(tree_of(test)))
 
 
-@pytest.mark.parametrize("name", cases("tests mirror", TESTS))
+@pytest.mark.parametrize("name", TESTS)
 def test_tests_lie_where_the_source_does(name: str) -> None:
     folder = str(Path(name).parent)
     sources = {"tests", "tests/bench", *map(mirrored, SOURCE)}
@@ -221,7 +213,7 @@ def test_exceptions_to_the_mirror_exist() -> None:
     assert TESTED_ELSEWHERE.keys() <= set(PACKAGES)
 
 
-@pytest.mark.parametrize("name", cases("any", PACKAGES))
+@pytest.mark.parametrize("name", PACKAGES)
 def test_types_are_known(name: str) -> None:
     assert not uses_any(name) or name in ANY_FILES, "Any is only for files where Megatron's arguments enter"
 
@@ -230,9 +222,8 @@ def test_exceptions_to_known_types_are_needed() -> None:
     assert [name for name in ANY_FILES if not name.startswith("megatron/bytescale/") or not uses_any(name)] == []
 
 
-@pytest.mark.parametrize("rule", cases("whole tree", ["eager"]))
-def test_eager_stands_in_few_files(rule: str) -> None:
-    files = [name for name in SOURCE if rule in text_of(name).lower()]
+def test_eager_stands_in_few_files() -> None:
+    files = [name for name in SOURCE if "eager" in text_of(name).lower()]
     assert len(files) <= MAX_EAGER_FILES, files
 
 
@@ -242,7 +233,7 @@ def test_no_bare_except(name: str) -> None:
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"line {node.lineno}"
 
 
-@pytest.mark.parametrize("name", cases("registry", set(SOURCE) - SETS_ATTRIBUTES))
+@pytest.mark.parametrize("name", sorted(set(SOURCE) - SETS_ATTRIBUTES))
 def test_only_the_registry_replaces_parts_of_megatron(name: str) -> None:
     tree = tree_of(name)
     assert "ignore[method-assign]" not in text_of(name), "mypy says that a method is replaced"
@@ -290,14 +281,8 @@ def test_megatron_stays_a_namespace() -> None:
     assert {path.name for path in (ROOT / "megatron").iterdir() if path.is_dir()} <= {"bytescale", "__pycache__"}
 
 
-@pytest.mark.parametrize("share", cases("whole tree", ["tests"]))
-def test_tests_are_no_smaller_than_the_source(share: str) -> None:
+def test_tests_are_no_smaller_than_the_source() -> None:
     assert lines_of(TESTS) >= TEST_LINES_PER_SOURCE_LINE * lines_of(SOURCE)
-
-
-def test_known_breaches_name_what_exists() -> None:
-    names = {*FILES, *(str(Path(name).parent) for name in FILES), "eager", "tests"}
-    assert not [name for known in KNOWN.values() for name in known if name not in names]
 
 
 def test_flags_are_frozen() -> None:

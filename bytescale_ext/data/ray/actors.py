@@ -17,18 +17,20 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
+
+import numpy as np
 
 from bytescale_ext.config.remote import RemoteConfig
-from bytescale_ext.data.ray.fetching import fetch, fetch_first
+from bytescale_ext.data.ray.fetching import Reference, RemoteMethod, fetch, fetch_first
 from bytescale_ext.data.ray.lines import LineIndex, chunks, index_file, join_indices, load_index, save_index
-from bytescale_ext.data.ray.scheduler import Limits, MakePlan, Samples, StepScheduler
+from bytescale_ext.data.ray.scheduler import Limits, MakePlan, PlannedStep, Samples, StepScheduler
 from bytescale_ext.data.ray.server import TokenServer
 from bytescale_ext.data.ray.session import ray_module, start_ray, stay_on_loopback
 from bytescale_ext.data.samples.texts import Encode
 
 _SERVER_THREADS = 4
-_FOREVER: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+_FOREVER = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,35 @@ class RemoteAddress:
     auth_mode: str | None = None
 
 
+class ServerHandle(Protocol):
+    """The methods of a ``TokenServer`` in its own process."""
+
+    @property
+    def index(self) -> RemoteMethod[[int, int, int], LineIndex]: ...
+
+    @property
+    def lengths(self) -> RemoteMethod[[np.ndarray], np.ndarray]:
+        """See ``TokenServer.lengths``: [n] -> [n]."""
+
+    @property
+    def read(self) -> RemoteMethod[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """See ``TokenServer.read``: [n] and [n, 2] -> [tokens] and [n]."""
+
+
+class SchedulerHandle(Protocol):
+    """The methods of a ``StepScheduler`` in its own process."""
+
+    @property
+    def plan_step(self) -> RemoteMethod[[int, str, int, int, int], list[Reference[PlannedStep]]]: ...
+
+    @property
+    def held_tokens(self) -> RemoteMethod[[], tuple[int, int]]: ...
+
+
+class _ActorClass[Handle](Protocol):
+    def remote(self, *arguments: object) -> Handle: ...
+
+
 @dataclass(frozen=True, eq=False)
 class RemoteActors:
     """Handles of the actors of this run.
@@ -78,8 +109,8 @@ class RemoteActors:
     """
 
     address: RemoteAddress
-    servers: tuple[Any, ...]
-    scheduler: Any
+    servers: tuple[ServerHandle, ...]
+    scheduler: SchedulerHandle
 
 
 class RemoteServers:
@@ -99,10 +130,10 @@ class RemoteServers:
         auth_mode = os.environ.get("RAY_AUTH_MODE") if config.address is None else None  # chosen by Ray when it started
         self.address = RemoteAddress(ray_address, namespace, config.num_servers, auth_mode)
         arguments = (text.paths, config.json_key, text.longest, config.server_tokens, text.build_encode)
-        self._servers = tuple(
-            _actor(TokenServer, f"server-{number}", max_concurrency=_SERVER_THREADS).remote(*arguments)
-            for number in range(config.num_servers)
-        )
+        actors: list[_ActorClass[ServerHandle]] = [
+            _actor(TokenServer, f"server-{number}", _SERVER_THREADS) for number in range(config.num_servers)
+        ]
+        self._servers = tuple(actor.remote(*arguments) for actor in actors)
 
     def index_files(self) -> tuple[LineIndex, ...]:
         """Return the index of each file, made by all servers together or kept from an earlier run.
@@ -130,7 +161,7 @@ class RemoteServers:
         """Start the scheduler; ``num_clients`` ranks will ask for each step."""
         limits = Limits(num_clients, self._config.num_servers * self._config.server_tokens)
         # A client that waits for a step occupies one concurrent call of the actor.
-        actor = _actor(_SchedulerActor, "scheduler", max_concurrency=1000 + num_clients)
+        actor: _ActorClass[SchedulerHandle] = _actor(_SchedulerActor, "scheduler", 1000 + num_clients)
         # Keep the reference: a restarted scheduler reads the samples again.
         self._samples = ray_module().put(samples)
         scheduler = actor.remote([self._samples], self._servers, make_plan, limits)
@@ -141,7 +172,7 @@ class RemoteServers:
         """End the actors, and Ray if it was started here. May be called twice."""
         ray_module().shutdown()
 
-    def _begin_index(self, number: int, path: str) -> tuple[Path | None, LineIndex | None, list[Any]]:
+    def _begin_index(self, number: int, path: str) -> tuple[Path | None, LineIndex | None, list[Reference[LineIndex]]]:
         """Return (the file for the index or None, the kept index or None, the calls that make it if none is kept)."""
         text, servers = self._text, self._servers
         file = None
@@ -157,7 +188,9 @@ class RemoteServers:
 class _SchedulerActor(StepScheduler):
     """``StepScheduler`` that reads its samples from Ray's object store and puts its steps there."""
 
-    def __init__(self, samples: list[Any], servers: Sequence[Any], make_plan: MakePlan, limits: Limits) -> None:
+    def __init__(
+        self, samples: list[Reference[Samples]], servers: Sequence[ServerHandle], make_plan: MakePlan, limits: Limits
+    ) -> None:
         super().__init__(servers, fetch(samples[0]), make_plan, limits, ray_module().put)
 
 
@@ -172,6 +205,10 @@ def join_actors(address: RemoteAddress) -> RemoteActors:
     return RemoteActors(address, servers, ray.get_actor("scheduler"))
 
 
-def _actor(kind: type, name: str, **options: Any) -> Any:
-    ray = ray_module()
-    return ray.remote(kind).options(name=name, scheduling_strategy="SPREAD", **_FOREVER, **options)
+def _actor[Handle](kind: type, name: str, max_concurrency: int) -> _ActorClass[Handle]:
+    actor: _ActorClass[Handle] = (
+        ray_module()
+        .remote(kind)
+        .options(name=name, scheduling_strategy="SPREAD", max_concurrency=max_concurrency, **_FOREVER)
+    )
+    return actor

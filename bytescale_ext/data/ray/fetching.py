@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
 
 from bytescale_ext.data.ray.session import ray_module
 
@@ -15,7 +15,22 @@ _SHARED_SECONDS = 10.0  # for a value that is in the object store already
 _ATTEMPTS = 5
 
 
-def fetch(reference: Any, should_stop: Callable[[], bool] = bool, seconds: float = _ANSWER_SECONDS) -> Any:
+class Reference[Value](Protocol):
+    """The answer of an actor's method that has been called; Ray's ``ObjectRef``."""
+
+    def __await__(self) -> Generator[object, None, Value]: ...
+
+
+class RemoteMethod[**Arguments, Value](Protocol):
+    """A method of an actor, as its handle offers it."""
+
+    def remote(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Reference[Value]:
+        """Call the method in the actor's process and return at once."""
+
+
+def fetch[Value](
+    reference: Reference[Value], should_stop: Callable[[], bool] = bool, seconds: float = _ANSWER_SECONDS
+) -> Value:
     """Return the value of a reference, as ``ray.get`` does; raise the actor's error with its own type.
 
     Raises:
@@ -26,7 +41,8 @@ def fetch(reference: Any, should_stop: Callable[[], bool] = bool, seconds: float
     deadline = time.monotonic() + seconds
     while not should_stop():
         try:
-            return ray.get(reference, timeout=_POLL_SECONDS)
+            value: Value = ray.get(reference, timeout=_POLL_SECONDS)
+            return value
         except ray.exceptions.GetTimeoutError:
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -41,13 +57,17 @@ def fetch(reference: Any, should_stop: Callable[[], bool] = bool, seconds: float
     raise RuntimeError("the loader is closed")
 
 
-def fetch_answers(calls: Sequence[Callable[[], Any]], should_stop: Callable[[], bool] = bool) -> list[Any]:
+def fetch_answers[Value](
+    calls: Sequence[Callable[[], Reference[Value]]], should_stop: Callable[[], bool] = bool
+) -> list[Value]:
     """Make all calls at once and return their answers; a call without an answer is made again, a few times."""
     begun = [call() for call in calls]
     return [_answer(call, reference, should_stop) for call, reference in zip(calls, begun, strict=True)]
 
 
-def _answer(call: Callable[[], Any], reference: Any, should_stop: Callable[[], bool]) -> Any:
+def _answer[Value](
+    call: Callable[[], Reference[Value]], reference: Reference[Value], should_stop: Callable[[], bool]
+) -> Value:
     for _ in range(_ATTEMPTS - 1):
         try:
             return fetch(reference, should_stop, _PATIENCE_SECONDS)
@@ -56,7 +76,9 @@ def _answer(call: Callable[[], Any], reference: Any, should_stop: Callable[[], b
     return fetch(reference, should_stop, _PATIENCE_SECONDS)
 
 
-def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool) -> Any:
+def fetch_shared[Value](
+    call: Callable[[], Reference[list[Reference[Value]]]], should_stop: Callable[[], bool] = bool
+) -> Value:
     """Return the shared value. ``call()`` returns a list with its reference, or an empty list: call again.
 
     Also calls again when the value is lost: with the actor that made it, or in a process that drops one reference to it
@@ -68,7 +90,7 @@ def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool
     ray = ray_module()
     attempts_left = _ATTEMPTS
     while True:
-        shared: list[Any] = []
+        shared: list[Reference[Value]] = []
         while not shared:
             (shared,) = fetch_answers([call], should_stop)
         try:
@@ -80,7 +102,7 @@ def fetch_shared(call: Callable[[], Any], should_stop: Callable[[], bool] = bool
             time.sleep(0.1)
 
 
-def fetch_first(reference: Any) -> Any:
+def fetch_first[Value](reference: Reference[Value]) -> Value:
     """Return an actor's first answer. Raises ValueError where the actor cannot start."""
     try:
         return fetch(reference)

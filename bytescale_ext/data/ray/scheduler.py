@@ -16,11 +16,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from bytescale_ext.data.loading.planning import without_tables
+from bytescale_ext.data.ray.fetching import Reference, RemoteMethod
 from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.server import PLACE
 from bytescale_ext.data.samples.epochs import EpochOrder
@@ -148,7 +149,7 @@ class _Step:
 
     places: np.ndarray
     most_tokens: int
-    task: asyncio.Task[Any] | None = None
+    task: asyncio.Task[Reference[PlannedStep]] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -167,6 +168,14 @@ class _Progress:
             self.num_clients += Counter()  # drops zeros
 
 
+class LengthServer(Protocol):
+    """What the scheduler calls of a server."""
+
+    @property
+    def lengths(self) -> RemoteMethod[[np.ndarray], np.ndarray]:
+        """The method from ``PLACE`` [n] to the tokens of each sample, [n]."""
+
+
 class StepScheduler:
     """Plans steps for several clients. Its methods run in one event loop.
 
@@ -180,11 +189,11 @@ class StepScheduler:
 
     def __init__(
         self,
-        servers: Sequence[Any],
+        servers: Sequence[LengthServer],
         samples: Samples,
         make_plan: MakePlan,
         limits: Limits,
-        share: Callable[[PlannedStep], Any],
+        share: Callable[[PlannedStep], Reference[PlannedStep]],
     ) -> None:
         self._servers = servers
         self._samples = samples
@@ -196,7 +205,9 @@ class StepScheduler:
         self._room = asyncio.Condition()
         self._peak_tokens = 0
 
-    async def plan_step(self, client: int, split: str, step_index: int, first: int, count: int) -> list[Any]:
+    async def plan_step(
+        self, client: int, split: str, step_index: int, first: int, count: int
+    ) -> list[Reference[PlannedStep]]:
         """Return the step of ``count`` samples from ``first`` on, as a list of one shared reference.
 
         A client that asks for a step has fetched all steps of lower ``step_index``. After the end of the split, samples
@@ -243,7 +254,7 @@ class StepScheduler:
         fits = self._held_tokens() + step.most_tokens <= self._limits.limit_tokens
         return fits or all(other[0] != split or other[1] >= step_index for other in self._steps)
 
-    def _begin(self, step: _Step) -> asyncio.Task[Any]:
+    def _begin(self, step: _Step) -> asyncio.Task[Reference[PlannedStep]]:
         if step.task is None:
             step.task = asyncio.get_running_loop().create_task(self._planned(step.places))
             # plan_step raises the error; reading it here only avoids asyncio's warning.
@@ -269,7 +280,7 @@ class StepScheduler:
             del self._steps[key]
             self._room.notify_all()
 
-    async def _planned(self, places: np.ndarray) -> Any:
+    async def _planned(self, places: np.ndarray) -> Reference[PlannedStep]:
         servers = server_of(places, len(self._servers))
         used = [number for number in range(len(self._servers)) if (servers == number).any()]
         calls = asyncio.gather(*(self._servers[n].lengths.remote(places[servers == n]) for n in used))
@@ -285,7 +296,7 @@ class StepScheduler:
             lengths[servers == number] = answer
         return await asyncio.to_thread(self._plan, places, tuple(lengths.tolist()))
 
-    def _plan(self, places: np.ndarray, lengths: tuple[int, ...]) -> Any:
+    def _plan(self, places: np.ndarray, lengths: tuple[int, ...]) -> Reference[PlannedStep]:
         plan, fell_back = self._make_plan(lengths)
         assert plan.lengths == lengths, f"a plan of other sequences: {plan.lengths=} {lengths=}"
         return self._share(PlannedStep(places, without_tables(plan), fell_back))

@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from bytescale_ext.config.remote import RemoteConfig
 
@@ -19,7 +19,7 @@ _START_ATTEMPTS = 3  # Ray gives its processes 30 s to start, which a busy machi
 _NOT_INSTALLED = "--hdp-loader ray: Ray is not installed: pip install '.[ray]', or use --hdp-loader local"
 
 
-def ray_module() -> Any:
+def ray_module() -> ModuleType:
     """Return the module ``ray``. Raises ValueError where it is not installed."""
     try:
         import ray
@@ -64,7 +64,7 @@ def start_ray(address: str | None, namespace: str) -> str:
     ray = ray_module()
     # Actors import this package from where this process did.
     paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "namespace": namespace,
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}},
         "log_to_driver": False,
