@@ -43,7 +43,7 @@ class Case:
         return self.dim**-0.5
 
     def micro_batch(self, number: int, rank: int) -> MicroBatch:
-        """The micro-batch of ``rank`` in round ``number``."""
+        """Return the micro-batch of ``rank`` in round ``number``."""
         shards = [
             Shard(seq, zigzag_ranges(self.lengths[seq], len(ring), ring.index(rank)), ring)
             for seq, ring in sorted(self.rounds[number])
@@ -56,7 +56,7 @@ class Case:
         return attention_layout(micro_batch, rank, self.lengths, micro_batch.num_tokens + self.num_padding)
 
     def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """``q, k, v, dout`` of one sequence, the same on every rank."""
+        """Return ``q, k, v, dout`` of one sequence, the same on every rank."""
         generator = torch.Generator().manual_seed(1000 + seq)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return tuple(
@@ -65,12 +65,12 @@ class Case:
         )
 
     def rows(self, micro_batch: MicroBatch, of_sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows of a micro-batch taken from tensors of whole sequences, without padding."""
+        """Return the rows of a micro-batch taken from tensors of whole sequences, without padding."""
         parts = [of_sequences[shard.seq][a:b] for shard in micro_batch.shards for a, b in shard.ranges]
         return torch.cat(parts) if parts else of_sequences[0][:0]
 
     def inputs(self, number: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """``q, k, v, dout`` of a micro-batch; its padding holds noise."""
+        """Return ``q, k, v, dout`` of a micro-batch; its padding holds noise."""
         micro_batch = self.micro_batch(number, rank)
         columns = zip(*(self.values(seq, dtype) for seq in range(len(self.lengths))), strict=True)
         rows = [self.rows(micro_batch, column) for column in columns]
@@ -80,7 +80,7 @@ class Case:
         ]
 
     def planned_inputs(self, micro_batch: MicroBatch) -> list[torch.Tensor]:
-        """``q, k, v, dout`` of a micro-batch of a plan, float64, without padding."""
+        """Return ``q, k, v, dout`` of a micro-batch of a plan, float64, without padding."""
         columns = zip(*(self.values(seq, torch.float64) for seq in range(len(self.lengths))), strict=True)
         return [self.rows(micro_batch, column) for column in columns]
 
@@ -125,7 +125,7 @@ def kernel_named(name: str) -> Kernel:
 def block_of(
     lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, causal: bool = True, scale: float = 0.3
 ) -> AttentionBlock:
-    """The block of documents of these lengths; by default each document's keys are its own tokens."""
+    """Return the block of documents of these lengths; by default each document's keys are its own tokens."""
     cu_k = CuSeqlens.of_lengths(lengths_q if lengths_k is None else lengths_k)
     return AttentionBlock(CuSeqlens.of_lengths(lengths_q), cu_k, causal, scale)
 
@@ -133,7 +133,7 @@ def block_of(
 def block_tensors(
     block: AttentionBlock, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, dim: int = 16
 ) -> list[torch.Tensor]:
-    """``q, k, v, dout`` of a block."""
+    """Return ``q, k, v, dout`` of a block."""
     generator = torch.Generator().manual_seed(1)
     num_q, num_k = block.cu_q.num_tokens, block.cu_k.num_tokens
     rows = ((num_q, heads), (num_k, kv_heads), (num_k, kv_heads), (num_q, heads))
@@ -159,7 +159,7 @@ def dense_attention(
 def run_round(
     layouts: Sequence[AttentionLayout], inputs: Sequence[Sequence[torch.Tensor]], backends: Sequence[Backend]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """``out, dq, dk, dv`` of one micro-batch of each virtual rank; ``inputs`` are ``q, k, v, dout``."""
+    """Return ``out, dq, dk, dv`` of one micro-batch of each virtual rank; ``inputs`` are ``q, k, v, dout``."""
     ranks = list(zip(inputs, layouts, backends, strict=True))
     outputs = run_in_turn([forward_steps(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
     grads = run_in_turn(
@@ -172,7 +172,7 @@ def run_round(
 
 
 def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, list[MailboxComm]]:
-    """``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
+    """Return ``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
     comms = mailbox_comms(case.num_ranks)
     results: Results = {}
     ranks = range(case.num_ranks)
@@ -197,7 +197,7 @@ def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Steps[list[tupl
 
 
 def planned(plan: StepPlan) -> Case:
-    """A case with the values of a plan's sequences; the plan says where they are computed."""
+    """Return a case with the values of a plan's sequences; the plan says where they are computed."""
     return Case(plan.lengths, ((),), plan.num_ranks, num_padding=0)
 
 

@@ -114,7 +114,7 @@ def test_planned_steps_run_to_their_end(lengths: list[int], num_ranks: int) -> N
 
 
 def attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str = "cpu_flash") -> torch.Tensor:
-    """The one rank of a case without rings, through autograd."""
+    """Run the only rank of a case without rings, through autograd."""
     (comm,) = mailbox_comms(1)
     return ring_attention(q, k, v, case.layout(0, 0), Backend(comm, kernel_named(name), case.scale))
 

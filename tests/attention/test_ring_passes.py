@@ -76,7 +76,7 @@ def test_other_rings_in_between_do_not_separate_documents() -> None:
 
 
 def passes_of(plan: StepPlan, rank: int) -> list[tuple[Ring, tuple[int, ...]]]:
-    """``(ring, seqs)`` of every pass of a rank in its step, in the order in which they run."""
+    """Return ``(ring, seqs)`` of every pass of a rank in its step, in the order in which they run."""
     layouts = [attention_layout(held, rank, plan.lengths, held.num_tokens) for held in plan.ranks[rank]]
     return [(member.ring, member.seqs) for layout in layouts for member in layout.passes]
 
@@ -92,7 +92,7 @@ def assert_ranks_agree(plan: StepPlan) -> None:
 
 
 def plan_of(lengths: Sequence[int], rings: Sequence[Ring], rows: Sequence[Sequence[Sequence[int]]]) -> StepPlan:
-    """A plan from the sequences of each micro-batch of each rank."""
+    """Return a plan from the sequences of each micro-batch of each rank."""
 
     def shard(seq: int, rank: int) -> Shard:
         ring = rings[seq]
@@ -106,7 +106,7 @@ def plan_of(lengths: Sequence[int], rings: Sequence[Ring], rows: Sequence[Sequen
 
 
 def any_plan(source: random.Random) -> StepPlan:
-    """A plan of rings over a few ranks, which usually divide their sequences into the same micro-batches."""
+    """Return a plan of rings over a few ranks, which usually divide their sequences into the same micro-batches."""
     num_ranks, num_seqs, num_slots = source.randint(2, 4), source.randint(2, 6), source.randint(1, 3)
     rings = []
     for _ in range(num_seqs):

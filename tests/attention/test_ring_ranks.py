@@ -89,7 +89,7 @@ def test_documents_that_travel_together_in_float64() -> None:
 
 
 def run_plan(rank: int, world: int, plan: StepPlan) -> list[tuple[torch.Tensor, ...]]:
-    """``out, dq, dk, dv`` of each micro-batch of a rank; the backward of each before the forward of the next."""
+    """Return ``out, dq, dk, dv`` of each micro-batch of a rank; the backward of each before the forward of the next."""
     case = planned(plan)
     comm = RingComm(None, rank, world)
     comm.warm_up("cpu")

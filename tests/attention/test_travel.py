@@ -38,7 +38,7 @@ def member_of(index: int, is_kept: bool) -> RingPass:
 
 
 def visit(comm: MailboxComm, is_kept: bool) -> Steps[tuple[list[torch.Tensor], torch.Tensor]]:
-    """The keys that one rank sees at each step, checked against the member they come from, and its buffer."""
+    """Return the keys that one rank sees at each step, checked against the member they come from, and its buffer."""
     member = member_of(comm.rank, is_kept)
     buffer = torch.full((5 * WIDTH, 1, 2), torch.nan)
     member.keys.put_(buffer, values_of(comm.rank, 2 + SHARES[comm.rank]))

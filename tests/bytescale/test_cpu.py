@@ -22,7 +22,7 @@ MEGATRON_FUNCTIONS = [
 
 
 def owned(rows: list[tuple[Any, str, Any]]) -> list[Any]:
-    """What each owner has of its own under each name; ``cpu`` where it has nothing."""
+    """Return what each owner itself has under each name; ``cpu`` where it has nothing."""
     return [vars(owner).get(name, cpu) for owner, name, _ in rows]
 
 

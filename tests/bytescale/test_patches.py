@@ -130,7 +130,7 @@ def run_main(corpus: Path, *flags: str) -> tuple[set[str], list[str]]:
 
 
 def states(table: list[str]) -> dict[str, str]:
-    """The state of each row by its function."""
+    """Return the state of each row by its function."""
     return {row.split()[0]: row.split()[1] for row in table}
 
 

@@ -37,7 +37,7 @@ if len(sys.argv) > 1 and rank == 1:
 
 
 def lacks() -> str:
-    """Why no cluster can be emulated here; empty where one can."""
+    """Return why no cluster can be emulated here; empty where one can."""
     try:
         check_machine(Topology(1, 1))
         QuotaGroups(NAME, 1)

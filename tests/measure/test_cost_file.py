@@ -31,7 +31,7 @@ COST = ModelCost(
 
 
 def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> str:
-    """The message for a good file after ``change`` (of its content, or returning another one)."""
+    """Return the message for a good file after ``change`` (of its content, or returning another one)."""
     value = COST.to_json()
     path = tmp_path / "cost.json"
     path.write_text(json.dumps(change(value) or value))

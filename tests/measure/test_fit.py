@@ -36,7 +36,7 @@ SHAPE = ModelShape(32, 4096, 32, 8, 128, 11008, True, 32000)
 
 
 def seconds(fit: Fit, num_layers: int, lengths: Sequence[int]) -> float:
-    """The formula of the module, written out."""
+    """Return the seconds by the formula of the module, written out."""
     squares, tokens = sum(length**2 for length in lengths), sum(lengths)
     layer = fit.layer.a * squares + fit.layer.b * tokens + fit.layer.g
     return num_layers * layer + fit.head * tokens + fit.rest
@@ -110,7 +110,7 @@ RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7), CostModel(0.0, 0.0, c=9e-8, h=8e-7)
 
 
 def ring_timings(lengths: Sequence[int], width: int, noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
-    """A rank's share of each sequence, and what the ring adds for the tokens that it receives."""
+    """Return times of a rank's share of each sequence, plus what the ring adds for the tokens that it receives."""
     made = []
     for layers in LAYERS:
         for length in lengths:

@@ -28,7 +28,7 @@ def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def block_from(offsets: Sequence[torch.Tensor], causal: bool, scale: float) -> AttentionBlock:
-    """The block that a package is asked for; offsets must be int32."""
+    """Return the block of a call to a package; offsets must be int32."""
     assert all(tensor.dtype == torch.int32 for tensor in offsets)
     return AttentionBlock(*(CuSeqlens(tuple(tensor.tolist())) for tensor in offsets), causal, scale)
 

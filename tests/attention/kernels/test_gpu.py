@@ -21,7 +21,7 @@ BF16_TOLERANCE = 4e-2
 
 
 def kernel(name: str, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The kernel of this name, or a skip with the reason why it cannot be used here."""
+    """Return the kernel of this name, or skip the test with the reason why it cannot be used here."""
     row = kernel_named(name)
     device = torch.device("cuda")
     why_not = row.why_not(device, dtype, head_dim) or probe(row, device, dtype, head_dim)
@@ -31,7 +31,7 @@ def kernel(name: str, dtype: torch.dtype, head_dim: int) -> Kernel:
 
 
 def wide(case: Case) -> Case:
-    """The case with heads of a size that CUDA kernels take."""
+    """Return the case with heads of a size that CUDA kernels take."""
     return Case(case.lengths, case.rounds, case.num_ranks, heads=8, kv_heads=2, dim=64, num_padding=5)
 
 

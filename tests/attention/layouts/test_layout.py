@@ -19,7 +19,7 @@ from tests.attention.cases import GROUPS, MIXED, TINY, Case
 
 
 def tokens(length: int, width: int, index: int) -> list[int]:
-    """The tokens of a ring member, in memory order."""
+    """Return the tokens of a ring member, in memory order."""
     return [token for start, stop in zigzag_ranges(length, width, index) for token in range(start, stop)]
 
 
@@ -27,7 +27,7 @@ Pairs = Counter[tuple[tuple[int, int], tuple[int, int]]]
 
 
 def held(lengths: Sequence[int], width: int, index: int) -> list[tuple[int, int]]:
-    """``(sequence, token)`` of the rows of a member, in memory order."""
+    """Return ``(sequence, token)`` of the rows of a member, in memory order."""
     return [(seq, token) for seq, length in enumerate(lengths) for token in tokens(length, width, index)]
 
 
@@ -36,7 +36,7 @@ def rows_of(rows: Rows) -> list[int]:
 
 
 def computed_pairs(member: RingPass, lengths: Sequence[int]) -> Pairs:
-    """``(query, key)`` of every score that one member computes."""
+    """Return ``(query, key)`` of every score that one member computes."""
     mine = held(lengths, member.width, member.index)
     pairs: Pairs = Counter()
     for block in member.blocks:

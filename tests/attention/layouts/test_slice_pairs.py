@@ -28,14 +28,14 @@ def rows_of(rows: Rows) -> list[int]:
 
 
 def pick(tokens: Sequence[Token | None], rows: Rows) -> list[Token]:
-    """The tokens in these rows; a row that was not written is an error."""
+    """Return the tokens in these rows; a row that was not written is an error."""
     found = [tokens[row] for row in rows_of(rows)]
     assert None not in found
     return found  # type: ignore[return-value]
 
 
 def pairs_of(block: PlacedBlock, queries: Sequence[Token], keys: Sequence[Token]) -> Pairs:
-    """The (query, key) pairs of a block, of queries and keys in the order of its rows."""
+    """Return the (query, key) pairs of a block, of queries and keys in the order of its rows."""
     pairs: Pairs = Counter()
     for q_rows, k_rows in zip(pairwise(block.cu_q.offsets), pairwise(block.cu_k.offsets), strict=True):
         document = keys[slice(*k_rows)]
@@ -78,7 +78,7 @@ class Rank:
 
 
 def arriving(ranks: Sequence[Rank], member: RingPass, index: int, source: int) -> tuple[RingPass, list[Token]]:
-    """The pass of another member of the ring in slice ``index``, and the keys that it sends."""
+    """Return the pass of another member of the ring in slice ``index``, and the keys that it sends."""
     other = ranks[member.ring[source]]
     (found,) = (
         one for one in other.layouts[index].attention.passes if (one.ring, one.seqs) == (member.ring, member.seqs)
@@ -87,7 +87,7 @@ def arriving(ranks: Sequence[Rank], member: RingPass, index: int, source: int) -
 
 
 def ring_pairs(ranks: Sequence[Rank], rank: Rank, member: RingPass, index: int) -> Pairs:
-    """What one rank computes in one pass of slice ``index``, keys arriving from the members in turn."""
+    """Return what one rank computes in one pass of slice ``index``, keys arriving from the members in turn."""
     mine = pick(rank.tokens[index], member.in_micro_batch)
     pairs: Pairs = Counter()
     for step in range(member.width):

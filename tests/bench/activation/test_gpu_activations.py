@@ -22,7 +22,7 @@ QUICK = ["script", "--device", "cpu", "--quick"]
 
 
 def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """What each script measures, all in one process."""
+    """Return what each script measures, all in one process."""
     from bytescale_ext.measure.cost_file import write_cost
     from megatron.bytescale.cli import memory_plan
     from scripts.bench.activation import (

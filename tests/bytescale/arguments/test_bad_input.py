@@ -35,7 +35,7 @@ def copy(corpus: Path, tmp_path: Path) -> Path:
 
 
 def refusal(outcome: Outcome) -> str:
-    """The one line of a refused run."""
+    """Return the one line of a refused run."""
     assert outcome.code == 2, outcome.text[-2000:]
     assert "Traceback" not in outcome.text
     assert "[before the start of training step]" not in outcome.text
@@ -48,7 +48,7 @@ def refusal(outcome: Outcome) -> str:
 
 
 def refused(data: Path, *flags: object, entry: Any = None) -> str:
-    """The line with which a run on one rank is refused. Later flags win over the common ones."""
+    """Return the line with which a run on one rank is refused. Later flags win over the common ones."""
     common = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256, "--data-path", data]
     return refusal(train(1, *common, *flags, entry=entry))
 

@@ -18,7 +18,7 @@ MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-si
 
 
 def run_command(rank: int, world: int, words: list[str]) -> str:
-    """What the command prints, in a process of its own."""
+    """Return what the command prints, in a process of its own."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     with contextlib.redirect_stdout(io.StringIO()) as text:

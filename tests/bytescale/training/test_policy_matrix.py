@@ -53,7 +53,7 @@ PLANS = {
 
 
 def plan_of_auto() -> ActivationPlan:
-    """What ``auto`` chooses where half of the memory is there."""
+    """Return what ``auto`` chooses with half of the memory."""
     shape = ModelShape(LAYERS, HIDDEN, 4, 2, 8, 48, True, VOCAB)
     load = layer_load(cost_of_rates(shape, 1e12, 1e12, 1e12), LENGTHS[1], how=LayerSettings(element_bytes=4))
     whole = forecast(ActivationPlan("none"), load, Machine(0.0, 0.0)).device_bytes
@@ -104,7 +104,7 @@ class Case:
             use_document_positions(self.stages)
 
     def forward(self, stage: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """A stage's output for a micro-batch; the sum of squared losses of the last one."""
+        """Return a stage's output for a micro-batch; the last stage returns the sum of squared losses."""
         length = self.lengths[index]
         tokens = torch.randint(VOCAB, (1, length + 1), generator=torch.Generator().manual_seed(index))
         more: dict[str, Any] = {}

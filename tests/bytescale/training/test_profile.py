@@ -45,7 +45,7 @@ def made_up_seconds(num_layers: int, lengths: list[int], width: int, direction: 
 def profile_with_made_up_clock(
     rank: int, world: int, flags: list[str], run_really: bool
 ) -> tuple[ModelCost, list[float]]:
-    """What ``bytescale profile`` measures when each micro-batch takes ``made_up_seconds``."""
+    """Return what ``bytescale profile`` measures when each micro-batch takes ``made_up_seconds``."""
     from megatron.bytescale.cli import profile as command
     from megatron.bytescale.training import profile
 

@@ -103,7 +103,7 @@ class Dreamer:
 
 
 def started(planner: PlannerInProcess) -> int:
-    """The process that plans; the first plan is made here."""
+    """Return the process that plans; the first plan is made here."""
     planner(STEP if planner._planner is SLICED else (0,))
     planner(STEP if planner._planner is SLICED else (0,))
     assert planner._process is not None

@@ -51,7 +51,7 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def printed(self, name: str) -> list[Any]:
-        """What ``record_figures`` printed on the last rank."""
+        """Return what ``record_figures`` printed on the last rank."""
         return [json.loads(line) for line in re.findall(rf"^{name} (.*)$", self.outcomes[-1].text, re.MULTILINE)]
 
 

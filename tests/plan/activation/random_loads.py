@@ -20,7 +20,7 @@ def load_of(length: int, num_layers: int = 32, **changes: Any) -> LayerLoad:
 
 
 def random_load(dice: random.Random) -> LayerLoad:
-    """A layer of a few tensors with random sizes and prices."""
+    """Return a layer of a few tensors with random sizes and prices."""
     kinds = ("input", "input", "matrix", "matrix", "cheap")
     tensors = tuple(
         LayerTensor(

@@ -19,7 +19,7 @@ COST = ModelCost(LLAMA_7B, "a device", "bfloat16", 2, "made up", LAYER, LAYER.sc
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The JSON of a cost file with one entry changed."""
+    """Return the JSON of a cost file with one entry changed."""
     whole = json.loads(json.dumps(COST.to_json()))
     *folders, name = path.split(".")
     place = whole

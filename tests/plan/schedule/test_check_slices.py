@@ -24,7 +24,7 @@ Cuts = dict[int, list[DocumentSlices]]
 
 
 def cuts_of(slicing: Slicing = SLICING, multiple: int = 1, cost: CostModel | None = COST) -> Cuts:
-    """A ring of three ranks with two sequences, and two documents on its first rank."""
+    """Return a ring of three ranks with two sequences, and two documents on its first rank."""
     rule = SliceRule(slicing, cost, multiple)
     rings = {rank: tuple(Shard(seq, zigzag_ranges(LENGTHS[seq], 3, n), RING) for seq in (0, 1))
              for n, rank in enumerate(RING)}  # fmt: skip

@@ -40,7 +40,7 @@ def random_placed(seed: int, **changes: Any) -> PlacedRanks:
 
 
 def built(placed: PlacedRanks) -> tuple[tuple[MicroBatch, ...], ...]:
-    """The same ranks, by the words of the class: every order of every rank is looked at."""
+    """Return the same ranks by the definition of the class: look at every order of every rank."""
     ranks = []
     for rank in range(placed.num_ranks):
         here = [

@@ -21,7 +21,7 @@ def _run(*argv: object) -> int:
 
 
 def _documents(prefix: Path) -> list[bytes]:
-    """The documents of a byte-level data set, without their end token."""
+    """Return the documents of a byte-level data set, without their end token."""
     data = IndexedDataset(str(prefix))
     documents = [data[i] for i in range(len(data))]
     assert all(document[-1] == 256 and (document[:-1] < 256).all() for document in documents)

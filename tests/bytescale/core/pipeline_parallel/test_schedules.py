@@ -64,7 +64,7 @@ def trace_stages(rank: int, world: int, cases: Sequence[tuple[Pipeline, int, int
 
 
 def _config(pipeline: Pipeline) -> SimpleNamespace:
-    """What Megatron's schedules read of a model's configuration."""
+    """Return what Megatron's schedules read of a model's configuration."""
     num_chunks = pipeline.num_chunks
     return SimpleNamespace(
         timers=None, no_sync_func=None, grad_sync_func=None, param_sync_func=None, finalize_model_grads_func=None,
@@ -247,7 +247,7 @@ def finishes(joint: Joint, traces: dict[Any, Trace], forward_only: bool = False)
 
 
 def _line(num_stages: int, rank: int, stage: int, name: str) -> tuple[Any, ...]:
-    """The line that a transfer stands in: (pipeline, sender, receiver, direction of the pass)."""
+    """Return the queue of a transfer: (pipeline, sender, receiver, direction of the pass)."""
     other = (stage + (1 if name.endswith("next") else -1)) % num_stages
     is_send = name.startswith("send")
     sender, receiver = (stage, other) if is_send else (other, stage)

@@ -157,7 +157,7 @@ def test_two_layers_at_a_time_are_on_the_device(measured: dict[str, Any]) -> Non
 
 
 def run_benchmark(rank: int, world: int) -> str:
-    """What the benchmark prints."""
+    """Return what the benchmark prints."""
     from scripts.bench.activation import activations
 
     sys.argv = ["activations.py", "--json"]

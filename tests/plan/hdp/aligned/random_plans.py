@@ -39,7 +39,7 @@ def random_plan(random: np.random.Generator, num_ranks: int, most_slots: int, al
 def slice_seconds(
     micro_batch: MicroBatch, lengths: Sequence[int], cost: CostModel, cut: CostModel, index: int, num_slices: int
 ) -> float:
-    """A slice of a micro-batch on its rank, one shard after the other; the end of a slice by bisection."""
+    """Return the seconds of a slice on its rank, one shard after the other; find the end of a slice by bisection."""
     seconds = cost.g
     for shard in micro_batch.shards:
         length, width = lengths[shard.seq], len(shard.ring)

@@ -20,7 +20,7 @@ from tests.plan.simple_plans import plan_naive
 def groups_of_megatron(
     rank: int, world: int, num_processes: int, tp_size: int, ep_size: int, etp_size: int | None, pp_size: int
 ) -> list[set[int]]:
-    """The HDP ranks of each of Megatron's groups of (expert tensor, expert model) parallel ranks."""
+    """Return the HDP ranks of each of Megatron's groups of (expert tensor, expert model) parallel ranks."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -100,7 +100,7 @@ def communication(plan: StepPlan, counts: tuple[int, ...], rank: int, expert_ran
 
 
 def ends(plan: StepPlan, expert_ranks: int, stage: int, num_stages: int) -> bool:
-    """Whether all ranks come to their end when each exchange waits for all who take part in it."""
+    """Return whether all ranks finish when each exchange waits for all its participants."""
     counts = micro_batch_counts(plan, expert_ranks)
     rows = [list(communication(plan, counts, rank, expert_ranks, stage, num_stages)) for rank in range(plan.num_ranks)]
     done, moved = [0] * len(rows), True

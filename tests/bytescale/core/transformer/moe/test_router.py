@@ -17,7 +17,7 @@ AUX, Z = 0.5, 0.25
 
 
 def build(kind: str, group: Any, **settings: Any) -> Any:
-    """A router, "stock" or "ours", of a model that is trained per token; weights are equal in all."""
+    """Return a router, "stock" or "ours", of a model that is trained per token; weights are equal in all."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.router import TopKRouter

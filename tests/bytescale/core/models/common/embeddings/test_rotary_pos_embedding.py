@@ -41,7 +41,7 @@ def test_angles_are_megatrons(name: str) -> None:
 
 
 def given_to_the_decoder(rank: int, world: int) -> tuple[Any, ...]:
-    """The angles that reach the decoder of a Megatron model: with documents, and without."""
+    """Return the angles that reach the decoder of a Megatron model: with documents, and without."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
