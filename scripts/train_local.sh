@@ -69,6 +69,8 @@ if [[ ${DRY_RUN:-0} != 0 ]]; then
   exit 0
 fi
 
+# Micro-batches differ in size; segments that grow leave less memory unused between them.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # with more threads than cores, ranks wait for each other
 mkdir -p "$OUT"
 log=$OUT/train-$(date +%Y%m%d-%H%M%S).log

@@ -7,6 +7,7 @@ allocator rounds each block up to a power of two and could waste half of a large
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -125,7 +126,17 @@ def _plain_memory(num_bytes: int) -> torch.Tensor:
 
 def _pinned_memory(num_bytes: int) -> torch.Tensor:
     memory = torch.empty(num_bytes, dtype=torch.uint8)
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)  # type: ignore[attr-defined]
-    if int(error) != 0:
-        raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes: error {int(error)}")
+    register(memory)
     return memory
+
+
+def register(memory: torch.Tensor) -> None:
+    """Pin memory [n], uint8. Raises RuntimeError where CUDA refuses; CUDA works on as before.
+
+    CUDA keeps the error until it is asked for, and torch asks after its next kernel: this one.
+    """
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[attr-defined]
+    if int(error) != 0:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes: error {int(error)}")

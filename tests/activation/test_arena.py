@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, Block, HostArena, allocate_arena
+from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, Block, HostArena, allocate_arena, register
 
 
 def arena_of(num_bytes: int) -> HostArena:
@@ -108,3 +108,13 @@ def test_enough_memory_is_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert allocate_arena(1 << 16, pinned=False).num_bytes == 1 << 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_refused_registration_leaves_no_error_behind() -> None:
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+    register(memory)
+    with pytest.raises(RuntimeError, match="cudaHostRegister of 1048576 bytes: error"):
+        register(memory)
+    assert torch.ones(8, device="cuda").sum().item() == 8

@@ -8,8 +8,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.loss_chunks import LossChunks
@@ -17,6 +15,7 @@ from bytescale_ext.config.offload import planned_offload
 from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
+from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, cost_of_rates
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -173,7 +172,7 @@ def machine_of(args: Any, shape: ModelShape) -> Machine:
         raise ValueError(f"--link-gb-per-second {link:g} must be positive")
     host = args.host_memory_gb or 0.0
     optimizer = optimizer_host_bytes(args, shape) / 1e9
-    free = max(0.0, psutil.virtual_memory().available / 1e9 / local_processes() - optimizer)
+    free = max(0.0, free_host_bytes() / 1e9 / local_processes() - optimizer)
     if host > free:
         beside = f" beside {optimizer:.4g} GB of the optimizer (--optimizer-cpu-offload)" if optimizer else ""
         raise ValueError(

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.plan import ActivationPlan
@@ -187,7 +187,7 @@ def test_the_host_budget_that_is_named_works() -> None:
 
 
 def test_an_optimizer_in_host_memory_is_counted_in() -> None:
-    free = psutil.virtual_memory().available / 1e9
+    free = free_host_bytes() / 1e9
     offloads = {
         "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True,
         "data_parallel_size": 2, "pipeline_model_parallel_size": 1,

@@ -1,0 +1,53 @@
+"""Free memory of the machine, within the limits of this process's control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+# Of a control group: its limit, its usage, and the key of cached file pages that it gives up first; versions 2 and 1.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes that this machine has free and that no control group of this process denies it.
+
+    Containers and SLURM jobs have less memory than their machine says.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    free = int(psutil.virtual_memory().available)
+    return max(0, min([free, *_left_in_groups(root)]))
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield what is left below the memory limit of each control group of this process and of the groups above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = PurePosixPath(path)
+        for folder in (group, *group.parents):
+            yield from _left_in_group(mounted / folder.relative_to("/"))
+
+
+def _left_in_group(folder: Path) -> Iterator[int]:
+    for limit_file, used_file, cached in _FILES:
+        try:
+            limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # not this version, or a group without memory control
+            continue
+        if limit != "max":
+            yield int(limit) - used + int(stat.get(cached, 0))
