@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 ALIGNMENT = 256
-"""Bytes. Parts start at multiples of it, so that any element type fits and copies run at full speed."""
+"""Bytes. Parts start at multiples of this, so that any element type fits and copies run at full speed."""
 
 SMALLEST_ARENA = 1 << 20
 

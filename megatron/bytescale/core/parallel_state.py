@@ -62,7 +62,7 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
 
 
 def _own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups that this rank asks for. All processes create all groups, in one order."""
+    """Return the process groups of the rank tuples ``mine``. All processes create all groups, in one order."""
     everyones: list[Sequence[tuple[int, ...]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     in_order = sorted({ranks for wanted in everyones for ranks in wanted})

@@ -1,4 +1,4 @@
-"""Activation policies (MEMO; ByteScale section 5.2): what layers save is kept, swapped to host memory or recomputed."""
+"""Activation policies (MEMO; ByteScale section 5.2): saved tensors are kept, swapped to host memory or recomputed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.build import Training
 
 RATES = (650e12, 600e12, 500e12)
-"""FLOPs per second of matrix products, attention forward and backward, without a cost file: one H200."""
+"""FLOPs per second of matrix products, attention forward and backward, used without a cost file: one H200."""
 
 OFFLOADED_PARAMETER_BYTES = 16
-"""Host memory of a parameter whose optimizer states Megatron holds there, in float32."""
+"""Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,23 +40,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-policy",
         choices=POLICIES,
         default="none",
-        help="What becomes of the tensors that layers save for the backward pass. memo: layer inputs and attention "
-        "outputs go to host memory, and as much of the rest as the link carries; what is left is recomputed, attention "
-        "never. priced: likewise, but what is cheap to rebuild is never moved and free device memory is used. offload: "
-        "a share of everything goes to host memory; with --hybrid-data-parallel the plan gives each micro-batch its "
-        "own, so that a long sequence needs fewer ranks. auto: the one with the least predicted time. Default: none. "
-        "`bytescale activations` prints what each does to a model.",
+        help="How to treat the tensors that layers save for the backward pass. memo: swap layer inputs and attention "
+        "outputs to host memory, and as much of the rest as the link can carry; recompute what remains, but never "
+        "attention. priced: the same, but rebuild what is cheap to rebuild, and use free device memory. offload: swap "
+        "a share of every tensor; with --hybrid-data-parallel the plan chooses the share of each micro-batch, so that "
+        "a long sequence needs fewer ranks. auto: the policy with the least predicted time. Default: none. "
+        "`bytescale activations` predicts the effect of each on a model.",
     )
     texts = {
         "--swap-fraction F": "Swap this share of the tokens. With memo and priced it is their alpha; with none, the "
         "share of all tensors.",
         "--recompute-fraction F": "Recompute this share of the tokens, without attention: 1 alone is full recompute "
-        "except attention. What neither swaps nor recomputes stays on the device.",
-        "--host-memory-gb G": "Host memory of each process for activations: taken once, when training starts, and "
-        "never more. Whatever swaps needs it.",
-        "--device-memory-gb G": "The most device memory for activations, beside parameters, gradients and optimizer "
-        "states: priced, offload and auto plan with it, and need it; not offload with --hybrid-data-parallel, where "
-        "--hdp-tokens-per-rank sets it.",
+        "except attention. What is neither swapped nor recomputed stays on the device.",
+        "--host-memory-gb G": "Host memory of each process for activations, allocated once, when training starts. "
+        "Every policy that swaps needs it.",
+        "--device-memory-gb G": "The most device memory for activations, besides parameters, gradients and optimizer "
+        "states. priced, offload and auto need it, except offload with --hybrid-data-parallel, where "
+        "--hdp-tokens-per-rank sets the limit.",
         "--link-gb-per-second B": "Speed between device and pinned host memory, one way (55).",
     }
     for words, text in texts.items():
@@ -115,18 +115,18 @@ def _slices(run: RunConfig) -> tuple[int, ...]:
 
 
 def _check_shares(args: Any) -> None:
-    """Raise ValueError for shares that are not shares, or that do not go with the policy."""
+    """Raise ValueError for shares outside 0 to 1, or shares that the policy does not take."""
     if args.activation_policy == "auto" and (args.swap_fraction, args.recompute_fraction) != (None, None):
         raise ValueError("--activation-policy auto chooses the shares: remove --swap-fraction and --recompute-fraction")
     if args.activation_policy == "offload" and args.recompute_fraction:
         raise ValueError("--activation-policy offload recomputes nothing: remove --recompute-fraction")
     for flag, share in (("--swap-fraction", args.swap_fraction), ("--recompute-fraction", args.recompute_fraction)):
         if share is not None and not 0.0 <= share <= 1.0:
-            raise ValueError(f"{flag} {share:g} is not a share of the tokens, from 0 to 1")
+            raise ValueError(f"{flag} {share:g} must be a share of the tokens, from 0 to 1")
     if (args.swap_fraction or 0.0) + (args.recompute_fraction or 0.0) > 1.0:
         raise ValueError(
             f"--swap-fraction {args.swap_fraction:g} and --recompute-fraction {args.recompute_fraction:g} sum to more "
-            "than 1; what neither swaps nor recomputes stays on the device"
+            "than 1; tokens that are neither swapped nor recomputed stay on the device"
         )
 
 
@@ -135,7 +135,7 @@ def _check_planned_offload(args: Any, layers_of_process: int) -> None:
     policy = "--activation-policy offload by the plan of --hybrid-data-parallel"
     by_share = "or give --swap-fraction, the same share for all micro-batches"
     if args.device_memory_gb is not None:
-        raise ValueError(f"{policy}: --hdp-tokens-per-rank says what the device holds; remove --device-memory-gb")
+        raise ValueError(f"{policy}: --hdp-tokens-per-rank decides what the device holds; remove --device-memory-gb")
     if args.hdp_static_width is not None:
         raise ValueError(
             f"{policy} does not work with --hdp-static-width, whose widths are fixed: remove it, {by_share}"
@@ -147,7 +147,7 @@ def _check_planned_offload(args: Any, layers_of_process: int) -> None:
         )
     if (args.seq1f1b_slices or 1) > 1:
         raise ValueError(
-            f"{policy} does not work with --seq1f1b-slices, which hold less by themselves; remove one, {by_share}"
+            f"{policy} does not work with --seq1f1b-slices, which already hold less; remove one, {by_share}"
         )
     if layers_of_process <= RESIDENT_LAYERS:
         raise ValueError(
@@ -198,7 +198,7 @@ def local_processes() -> int:
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Plan what each layer saves, micro-batch by micro-batch."""
+    """Plan the saved tensors of each layer, micro-batch by micro-batch."""
     from megatron.bytescale.training import activations
 
     return activations.plan_activations(training, runtime)
@@ -207,7 +207,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 ACTIVATIONS = Feature(
     name="activations",
     flag="--activation-policy",
-    summary="activation policies: what layers save is kept, swapped or recomputed",
+    summary="activation policies: saved tensors are kept, swapped or recomputed",
     add_arguments=add_arguments,
     is_on=is_on,
     resolve=resolve,

@@ -117,8 +117,8 @@ def test_micro_batches_have_plans_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("words", "settings", "message"),
     [
-        (("--swap-fraction", "1.5", "--host-memory-gb", "1"), {}, "--swap-fraction 1.5 is not a share"),
-        (("--recompute-fraction", "-0.1"), {}, "--recompute-fraction -0.1 is not a share"),
+        (("--swap-fraction", "1.5", "--host-memory-gb", "1"), {}, "--swap-fraction 1.5 must be a share"),
+        (("--recompute-fraction", "-0.1"), {}, "--recompute-fraction -0.1 must be a share"),
         (("--swap-fraction", "0.7", "--recompute-fraction", "0.6", "--host-memory-gb", "1"), {}, "more than 1"),
         (("--activation-policy", "memo"), {}, "give --host-memory-gb"),
         (("--swap-fraction", "0.5"), {}, "give --host-memory-gb"),
