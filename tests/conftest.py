@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import types
+import sys
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,57 +19,24 @@ def pytest_configure() -> None:
     """Make the examples of hypothesis equal in every run, without time limits."""
     settings.register_profile("steady", deadline=None, derandomize=True)
     settings.load_profile("steady")
+    sys.addaudithook(refuse_interpreters)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, directly or in a fixture; run the longest first."""
-    for item in items:
-        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
-        functions = [getattr(item, "function", None), *(one.func for found in fixtures.values() for one in found)]
-        if any(map(starts_processes, functions)):
-            item.add_marker("ranks")
+    """Run the longest tests first: trainings, then others that start processes."""
     items.sort(key=lambda item: (item.get_closest_marker("ranks") is None, not item.nodeid.startswith("tests/e2e/")))
 
 
-@cache
-def starts_processes(value: Any) -> bool:
-    """Return whether a function or class of the tests reaches ``run_ranks`` or ``subprocess`` by the names it uses."""
-    return not {harness.run_ranks, subprocess}.isdisjoint(reached_from(value))
-
-
-def reached_from(value: Any) -> set[Any]:
-    """Return the functions and classes of the tests that ``value`` uses, through others too, and all their modules."""
-    found: set[Any] = set()
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        one = getattr(one, "__wrapped__", one)  # of functools.cache and of decorators
-        if not str(getattr(one, "__module__", "")).startswith("tests.") or one in found:
-            continue
-        found.add(one)
-        if isinstance(one, type):
-            waiting += vars(one).values()
-        elif isinstance(one, types.FunctionType):
-            names = list(names_in(one.__code__))
-            used = [one.__globals__.get(name) for name in names]
-            modules = [value for value in used if isinstance(value, types.ModuleType)]
-            found.update(modules)
-            waiting += [*used, *(vars(module).get(name) for module in modules for name in names)]
-    return found
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that a function uses, nested functions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+def refuse_interpreters(event: str, arguments: tuple[object, ...]) -> None:
+    """Raise RuntimeError where a test without the mark starts Python, as an audit hook of the interpreter."""
+    if event == "subprocess.Popen" and arguments[0] == sys.executable:
+        harness.check_may_start_processes()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Let the harness start ranks only for tests with the mark."""
-    harness.may_start_ranks = item.get_closest_marker("ranks") is not None
+    harness.may_start_processes = item.get_closest_marker("ranks") is not None
     return (yield)
 
 

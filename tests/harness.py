@@ -20,8 +20,7 @@ What it does:
   fail because of it.
 - If ranks hang, ``TimeoutError`` names them and shows the stack of each.
 - When ``run_ranks`` returns or raises, every process that it started is gone, and so are their children.
-- Only tests that carry the mark ``ranks`` may call it. ``conftest.py`` sets the mark on each test that reaches
-  ``run_ranks`` by name; a test that hides the call gets an error that says so.
+- Only tests with the mark ``ranks`` may call it or start Python; others fail (``conftest.py``).
 
 What ranks print goes to the terminal of the test run. A test that changes global state in a rank needs no clean-up:
 each call has fresh processes.
@@ -71,7 +70,13 @@ SECONDS_TO_END = 60.0
 
 
 # Whether the test that runs has the mark "ranks"; conftest.py sets it before each test.
-may_start_ranks = True
+may_start_processes = True
+
+
+def check_may_start_processes() -> None:
+    """Raise RuntimeError if the test that runs lacks the mark ``ranks``."""
+    if not may_start_processes:
+        raise RuntimeError("this test starts processes without the mark: add @pytest.mark.ranks")
 
 
 class RanksFailed(RuntimeError):
@@ -129,8 +134,7 @@ def run_ranks(
         TimeoutError: ranks had not finished in time; the message names them and holds their stacks.
         RuntimeError: the test that runs is not marked ``ranks``.
     """
-    if not may_start_ranks:
-        raise RuntimeError("this test starts ranks without the mark: add @pytest.mark.ranks")
+    check_may_start_processes()
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

@@ -52,6 +52,7 @@ def parse_flags(rank: int, world: int, argv: list[str]) -> tuple[int, int]:
     return cluster.tokens_per_rank, args.train_iters
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_flags_are_taken_by_megatron(num_ranks: int, tmp_path: Path) -> None:
     flags = demo.Demo(num_ranks, on_cpu=True, folder=tmp_path).flags

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import harness
-from tests.conftest import starts_processes
 from tests.harness import RanksFailed, run_ranks
 
 
@@ -64,17 +62,20 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.ranks
 def test_values_come_back_by_rank() -> None:
     results = run_ranks(sum_of_ranks, 3, 10)
     assert [int(total) for _, total in results] == [33, 33, 33]
     assert len({pid for pid, _ in results}) == 3
 
 
+@pytest.mark.ranks
 def test_environment_of_a_rank() -> None:
     assert run_ranks(environment, 2) == [("0", "2", True, 1), ("1", "2", True, 1)]
     assert [initialized for _, _, initialized, _ in run_ranks(environment, 2, init_group=False)] == [False, False]
 
 
+@pytest.mark.ranks
 def test_first_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(RanksFailed, match="rank 1 of 3 failed first") as caught:
         run_ranks(fail_on_one, 3)
@@ -83,6 +84,7 @@ def test_first_failing_rank_is_named_with_its_traceback() -> None:
     assert "fail_on_one" in str(caught.value)
 
 
+@pytest.mark.ranks
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -92,41 +94,22 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     assert run_ranks(die_on_two, 3, str(tmp_path / "second"), may_die={2}) == [0, 1, None]
 
 
-class Runner:
-    """Starts ranks in a method."""
-
-    def start(self) -> None:
+def test_a_test_without_the_mark_cannot_start_ranks() -> None:
+    with pytest.raises(RuntimeError, match=r"starts processes without the mark: add @pytest.mark.ranks"):
         run_ranks(environment, 2)
 
 
-def start_by_method() -> None:
-    Runner().start()
+def test_a_test_without_the_mark_cannot_start_python() -> None:
+    with pytest.raises(RuntimeError, match=r"starts processes without the mark: add @pytest.mark.ranks"):
+        subprocess.run([sys.executable, "-c", ""], check=True)
 
 
-def start_by_module() -> None:
-    harness.run_ranks(environment, 2)
+@pytest.mark.ranks
+def test_a_test_with_the_mark_can_start_python() -> None:
+    assert subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
 
 
-def start_python() -> None:
-    subprocess.run([sys.executable, "-c", ""], check=True)
-
-
-def start_in_nested_function() -> list[None]:
-    return [start_by_method() for _ in range(2)]
-
-
-@pytest.mark.parametrize("function", [start_by_method, start_by_module, start_python, start_in_nested_function, Runner])
-def test_functions_that_start_processes_are_found(function: object) -> None:
-    assert starts_processes(function)
-    assert not starts_processes(is_running)
-
-
-def test_a_test_without_the_mark_cannot_start_ranks() -> None:
-    hidden = getattr(harness, "run_" + "ranks")
-    with pytest.raises(RuntimeError, match=r"without the mark: add @pytest.mark.ranks"):
-        hidden(environment, 2)
-
-
+@pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_hang_is_ended_and_shown(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"

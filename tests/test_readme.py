@@ -155,6 +155,7 @@ def parsed(words: list[str]) -> str:
     return str(run_ranks(parse_launch_line, 1, flags, num_ranks, init_group=False)[0])
 
 
+@pytest.mark.ranks
 def test_launch_lines_are_taken() -> None:
     before, after = launch_lines()
     assert parsed(before) == "parsed"

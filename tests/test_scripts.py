@@ -55,6 +55,7 @@ def after_entry(words: list[str]) -> list[str]:
     return words[place + 1 :]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("script", SHELL_FILES, ids=lambda path: path.name)
 def test_shell_is_clean(script: Path) -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -85,6 +86,7 @@ def dry_run(checkout: Path, *arguments: str, **variables: str) -> list[str]:
     return shlex.split(done.stdout)
 
 
+@pytest.mark.ranks
 def test_local_prints_its_command_and_runs_nothing(checkout: Path) -> None:
     words = dry_run(checkout, *EXTRA, GPUS="0", FAKE="touch ran")
     assert words[0] == str(checkout / ".venv" / "bin" / "torchrun")
@@ -95,6 +97,7 @@ def test_local_prints_its_command_and_runs_nothing(checkout: Path) -> None:
     assert not (checkout / "runs").exists()
 
 
+@pytest.mark.ranks
 def test_local_uses_every_gpu(checkout: Path) -> None:
     words = dry_run(checkout, GPUS="8")
     assert "--nproc-per-node=8" in words
@@ -102,6 +105,7 @@ def test_local_uses_every_gpu(checkout: Path) -> None:
     assert "--cpu" not in words
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("variables", "expected"), [({}, (4, 8192)), ({"RANKS": "1"}, (1, 32768)), ({"SEQ_LENGTH": "65538"}, (4, 16385))]
 )
@@ -112,6 +116,7 @@ def test_local_defaults_are_sound(
     assert parsed(after_entry(words), expected[0]) == (*expected, 1e-3, "a b", True)
 
 
+@pytest.mark.ranks
 def test_local_takes_its_values_from_variables(checkout: Path, tmp_path: Path) -> None:
     values = {
         "LAYERS": "3", "HIDDEN": "96", "FFN": "97", "HEADS": "6", "KV_HEADS": "2", "DATA": "/a b/c", "SEQ_LENGTH": "99",
@@ -130,6 +135,7 @@ def test_local_takes_its_values_from_variables(checkout: Path, tmp_path: Path) -
     assert "--nproc-per-node=2" in words
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("fake", "code"),
     [
@@ -150,6 +156,7 @@ def test_local_ends_with_the_right_code(fake: str, code: int, checkout: Path) ->
     assert log.read_text().startswith("threads 1\n")
 
 
+@pytest.mark.ranks
 def test_local_lets_training_end_by_itself_on_sigterm(checkout: Path) -> None:
     out = checkout / "out"
     fake = "trap 'sleep 0.5; echo saved; exit 3' TERM; echo ready; while true; do sleep 0.05; done"
@@ -173,6 +180,7 @@ def test_local_lets_training_end_by_itself_on_sigterm(checkout: Path) -> None:
     assert log.read_text().endswith("saved\n")
 
 
+@pytest.mark.ranks
 def test_local_refuses_what_cannot_run(checkout: Path) -> None:
     script = checkout / "scripts" / LOCAL.name
     too_many = run([script], GPUS="2", RANKS="4", FAKE="exit 0")
@@ -218,6 +226,7 @@ def slurm_job(checkout: Path) -> tuple[Path, dict[str, str]]:
     return spool / "slurm_script", environment
 
 
+@pytest.mark.ranks
 def test_slurm_starts_one_torchrun_per_node_that_meet_on_the_first(
     slurm_job: tuple[Path, dict[str, str]], checkout: Path
 ) -> None:
@@ -237,6 +246,7 @@ def test_slurm_starts_one_torchrun_per_node_that_meet_on_the_first(
     assert parsed(after_entry(words), 24)[:2] == (24, 8192)
 
 
+@pytest.mark.ranks
 def test_slurm_needs_to_know_the_processors_of_a_task(slurm_job: tuple[Path, dict[str, str]]) -> None:
     script, environment = slurm_job
     del environment["SLURM_CPUS_PER_TASK"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,8 @@ from bytescale_ext.plan.step.plan import StepPlan
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, Results, assert_matches, assert_planned_matches, planned
 from tests.harness import run_ranks
 from tests.plan.simple_plans import plan_static
+
+pytestmark = pytest.mark.ranks
 
 RankResults = tuple[dict[int, tuple[torch.Tensor, ...]], int]
 

@@ -60,6 +60,7 @@ def install_and_uninstall(rank: int, world: int) -> None:
     stand_ins.uninstall()
 
 
+@pytest.mark.ranks
 def test_uninstall_restores_every_attribute() -> None:
     run_ranks(install_and_uninstall, 1, init_group=False)
 
@@ -78,6 +79,7 @@ def refuse_another_megatron(rank: int, world: int) -> None:
     assert initialize._warmup_jit_function is print
 
 
+@pytest.mark.ranks
 def test_another_megatron_leaves_no_stand_in() -> None:
     run_ranks(refuse_another_megatron, 1, init_group=False)
 
@@ -110,6 +112,7 @@ def use_devices(rank: int, world: int) -> None:
     assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
 
 
+@pytest.mark.ranks
 def test_cuda_means_cpu() -> None:
     run_ranks(use_devices, 1, init_group=False)
 
@@ -141,6 +144,7 @@ def use_streams(rank: int, world: int) -> None:
     assert torch.compile(abs) is abs
 
 
+@pytest.mark.ranks
 def test_streams_and_events_do_nothing() -> None:
     run_ranks(use_streams, 1, init_group=False)
 
@@ -172,6 +176,7 @@ def use_random_states(rank: int, world: int) -> None:
         assert not torch.equal(torch.rand(3), inside)
 
 
+@pytest.mark.ranks
 def test_random_state_is_the_cpus() -> None:
     run_ranks(use_random_states, 1, init_group=False)
 
@@ -185,6 +190,7 @@ def use_type_names(rank: int, world: int) -> None:
     assert torch.zeros(1).type("torch.IntTensor").dtype == torch.int32
 
 
+@pytest.mark.ranks
 def test_type_names_are_cudas() -> None:
     run_ranks(use_type_names, 1, init_group=False)
 
@@ -198,6 +204,7 @@ def exchange(rank: int, world: int, as_tensors: bool) -> list[float]:
     return output.tolist()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("as_tensors", [False, True])
 def test_all_to_all_takes_split_sizes_as_tensors(as_tensors: bool) -> None:
     assert run_ranks(exchange, 2, as_tensors) == [[0.0, 1.0, 1.0], [0.0, 1.0]]
@@ -214,6 +221,7 @@ def gather_and_scatter(rank: int, world: int) -> tuple[list[float], list[float]]
     return gathered.tolist(), reduced.tolist()
 
 
+@pytest.mark.ranks
 def test_gather_and_scatter_of_unequal_sizes() -> None:
     assert run_ranks(gather_and_scatter, 2) == [([0.0, 1.0, 1.0], [3.0]), ([0.0, 1.0, 1.0], [6.0, 9.0])]
 

@@ -84,6 +84,7 @@ def check_table(rank: int, world: int) -> dict[str, str]:
     return {patch.target.partition(":")[2]: ", ".join(patch.features) for patch in PATCHES}
 
 
+@pytest.mark.ranks
 def test_rows_fit_the_installed_megatron_and_name_every_holder() -> None:
     found = run_ranks(check_table, 1, init_group=False)[0]
     assert found == FEATURES
@@ -142,12 +143,14 @@ def expected_states(replaced: set[str]) -> dict[str, str]:
     return by_feature | dict.fromkeys(SCHEDULE_ROWS, "copied") | dict.fromkeys(CPU_ROWS, "replaced")
 
 
+@pytest.mark.ranks
 def test_without_the_flag_only_what_the_wheel_lacks_is_replaced(corpus: Path) -> None:
     changed, table = run_main(corpus, "--micro-batch-size", "1")
     assert changed == ALWAYS_REPLACED
     assert states(table) == expected_states(ALWAYS_REPLACED)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("flags", "replaced"),
     [
@@ -184,6 +187,7 @@ def install_and_uninstall(rank: int, world: int) -> None:
     assert not any(" replaced " in row for row in status())
 
 
+@pytest.mark.ranks
 def test_uninstall_restores_megatron() -> None:
     run_ranks(install_and_uninstall, 1, init_group=False)
 
@@ -211,6 +215,7 @@ def refuse_changed_rows(rank: int, world: int) -> None:
         assert all(now[name] is value for name, value in before.items())
 
 
+@pytest.mark.ranks
 def test_a_changed_hash_of_any_row_refuses_before_anything_is_replaced() -> None:
     run_ranks(refuse_changed_rows, 1, init_group=False)
 
@@ -248,6 +253,7 @@ def scan_instances(runtime: Any, model: torch.nn.Module) -> None:
     chunk.rotary_pos_emb = rotary
 
 
+@pytest.mark.ranks
 def test_no_method_is_replaced_on_an_instance(corpus: Path) -> None:
     """Neither Megatron's own start nor any feature changes a single object, so the table says everything."""
     flags = "--hdp-tokens-per-rank 256 --seq1f1b-slices 2 --chunked-cross-entropy 16 --activation-policy memo --bf16"
@@ -282,6 +288,7 @@ def test_schedules_look_up_no_name_outside_the_table() -> None:
     }
 
 
+@pytest.mark.ranks
 def test_the_module_prints_the_table() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "megatron.bytescale"], cwd=ROOT, capture_output=True, text=True, timeout=400,

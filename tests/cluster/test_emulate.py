@@ -54,8 +54,8 @@ LACKS = lacks()
 
 
 def needs_cluster(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that starts ranks on an emulated cluster."""
-    return pytest.mark.ranks(pytest.mark.skipif(bool(LACKS), reason=LACKS or "a cluster can be emulated")(test))
+    """Skip a test where no cluster can be emulated."""
+    return pytest.mark.skipif(bool(LACKS), reason=LACKS or "a cluster can be emulated")(test)
 
 
 def leftovers() -> list[str]:
@@ -72,6 +72,7 @@ def emulate(tmp_path: Path, *words: object, program: str = PROGRAM) -> int:
     return main([*map(str, (*shape, "--log-dir", tmp_path / "logs", "--timeout", 120, "--", script, *words))])
 
 
+@pytest.mark.ranks
 @needs_cluster
 def test_ranks_meet_on_the_emulated_network_and_nothing_is_left(tmp_path: Path) -> None:
     assert emulate(tmp_path) == 0
@@ -79,6 +80,7 @@ def test_ranks_meet_on_the_emulated_network_and_nothing_is_left(tmp_path: Path) 
     assert leftovers() == []
 
 
+@pytest.mark.ranks
 @needs_cluster
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     waits = PROGRAM + "\nif rank != 1: __import__('time').sleep(3600)\n"
@@ -87,6 +89,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capsys: pytest.Captur
     assert leftovers() == []
 
 
+@pytest.mark.ranks
 @needs_cluster
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     subprocess.run(["ip", "netns", "add", f"{NAME}-17"], check=True)
@@ -99,6 +102,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert leftovers() == []
 
 
+@pytest.mark.ranks
 @needs_cluster
 def test_quotas_are_written(tmp_path: Path) -> None:
     groups = QuotaGroups(NAME, 2)

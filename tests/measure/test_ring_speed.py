@@ -19,6 +19,7 @@ def exchange(rank: int, world: int) -> tuple[float, int, int]:
     return rate, comm.stats.bytes_sent, comm.stats.num_exchanges
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_sends_and_receives(world: int) -> None:
     for rate, sent, exchanges in run_ranks(exchange, world):

@@ -8,6 +8,8 @@ import torch
 from bytescale_ext.parallel.agreement import Agreement, agree, digests_by_rank
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 SAME, OTHER, LARGEST = "00ff00ff00ff00ff", "00ff00ff00fe00ff", "f" * 16
 
 

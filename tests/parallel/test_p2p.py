@@ -77,6 +77,7 @@ def wait_for_a_dead_peer(rank: int, world: int) -> str:
     return "no error"
 
 
+@pytest.mark.ranks
 def test_tensors_arrive_and_are_counted() -> None:
     for rank, found in enumerate(run_ranks(exchange_all, 3)):
         previous = (rank - 1) % 3
@@ -86,12 +87,14 @@ def test_tensors_arrive_and_are_counted() -> None:
         assert found["empty"] == (0, 0)
 
 
+@pytest.mark.ranks
 def test_peers_are_ranks_of_the_group() -> None:
     results = run_ranks(exchange_in_subgroup, 4)
     assert results[0] == []
     assert sorted(value for result in results for value in result) == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.ranks
 def test_warm_up_of_one_and_of_two_ranks() -> None:
     RingComm(None, 0, 1).warm_up("cpu")
     assert run_ranks(warm_up_only, 2) == [(0, 0), (0, 0)]
@@ -103,10 +106,12 @@ def warm_up_only(rank: int, world: int) -> tuple[int, int]:
     return comm.stats.bytes_sent, comm.stats.num_exchanges
 
 
+@pytest.mark.ranks
 def test_a_group_in_another_order_is_refused() -> None:
     run_ranks(claim_a_wrong_place, 2)
 
 
+@pytest.mark.ranks
 def test_a_dead_peer_is_an_error() -> None:
     results = run_ranks(wait_for_a_dead_peer, 2, may_die={1})
     assert results[0].startswith("RuntimeError")

@@ -80,6 +80,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**results, "cost": read_cost(folder / "cost.json")}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["activations", "host bound"])
 def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]) -> None:
     rows = found[name]["rows"]
@@ -104,6 +105,7 @@ def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]
     assert {one["what"].split(":")[0] for one in found[name]["targets"]} >= {"64", "130"}
 
 
+@pytest.mark.ranks
 def test_the_longest_sequences_are_searched(found: dict[str, Any]) -> None:
     """On CPU the limit is counted, and norms are not fused: so only the order of the arms tells something."""
     longest = found["activations"]["longest_tokens"]
@@ -112,6 +114,7 @@ def test_the_longest_sequences_are_searched(found: dict[str, Any]) -> None:
     assert found["host bound"]["longest_tokens"] == {}
 
 
+@pytest.mark.ranks
 def test_the_arm_of_fine_grained_offload_computes_the_same(found: dict[str, Any]) -> None:
     engine = run_ranks(run_engine_arm, 1, init_group=False)[0]
     losses = {row["num_tokens"]: row["loss"] for row in found["activations"]["rows"] if row["arm"] == "none"}
@@ -142,6 +145,7 @@ def test_arms_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [arm.name for arm in arms] == ["full recompute", "priced"]
 
 
+@pytest.mark.ranks
 def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:
     figures = found["calibrate"]
     assert all(speed > 0 for speed in figures["link_gb_per_second"].values())
@@ -150,6 +154,7 @@ def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:
     assert found["cost"].backward.b > 0
 
 
+@pytest.mark.ranks
 def test_arms_of_memory_plans_learn_the_same(found: dict[str, Any]) -> None:
     figures = found["memory plan"]
     assert [row["arm"] for row in figures["rows"]] == ["default", "expandable segments", "buffers", "plan"]

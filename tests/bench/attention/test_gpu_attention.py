@@ -33,6 +33,7 @@ def bench() -> ModuleType:
     return module
 
 
+@pytest.mark.ranks
 def test_command_on_cpu() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quick", "--json"]

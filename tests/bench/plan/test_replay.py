@@ -95,6 +95,7 @@ def test_summary_by_hand() -> None:
     assert not replay.summarize(rows(1.2, 1.2), step(1.0))["reached"]
 
 
+@pytest.mark.ranks
 def test_a_tiny_run() -> None:
     """On two CPU ranks, with a cost file so that nothing depends on the fit of noise."""
     cost = ROOT / "tests" / "bench" / "plan" / "demo_cost.json"

@@ -17,6 +17,8 @@ from tests.e2e.corpora import VOCAB, write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "pretrain_gpt_hdp.py: error: "
 

@@ -28,6 +28,7 @@ def print_help(rank: int, world: int) -> tuple[int, str]:
     return code, text.getvalue()
 
 
+@pytest.mark.ranks
 def test_help_has_every_flag() -> None:
     ((code, text),) = run_ranks(print_help, 1, init_group=False)
     assert code == 0

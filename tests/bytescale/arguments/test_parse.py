@@ -14,12 +14,14 @@ from tests.e2e.training import HDP, MODEL, TRAIN
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 
 
+@pytest.mark.ranks
 def test_costs_come_from_a_file_that_a_feature_reads() -> None:
     message = refused(1, *MODEL, *TRAIN, "--micro-batch-size", 1, "--data-path", "unread", "--cost-file", "cost.json")
     assert message == "--cost-file needs --hybrid-data-parallel or --seq1f1b-slices or --activation-policy"
     assert "cost.json" in refused(4, *COMMON, "--cost-file", "cost.json")
 
 
+@pytest.mark.ranks
 def test_cpu_defaults_need_no_flag() -> None:
     values = resolved(1, *MODEL, *TRAIN, "--micro-batch-size", 1, "--data-path", "unread").args
     assert values["transformer_impl"] == "local"
@@ -30,12 +32,14 @@ def test_cpu_defaults_need_no_flag() -> None:
         assert values[name] is False, name
 
 
+@pytest.mark.ranks
 def test_transformer_engine_by_name_is_refused_on_cpu() -> None:
     message = refused(1, *MODEL, *TRAIN, "--transformer-impl", "transformer_engine")
     assert message.startswith("--transformer-impl transformer_engine: there is no GPU")
     assert "--transformer-impl local" in message
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("words", "needed"),
     [

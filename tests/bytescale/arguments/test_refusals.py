@@ -155,6 +155,7 @@ def test_each_row_has_an_example() -> None:
     assert all(row.instead for row in REFUSALS)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("row", "feature"), PAIRS, ids=lambda part: getattr(part, "flag", part))
 def test_the_setting_is_refused_by_name(row, feature, answers: dict[tuple[str, str], str]) -> None:  # type: ignore[no-untyped-def]
     found = answers[row.flag, feature]
@@ -163,6 +164,7 @@ def test_the_setting_is_refused_by_name(row, feature, answers: dict[tuple[str, s
     assert "{" not in found.replace("{}", "", row.flag.count("{}"))
 
 
+@pytest.mark.ranks
 def test_each_feature_is_accepted_without_those_settings() -> None:
     lines = [[*COMMON, *words] for words in SWITCHED_ON.values()]
     assert run_ranks(answer, 1, lines, init_group=False)[0] == ["accepted"] * len(lines)

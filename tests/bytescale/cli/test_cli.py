@@ -100,6 +100,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch: pytest.MonkeyPat
     assert stream.closed
 
 
+@pytest.mark.ranks
 def test_plan_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([30, 7, 55]))
     code = (
@@ -114,6 +115,7 @@ def test_plan_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
     assert "micro-batches per rank" in ended.stdout
 
 
+@pytest.mark.ranks
 def test_the_package_imports_neither_torch_nor_megatron() -> None:
     ended = run_python(
         "import sys, megatron.bytescale, megatron.bytescale.cli, megatron.bytescale.arguments.parse; "

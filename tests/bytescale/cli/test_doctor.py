@@ -8,6 +8,8 @@ import pytest
 
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def ask(rank: int, world: int, words: list[str], foreign: bool) -> tuple[int, str, str]:
     """Exit code, output and errors of ``bytescale WORDS``; ``foreign``: with another ``training_log`` in Megatron."""

@@ -26,6 +26,7 @@ def run_command(rank: int, world: int, words: list[str]) -> str:
     return text.getvalue()
 
 
+@pytest.mark.ranks
 def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
     words = ["--cpu", "--model-flags", MODEL, "--seq-length", "64", "--solver-seconds", "1",
              "--swap-fraction", "0.5", "--host-memory-gb", "0.01",

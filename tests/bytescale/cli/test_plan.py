@@ -198,6 +198,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
             run("--lengths", tmp_path / name, "--ranks", 2, "--tokens-per-rank", 8)
 
 
+@pytest.mark.ranks
 def test_commands_start_without_torch_and_megatron() -> None:
     code = (
         "import sys; from megatron.bytescale.cli import plan, timeline; "

@@ -101,6 +101,7 @@ def test_the_ring_is_measured_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.ring_rate(None, subject(4, process=1)) == (40.0, "measured by 4 ranks")
 
 
+@pytest.mark.ranks
 def test_a_short_real_run(tmp_path: Path) -> None:
     """The whole command. Its times are too short to be good ones, and may even be refused as noise."""
     path = tmp_path / "cost.json"

@@ -86,6 +86,7 @@ def test_bad_input_is_named(words: list[str], message: str, capsys: pytest.Captu
     assert captured.out == ""
 
 
+@pytest.mark.ranks
 def test_it_needs_neither_torch_nor_megatron() -> None:
     code = (
         "import sys; from megatron.bytescale.cli import main; code = main(sys.argv[1:]); "

@@ -10,6 +10,8 @@ import pytest
 from tests.bytescale.arguments.test_bad_input import refusal
 from tests.e2e.training import MODEL, TRAIN, Outcome, train_apart
 
+pytestmark = pytest.mark.ranks
+
 MEMO = ("--activation-policy", "memo", "--host-memory-gb", "0.1")
 CASES = {
     "swap over 1": (("--swap-fraction", "1.5", "--host-memory-gb", "0.1"), "--swap-fraction 1.5 is not a share"),

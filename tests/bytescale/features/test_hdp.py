@@ -17,6 +17,7 @@ from tests.e2e.training import HDP, MODEL, TRAIN
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 
 
+@pytest.mark.ranks
 def test_the_configuration_holds_what_was_given() -> None:
     words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3]
     found = resolved(4, *COMMON, *words)
@@ -29,6 +30,7 @@ def test_the_configuration_holds_what_was_given() -> None:
     assert values["dist_ckpt_optim_fully_reshardable"] is True
 
 
+@pytest.mark.ranks
 def test_fp16_starts_with_a_loss_scale_for_sums_over_tokens() -> None:
     values = resolved(4, *COMMON, "--fp16").args
     assert values["initial_loss_scale"] == 2**16 / 128  # 64 tokens, rounded up to a power of two beyond them
@@ -39,12 +41,14 @@ def test_fp16_starts_with_a_loss_scale_for_sums_over_tokens() -> None:
     assert resolved(4, *COMMON, *largest).args["initial_loss_scale"] == 1
 
 
+@pytest.mark.ranks
 def test_parameter_gathers_stay_aligned() -> None:
     """Megatron turns that off without virtual stages; a rank that waits in a ring would then hold back another."""
     words = ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"]
     assert resolved(4, *COMMON, *words).args["align_param_gather"] is True
 
 
+@pytest.mark.ranks
 def test_each_planner_flag_reaches_the_configuration() -> None:
     line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5 --hdp-check-plans-every 7"
     found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3)
@@ -55,12 +59,14 @@ def test_each_planner_flag_reaches_the_configuration() -> None:
     assert found.features["slices"].slicing == Slicing(3, kept_tokens=0)
 
 
+@pytest.mark.ranks
 def test_balance_by_itself_is_that_of_free_ranks_or_of_pipelines() -> None:
     assert resolved(4, *COMMON).features["hdp"].balance == "dp"
     config = resolved(8, *COMMON, "--pipeline-model-parallel-size", 2).features["hdp"]
     assert (config.balance, config.cluster.num_ranks, config.num_stages, config.aligned) == ("pp", 4, 2, True)
 
 
+@pytest.mark.ranks
 def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
     found = resolved(1, *MODEL, *TRAIN, "--micro-batch-size", 2, "--data-path", "unread")
     values = found.args
@@ -70,6 +76,7 @@ def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
     assert values["dataloader_type"] != "external"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "words",
     [
@@ -89,6 +96,7 @@ def test_our_flags_need_the_main_one(words: str) -> None:
     assert refused(4, *MODEL, *TRAIN, *words.split()) == f"{words.split()[0]} needs --hybrid-data-parallel"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("num_processes", "words", "expected"),
     [
@@ -130,6 +138,7 @@ def test_values_that_do_not_fit_are_refused(num_processes: int, words: str, expe
         assert part in message
 
 
+@pytest.mark.ranks
 def test_what_must_be_given() -> None:
     line = [*MODEL, *TRAIN, "--data-path", "unread", "--hybrid-data-parallel"]
     assert refused(4, *line) == "--hybrid-data-parallel needs --hdp-tokens-per-rank"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bytescale_ext.config.remote import RemoteConfig
 from megatron.bytescale.features.ray import RAY
 from tests.bytescale.arguments.resolving import resolved
@@ -10,6 +12,7 @@ from tests.e2e.training import HDP, MODEL, TRAIN
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 
 
+@pytest.mark.ranks
 def test_remote_loading() -> None:
     line = "--hdp-loader ray --hdp-ray-address host:6379 --hdp-ray-servers 5 --hdp-ray-server-tokens 99"
     found = resolved(4, *COMMON, *line.split(), "--hdp-json-key", "body")

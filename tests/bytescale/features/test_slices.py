@@ -75,6 +75,7 @@ def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
     assert kept_note(everything, LLAMA_7B, longest, tensor_parallel=1).endswith("are kept from slice to slice")
 
 
+@pytest.mark.ranks
 def test_lengths_of_slices() -> None:
     words = [*COMMON, "--pipeline-model-parallel-size", 4, "--num-layers", 4, "--global-batch-size", 8, *SLICES]
     even = resolved(4, *words, "--seq1f1b-partition", "even")
@@ -85,6 +86,7 @@ def test_lengths_of_slices() -> None:
     assert lengths[0] > lengths[-1]
 
 
+@pytest.mark.ranks
 def test_virtual_stages_and_row_shares() -> None:
     words = ["--pipeline-model-parallel-size", 4, "--num-layers", 8, "--global-batch-size", 8]
     words += ["--num-virtual-stages-per-pipeline-rank", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel"]
@@ -95,6 +97,7 @@ def test_virtual_stages_and_row_shares() -> None:
     assert found.args["overlap_p2p_comm"] is False
 
 
+@pytest.mark.ranks
 def test_one_slice_leaves_megatron_alone() -> None:
     for words in ([], ["--seq1f1b-slices", 1]):
         found = resolved(1, *COMMON, *words)
@@ -131,6 +134,7 @@ def answers() -> list[Resolved]:
     return resolve_lines(*((num_processes, [*COMMON, *words.split()]) for num_processes, words, _ in BAD))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("index", range(len(BAD)))
 def test_bad_values_are_refused_with_the_nearest(index: int, answers: list[Resolved]) -> None:
     error = answers[index].error

@@ -62,6 +62,7 @@ def test_the_switch_is_one_of_its_flags_and_off_by_default(feature: Feature) -> 
     assert set(feature.requires) <= {other.name for other in features.FEATURES}
 
 
+@pytest.mark.ranks
 def test_patches_name_features_of_the_table() -> None:
     (named,) = run_ranks(names_in_patches, 1, init_group=False)
     assert named <= {feature.name for feature in features.FEATURES} | {"always", "cpu"}

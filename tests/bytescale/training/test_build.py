@@ -14,6 +14,8 @@ import torch
 from tests.e2e.training import MODEL, TRAIN
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 COMMON = [*MODEL, *TRAIN, "--micro-batch-size", "1", "--mock-data"]
 ROPE = "--rotary-base 500000 --use-rope-scaling --kv-channels 16".split()
 HEAD_DIM, NUM_POSITIONS = 16, 300

@@ -19,6 +19,8 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import state_bytes
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 SHAPE = ModelShape(8, 512, 16, 8, 32, 1376, True, 512)
 LENGTHS = (512, 1021)
 LOSS_TOKENS = 64

@@ -21,6 +21,8 @@ from bytescale_ext.plan.activation.policies import make_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 HIDDEN, LAYERS, VOCAB = 32, 4, 61
 LENGTHS = (131, 197)  # of two micro-batches; so many that products of few rows are the kernels of many
 DOCUMENTS = (0.4, 0.6)

@@ -17,6 +17,8 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.micro_batch import Shard
 from tests.harness import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 MODEL = (
     "--num-layers 8 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "

@@ -23,6 +23,8 @@ from tests.e2e.corpora import VOCAB, write_documents
 from tests.e2e.oracle import gradients, relative_error
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, record_steps, step_losses, train_ranks
 
+pytestmark = pytest.mark.ranks
+
 STEPS = [*TRAIN, "--train-iters", "2", "--num-layers", "4"]
 DOCUMENTS = [*HDP, "--hdp-tokens-per-rank", "128"]
 CLASSIC = (

@@ -10,6 +10,8 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.oracle import train_documents_one_by_one
 from tests.e2e.training import CLASSIC_MODEL, HDP, MODEL, TRAIN, Outcome, train, train_once, train_ranks
 
+pytestmark = pytest.mark.ranks
+
 TOLERANCE = 1e-5
 SHORT = [*TRAIN, "--train-iters", "4"]
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()

@@ -18,6 +18,8 @@ from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, tra
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train
 from tests.harness import RanksFailed
 
+pytestmark = pytest.mark.ranks
+
 TOLERANCE = 1e-5
 NUM_EXPERTS = 4
 SEED = 8

@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.oracle import gradients, relative_error, shard_of, train_documents_one_by_one
 from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train, train_once
 
+pytestmark = pytest.mark.ranks
+
 TOLERANCE = 1e-5
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 CASES = {

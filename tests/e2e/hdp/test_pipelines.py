@@ -37,6 +37,8 @@ from tests.e2e.pipelines import (
 )
 from tests.e2e.training import CLASSIC_MODEL, HDP, Outcome
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:

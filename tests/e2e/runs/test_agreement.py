@@ -14,6 +14,8 @@ import pytest
 from bytescale_ext.errors import OutOfTime
 from tests.e2e.training import HDP, MODEL, TRAIN, plan_in_process, train, train_ranks, train_to_failure
 
+pytestmark = pytest.mark.ranks
+
 
 def main_with_planner(change: Callable[[Any], Any], ranks: Sequence[int]) -> None:
     """An entry (by ``partial``): the planner of some ranks is changed."""

@@ -12,6 +12,8 @@ import pytest
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, documents_in_order, record_steps, train_ranks
 
+pytestmark = pytest.mark.ranks
+
 LENGTHS = (256, 3, 190, 1, 17, 64, 40, 100, 33, 129, 8, 300)
 # 12 documents, of which the last one is two samples.
 PIECES = 13

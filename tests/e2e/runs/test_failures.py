@@ -15,6 +15,8 @@ import pytest
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_to_failure, train_with
 
+pytestmark = pytest.mark.ranks
+
 PEER_IS_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|Socket closed")
 
 

@@ -19,6 +19,8 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, record_steps, train_ranks
 from tests.plan.simple_plans import plan_naive
 
+pytestmark = pytest.mark.ranks
+
 # What MODEL says; the vocabulary is padded to 128.
 SHAPE = ModelShape(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=48, gated=True, vocab=128

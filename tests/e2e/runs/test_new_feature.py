@@ -8,6 +8,8 @@ import pytest
 
 from tests.e2e.training import HDP, MODEL, TRAIN, train
 
+pytestmark = pytest.mark.ranks
+
 
 def main_with_feature() -> None:
     """An entry: the table has one more row."""

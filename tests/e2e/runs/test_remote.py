@@ -37,7 +37,10 @@ from tests.e2e.training import (
 from tests.harness import run_ranks
 
 # Ranks unpickle functions of this module, and Ray must not be imported before its settings are known.
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
 
 BYTES = [flag if flag != str(VOCAB) else "257" for flag in MODEL]
 EVALUATE = "--split 70,20,10 --eval-interval 2 --eval-iters 1".split()

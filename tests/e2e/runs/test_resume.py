@@ -24,6 +24,8 @@ from tests.e2e.training import (
     train_with,
 )
 
+pytestmark = pytest.mark.ranks
+
 TORCH_DIST = ["--ckpt-format", "torch_dist"]
 EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
 TOKENS_PER_RANK = {4: 64, 2: 128}  # the longest document needs all of them in both

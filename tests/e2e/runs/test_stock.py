@@ -10,6 +10,8 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.oracle import train_documents_one_by_one
 from tests.e2e.training import HDP, MODEL, TRAIN, train
 
+pytestmark = pytest.mark.ranks
+
 SEQ_LENGTH = 256
 COMMON = [*MODEL, *TRAIN]
 PER_TOKEN = ["--micro-batch-size", 1, "--calculate-per-token-loss"]

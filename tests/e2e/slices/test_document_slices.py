@@ -32,6 +32,8 @@ from tests.e2e.pipelines import (
 )
 from tests.e2e.training import HDP, Outcome
 
+pytestmark = pytest.mark.ranks
+
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
 

@@ -11,6 +11,8 @@ from tests.e2e.corpora import write_documents
 from tests.e2e.oracle import relative_error
 from tests.e2e.training import MODEL, TRAIN, Outcome, train
 
+pytestmark = pytest.mark.ranks
+
 SEQ_LENGTH = 48
 LAYERS = 4
 NUM_ITERATIONS = 2

@@ -12,6 +12,8 @@ import pytest
 from bytescale_ext.data.samples.texts import BYTE_LEVEL_EOD, BYTE_LEVEL_VOCAB_SIZE
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def in_one_process(function: Any, *args: Any) -> Any:
     return run_ranks(function, 1, *args, init_group=False)[0]

@@ -165,6 +165,7 @@ def passes(trace: Trace) -> tuple[Action, ...]:
     return tuple(Action(op[0], op[1], 0, op[2]) for op in trace if op[0] in "FB")
 
 
+@pytest.mark.ranks
 def test_actions_are_those_of_megatron(traces: dict[Any, Trace]) -> None:
     for (pipeline, count, stage, forward_only), trace in traces.items():
         expected = schedule_of(pipeline, count).stages[stage]
@@ -172,6 +173,7 @@ def test_actions_are_those_of_megatron(traces: dict[Any, Trace]) -> None:
         assert passes(trace) == wanted, (pipeline, count, stage)
 
 
+@pytest.mark.ranks
 def test_tensors_come_in_the_order_of_received_actions(traces: dict[Any, Trace]) -> None:
     for (pipeline, count, stage, forward_only), trace in traces.items():
         posted = [name for op in trace if op[0] == "post" for name in op[1:]]
@@ -297,6 +299,7 @@ def random_plan(seed: int) -> StepPlan:
     return StepPlan(num_ranks, 1 << 20, tuple(lengths.tolist()), placed, aligned=True)
 
 
+@pytest.mark.ranks
 def test_2000_random_plans_of_aligned_slots_never_hang(traces: dict[Any, Trace]) -> None:
     for seed in range(2000):
         pipeline = PIPELINES[seed % len(PIPELINES)]
@@ -304,6 +307,7 @@ def test_2000_random_plans_of_aligned_slots_never_hang(traces: dict[Any, Trace])
         assert finishes(joint, traces, forward_only=seed % 10 == 0), (seed, pipeline, joint.counts)
 
 
+@pytest.mark.ranks
 def test_the_replay_finds_what_hangs(traces: dict[Any, Trace]) -> None:
     """Two pipelines of two stages share two micro-batches, in slots that differ: each waits for the other."""
     for pipeline, hangs in ((Pipeline(2), True), (Pipeline(4), True)):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def in_one_process(function) -> None:

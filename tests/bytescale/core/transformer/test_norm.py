@@ -8,6 +8,8 @@ import torch
 
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def build(rank: int, world: int, settings: dict[str, Any]) -> Any:
     """(kind, eps, marks of the parameters, output) of a norm, or the error."""

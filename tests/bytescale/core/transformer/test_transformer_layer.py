@@ -13,6 +13,8 @@ import torch
 
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def measure(rank: int, world: int) -> dict[str, Any]:
     """FLOPs, attention calls and bytes of a step under each plan of the benchmark."""

@@ -43,6 +43,7 @@ def groups_of_megatron(
     return [{hdp_rank[process] for process in group} for _, group in found]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("num_processes", "tp_size", "ep_size", "etp_size", "pp_size", "expected"),
     [

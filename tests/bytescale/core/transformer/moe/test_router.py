@@ -12,6 +12,8 @@ import torch.distributed as dist
 from tests.config.runs import hdp_of, run_of
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 HIDDEN, NUM_EXPERTS, NUM_TOKENS = 8, 4, 7
 AUX, Z = 0.5, 0.25
 

@@ -7,6 +7,8 @@ import torch
 
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "interleaved": {"rotary_interleaved": True},
