@@ -40,11 +40,13 @@ EXAMPLES = {
     "--moe-latent-size": "--moe-latent-size 16",
     "--cuda-graph-impl": "--cuda-graph-impl local",
     "--num-distributed-optimizer-instances > 1": "--num-distributed-optimizer-instances 2",
-    "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
-    "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2",
+    "--tensor-parallel-num-weight-shards > 1": "--tensor-parallel-num-weight-shards 2",
+    "--expert-tensor-parallel-num-weight-shards > 1": "--expert-tensor-parallel-num-weight-shards 2",
     "--mtp-num-layers": "--mtp-num-layers 1",
     "--mtp-num-layers in pipelines": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
     "--qk-l2-norm without experts": "--qk-l2-norm",
+    "--apply-layernorm-1p of local layers": "--apply-layernorm-1p",
+    "--init-model-with-meta-device without FSDP": "--init-model-with-meta-device",
     "--full-validation alone": "--full-validation",
     "--multiple-validation-sets alone": "--multiple-validation-sets",
     "--object-storage-cache-path": "--object-storage-cache-path cache",
@@ -103,13 +105,13 @@ SWITCHES = (
     "qk-clip log-max-attention-logit fine-grained-activation-offloading decrease-batch-size-if-needed "
     "full-validation multiple-validation-sets sft fim-data mock-data dataloader-fast-cache-load "
     "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "
-    "eod-mask-loss apply-layernorm-1p "
+    "eod-mask-loss "
     "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "
     "no-align-param-gather defer-embedding-wgrad-compute delay-wgrad-compute overlap-param-gather-with-optimizer-step "
     "overlap-p2p-communication-warmup-flush "
     "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining "
     "allow-ambiguous-pad-tokens freeze-all-layers log-straggler check-for-spiky-loss ddp-average-in-collective "
-    "init-model-with-meta-device use-sharp"
+    "use-sharp init-method-xavier-uniform"
 ).split()
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 

@@ -58,7 +58,7 @@ def test_features_with_counts() -> None:
         flags = [action.option_strings[0] for action in feature.actions()]
         assert line.split()[2] == str(len(flags))
         assert all(f"    {flag}\n" in whole for flag in flags)
-    assert "    not --tp-comm-overlap: its buffers have one fixed shape\n" in whole
+    assert "    not --tp-comm-overlap: remove it: its buffers have one fixed shape\n" in whole
     assert "refused in every run:\n" in whole
     assert "    not --sft: fine-tune with Megatron's own pretrain_gpt.py\n" in whole
     assert "    not --" not in short

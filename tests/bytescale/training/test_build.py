@@ -136,6 +136,15 @@ FIM = {
 }
 
 
+TOKENS = {
+    "--fim-prefix-token": "<a>",
+    "--fim-middle-token": "<b>",
+    "--fim-suffix-token": "<c>",
+    "--fim-pad-token": "<d>",
+    "--fim-eod-token": "<e>",
+}
+
+
 def test_data_flags_reach_the_configuration_of_samples(tmp_path: Path) -> None:
     (tmp_path / "sequences.json").write_text('{"a": [1, 2]}')
     table = SWITCHES | VALUES
@@ -153,9 +162,9 @@ def test_data_flags_reach_the_configuration_of_samples(tmp_path: Path) -> None:
 
 def test_flags_of_middles_reach_the_configuration_of_samples() -> None:
     words = [*MODEL, *TRAIN, "--micro-batch-size", "1", "--data-path", "unread", "--fim-data"]
-    words += [*" ".join(FIM).split(), "--fim-suffix-token", "<end>"]
+    words += [*" ".join(FIM).split(), *" ".join(f"{flag} {token}" for flag, token in TOKENS.items()).split()]
     (found,) = run_ranks(data_fields, 1, words, init_group=False)
-    tokens = {"prefix": "<fim_prefix>", "middle": "<fim_middle>", "suffix": "<end>", "pad": "<fim_pad>"}
-    expected = dict(FIM.values()) | {"fim_extra_tokens": {**tokens, "eod": "<|endoftext|>"}}
+    tokens = {flag.split("-")[3]: token for flag, token in TOKENS.items()}
+    expected = dict(FIM.values()) | {"fim_extra_tokens": tokens}
     assert {name: found[name] for name in expected} == expected
     assert found["class"] == "GPTFIMDatasetConfig"
