@@ -34,7 +34,7 @@ class Survey:
         fields: "Class.field" of each configuration that its value reaches unchanged.
         changes: those that the functions read by name and whose other value changes a configuration.
         readers: files that read it from the namespace, under Megatron's package.
-        set_by: arguments that each feature sets before Megatron checks them, by its name.
+        set_by: arguments that each feature sets before Megatron checks them, by its name; "device": that a CPU sets.
     """
 
     flags: dict[str, list[str]]
@@ -58,13 +58,15 @@ def survey(rank: int, world: int, command_lines: dict[str, list[str]]) -> Survey
     flags: dict[str, list[str]] = {}
     for action in parser._actions:
         flags.setdefault(action.dest, []).extend(action.option_strings)
-    set_by = {name: arguments_set(words) for name, words in command_lines.items()}
+    set_by: dict[str, set[str]] = {}
+    for name, words in command_lines.items():
+        set_by["device"], set_by[name] = arguments_set(words)
     args = parser.parse_args([])
     return Survey(flags, reached_fields(args), changing(args), readers_of(set(flags)), set_by)
 
 
-def arguments_set(words: Sequence[str]) -> set[str]:
-    """Return the arguments that the features of a command line change."""
+def arguments_set(words: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return the arguments that a CPU changes, and those that the features of a command line change after it."""
     from megatron.training.arguments import parse_args
 
     from megatron.bytescale import features
@@ -73,10 +75,15 @@ def arguments_set(words: Sequence[str]) -> set[str]:
     os.environ["WORLD_SIZE"] = "4"
     sys.argv = ["pretrain_gpt_hdp.py", *words]
     args = parse_args(parse.add_arguments)
+    given = dict(vars(args))
     parse.set_device_defaults(args, sys.argv, on_cpu=True)
-    before = dict(vars(args))
+    on_cpu = dict(vars(args))
     features.check(args)
-    return {name for name, value in vars(args).items() if name not in before or value != before[name]}
+    after = dict(vars(args))
+    assert given.keys() == after.keys()
+    return {name for name in given if on_cpu[name] != given[name]}, {
+        name for name in given if after[name] != on_cpu[name]
+    }
 
 
 def changing(args: Any) -> set[str]:

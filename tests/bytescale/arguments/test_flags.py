@@ -109,26 +109,35 @@ def test_flags_of_other_programs_name_the_switch_that_is_refused() -> None:
     assert named <= refused
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", ["device", *FEATURES])
 def test_features_set_what_is_listed_and_nothing_else(feature: str, known: Survey, dests: dict[str, str]) -> None:
     assert {dests[flag] for flag in TABLE["set"][feature].split()} == known.set_by[feature]
 
 
-def stock_only(known: Survey) -> set[str]:
-    """Return the arguments that stock training reads, in code that documents do not run."""
+def stock_only(feature: str) -> set[str]:
+    """Return the arguments that stock training reads, in code that a feature replaces.
+
+    Slices replace Megatron's attention; documents its data sets and loaders too.
+    """
     ours, core = ROOT / "megatron" / "bytescale", megatron_folder() / "core"
     attention = (core / "transformer" / "dot_product_attention.py").read_text(encoding="utf-8")
-    loaders = (core.parent / "training" / "datasets" / "data_samplers.py").read_text(encoding="utf-8")
-    stock = (ours / "training" / "stock.py").read_text(encoding="utf-8")
-    read = names_read(stock, ("data_settings",)) | names_read(loaders) | set(re.findall(r"config\.(\w+)", attention))
-    for file in ("training/hdp.py", "features/hdp.py", "core/transformer/dot_product_attention.py"):
+    read = set(re.findall(r"config\.(\w+)", attention))
+    if feature == "hdp":
+        loaders = (core.parent / "training" / "datasets" / "data_samplers.py").read_text(encoding="utf-8")
+        stock = (ours / "training" / "stock.py").read_text(encoding="utf-8")
+        read |= names_read(stock, ("data_settings",)) | names_read(loaders)
+    for file in (f"training/{feature}.py", f"features/{feature}.py", "core/transformer/dot_product_attention.py"):
         text = (ours / file).read_text(encoding="utf-8")
         read -= names_read(text) | set(re.findall(r"config\.(\w+)", text))
-    return read & set(known.flags)
+    return read
 
 
-def test_what_only_stock_training_reads_is_refused_set_or_listed(known: Survey, dests: dict[str, str]) -> None:
-    settled = flags_refused_by("hdp") | flags_refused_by(ALWAYS) | {flag for _, flag in entries("documents")}
-    settled |= set(TABLE["set"]["hdp"].split())
+@pytest.mark.parametrize("feature", ["hdp", "slices"])
+def test_what_only_stock_training_reads_is_refused_set_or_listed(
+    feature: str, known: Survey, dests: dict[str, str]
+) -> None:
+    settled = flags_refused_by(feature) | flags_refused_by(ALWAYS) | {flag for _, flag in entries("replaced")}
+    settled |= set(TABLE["set"][feature].split())
     settled_dests = {dests[flag] for flag in settled if flag in dests}
-    assert not {dest for dest in stock_only(known) - settled_dests if not dest.startswith("fim_")}
+    left = stock_only(feature) & set(known.flags) - settled_dests
+    assert not {dest for dest in left if not dest.startswith("fim_")}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.training import MODEL, TRAIN
+from tests.e2e.training import HDP, MODEL, TRAIN
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -168,3 +168,31 @@ def test_flags_of_middles_reach_the_configuration_of_samples() -> None:
     expected = dict(FIM.values()) | {"fim_extra_tokens": tokens}
     assert {name: found[name] for name in expected} == expected
     assert found["class"] == "GPTFIMDatasetConfig"
+
+
+def changed_fields(rank: int, world: int, words: list[str]) -> set[str]:
+    """Return the fields of the model's configuration that training on documents sets."""
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.bytescale.arguments.parse import parse
+    from megatron.bytescale.arguments.resolve import resolve
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import stock_training
+    from megatron.bytescale.training.hdp import use_document_model
+
+    sys.argv = ["pretrain_gpt_hdp.py", *words]
+    args = parse(sys.argv, on_cpu=True)
+    plain, ours = stock_training(args).model, use_document_model(stock_training(args), Runtime.of(resolve(args))).model
+    before, after = ({**vars(one), **vars(one.transformer), "transformer": None} for one in (plain, ours))
+    names = {name for name in before if repr(before[name]) != repr(after[name])}
+    return names | (before.keys() ^ after.keys())
+
+
+def test_documents_change_the_spec_the_hooks_and_the_end_of_the_gradients_alone() -> None:
+    words = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--data-path", "unread"]
+    assert run_ranks(changed_fields, 1, words, init_group=False)[0] == {
+        "transformer_layer_spec",
+        "pre_wrap_hooks",
+        "finalize_model_grads_func",
+    }
