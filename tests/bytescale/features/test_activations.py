@@ -41,7 +41,9 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "recompute_granularity": None, "recompute_modules": None,
         "cuda_graph_impl": "none", "transformer_impl": "local", "world_size": 1, "rank": 0, "local_rank": 0,
         "use_tp_pp_dp_mapping": False, "distributed_backend": "gloo", "distributed_timeout_minutes": 10,
-        "log_interval": 1, "save": None,
+        "log_interval": 1, "save": None, "mtp_num_layers": None, "qk_l2_norm": False, "full_validation": False,
+        "multiple_validation_sets": False, "ddp_average_in_collective": False, "optimizer": "adam",
+        "result_rejected_tracker_filename": None, "init_model_with_meta_device": False,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value
@@ -190,7 +192,7 @@ def test_an_optimizer_in_host_memory_is_counted_in() -> None:
     free = free_host_bytes() / 1e9
     offloads = {
         "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True,
-        "data_parallel_size": 2, "pipeline_model_parallel_size": 1,
+        "data_parallel_size": 2, "pipeline_model_parallel_size": 1, "distributed_backend": "nccl",
     }  # fmt: skip
     taken = optimizer_host_bytes(parsed(**offloads), SHAPE)
     assert taken == 16 * num_parameters(SHAPE) * 0.5 / 2
