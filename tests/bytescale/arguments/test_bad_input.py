@@ -142,7 +142,7 @@ def test_no_data_path() -> None:
         ("--hybrid-context-parallel", ["--hybrid-context-parallel", "choose one"]),
         ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "start 2 processes"]),
         ("--expert-model-parallel-size 2", ["num_experts must be non None"]),
-        ("--enable-cuda-graph", ["--enable-cuda-graph", "change their shape"]),
+        ("--enable-cuda-graph", ["--enable-cuda-graph", "differ in shape"]),
         ("--external-cuda-graph", ["--external-cuda-graph"]),
         ("--cuda-graph-impl local", ["--cuda-graph-impl"]),
         ("--tensor-model-parallel-size 2", ["1 processes", "--tensor-model-parallel-size 2", "start 2"]),
