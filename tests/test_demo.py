@@ -96,6 +96,7 @@ def test_half_a_line_of_metrics_is_left_for_later(tmp_path: Path) -> None:
     assert [found["iteration"] for found in demo.read_metrics(path)] == [1]
 
 
+@pytest.mark.ranks
 def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; print('the cause'); sys.exit(3)"
     monkeypatch.setattr(demo.Demo, "command", property(lambda self: [demo.sys.executable, "-c", script]))
@@ -125,6 +126,7 @@ def test_arms_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert command[command.index("--") + 1 :] == one.flags
 
 
+@pytest.mark.ranks
 def test_a_command_that_fails_shows_the_end_of_what_it_printed() -> None:
     assert printed_by([demo.sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]) == "1\n"
     with pytest.raises(RuntimeError, match=r"(?s)exit code 3.*the cause"):

@@ -17,7 +17,8 @@ SLICES = doctor.FeatureReport(
 )  # fmt: skip
 REPORT = doctor.Report(
     python="3.12.1", packages={"torch": "2.11", "apex": None}, device="H100", backend="nccl",
-    backend_reason="torch sees a GPU", attention=ATTENTION, features=[SLICES], patches=["run  untouched"], healthy=True,
+    backend_reason="torch sees a GPU", attention=ATTENTION, features=[SLICES],
+    refusals={"--use-sharp": "remove it"}, patches=["run  untouched"], healthy=True,
 )  # fmt: skip
 
 
@@ -43,7 +44,8 @@ def test_flags_and_refusals_are_listed_where_asked_for(with_flags: bool, with_re
     lines = doctor.as_text(REPORT, with_flags, with_refusals).splitlines()
     flags = ["    --seq1f1b-slices", "    --seq1f1b-eager"] * with_flags
     refusals = ["    not --sft: remove it", "    not --mock-data: give --data-path"] * with_refusals
-    assert lines[11:-3] == [*flags, *refusals]
+    always = ["", "refused in every run:", "    not --use-sharp: remove it"] * with_refusals
+    assert lines[11:-3] == [*flags, *refusals, *always]
 
 
 @pytest.mark.parametrize("healthy", [False, True])

@@ -14,24 +14,30 @@ pytestmark = pytest.mark.ranks
 
 MEMO = ("--activation-policy", "memo", "--host-memory-gb", "0.1")
 CASES = {
-    "swap over 1": (("--swap-fraction", "1.5", "--host-memory-gb", "0.1"), "--swap-fraction 1.5 is not a share"),
+    "swap over 1": (("--swap-fraction", "1.5", "--host-memory-gb", "0.1"), "--swap-fraction 1.5 must be a share"),
     "sum over 1": (
         (*MEMO, "--swap-fraction", "0.7", "--recompute-fraction", "0.6"),
         "--swap-fraction 0.7 and --recompute-fraction 0.6 sum to more than 1",
     ),
     "more than the machine": ((*MEMO, "--host-memory-gb", "1e6"), "GB of its free memory; give at most that"),
     "less than needed": ((*MEMO, "--host-memory-gb", "0.00001", "--num-layers", "4"), "GB of host memory"),
-    "cpu offloading": ((*MEMO, "--cpu-offloading-num-layers", "1"), "--cpu-offloading-num-layers: the policy swaps"),
+    "cpu offloading": (
+        (*MEMO, "--cpu-offloading-num-layers", "1"),
+        "--cpu-offloading-num-layers: choose one: the policy swaps",
+    ),
     "fine-grained offload": (
         (*MEMO, "--fine-grained-activation-offloading", "--offload-modules", "core_attn"),
-        "--activation-policy does not work with --fine-grained-activation-offloading: the policy swaps",
+        "--activation-policy does not work with --fine-grained-activation-offloading: choose one: the policy swaps",
     ),
-    "cuda graphs": ((*MEMO, "--cuda-graph-impl", "local"), "--cuda-graph-impl: a graph's memory cannot be swapped"),
+    "cuda graphs": (
+        (*MEMO, "--cuda-graph-impl", "local"),
+        "--cuda-graph-impl: remove it: a graph's memory cannot be swapped",
+    ),
     "hidden dropout": ((*MEMO, "--hidden-dropout", "0.1"), "--hidden-dropout > 0: give 0"),
     "attention dropout": ((*MEMO, "--attention-dropout", "0.1"), "--attention-dropout > 0: give 0"),
     "full recompute": (
         (*MEMO, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        "--recompute-granularity: the policy recomputes",
+        "--recompute-granularity: choose one: the policy recomputes",
     ),
     "selective recompute": ((*MEMO, "--recompute-granularity", "selective"), "--recompute-granularity"),
     "no plan": ((*MEMO, "--memory-plan", "missing.json"), "--memory-plan missing.json cannot be read"),

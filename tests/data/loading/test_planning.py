@@ -111,6 +111,7 @@ def started(planner: PlannerInProcess) -> int:
     return planner._process.pid
 
 
+@pytest.mark.ranks
 def test_a_process_makes_the_same_plans() -> None:
     planner = PlannerInProcess(SLICED, slow_seconds=-1.0)
     assert planner(STEP).digest() == SLICED(STEP).digest()
@@ -131,6 +132,7 @@ def test_quick_plans_need_no_process() -> None:
     assert planner._process is None
 
 
+@pytest.mark.ranks
 def test_errors_of_the_process_are_raised_here_and_it_plans_on() -> None:
     planner = PlannerInProcess(SLICED, slow_seconds=-1.0)
     process = started(planner)
@@ -141,6 +143,7 @@ def test_errors_of_the_process_are_raised_here_and_it_plans_on() -> None:
     assert planner._process.pid == process
 
 
+@pytest.mark.ranks
 def test_a_process_that_is_out_of_time_is_ended() -> None:
     """The next plan does not wait for a plan of 1000 seconds."""
     planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
@@ -153,6 +156,7 @@ def test_a_process_that_is_out_of_time_is_ended() -> None:
     assert planner((0,), lambda: False).tokens_per_rank not in (os.getpid(), process)
 
 
+@pytest.mark.ranks
 def test_a_process_that_is_killed_loses_nothing() -> None:
     planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
     process = started(planner)
@@ -161,6 +165,7 @@ def test_a_process_that_is_killed_loses_nothing() -> None:
     assert planner((0,)).tokens_per_rank not in (os.getpid(), process)  # and then in a new one
 
 
+@pytest.mark.ranks
 def test_the_process_ends_with_its_planner() -> None:
     planner = PlannerInProcess(Dreamer(), slow_seconds=-1.0)
     process = started(planner)
