@@ -30,7 +30,7 @@ from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
 from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.merge import merge_
-from bytescale_ext.attention.travel import TravellingKeys, add_kept, key_sums
+from bytescale_ext.attention.travel import Computed, Keys, TravellingKeys, add_kept, key_sums
 from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
 type Steps[Result] = Generator[Pending, None, Result]
@@ -55,7 +55,7 @@ class Backend:
         assert self.comm is not None, "a layout with rings needs a comm"
         return self.comm.exchange(sends, receives)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: PlacedBlock) -> Output:
+    def forward(self, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock) -> Output:
         """Return ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of a block's queries over its keys.
 
         ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block says which of their rows.
@@ -63,10 +63,10 @@ class Backend:
         queries, keys = block.queries, block.keys
         return self.kernel.forward(queries.take(q), keys.take(k), keys.take(v), block.attention(self.scale))
 
-    def backward(self, dout: torch.Tensor, saved: Saved, block: PlacedBlock) -> Gradients:
+    def backward(self, dout: torch.Tensor, saved: Computed, block: PlacedBlock) -> Gradients:
         """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.
 
-        ``dout``: ``[t, heads, dim]``; ``saved``: of the same queries, and of keys ``[tk, kv_heads, dim]``.
+        ``dout``: ``[t, heads, dim]``.
         """
         rows, keys = block.queries, block.keys
         q, k, v, out, lse = saved
@@ -150,9 +150,7 @@ def drive[Result](steps: Steps[Result]) -> Result:
         pending.wait()
 
 
-def forward_steps(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, backend: Backend
-) -> Steps[Output]:
+def forward_steps(q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, backend: Backend) -> Steps[Output]:
     """Run the forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
     Yields the exchanges with the members of its rings; ``ring_attention`` says what all members must do in the same
@@ -182,8 +180,8 @@ def forward_steps(
 
 def _forward_pass(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Keys,
+    v: Keys,
     ring_pass: RingPass,
     backend: Backend,
     meanwhile: Callable[[], None] | None,
@@ -211,9 +209,7 @@ def _forward_pass(
     return totals
 
 
-def _compute_block(
-    totals: Output, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: PlacedBlock, backend: Backend
-) -> None:
+def _compute_block(totals: Output, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock, backend: Backend) -> None:
     """Compute a block and join it to the totals. Causal blocks come first and overwrite.
 
     ``totals``: ``out [rows, heads, dim]`` and ``lse [heads, rows]``; other shapes as in ``Backend.forward``.
@@ -233,36 +229,41 @@ def _compute_block(
         rows.put_(lse, total_lse, dim=1)
 
 
-def backward_steps(
+def backward_steps(dout: torch.Tensor, saved: Saved, layout: AttentionLayout, backend: Backend) -> Steps[Gradients]:
+    """Run the backward pass of a micro-batch: ``dq [t, heads, dim]`` and ``dk, dv [t, kv_heads, dim]``.
+
+    ``dout``: ``[t, heads, dim]``; ``saved``: inputs and outputs of ``forward_steps``.
+    """
+    dk, dv = torch.zeros_like(saved.k), torch.zeros_like(saved.v)
+    dq = yield from summing_steps(dout, Computed(*saved), (dk, dv), layout, backend)
+    return dq, dk, dv
+
+
+def summing_steps(
     dout: torch.Tensor,
-    saved: Saved,
+    computed: Computed,
+    sums: tuple[Keys, Keys],
     layout: AttentionLayout,
     backend: Backend,
-    sums: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Steps[Gradients]:
-    """Run the backward pass: ``dq [t, heads, dim]`` and ``dk, dv [tk, kv_heads, dim]``.
+) -> Steps[torch.Tensor]:
+    """Run the backward pass of a micro-batch or slice: ``dq [t, heads, dim]``; key gradients are added to ``sums``.
 
     Yields exchanges like ``forward_steps``, with the passes in the same order. Local documents come last, while the
-    gradients of my keys are on their way home.
-
-    Args:
-        dout: ``[t, heads, dim]``.
-        saved: inputs and outputs of ``forward_steps``.
-        sums: gradients of keys and values so far, each ``[tk, kv_heads, dim]``; this pass adds to them and returns
-            them as ``dk, dv``. By default it starts from zeros.
+    gradients of my keys are on their way home. ``dout``: ``[t, heads, dim]``; ``sums``: of keys and of values, each
+    ``[tk, kv_heads, dim]``.
     """
-    q, k, v, out, lse = saved
+    q, k, v, out, lse = computed
     dq = torch.zeros_like(q)
-    dk, dv = sums if sums is not None else (torch.zeros_like(k), torch.zeros_like(v))
+    dk, dv = sums
     returning: list[_Returning] = []
     for ring_pass in layout.passes:
         mine = ring_pass.in_micro_batch
-        of_pass = Saved(mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
+        of_pass = Computed(mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
         part, part_returning = yield from _backward_pass(mine.take(dout), of_pass, (dk, dv), ring_pass, backend)
         mine.put_(dq, part)
         returning.append(part_returning)
     for block in layout.local_blocks:
-        grads = backend.backward(dout, saved, block)
+        grads = backend.backward(dout, computed, block)
         if block.causal:
             block.queries.put_(dq, grads[0])
         else:
@@ -274,7 +275,7 @@ def backward_steps(
         total = one.others if one.own is None else one.others.add_(one.own)
         one.keys.add_(dk, total[0])
         one.keys.add_(dv, total[1])
-    return dq, dk, dv
+    return dq
 
 
 @dataclass(frozen=True)
@@ -296,8 +297,8 @@ class _Returning:
 
 def _backward_pass(
     dout: torch.Tensor,
-    saved: Saved,
-    buffers: tuple[torch.Tensor, torch.Tensor],
+    saved: Computed,
+    totals: tuple[Keys, Keys],
     ring_pass: RingPass,
     backend: Backend,
 ) -> Steps[tuple[torch.Tensor, _Returning]]:
@@ -309,7 +310,7 @@ def _backward_pass(
     Args:
         dout: ``[rows, heads, dim]``, of my rows.
         saved: of my rows; keys and values ``[tk, kv_heads, dim]`` of the micro-batch.
-        buffers: sums of the micro-batch for keys and values, ``[tk, kv_heads, dim]`` each. My part of the gradients of
+        totals: sums of the micro-batch for keys and values, ``[tk, kv_heads, dim]`` each. My part of the gradients of
             kept keys is added to them.
     """
     k, kept = saved.k, ring_pass.kept
@@ -333,7 +334,7 @@ def _backward_pass(
             block.keys.add_(total[1], grads[2])
         if kept is not None:
             source = ring_pass.source(step)
-            add_kept(buffers, total, sums if step else None, kept.whole[source], kept.own[source])
+            add_kept(totals, total, sums if step else None, kept.whole[source], kept.own[source])
         elif step == 0:
             own = total
         if step > 0:

@@ -1,10 +1,11 @@
 """Causal attention of a micro-batch that arrives in slices: each slice attends to itself and to all slices before it.
 
-For each layer, the keys and values of a micro-batch lie in one buffer. A slice writes its own rows and reads the rows
-of all slices up to it: this rank's and, in a ring, other members' (``layouts/slices.py`` has the geometry).
+Each slice holds its own keys and values in each layer, and in a ring those that it keeps of other members
+(``layouts/slices.py`` has the geometry). They live from the slice's forward pass to its backward pass, like its
+activations.
 
-The backward passes run from the last slice to the first. Each adds its gradients of keys and values to a float32
-buffer, from which every slice reads its own rows when its turn comes. Writing a slice twice changes nothing, so
+The backward passes run from the last slice to the first. Each adds its gradients of earlier keys and values to float32
+sums, one for each slice, and takes its own sum, which is then complete. Writing a slice twice changes nothing, so
 activation recomputation may repeat its forward pass.
 """
 
@@ -15,67 +16,69 @@ from typing import NamedTuple
 
 import torch
 
-from bytescale_ext.attention.kernels.contract import Saved, accumulation_dtype
+from bytescale_ext.attention.layouts.rows import RowParts
 from bytescale_ext.attention.layouts.slices import SliceLayout
-from bytescale_ext.attention.ring import Backend, backward_steps, check_tensors, drive, forward_steps
+from bytescale_ext.attention.ring import Backend, check_tensors, drive, forward_steps, summing_steps
+from bytescale_ext.attention.travel import Computed, key_sums
+
+type KeysAndValues = tuple[RowParts, RowParts]
 
 
 @dataclass
 class LayerPrefix:
-    """Keys and values of one micro-batch in one layer.
+    """Keys and values of one micro-batch in one layer, slice by slice.
 
     Attributes:
-        key, value: ``[num_keys, kv_heads, dim]``, written slice by slice.
-        sums: gradients of keys and of values that slices have added so far, each of the same shape in float32
-            (float64 for float64 keys); None before the first backward pass and after the last.
-        next_backward: index of the slice whose backward pass must come next, or None before the last slice's.
+        keys: of each slice, keys and values ``[2, rows, kv_heads, dim]``; ``SliceLayout.held`` says which rows.
+        sums: of each slice, gradients of the same shape in float32 (float64 for float64 keys) that later slices have
+            added so far; empty before the first backward pass.
     """
 
-    key: torch.Tensor
-    value: torch.Tensor
-    sums: tuple[torch.Tensor, torch.Tensor] | None = None
-    next_backward: int | None = None
+    keys: list[torch.Tensor] = field(default_factory=list)
+    sums: list[torch.Tensor] = field(default_factory=list)
 
-    def start_backward(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums ``[num_keys, kv_heads, dim]`` to which slice ``index`` adds; slices run in reverse."""
-        if self.sums is None:
-            precise = accumulation_dtype(self.key.dtype)
-            self.sums = torch.zeros_like(self.key, dtype=precise), torch.zeros_like(self.value, dtype=precise)
-            self.next_backward = index
-        assert self.next_backward == index, f"{self.next_backward=} {index=}"
-        self.next_backward -= 1
-        return self.sums
+    def write(self, layout: SliceLayout, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store a slice's keys and values, leaving room for those that it keeps of other members.
 
-    def end_backward(self, index: int) -> None:
-        """Free the sums after slice 0, whose backward pass is the last."""
-        if not index:
-            self.sums = self.next_backward = None
+        ``k, v``: ``[t, kv_heads, dim]``, of the slice's tokens.
+        """
+        assert len(self.keys) in (layout.index, layout.index + 1), f"{len(self.keys)=} {layout.index=}"
+        part = k.new_empty((2, layout.held.places[-1].num_rows, *k.shape[1:]))
+        self.keys[layout.index :] = [part]
+        for held, new in zip(self.parts(layout, self.keys), (k, v), strict=True):
+            layout.own.put_(held, new)
+
+    def start_backward(self, layout: SliceLayout) -> KeysAndValues:
+        """Return the sums to which a slice adds its gradients; slices run in reverse."""
+        if not self.sums:
+            self.sums = [key_sums(part.shape[1], part[0]) for part in self.keys]
+        assert len(self.sums) == layout.index + 1, f"{len(self.sums)=} {layout.index=}"
+        return self.parts(layout, self.sums)
+
+    def end_backward(self) -> None:
+        """Free the keys and the sums of the last slice that holds any."""
+        self.keys.pop()
+        self.sums.pop()
+
+    @staticmethod
+    def parts(layout: SliceLayout, held: list[torch.Tensor]) -> KeysAndValues:
+        """Return the keys and the values among ``held``, ``[2, rows, kv_heads, dim]`` of each slice."""
+        return RowParts(layout.held, [part[0] for part in held]), RowParts(layout.held, [part[1] for part in held])
 
 
 @dataclass
 class MicroBatchPrefix:
-    """The prefix of one micro-batch in all layers of one model chunk, kept from its first forward to its last use.
+    """The keys and values of one micro-batch in all layers of one model chunk.
 
     Attributes:
-        num_keys: rows of the whole micro-batch.
-        layers: the buffers of each attention module.
+        layers: those of each attention module.
     """
 
-    num_keys: int
     layers: dict[object, LayerPrefix] = field(default_factory=dict)
 
-    def layer(self, owner: object, key: torch.Tensor, value: torch.Tensor) -> LayerPrefix:
-        """Return the buffers of a layer, allocated for its first slice. ``key, value``: ``[t, kv_heads, dim]``."""
-        if owner not in self.layers:
-            shapes = (self.num_keys, *key.shape[1:]), (self.num_keys, *value.shape[1:])
-            self.layers[owner] = LayerPrefix(key.new_empty(shapes[0]), value.new_empty(shapes[1]))
-        return self.layers[owner]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        tensors = [t for layer in self.layers.values() for t in (layer.key, layer.value, *(layer.sums or ()))]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def layer(self, owner: object) -> LayerPrefix:
+        """Return the keys and values in an attention module."""
+        return self.layers.setdefault(owner, LayerPrefix())
 
 
 def slice_attention(
@@ -88,7 +91,7 @@ def slice_attention(
     Args:
         q: ``[t, heads, dim]``, of the slice; ``t == layout.num_rows``.
         k, v: ``[t, kv_heads, dim]``, the dtype of ``q``.
-        prefix: the layer's buffers; all earlier slices have been written.
+        prefix: the layer's keys and values of all earlier slices.
         layout: the rows of this rank.
         backend: how to compute and exchange.
 
@@ -116,16 +119,16 @@ class _SliceCtx(torch.autograd.function.FunctionCtx):
 
 
 class _SliceAttention(torch.autograd.Function):
-    """Saves the slice's queries, output and log-sum-exp; keys and values stay in the buffer."""
+    """Saves the slice's queries, output and log-sum-exp; keys and values stay in the prefix."""
 
     @staticmethod
     def forward(ctx: _SliceCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: _Settings) -> torch.Tensor:
         """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``."""
         prefix, layout, backend = settings
         num_tokens = layout.own.num_rows
-        layout.own.put_(prefix.key, k[:num_tokens])
-        layout.own.put_(prefix.value, v[:num_tokens])
-        out, lse = drive(forward_steps(q, prefix.key, prefix.value, layout.attention, backend))
+        prefix.write(layout, k[:num_tokens], v[:num_tokens])
+        keys, values = prefix.parts(layout, prefix.keys)
+        out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
         ctx.save_for_backward(q, out, lse)
         ctx.settings = settings
         return out
@@ -136,16 +139,16 @@ class _SliceAttention(torch.autograd.Function):
         """Return ``dq, dk, dv`` of the shapes of ``q, k, v``; ``dout``: ``[t, heads, dim]``."""
         q, out, lse = ctx.saved_tensors
         prefix, layout, backend = ctx.settings
-        sums = prefix.start_backward(layout.index)
-        saved = Saved(q, prefix.key, prefix.value, out, lse)
-        dq, *_ = drive(backward_steps(dout.contiguous(), saved, layout.attention, backend, sums))
+        sums = prefix.start_backward(layout)
+        computed = Computed(q, *prefix.parts(layout, prefix.keys), out, lse)
+        dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
-        prefix.end_backward(layout.index)
+        prefix.end_backward()
         return dq, dk, dv, None
 
 
-def _own_part(total: torch.Tensor, layout: SliceLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Return the slice's rows ``[t, kv_heads, dim]`` of a sum ``[num_keys, kv_heads, dim]``; padding rows are zero."""
+def _own_part(total: RowParts, layout: SliceLayout, dtype: torch.dtype) -> torch.Tensor:
+    """Return the slice's rows ``[t, kv_heads, dim]`` of a sum ``[tk, kv_heads, dim]``; padding rows are zero."""
     own = layout.own.take(total)
     part = torch.zeros((layout.num_rows, *own.shape[1:]), dtype=dtype, device=own.device)
     part[: own.shape[0]] = own

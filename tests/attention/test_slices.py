@@ -54,19 +54,19 @@ def rows_of(lengths: tuple[int, ...], *tensors: torch.Tensor) -> Iterator[tuple[
 def in_slices(lengths: tuple[int, ...], *tensors: torch.Tensor, repeat: int = 1) -> list[torch.Tensor]:
     """out, dq, dk, dv slice by slice; repeats each forward, as recomputation does, the last time with gradients."""
     batch, backend = tensors[0].shape[0], backend_of(tensors[0].dtype)
-    micro_batch = MicroBatchPrefix(batch * sum(lengths))
+    micro_batch = MicroBatchPrefix()
     runs = []
     for layout, (*qkv, dout) in rows_of(lengths, *tensors):
         leaves = [tensor.clone().requires_grad_() for tensor in qkv]
-        prefix = micro_batch.layer("layer", *leaves[1:])
+        prefix = micro_batch.layer("layer")
         for number in range(repeat):
             with torch.set_grad_enabled(number == repeat - 1):
                 out = slice_attention(*leaves, prefix, layout, backend)
         runs.append((leaves, out, dout))
     for _, out, dout in reversed(runs):
         out.backward(dout)
-    assert prefix.sums is None
-    assert prefix.next_backward is None
+    assert not prefix.keys
+    assert not prefix.sums
     found = [[out.detach(), *(leaf.grad for leaf in leaves)] for leaves, out, _ in runs]
     return [torch.cat([part.unflatten(0, (batch, -1)) for part in parts], 1) for parts in zip(*found, strict=True)]
 
@@ -99,59 +99,86 @@ def test_recomputing_a_slice_changes_nothing() -> None:
 
 def test_gradients_match_finite_differences() -> None:
     lengths = (3, 2)
-    q, k, v, _ = (tensor.requires_grad_() for tensor in inputs(lengths, 2, 1, 1, torch.float64))
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """All slices as one function; autograd runs the backward of the last slice first."""
-        micro_batch = MicroBatchPrefix(5)
-        outs = []
-        for layout, qkv in rows_of(lengths, q, k, v):
-            prefix = micro_batch.layer("layer", *qkv[1:])
-            outs.append(slice_attention(*qkv, prefix, layout, backend_of(q.dtype)))
-        return torch.cat(outs)
-
-    assert torch.autograd.gradcheck(attend, (q, k, v))
+    *qkv, dout = inputs(lengths, 2, 1, 1, torch.float64)
+    grads = in_slices(lengths, *qkv, dout)[1:]
+    generator, step = torch.Generator().manual_seed(3), 1e-6
+    for number in range(3):
+        direction = torch.randn(qkv[number].shape, generator=generator, dtype=torch.float64)
+        up, down = ([*qkv[:number], qkv[number] + sign * step * direction, *qkv[number + 1 :]] for sign in (1, -1))
+        ends = [(in_slices(lengths, *moved, dout)[0] * dout).sum() for moved in (up, down)]
+        torch.testing.assert_close(
+            (ends[0] - ends[1]) / (2 * step), (grads[number] * direction).sum(), rtol=1e-7, atol=0
+        )
 
 
 def test_gradients_of_earlier_keys_are_summed_in_float32() -> None:
-    key = torch.zeros(12, 2, 8, dtype=torch.bfloat16)
-    micro_batch = MicroBatchPrefix(12)
-    layer = micro_batch.layer("layer", key[:3], key[:3])
-    assert micro_batch.num_bytes == 2 * 12 * 2 * 8 * 2
-    assert all(total.dtype == torch.float32 for total in layer.start_backward(4))
-    assert micro_batch.num_bytes == 2 * 12 * 2 * 8 * (2 + 4)
+    first, second = sample_layouts((3, 2), 1)
+    keys = torch.ones(5, 2, 8, dtype=torch.bfloat16)
+    prefix = MicroBatchPrefix().layer("layer")
+    prefix.write(first, keys[:3], keys[:3])
+    prefix.write(second, keys[3:], keys[3:])
+    sums = prefix.start_backward(second)
+    assert [part.dtype for total in sums for part in total.parts] == [torch.float32] * 4
+    assert [tuple(part.shape) for part in prefix.sums] == [(2, 3, 2, 8), (2, 2, 2, 8)]
+
+
+def test_a_slice_holds_its_own_keys_from_its_forward_to_its_backward_pass() -> None:
+    """Live keys are those of the slices in flight, and the sums those of the slices whose backward is to come."""
+    lengths = (5, 4, 3)
+    tensors = inputs(lengths, 4, 2, 1, torch.float64)
+    prefix, backend = MicroBatchPrefix().layer("layer"), backend_of(torch.float64)
+    outs, held = [], []
+    for layout, (*qkv, dout) in rows_of(lengths, *tensors):
+        outs.append((slice_attention(*(one.requires_grad_() for one in qkv), prefix, layout, backend), dout))
+        held.append(sum(part.shape[1] for part in prefix.keys))
+    assert held == [5, 9, 12]
+    for number, (out, dout) in reversed(list(enumerate(outs))):
+        out.backward(dout)
+        assert [part.shape[1] for part in prefix.keys] == [part.shape[1] for part in prefix.sums] == [5, 4, 3][:number]
 
 
 def test_backward_runs_from_the_last_slice_to_the_first() -> None:
-    layer = LayerPrefix(torch.zeros(6, 1, 8), torch.zeros(6, 1, 8))
-    layer.start_backward(2)
-    with pytest.raises(AssertionError, match="next_backward"):
-        layer.start_backward(0)
+    lengths = (5, 4, 3)
+    tensors = inputs(lengths, 2, 2, 1, torch.float64)
+    prefix = MicroBatchPrefix().layer("layer")
+    runs = [
+        (slice_attention(*(one.requires_grad_() for one in qkv), prefix, layout, backend_of(torch.float64)), dout)
+        for layout, (*qkv, dout) in rows_of(lengths, *tensors)
+    ]
+    runs[2][0].backward(runs[2][1])
+    with pytest.raises(AssertionError, match=r"layout\.index=0"):
+        runs[0][0].backward(runs[0][1])
 
 
-def test_each_layer_has_its_own_buffers() -> None:
-    micro_batch = MicroBatchPrefix(6)
-    key, value = torch.zeros(2, 1, 8), torch.zeros(2, 1, 8)
-    first = micro_batch.layer("a", key, value)
-    assert micro_batch.layer("a", key, value) is first
-    assert micro_batch.layer("b", key, value) is not first
-    assert first.key.shape == first.value.shape == (6, 1, 8)
+def test_forward_runs_from_the_first_slice_to_the_last() -> None:
+    lengths = (3, 2)
+    tensors = inputs(lengths, 2, 2, 1, torch.float64)
+    _, (layout, (*qkv, _)) = rows_of(lengths, *tensors)
+    with pytest.raises(AssertionError, match=r"layout\.index=1"):
+        slice_attention(*qkv, LayerPrefix(), layout, backend_of(torch.float64))
+
+
+def test_each_layer_has_its_own_keys() -> None:
+    micro_batch = MicroBatchPrefix()
+    first = micro_batch.layer("a")
+    assert micro_batch.layer("a") is first
+    assert micro_batch.layer("b") is not first
 
 
 def test_a_slice_of_another_size_is_refused() -> None:
     q, k, v, _ = (tensor.flatten(0, 1) for tensor in inputs((4,), 2, 2, 1, torch.float64))
     first, _ = sample_layouts((5, 3), 1)
     with pytest.raises(ValueError, match="over 5 rows needs q"):
-        slice_attention(q, k, v, LayerPrefix(k, v), first, backend_of(q.dtype))
+        slice_attention(q, k, v, LayerPrefix(), first, backend_of(q.dtype))
 
 
 def test_only_queries_outputs_and_sums_are_saved() -> None:
-    """Keys and values lie in the buffer, once for all slices."""
+    """Keys and values lie in the prefix, once for all slices."""
     lengths = (5, 3)
     q, k, v, _ = (tensor.requires_grad_() for tensor in inputs(lengths, 2, 2, 1, torch.float64))
-    micro_batch = MicroBatchPrefix(8)
+    micro_batch = MicroBatchPrefix()
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         for layout, qkv in rows_of(lengths, q, k, v):
-            slice_attention(*qkv, micro_batch.layer("a", *qkv[1:]), layout, backend_of(q.dtype))
+            slice_attention(*qkv, micro_batch.layer("a"), layout, backend_of(q.dtype))
     assert [tuple(shape) for shape in saved] == [(5, 2, 8), (5, 2, 8), (2, 5), (3, 2, 8), (3, 2, 8), (2, 3)]

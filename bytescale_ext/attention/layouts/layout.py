@@ -24,9 +24,9 @@ its sequences, the causal triangle of my own rows or one full rectangle::
     my back    all    -                    all    tri     all    all
 
 In a slice of a micro-batch (Seq1F1B) the queries belong to the slice. The keys belong to the slice or to its *prefix*:
-all slices before it, in one buffer of the whole micro-batch. Every query of a slice sees the whole prefix of
-its document. ``layouts/slices.py`` makes these layouts; without slices there is no prefix and keys have the rows of
-the queries.
+all slices before it. Rows of keys are counted through the whole micro-batch. Every query of a slice sees the whole
+prefix of its document. ``layouts/slices.py`` makes these layouts; without slices there is no prefix and keys have the
+rows of the queries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KeptKeys:
     """Where a rank keeps the keys of all members of a ring, so that only the keys of the current slice travel.
 
     Attributes:
-        whole: for each member, the rows of its keys up to the end of the slice, in the buffer of the micro-batch.
+        whole: for each member, the rows of its keys up to the end of the slice, among the keys of the micro-batch.
         own: for each member, the rows of its keys in the slice.
     """
 
@@ -60,7 +60,7 @@ class PrefixKeys:
 
     Attributes:
         tokens: tokens of each sequence before the slice, a multiple of the ring's width.
-        keys: rows of my keys, prefix included, in the buffer of the micro-batch.
+        keys: rows of my keys, prefix included, among the keys of the micro-batch.
         kept: where the keys of all members are kept, or None when prefixes travel again with each slice.
     """
 
@@ -81,7 +81,7 @@ class RingPass:
         index: my place in ``ring``.
         route: places in ``ring`` in the order in which keys travel; the first follows the last.
         in_micro_batch: rows of my queries in the micro-batch, or in the slice.
-        keys: rows of my keys in the buffer of the micro-batch.
+        keys: rows of my keys among the keys of the micro-batch.
         rows: for each member, the number of its keys.
         shares: for each member, the number of its queries of each sequence.
         blocks: what I compute at steps 0 .. D-1; block 0 is my own triangles.
@@ -116,7 +116,7 @@ class RingPass:
 
     @property
     def sent_keys(self) -> Rows:
-        """Rows of my keys in the buffer of the micro-batch that travel round the ring."""
+        """Rows of my keys among the keys of the micro-batch that travel round the ring."""
         return self.keys if self.kept is None else self.kept.own[self.index]
 
     def travelling(self, member: int) -> int:
@@ -147,7 +147,7 @@ class AttentionLayout:
         passes: one for each ring, in the order of their first sequences, which is the same on all ranks.
         local_start: first row of the local documents.
         local: their offsets, counted from ``local_start``.
-        local_keys: rows of their keys in the buffer of the micro-batch.
+        local_keys: rows of their keys among the keys of the micro-batch.
         local_prefix: local documents that began in an earlier slice, against their keys in earlier slices, or None.
     """
 

@@ -1,11 +1,12 @@
-"""Two values: some rows of a tensor, and the offsets of packed documents.
+"""Three values: some rows of a tensor, a tensor that is held in parts, and the offsets of packed documents.
 
-``Rows`` reads, writes and adds to rows without a copy when they are one interval. Both copy their data to a device once
-and without a sync.
+``Rows`` reads, writes and adds to rows without a copy when they are one interval. ``Rows`` and ``CuSeqlens`` copy their
+data to a device once and without a sync.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -50,34 +51,42 @@ class Rows:
         """Whether ``take`` returns a view."""
         return len(self.intervals) <= 1
 
-    def take(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return these rows of a tensor: a view when they are one interval, else a copy.
+    def take(self, tensor: torch.Tensor | RowParts, dim: int = 0) -> torch.Tensor:
+        """Return these rows of a tensor: a view when they are one interval (of one part), else a copy.
 
         Args:
             tensor: any shape and dtype, rows along ``dim``.
-            dim: the dimension.
+            dim: the dimension; 0 for a tensor in parts.
 
         Returns:
             The same shape with ``num_rows`` rows along ``dim``.
         """
+        if isinstance(tensor, RowParts):
+            return tensor.take(self)
         if self.is_view:
             start, stop = self.intervals[0] if self.intervals else (0, 0)
             return tensor.narrow(dim, start, stop - start)
         return tensor.index_select(dim, self._index(tensor.device))
 
-    def put_(self, tensor: torch.Tensor, values: torch.Tensor, dim: int = 0) -> None:
+    def put_(self, tensor: torch.Tensor | RowParts, values: torch.Tensor, dim: int = 0) -> None:
         """Write ``values`` (the shape that ``take`` returns, any dtype) to these rows of a tensor."""
-        if self.is_view:
+        if isinstance(tensor, RowParts):
+            for view, part in tensor.matched(self, values):
+                view.copy_(part)
+        elif self.is_view:
             self.take(tensor, dim).copy_(values)
         else:
             tensor.index_copy_(dim, self._index(tensor.device), values.to(tensor.dtype))
 
-    def add_(self, tensor: torch.Tensor, values: torch.Tensor, dim: int = 0) -> None:
+    def add_(self, tensor: torch.Tensor | RowParts, values: torch.Tensor, dim: int = 0) -> None:
         """Add ``values`` (the shape that ``take`` returns, any dtype) to these rows of a tensor.
 
         No row occurs twice, so the result does not depend on the order of additions.
         """
-        if self.is_view:
+        if isinstance(tensor, RowParts):
+            for view, part in tensor.matched(self, values):
+                view.add_(part)
+        elif self.is_view:
             self.take(tensor, dim).add_(values)
         else:
             tensor.index_add_(dim, self._index(tensor.device), values.to(tensor.dtype))
@@ -91,6 +100,76 @@ class Rows:
             index = host.to(device, non_blocking=True)
             self._on_device[device] = index
         return index
+
+
+@dataclass(frozen=True, slots=True)
+class PartRows:
+    """Which rows of a tensor each of its parts holds.
+
+    Attributes:
+        places: the rows of each part; no row is in two parts.
+    """
+
+    places: tuple[Rows, ...]
+    _segments: list[tuple[int, int, int, int]] = field(init=False, compare=False, repr=False)
+    _pieces: dict[Rows, tuple[tuple[int, int, int], ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        found = []
+        for part, rows in enumerate(self.places):
+            begins = accumulate((stop - start for start, stop in rows.intervals), initial=0)
+            found += [(*interval, part, begin) for interval, begin in zip(rows.intervals, begins, strict=False)]
+        found.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(found)), f"{self.places=}"
+        object.__setattr__(self, "_segments", found)
+
+    def pieces(self, rows: Rows) -> tuple[tuple[int, int, int], ...]:
+        """Return where these rows lie, in their order: (part, first row in the part, row after the last)."""
+        if rows not in self._pieces:
+            found: list[tuple[int, int, int]] = []
+            for start, stop in rows.intervals:
+                number = bisect_right(self._segments, start, key=lambda segment: segment[0]) - 1
+                while start < stop:
+                    first, last, part, begin = self._segments[number]
+                    assert first <= start < last, f"no part holds row {start}: {self.places=}"
+                    end = min(stop, last)
+                    found.append((part, begin + start - first, begin + end - first))
+                    start, number = end, number + 1
+            self._pieces[rows] = tuple(found)
+        return self._pieces[rows]
+
+
+@dataclass(frozen=True, slots=True)
+class RowParts:
+    """A tensor ``[num_rows, ...]`` that is held in parts, each a tensor of its own; ``Rows`` reads and writes it.
+
+    Attributes:
+        rows: which rows each part holds.
+        parts: ``[rows.places[i].num_rows, ...]`` each, at least one, of one dtype and device.
+    """
+
+    rows: PartRows
+    parts: Sequence[torch.Tensor]
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the same dtype, device and row shape."""
+        return self.parts[0]
+
+    def take(self, rows: Rows) -> torch.Tensor:
+        """Return rows ``[rows.num_rows, ...]``: a view when one part holds them in one piece, else a copy."""
+        views = self._views(rows)
+        if not views:
+            return self.like[:0]
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def matched(self, rows: Rows, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Return views of these rows, each with its rows of ``values [rows.num_rows, ...]``."""
+        views = self._views(rows)
+        return zip(views, values.split([len(view) for view in views]), strict=True) if views else ()
+
+    def _views(self, rows: Rows) -> list[torch.Tensor]:
+        return [self.parts[part][start:stop] for part, start, stop in self.rows.pieces(rows)]
 
 
 @dataclass(frozen=True, slots=True)

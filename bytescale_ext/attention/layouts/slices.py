@@ -1,10 +1,11 @@
 """Layouts of the slices of a micro-batch: queries of one slice against the keys of all slices up to it.
 
-Keys lie in one buffer of the whole micro-batch, shard after shard, each in the order of its slices, so that the keys
-of a shard up to any slice are one interval. Where the keys of a sequence are kept, its region of the buffer holds the
-keys of all members of the ring, one member after the other. For a ring shard A and local documents, in two slices::
+The keys of a micro-batch are numbered shard after shard, each in the order of its slices, so that the keys of a shard
+up to any slice are one interval of rows. Where the keys of a sequence are kept, its rows are the keys of all members of
+the ring, one member after the other. Each slice holds the rows that it adds (``RowParts``). For a ring shard A and
+local documents, in two slices::
 
-    buffer    | A of slice 0 | A of slice 1 | local line                          |
+    keys      | A of slice 0 | A of slice 1 | local line                          |
     slice 0   | A front back |              | doc  doc  do |                         rows of its tensors: A, local
     slice 1                  | A front back |              | c  doc  doc |
 """
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, KeptKeys, PrefixKeys, RingPass, ring_pass
-from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.attention.layouts.rows import CuSeqlens, PartRows, Rows
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
@@ -31,15 +32,16 @@ class SliceLayout:
         index: number of the slice.
         num_slices: slices of the micro-batch.
         attention: queries of the slice against keys of the micro-batch.
-        own: rows of the slice's keys in the buffer; in the slice's tensors they are the first rows, in this order.
-        num_keys: rows of the buffer.
+        own: rows of the slice's keys in the micro-batch; in the slice's tensors they are the first rows, in this order.
+        held: rows of the micro-batch that each slice up to this one adds: its own keys, and those that it keeps of
+            other members of its rings.
     """
 
     index: int
     num_slices: int
     attention: AttentionLayout
     own: Rows
-    num_keys: int
+    held: PartRows
 
     @property
     def num_rows(self) -> int:
@@ -55,12 +57,16 @@ def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tu
         rank: my HDP rank.
         num_rows: rows of the tensors of each slice; the rows after its tokens are padding.
     """
-    buffer = _KeyBuffer(cut, rank)
-    return tuple(_layout(buffer, index, num_rows[index]) for index in range(cut.num_slices))
+    keys = _KeyRows(cut, rank)
+    layouts: list[SliceLayout] = []
+    for index in range(cut.num_slices):
+        earlier = layouts[-1].held.places if layouts else ()
+        layouts.append(_layout(keys, index, num_rows[index], earlier))
+    return tuple(layouts)
 
 
-class _KeyBuffer:
-    """Where the keys of each shard, member and slice lie in the buffer of a micro-batch.
+class _KeyRows:
+    """Which rows of a micro-batch's keys are those of each shard, member and slice.
 
     Attributes:
         cut: where the micro-batch is cut.
@@ -106,42 +112,58 @@ class _KeyBuffer:
         return dict(enumerate(accumulate(shares, initial=self.regions[number])))
 
 
-def _layout(buffer: _KeyBuffer, index: int, num_rows: int) -> SliceLayout:
-    """Return the layout of slice ``index``, whose tensors have ``num_rows`` rows."""
-    cut, regions = buffer.cut, buffer.regions
+def _layout(keys: _KeyRows, index: int, num_rows: int, earlier: tuple[Rows, ...]) -> SliceLayout:
+    """Return the layout of slice ``index``.
+
+    Args:
+        keys: rows of the keys of the micro-batch.
+        index: number of the slice.
+        num_rows: rows of its tensors.
+        earlier: rows of the keys that each slice before it holds.
+    """
+    cut, regions = keys.cut, keys.regions
     groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-    in_buffer, lengths = [], []
-    for number in range(buffer.num_rings):
-        groups.setdefault((buffer.ring(number), number in cut.kept), []).append(number)
-        _begin, own, stop = buffer.member_keys(index, number, buffer.place(number))
-        in_buffer.append((own, stop))
-        lengths.append(stop - own)
+    in_keys, lengths = [], []
+    for number in range(keys.num_rings):
+        groups.setdefault((keys.ring(number), number in cut.kept), []).append(number)
+        _, start, stop = keys.member_keys(index, number, keys.place(number))
+        in_keys.append((start, stop))
+        lengths.append(stop - start)
     in_slice = CuSeqlens.of_lengths(lengths)
     intervals = list(pairwise(in_slice.offsets))
     passes = tuple(
-        _slice_pass(buffer, index, numbers, Rows.of(intervals[number] for number in numbers))
+        _slice_pass(keys, index, numbers, Rows.of(intervals[number] for number in numbers))
         for numbers in groups.values()
         if any(start < stop for start, stop in (cut.ring_range(number, index) for number in numbers))
     )
-    first, last = (regions[buffer.num_rings] + token for token in cut.local_range(index))
-    documents = pairwise(regions[buffer.num_rings :])
+    first, last = (regions[keys.num_rings] + token for token in cut.local_range(index))
+    documents = pairwise(regions[keys.num_rings :])
     pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
     pieces = [piece for piece in pieces if piece[1] < piece[2]]
     layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces)
-    return SliceLayout(index, cut.num_slices, layout, Rows.of([*in_buffer, (first, last)]), regions[-1])
+    own = Rows.of([*in_keys, (first, last)])
+    kept = (
+        rows.intervals
+        for one in passes
+        if one.kept is not None
+        for member, rows in enumerate(one.kept.own)
+        if member != one.index
+    )
+    added = Rows.of(sorted([*own.intervals, *chain.from_iterable(kept)]))
+    return SliceLayout(index, cut.num_slices, layout, own, PartRows((*earlier, added)))
 
 
-def _slice_pass(buffer: _KeyBuffer, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
+def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
     """Return the pass of slice ``index`` of the shards ``numbers``, which share a ring; all are kept or none."""
-    cut = buffer.cut
-    ring, place, is_kept = buffer.ring(numbers[0]), buffer.place(numbers[0]), numbers[0] in cut.kept
+    cut = keys.cut
+    ring, place, is_kept = keys.ring(numbers[0]), keys.place(numbers[0]), numbers[0] in cut.kept
     ranges = [cut.ring_range(number, index) for number in numbers]
-    keys = {
-        member: [buffer.member_keys(index, number, member) for number in numbers]
+    of_members = {
+        member: [keys.member_keys(index, number, member) for number in numbers]
         for member in (range(len(ring)) if is_kept else [place])
     }
-    whole = {member: Rows.of((begin, stop) for begin, _, stop in of_member) for member, of_member in keys.items()}
-    own = {member: Rows.of((own, stop) for _, own, stop in of_member) for member, of_member in keys.items()}
+    whole = {member: Rows.of((begin, stop) for begin, _, stop in of_member) for member, of_member in of_members.items()}
+    own = {member: Rows.of((own, stop) for _, own, stop in of_member) for member, of_member in of_members.items()}
     return ring_pass(
         [stop - start for start, stop in ranges],
         ring,
@@ -164,19 +186,20 @@ def _share(num_tokens: int, width: int, member: int) -> int:
 def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...]:
     """Return the layout of each slice of a micro-batch of ``batch`` samples side by side, all cut alike.
 
-    The rows of a slice are its first sample, then the next one; the buffer holds sample after sample.
+    The rows of a slice are its first sample, then the next one; keys are numbered sample after sample.
 
     Args:
         lengths: tokens of each slice of a sample.
         batch: number of samples.
     """
     num_tokens = sum(lengths)
-    layouts = []
+    layouts: list[SliceLayout] = []
     for part in slice_ranges(lengths):
         starts = range(0, num_tokens * batch, num_tokens)
         pieces = [(start, start + part.start, start + part.stop) for start in starts]
         layout = _with_local(part.num_tokens * batch, (), 0, pieces)
-        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, num_tokens * batch))
+        held = PartRows((*(layouts[-1].held.places if layouts else ()), layout.local_keys))
+        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, held))
     return tuple(layouts)
 
 
@@ -185,7 +208,7 @@ def _with_local(
 ) -> AttentionLayout:
     """Return a layout with pieces of local documents from ``row`` on.
 
-    ``pieces``: for each document, three rows of the buffer: where it begins, where its piece begins, where its piece
+    ``pieces``: for each document, three rows of the keys: where it begins, where its piece begins, where its piece
     ends.
     """
     local = CuSeqlens.of_lengths([stop - start for _, start, stop in pieces])

@@ -36,11 +36,6 @@ class LayerTensor:
     moved_bytes_per_token: float = 0.0
 
 
-def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:
-    """Return the bytes of one token's key and value in one layer on one rank."""
-    return 2.0 * shape.num_kv_heads * shape.head_dim * element_bytes / tensor_parallel
-
-
 def layer_tensors(
     shape: ModelShape,
     element_bytes: int = 2,

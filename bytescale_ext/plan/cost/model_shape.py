@@ -74,3 +74,12 @@ def attention_flops_per_square(shape: ModelShape) -> float:
     section 4.1).
     """
     return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim
+
+
+KEY_SUM_BYTES: Final = 4
+"""Gradients of keys and values are summed over slices in float32."""
+
+
+def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:
+    """Return the bytes of one token's key and value in one layer on one rank."""
+    return 2.0 * shape.num_kv_heads * shape.head_dim * element_bytes / tensor_parallel

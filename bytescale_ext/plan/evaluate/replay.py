@@ -66,8 +66,6 @@ class StageReplay:
         starts, stops: [slices, 2, V]; second axis FORWARD, BACKWARD.
         own_seconds: cost of the slice itself, at most stop - start: [slices, 2, V].
         exposed_seconds: its part that is ring exchange beyond what attention hides: [slices, 2, V].
-        peak_tokens: the most tokens whose activations one stage of a rank holds at once: [num_ranks].
-        kept_keys: the most tokens whose keys it keeps beside them, other ranks' tokens included: [num_ranks].
     """
 
     num_stages: int
@@ -76,8 +74,6 @@ class StageReplay:
     stops: Floats
     own_seconds: Floats
     exposed_seconds: Floats
-    peak_tokens: Ints
-    kept_keys: Ints
 
     @cached_property
     def makespan(self) -> float:
@@ -183,7 +179,7 @@ def replay_stages(
     seconds = np.zeros((int(groups.max(initial=-1)) + 1, 2, num_virtual))
     np.maximum.at(seconds, groups, sliced.own)
     orders = partial(stage_orders, num_stages, slicing=slicing, num_chunks=num_chunks, group_size=group_size)
-    lanes, peaks = _lanes(table, sliced.held, groups, num_virtual, orders)
+    lanes = _lanes(table, groups, num_virtual, orders)
     before, after = (np.concatenate(part) for part in zip(*lanes, strict=True)) if lanes else (np.zeros(0, int),) * 2
     fed_before, fed_after, messages = _data_edges(len(seconds), num_virtual, p2p_seconds if num_stages > 1 else 0.0)
     graph = WorkGraph(
@@ -197,7 +193,7 @@ def replay_stages(
         raise ValueError(_deadlock_text(table, left, num_stages, num_virtual, num_slices))
     shaped = starts.reshape(seconds.shape)
     starts, stops = shaped[groups], (shaped + seconds)[groups]
-    return StageReplay(num_stages, table.counts, starts, stops, sliced.own, sliced.exposed, *peaks)
+    return StageReplay(num_stages, table.counts, starts, stops, sliced.own, sliced.exposed)
 
 
 def summarize(plan: StepPlan, cost: CostModel, tokens_multiple: int = 1) -> PlanSummary:
@@ -223,13 +219,10 @@ class _Slices:
 
     Attributes:
         own, exposed: seconds in each direction on each virtual stage, see ``StageReplay``: [slices, 2, V].
-        held: tokens whose activations are held from the slice's forward to its backward, and tokens whose keys are:
-            [2, slices].
     """
 
     own: Floats
     exposed: Floats
-    held: Floats
 
     @classmethod
     def of(cls, table: ShardTable, stages: Sequence[StageCost], slicing: Slicing) -> _Slices:
@@ -252,37 +245,31 @@ class _Slices:
                 costs += one.b * beyond_even[:, None] * cut.tokens
                 own[:, direction, same] = (one.g + of_slices(costs))[:, None]
                 exposed[:, direction, same] = of_slices(beyond_attention)[:, None]
-        is_first = np.arange(num_slices) == 0  # keys are kept until its backward pass, the last one
-        kept = np.where(cut.kept & (widths > 1), lengths, 0.0)[:, None] * is_first
-        return cls(own, exposed, np.stack((of_slices(table.tokens[:, None] * cut.tokens), of_slices(kept))))
+        return cls(own, exposed)
 
 
 def _lanes(
-    table: ShardTable, held: Floats, groups: Ints, num_virtual: int, orders: Callable[[int], Sequence[Ints]]
-) -> tuple[list[tuple[Ints, Ints]], Ints]:
-    """Return edges between each action of a stage and the next one, and the most that each rank holds: [2, num_ranks].
+    table: ShardTable, groups: Ints, num_virtual: int, orders: Callable[[int], Sequence[Ints]]
+) -> list[tuple[Ints, Ints]]:
+    """Return edges between each action of a stage and the next one.
 
     Nodes are numbered (group, direction, virtual stage). Ranks with equal counts have equal orders.
 
     Args:
-        held, groups: of each slice, micro-batch by micro-batch: [2, slices], [slices].
+        groups: of each slice, micro-batch by micro-batch: [slices].
         orders: number of micro-batches of a pipeline -> ``stage_orders``.
     """
     num_slices = len(groups) // max(table.num_rows, 1)
     edges: list[tuple[Ints, Ints]] = []
-    peaks = np.zeros((2, table.num_ranks), dtype=np.int64)
     for count in np.unique(table.counts[table.counts > 0]).tolist():
         ranks = np.flatnonzero(table.counts == count)
         of_stages = orders(count)
-        num_stages = len(of_stages)
         for stage, order in enumerate(of_stages):
             direction, place, chunk = order.T
             units = table.offsets[ranks][:, None] * num_slices + place
-            nodes = (groups[units] * 2 + direction) * num_virtual + chunk * num_stages + stage
+            nodes = (groups[units] * 2 + direction) * num_virtual + chunk * len(of_stages) + stage
             edges.append((nodes[:, :-1].ravel(), nodes[:, 1:].ravel()))
-            most = np.cumsum(held[:, units] * np.where(direction == FORWARD, 1, -1), axis=2).max(axis=2)
-            peaks[:, ranks] = np.maximum(peaks[:, ranks], np.round(most * num_stages / num_virtual).astype(np.int64))
-    return edges, peaks
+    return edges
 
 
 def _data_edges(num_groups: int, num_virtual: int, p2p_seconds: float) -> tuple[Ints, Ints, Floats]:

@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.evaluate.held import held
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.shards import ShardTable
 from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
@@ -39,13 +41,23 @@ class Scenario:
         cluster: the ranks; with pipelines, each rank is a pipeline.
         context: the most tokens of a sequence; it decides the width of the static mesh.
         stages: cost of each pipeline stage, the slowest one last; one without pipelines.
+        memory: device memory of each pipeline stage.
         slicing: how the schedulers ``SLICED`` slice micro-batches (Seq1F1B); the others run 1F1B.
     """
 
     cluster: Cluster
     context: int
     stages: tuple[StageCost, ...]
+    memory: StageMemory
     slicing: Slicing = ONE_SLICE
+
+    @classmethod
+    def of(
+        cls, cluster: Cluster, context: int, cost: ModelCost, num_stages: int = 1, slicing: Slicing = ONE_SLICE
+    ) -> Scenario:
+        """Return the scenario of a model; see ``stage_costs``."""
+        memory = StageMemory.of(cost, num_stages, cluster)
+        return cls(cluster, context, stage_costs(cost, num_stages), memory, slicing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,8 @@ class Outcome:
         exposed_communication: share of all device time spent waiting for ring exchange that attention does not hide.
         forwards_per_rank: micro-batches of the rank that has most.
         peak_tokens: the most tokens whose activations one device holds at once.
-        kept_keys: the most tokens whose keys one device keeps from slice to slice.
+        kept_keys: the most tokens of other devices whose keys one device keeps from slice to slice.
+        device_bytes: the most memory of one device: model states, activations, kept keys, sums of key gradients.
         distinct_peers: ranks with which a rank exchanges keys and values; of the rank that has most.
         planning_seconds: wall time of the planner, on one core.
     """
@@ -69,6 +82,7 @@ class Outcome:
     forwards_per_rank: int
     peak_tokens: int
     kept_keys: int
+    device_bytes: float
     distinct_peers: int
     planning_seconds: float
 
@@ -154,13 +168,16 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
 
 def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, planning_seconds: float) -> Outcome:
     result = replay_stages(table, scenario.stages, scenario.slicing)
+    stages, memory = scenario.stages, scenario.memory
+    most = held(table, scenario.slicing, stages[0].both, memory.layer, len(stages))
     return Outcome(
         makespan=result.makespan,
         idle_share=result.idle_share,
         exposed_communication=result.exposed_share,
         forwards_per_rank=int(table.counts.max()),
-        peak_tokens=int(result.peak_tokens.max()),
-        kept_keys=int(result.kept_keys.max()),
+        peak_tokens=round(float(most.tokens.max())),
+        kept_keys=round(float(most.kept_keys.max())),
+        device_bytes=memory.most_bytes(most.layer_bytes.max(axis=1).tolist()),
         distinct_peers=distinct_peers,
         planning_seconds=planning_seconds,
     )
@@ -208,6 +225,7 @@ def run_groups(
         forwards_per_rank=int(table.counts.max()),
         peak_tokens=int(table.row_tokens.max()),
         kept_keys=0,
+        device_bytes=scenario.memory.most_bytes([scenario.memory.layer.activations * float(table.row_tokens.max())]),
         distinct_peers=int(table.distinct_peers(folded=False).max()),
         planning_seconds=planning_seconds,
     )

@@ -18,13 +18,18 @@ MAIN_PARAMETER_BYTES: Final = 4
 
 def num_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Count the parameters of one tensor-parallel rank: matrices, norms, embedding, output layer; no experts."""
+    return stage_parameters(shape, tensor_parallel, True, True)
+
+
+def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: bool, has_head: bool) -> float:
+    """Count the parameters of the layers of ``shape`` on one tensor-parallel rank, with the ends that it has."""
     query = shape.num_heads * shape.head_dim
     key_value = 2 * shape.num_kv_heads * shape.head_dim
     mlp = (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
     products = shape.num_layers * shape.hidden * (2 * query + key_value)
     products += (shape.num_layers - shape.num_expert_layers) * mlp
-    ends = 2 * shape.vocab * shape.hidden
-    norms = (2 * shape.num_layers + 1) * shape.hidden
+    ends = (has_embedding + has_head) * shape.vocab * shape.hidden
+    norms = (2 * shape.num_layers + has_head) * shape.hidden
     return (products + ends) / tensor_parallel + norms
 
 
@@ -34,6 +39,10 @@ def state_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int 
     A 16-bit parameter takes 18 bytes, a 32-bit one 16. ``optimizer_ranks`` ranks share the optimizer's part
     (``--use-distributed-optimizer``; the same terms as in ZeRO, Rajbhandari et al. 2020, section 3.1).
     """
+    return num_parameters(shape, tensor_parallel) * parameter_bytes(element_bytes, optimizer_ranks)
+
+
+def parameter_bytes(element_bytes: int, optimizer_ranks: int) -> float:
+    """Return the bytes of one parameter, its gradient and its part of the optimizer; see ``state_bytes``."""
     main = MAIN_PARAMETER_BYTES if element_bytes < MAIN_PARAMETER_BYTES else 0
-    each = element_bytes + GRADIENT_BYTES + (main + MOMENT_BYTES) / optimizer_ranks
-    return num_parameters(shape, tensor_parallel) * each
+    return element_bytes + GRADIENT_BYTES + (main + MOMENT_BYTES) / optimizer_ranks

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape
+from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, LLAMA_7B, ModelShape, key_value_bytes
 from bytescale_ext.plan.schedule.actions import SliceSchedule, bubble_of_equal_costs, seq1f1b_schedule
 from bytescale_ext.plan.schedule.simulate import Simulated, peak_held, simulate_slices
 from bytescale_ext.plan.schedule.slices import Partition, layer_cost, slice_costs, slice_lengths
@@ -74,6 +74,10 @@ class SliceModel:
             return self.measured.layer_bytes
         return LAYER_BYTES_PER_HIDDEN * self.shape.hidden / self.tensor_parallel
 
+    def sum_bytes(self) -> float:
+        """Return the bytes of the gradient sums of one token's key and value in one layer on each rank, in float32."""
+        return key_value_bytes(self.shape, self.tensor_parallel, KEY_SUM_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFigures:
@@ -87,7 +91,7 @@ class ScheduleFigures:
         relative_time: simulated, against the same work without any idle time.
         peak_slices: most slices (times chunks) held by stage 0.
         peak_micro_batches: the same in whole micro-batches of the stage's layers, by tokens.
-        activation_bytes: the same in bytes.
+        activation_bytes: most bytes of stage 0 in activations and in the sums of key gradients over slices.
     """
 
     name: str
@@ -145,6 +149,7 @@ def evaluate(
     lengths = lengths_of(model, slicing.num_slices, partition)
     result = simulated(model, schedule, lengths)
     tokens = peak_held(schedule, 0, [float(length) for length in lengths])
+    held, sums = ([length * each for length in lengths] for each in (model.layer_bytes(), model.sum_bytes()))
     layers = model.shape.num_layers / (num_stages * num_chunks)
     return ScheduleFigures(
         name=schedule_name(slicing, num_chunks, partition),
@@ -154,7 +159,7 @@ def evaluate(
         relative_time=1.0 / (1.0 - result.bubble),
         peak_slices=int(peak_held(schedule, 0)),
         peak_micro_batches=tokens / (model.seq_length * num_chunks),
-        activation_bytes=tokens * layers * model.layer_bytes(),
+        activation_bytes=peak_held(schedule, 0, held, sums) * layers,
     )
 
 

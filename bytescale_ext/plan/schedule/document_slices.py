@@ -162,29 +162,37 @@ def affordable_tokens(
     """Return the longest sequence whose keys a rank can keep without holding more than under 1F1B.
 
     1F1B holds the activations of p micro-batches of C tokens on its first stage. Seq1F1B holds those of
-    ``n = p - 1 + k`` slices (Sun et al. 2024, section 3.2), and p - 1 slices more if stages run ahead. So slices free
-    the bytes of ``(p - n / k) C`` tokens in each layer, which ``kept_bytes`` may take.
+    ``n = p - 1 + k`` slices (Sun et al. 2024, section 3.2), and p - 1 slices more if stages run ahead; and the sums of
+    the key gradients of one micro-batch. The bytes that this frees are for the keys of other ranks, ``kept_bytes``.
 
     Args:
         num_stages: p.
         slicing: k slices of a micro-batch.
         tokens_per_rank: C.
-        layer_bytes: activations that a token keeps in a layer.
+        layer_bytes: activations that a token keeps in a layer, its key and value included.
         key_bytes: key and value of a token in a layer.
     """
-    freed = (num_stages - _held_slices(num_stages, slicing) / slicing.num_slices) * tokens_per_rank * layer_bytes
+    num_slices = slicing.num_slices
+    freed = (num_stages - _held_slices(num_stages, slicing) / num_slices) * tokens_per_rank * layer_bytes
+    freed -= _sum_bytes(num_slices, tokens_per_rank, key_bytes)
     return max(0, int(freed / kept_bytes(num_stages, slicing, 1, key_bytes)))
 
 
 def kept_bytes(num_stages: int, slicing: Slicing, num_tokens: int, key_bytes: float) -> float:
-    """Return the most bytes in a layer when each micro-batch has a sequence of ``num_tokens`` whose keys are kept.
+    """Return the most bytes in a layer when each micro-batch keeps the keys of ``num_tokens`` tokens of other ranks.
 
-    The n slices in flight (see ``affordable_tokens``) belong to at most ``1 + ceil((n - 1) / k)`` micro-batches. The
-    micro-batch in its backward pass also has gradients of its keys in float32, twice the bytes of the keys in half
-    precision.
+    Each of the n slices in flight (see ``affordable_tokens``) has its part of them, and the micro-batch in its backward
+    pass has the sums of their gradients.
     """
-    in_flight = 1 + -(-(_held_slices(num_stages, slicing) - 1) // slicing.num_slices)
-    return (in_flight + 2) * num_tokens * key_bytes
+    num_slices = slicing.num_slices
+    return _held_slices(num_stages, slicing) / num_slices * num_tokens * key_bytes + _sum_bytes(
+        num_slices, num_tokens, key_bytes
+    )
+
+
+def _sum_bytes(num_slices: int, num_tokens: int, key_bytes: float) -> float:
+    """Return the bytes of the sums of key gradients of all slices but the last: float32, of keys in half precision."""
+    return 2.0 * (num_slices - 1) / num_slices * num_tokens * key_bytes
 
 
 def _held_slices(num_stages: int, slicing: Slicing) -> int:

@@ -134,11 +134,27 @@ def needs(schedule: SliceSchedule, stage: int, action: Action) -> Iterator[tuple
         yield stage, action._replace(kind="F")
 
 
-def peak_held(schedule: SliceSchedule, stage: int, weights: Sequence[float] | None = None) -> float:
-    """Return the most that a stage holds between forward and backward; slice i weighs ``weights[i]`` (None: 1 each)."""
+def peak_held(
+    schedule: SliceSchedule,
+    stage: int,
+    weights: Sequence[float] | None = None,
+    sum_weights: Sequence[float] | None = None,
+) -> float:
+    """Return the most that a stage holds at once.
+
+    Args:
+        schedule: what the stages run.
+        stage: the stage.
+        weights: of what each slice holds between its forward and its backward pass; None: 1 each.
+        sum_weights: of the sums of key gradients of each slice, from the backward pass of the micro-batch's last slice
+            to its own; None: 0 each.
+    """
     held = peak = 0.0
     for action in schedule.stages[stage]:
-        weight = 1.0 if weights is None else weights[action.slice_index]
+        index = action.slice_index
+        weight = 1.0 if weights is None else weights[index]
         held += weight if action.kind == "F" else -weight
+        if sum_weights is not None and action.kind == "B":
+            held += sum(sum_weights[:index]) if index == schedule.num_slices - 1 else -sum_weights[index]
         peak = max(peak, held)
     return peak

@@ -22,7 +22,6 @@ from bytescale_ext.plan.evaluate.schedulers import (
     Outcome,
     Scenario,
     Scheduler,
-    stage_costs,
     static,
 )
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
@@ -50,6 +49,7 @@ _COLUMNS: Final = {
     "forwards_per_rank": ("forwards", ".0f"),
     "peak_tokens": ("peak tokens", ".0f"),
     "kept_keys": ("kept keys", ".0f"),
+    "device_bytes": ("GB", ".1f"),
     "distinct_peers": ("peers", ".0f"),
     "planning_seconds": ("planning s", ".4f"),
 }
@@ -122,8 +122,7 @@ def run(args: argparse.Namespace) -> int:
         )
     cost = model_cost(args.cost_file)
     slicing = slicing_of(args, cost)
-    stages = stage_costs(cost, args.stages)
-    scenario = Scenario(Cluster(args.ranks, args.tokens_per_rank), args.context, stages, slicing)
+    scenario = Scenario.of(Cluster(args.ranks, args.tokens_per_rank), args.context, cost, args.stages, slicing)
     figures = compare(scenario, draw_steps(args), names)
     described = described_scenario(args, slicing, cost)
     if args.plot:
@@ -215,7 +214,8 @@ def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
         if isinstance(row, str):
             notes.append(f"{name}: not applicable, {row}")
             continue
-        rows.append([name, *(_cell(row[figure], spec) for figure, (_, spec) in columns.items())])
+        rows.append([name, *(_cell(row[figure], spec, 1e-9 if figure == "device_bytes" else 1.0)
+                             for figure, (_, spec) in columns.items())])  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [
         "  ".join(cell.ljust(width) if not column else cell.rjust(width)
@@ -225,8 +225,8 @@ def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
     return "\n".join([_title(scenario), "mean and worst of each figure", "", *lines, *notes])
 
 
-def _cell(figure: Figure | None, spec: str) -> str:
-    return "-" if figure is None else f"{figure['mean']:{spec}} {figure['worst']:{spec}}"
+def _cell(figure: Figure | None, spec: str, unit: float) -> str:
+    return "-" if figure is None else f"{figure['mean'] * unit:{spec}} {figure['worst'] * unit:{spec}}"
 
 
 def _title(scenario: Described) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
-from bytescale_ext.plan.activation.tensors import key_value_bytes, layer_tensors
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes
 from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths

@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
     def forward(self, rows: torch.Tensor, prefix: MicroBatchPrefix, layout: SliceLayout) -> torch.Tensor:
         """[n, hidden] -> [n, hidden]"""
         query, key, value = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        layer = prefix.layer(self, key, value)
+        layer = prefix.layer(self)
         backend = Backend(None, self.kernel, query.shape[-1] ** -0.5)
         out = slice_attention(query, key, value, layer, layout, backend)
         rows = rows + self.proj(out.flatten(1))
@@ -87,7 +87,7 @@ def layer_seconds(layer: Layer, sizes: Sizes, lengths: tuple[int, ...], repeats:
         layer.zero_grad(set_to_none=False)
         _synchronize(weight)
         began = time.perf_counter()
-        prefix, outs = MicroBatchPrefix(len(rows)), []
+        prefix, outs = MicroBatchPrefix(), []
         for part, layout in zip(slice_ranges(lengths), sample_layouts(lengths, 1), strict=True):
             outs.append(layer(rows[part.start : part.stop].requires_grad_(), prefix, layout))
         for out in reversed(outs):

@@ -51,7 +51,7 @@ def _head(*names: str) -> str:
 def memory_rows() -> Iterator[str]:
     """Yield rows for every model and length: simulated idle time and activations, published memory."""
     yield _head("model, stages", "tokens", "schedule", "idle, simulated", "activations, micro-batches",
-                "activations, GiB", "peak memory published, GB")  # fmt: skip
+                "activations and key sums, GiB", "peak memory published, GB")  # fmt: skip
     for name, paper in PAPER_MODELS.items():
         for seq_length in paper.seq_lengths:
             model = SliceModel(paper.shape, seq_length, paper.tensor_parallel)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 
 from bytescale_ext.measure.cost_file import shipped
-from bytescale_ext.plan.activation.tensors import key_value_bytes
+from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
@@ -97,7 +97,7 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     """Run every scheduler on every step of a case."""
     print(f"{case.name} x {num_stages} stages", file=sys.stderr, flush=True)
     cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
-    scenario = Scenario(cluster, case.context, stage_costs(shipped("bytescale_7b"), num_stages))
+    scenario = Scenario.of(cluster, case.context, shipped("bytescale_7b"), num_stages)
     steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
     outcomes = {name: outcomes_of(scheduler, scenario, steps) for name, scheduler in ALL.items()}
 

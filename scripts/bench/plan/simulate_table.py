@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.measure.cost_file import shipped  # noqa: E402
-from bytescale_ext.plan.activation.tensors import key_value_bytes  # noqa: E402
+from bytescale_ext.plan.cost.model_shape import key_value_bytes  # noqa: E402
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
 from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit  # noqa: E402
 from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402

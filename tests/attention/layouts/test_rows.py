@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.attention.layouts.rows import CuSeqlens, PartRows, RowParts, Rows
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,44 @@ def test_rows_are_taken_put_and_added(gaps_and_sizes: list[tuple[int, int]]) -> 
     rows.put_(tensor, values, dim=1)
     expected[:, listed] /= 2
     assert torch.equal(tensor, expected)
+
+
+def intervals_of(numbers: set[int]) -> list[tuple[int, int]]:
+    return [(number, number + 1) for number in sorted(numbers)]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.sets(st.integers(0, 23)))
+def test_a_tensor_in_parts_is_the_tensor(part_of_row: list[int], wanted: set[int]) -> None:
+    """Whatever rows each part holds, rows are taken, written and added as in one tensor."""
+    tensor = torch.arange(3.0 * len(part_of_row)).view(-1, 3)
+    places = [Rows.of(intervals_of({row for row, one in enumerate(part_of_row) if one == part})) for part in range(4)]
+    parts = RowParts(PartRows(tuple(places)), [rows.take(tensor).clone() for rows in places])
+    rows = Rows.of(intervals_of({row for row in wanted if row < len(part_of_row)}))
+    assert torch.equal(rows.take(parts), rows.take(tensor))
+    values = torch.randn(rows.num_rows, 3)
+    for held in (tensor, parts):
+        rows.put_(held, values)
+        rows.add_(held, 2 * values)
+    assert torch.equal(rows.take(parts), rows.take(tensor))
+    for place, part in zip(places, parts.parts, strict=True):
+        assert torch.equal(part, place.take(tensor))
+
+
+def test_rows_of_one_part_are_a_view() -> None:
+    parts = RowParts(PartRows((Rows.of([(0, 2), (6, 8)]), Rows.of([(2, 6)]))), [torch.zeros(4, 1), torch.ones(4, 1)])
+    Rows.of([(3, 5)]).take(parts).fill_(5.0)
+    assert parts.parts[1].flatten().tolist() == [1, 5, 5, 1]
+    Rows.of([(1, 3)]).take(parts).fill_(7.0)  # of two parts: a copy
+    assert parts.parts[0].flatten().tolist() == [0, 0, 0, 0]
+    assert Rows.of([]).take(parts).shape == (0, 1)
+
+
+def test_rows_that_no_part_holds_are_an_error() -> None:
+    parts = RowParts(PartRows((Rows.of([(0, 2)]), Rows.of([(4, 6)]))), [torch.zeros(2, 1), torch.ones(2, 1)])
+    with pytest.raises(AssertionError, match="no part holds row 2"):
+        Rows.of([(1, 5)]).take(parts)
+    with pytest.raises(AssertionError, match="places"):
+        PartRows((Rows.of([(0, 2)]), Rows.of([(1, 6)])))
 
 
 @pytest.mark.parametrize("intervals", [((1, 4),), ((0, 1), (2, 4))], ids=["view", "gathered"])

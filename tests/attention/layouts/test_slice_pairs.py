@@ -54,7 +54,7 @@ def triangles(lengths: Sequence[int]) -> Pairs:
 
 
 class Rank:
-    """One rank: its layouts, the tokens of each slice, and the tokens in its buffer so far."""
+    """One rank: its layouts, the tokens of each slice, and the tokens of its keys so far."""
 
     def __init__(self, cut: DocumentSlices, rank: int, num_padding: int) -> None:
         pieces = [cut.slice(index, rank) for index in range(cut.num_slices)]
@@ -68,11 +68,13 @@ class Rank:
             for piece in pieces
         ]
         self.layouts = slice_layouts(cut, rank, [len(tokens) + num_padding for tokens in self.tokens])
-        self.buffer: list[Token | None] = [None] * self.layouts[0].num_keys
+        self.buffer: list[Token | None] = [None] * sum(rows.num_rows for rows in self.layouts[-1].held.places)
 
-    def write(self, rows: Rows, tokens: Sequence[Token]) -> None:
-        """Write rows of the buffer, none of them twice."""
+    def write(self, index: int, rows: Rows, tokens: Sequence[Token]) -> None:
+        """Write rows of the keys that slice ``index`` holds, none of them twice."""
+        held = set(rows_of(self.layouts[index].held.places[-1]))
         for row, token in zip(rows_of(rows), tokens, strict=True):
+            assert row in held, f"slice {index} does not hold {row=}"
             assert self.buffer[row] is None, f"{row=} holds {self.buffer[row]}, not {token}"
             self.buffer[row] = token
 
@@ -96,7 +98,7 @@ def ring_pairs(ranks: Sequence[Rank], rank: Rank, member: RingPass, index: int) 
         assert len(keys) == member.travelling(source)
         if member.kept is not None:
             if step:
-                rank.write(member.kept.own[source], keys)
+                rank.write(index, member.kept.own[source], keys)
             keys = pick(rank.buffer, member.kept.whole[source])
         assert len(keys) == member.rows[source]
         for block in member.at(step):
@@ -150,7 +152,7 @@ def test_slices_of_all_ranks_compute_every_pair_once(seed: int) -> None:
     total: Pairs = Counter()
     for index in range(cuts[0].num_slices):
         for rank in ranks:
-            rank.write(rank.layouts[index].own, rank.tokens[index])
+            rank.write(index, rank.layouts[index].own, rank.tokens[index])
             assert rank.layouts[index].num_rows == len(rank.tokens[index]) + seed % 3
             assert rank.layouts[index].attention.num_tokens == len(rank.tokens[index])
         for rank in ranks:
@@ -159,7 +161,7 @@ def test_slices_of_all_ranks_compute_every_pair_once(seed: int) -> None:
             for member in layout.attention.passes:
                 total += ring_pairs(ranks, rank, member, index)
     assert total == triangles(lengths)
-    assert all(None not in rank.buffer for rank in ranks), "a buffer has rows that nothing is written to"
+    assert all(None not in rank.buffer for rank in ranks), "slices hold rows that nothing is written to"
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
-from bytescale_ext.attention.ring import Backend, Steps, backward_steps, forward_steps
+from bytescale_ext.attention.ring import Backend, Steps, forward_steps, summing_steps
+from bytescale_ext.attention.travel import Computed
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule
@@ -35,11 +36,19 @@ def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[Docu
     return cut, slice_layouts(cut, rank, rows)
 
 
+def num_keys(layouts: Sequence[SliceLayout]) -> int:
+    """Rows of the keys of a micro-batch, all of which its slices hold, each once."""
+    held = sorted(interval for rows in layouts[-1].held.places for interval in rows.intervals)
+    assert all(one.held.places == layouts[-1].held.places[: one.index + 1] for one in layouts)
+    assert [start for start, _ in held] == [0, *(stop for _, stop in held[:-1])][: len(held)]
+    return held[-1][1] if held else 0
+
+
 def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Steps[None]:
     """One virtual rank: all slices forward, then backward from the last; checks against dense attention."""
     cut, layouts = slices_of(case, number, comm.rank, rule)
     expected = list(zip(*case.expected(), strict=True))
-    shape = (layouts[0].num_keys, case.kv_heads, case.dim)
+    shape = (num_keys(layouts), case.kv_heads, case.dim)
     keys, values, *sums = (torch.full(shape, float("nan"), dtype=torch.float64) for _ in range(4))
     for total in sums:
         total.zero_()
@@ -51,8 +60,8 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
         layout.own.put_(values, v[: piece.num_tokens])
         runs.append((layout, piece, q, dout, *(yield from forward_steps(q, keys, values, layout.attention, backend))))
     for layout, piece, q, dout, out, lse in reversed(runs):
-        saved = Saved(q, keys, values, out, lse)
-        dq, *_ = yield from backward_steps(dout, saved, layout.attention, backend, tuple(sums))
+        computed = Computed(q, keys, values, out, lse)
+        dq = yield from summing_steps(dout, computed, tuple(sums), layout.attention, backend)
         assert not out[piece.num_tokens :].any()
         assert not dq[piece.num_tokens :].any()
         got = (out[: piece.num_tokens], dq[: piece.num_tokens], *(layout.own.take(total) for total in sums))
@@ -104,13 +113,17 @@ def test_prefix_blocks_of_a_ring() -> None:
 
 
 def test_kept_keys_of_a_ring() -> None:
-    """The same ring with kept keys: the buffer holds all members in turn, and slice 1 sends 6 rows instead of 8."""
+    """The same ring with kept keys: rows of all members in turn, and slice 1 sends 6 rows instead of 8."""
     held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)), Shard(1, ((0, 4),), (1,))))
     cut = DocumentSlices(held, ((6, 24),), (2, 4), kept=frozenset({0}))
     first, second = slice_layouts(cut, 1, [4, 8])
-    assert first.num_keys == second.num_keys == 24 + 4
+    assert num_keys([first, second]) == 24 + 4
     assert first.own.intervals == ((8, 10), (24, 26))
     assert second.own.intervals == ((10, 16), (26, 28))
+    assert [rows.intervals for rows in second.held.places] == [
+        ((0, 2), (8, 10), (16, 18), (24, 26)),
+        ((2, 8), (10, 16), (18, 24), (26, 28)),
+    ]
     member = second.attention.passes[0]
     assert [rows.intervals for rows in member.kept.whole] == [((0, 8),), ((8, 16),), ((16, 24),)]
     assert [rows.intervals for rows in member.kept.own] == [((2, 8),), ((10, 16),), ((18, 24),)]
@@ -141,7 +154,7 @@ def test_samples_side_by_side() -> None:
     assert first.own.intervals == ((0, 3), (5, 8))
     assert second.own.intervals == ((3, 5), (8, 10))
     assert first.attention.local_prefix is None
-    assert second.num_keys == 10
+    assert num_keys([first, second]) == 10
     assert second.num_rows == 4
     prefix = second.attention.local_prefix
     assert prefix.queries.intervals == ((0, 4),)

@@ -11,7 +11,7 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
-from bytescale_ext.plan.evaluate.schedulers import NotApplicable, Scenario, stage_costs
+from bytescale_ext.plan.evaluate.schedulers import NotApplicable, Scenario
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale import cli
 from megatron.bytescale.cli import simulate as command
@@ -22,7 +22,8 @@ COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1
 SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
 FIGURES = {
     "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
-    "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "distinct_peers", "planning_seconds",
+    "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "device_bytes",
+    "distinct_peers", "planning_seconds",
 }  # fmt: skip
 
 
@@ -69,9 +70,11 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words, "--slices", 3) == 0
     value = json.loads(capsys.readouterr().out)
     sliced = value["schedulers"]
-    # What slices free is 4 C - 2 C of activations of 139,000 bytes; 5 times the keys of 4,096 bytes are kept for it.
+    # What slices free is 4 C - 2 C of activations of 139,000 bytes, less the sums of 2/3 C; keys are kept for it: 4,096
+    # bytes in 6 slices of 1/3, and twice that in the sums of 2/3.
     assert value["scenario"]["slicing"]["num_slices"] == 3
-    assert value["scenario"]["slicing"]["kept_tokens"] == 2 * 8192 * 139_000 // (5 * 4096)
+    sums = 4 / 3 * 4096
+    assert value["scenario"]["slicing"]["kept_tokens"] == int(8192 * (2 * 139_000 - sums) / (2 * 4096 + sums))
     for name, figures in sliced.items():
         assert figures["makespan_over_bound"]["mean"] >= 1
         assert (figures["makespan"] == plain[name]["makespan"]) == (name == "static")
@@ -89,7 +92,7 @@ def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words, "--slices", 3, "--eager") == 0
     eager = json.loads(capsys.readouterr().out)
     assert eager["scenario"]["slicing"]["eager"]
-    assert eager["scenario"]["slicing"]["kept_tokens"] == 8192 * 139_000 // (6 * 4096)
+    assert eager["scenario"]["slicing"]["kept_tokens"] == int(8192 * (139_000 - sums) / (3 * 4096 + sums))
     assert eager["schedulers"]["ours"]["makespan"]["mean"] < sliced["ours"]["makespan"]["mean"]
     assert eager["schedulers"]["ours"]["peak_tokens"]["mean"] > sliced["ours"]["peak_tokens"]["mean"]
     for option in (("--kept-keys", 5), ("--eager",)):
@@ -168,7 +171,7 @@ def test_bad_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_megatrons_scheduler_places_every_sample() -> None:
-    here = Scenario(Cluster(8, 8192), 32768, stage_costs(COST, 1))
+    here = Scenario.of(Cluster(8, 8192), 32768, COST)
     lengths = [32768, 20000, 9000, 8192, 4000, 500, 500, 300]
     outcome = megatron_hybrid(lengths, here)
     least = sum(COST.whole().both.sequence_cost(length, 1) for length in lengths) / 8
@@ -178,9 +181,9 @@ def test_megatrons_scheduler_places_every_sample() -> None:
 
 def test_megatrons_scheduler_says_what_it_cannot() -> None:
     with pytest.raises(NotApplicable, match="refuses pipelines"):
-        megatron_hybrid([8], Scenario(Cluster(8, 8192), 32768, stage_costs(COST, 2)))
+        megatron_hybrid([8], Scenario.of(Cluster(8, 8192), 32768, COST, 2))
     with pytest.raises(NotApplicable, match="6 ranks are not a power of two"):
-        megatron_hybrid([8], Scenario(Cluster(6, 8192), 32768, stage_costs(COST, 1)))
+        megatron_hybrid([8], Scenario.of(Cluster(6, 8192), 32768, COST))
 
 
 def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> None:

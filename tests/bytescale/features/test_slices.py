@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
-from bytescale_ext.plan.activation.tensors import key_value_bytes, layer_tensors
-from bytescale_ext.plan.cost.model_shape import LLAMA_7B
+from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, key_value_bytes
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.slices import add_arguments, document_slices, flags_of, kept_note, slicing_of

@@ -20,6 +20,7 @@ from bytescale_ext.plan.evaluate.schedulers import (
     static,
 )
 from bytescale_ext.plan.evaluate.shards import ShardTable
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.simple_plans import plan_naive, plan_static
@@ -30,7 +31,8 @@ UNIT = StageCost(CostModel(a=0.0, b=1.0, g=1.0), CostModel(a=0.0, b=2.0, g=1.0))
 
 
 def scenario(num_ranks: int, tokens_per_rank: int, context: int, *stages: StageCost) -> Scenario:
-    return Scenario(Cluster(num_ranks, tokens_per_rank), context, stages or (UNIT,))
+    memory = StageMemory(LayerBytes(2.0, 1.0, 2.0), (3,) * max(1, len(stages)), (100.0,) * max(1, len(stages)))
+    return Scenario(Cluster(num_ranks, tokens_per_rank), context, stages or (UNIT,), memory)
 
 
 def test_stages_are_equal_layers_and_the_last_has_the_head() -> None:
@@ -48,6 +50,7 @@ def test_static_by_hand() -> None:
     outcome = static([10, 4, 14, 5, 3, 2], scenario(4, 8, 16))
     assert outcome.makespan == 3 * (7 + 6) + 2 * 2  # group 0: the first pack of 7 and the third of 3 + 2 + 1 tokens
     assert (outcome.forwards_per_rank, outcome.peak_tokens, outcome.distinct_peers) == (2, 7, 1)
+    assert outcome.device_bytes == 100 + 3 * 2 * 7
     assert outcome.idle_share == pytest.approx(1 - (43 + 23) / 86)
     assert outcome.exposed_communication == 0
 
@@ -83,6 +86,7 @@ def test_groups_wait_for_each_other_and_pay_for_each_sample() -> None:
     own = 3 * sum(lengths) + 2 * 7
     assert outcome.idle_share == pytest.approx(1 - own / (3 * outcome.makespan))
     assert (outcome.forwards_per_rank, outcome.peak_tokens, outcome.distinct_peers) == (3, 9, 1)
+    assert outcome.device_bytes == 100 + 3 * 2 * 9
     assert outcome.planning_seconds == 0.25
 
 
@@ -90,7 +94,7 @@ def test_groups_wait_for_each_other_and_pay_for_each_sample() -> None:
 @pytest.mark.parametrize("num_stages", [1, 4])
 def test_no_scheduler_beats_the_bound(name: str, num_stages: int) -> None:
     lengths = sample_lengths("byted", 1 << 16, 1 << 20, seed=1).tolist()
-    here = Scenario(Cluster(16, 8192), 1 << 16, stage_costs(MODEL, num_stages))
+    here = Scenario.of(Cluster(16, 8192), 1 << 16, MODEL, num_stages)
     outcome = SCHEDULERS[name](lengths, here)
     bounds = lower_bounds(lengths, Cluster(16, 8192), here.stages)
     assert outcome.makespan >= bounds.largest
@@ -104,7 +108,7 @@ def test_no_scheduler_beats_the_bound(name: str, num_stages: int) -> None:
 
 def test_ours_is_near_the_bound_and_naive_is_not() -> None:
     lengths = sample_lengths("byted", 1 << 18, 4 << 20, seed=0).tolist()
-    here = Scenario(Cluster(64, 8192), 1 << 18, stage_costs(MODEL, 1))
+    here = Scenario.of(Cluster(64, 8192), 1 << 18, MODEL)
     bound = lower_bounds(lengths, Cluster(64, 8192), here.stages).largest
     assert ours(lengths, here).makespan <= 1.05 * bound
     assert naive(lengths, here).makespan >= 1.2 * bound

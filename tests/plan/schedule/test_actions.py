@@ -171,5 +171,7 @@ def test_balanced_slices_leave_little_idle_time(num_slices: int, partition: str,
     model = SliceModel(PAPER_MODELS["gpt-7b"].shape, 131072, 8)
     figures = evaluate(model, 4, 8, Slicing(num_slices), 1, partition)
     assert least <= figures.bubble <= most
-    held = peak_held(seq1f1b_schedule(4, 8, Slicing(num_slices)), 0, [float(length) for length in figures.slices])
-    assert figures.activation_bytes == pytest.approx(held * 8 * 34 * 4096 / 8)
+    schedule, lengths = seq1f1b_schedule(4, 8, Slicing(num_slices)), [float(length) for length in figures.slices]
+    assert figures.peak_micro_batches == peak_held(schedule, 0, lengths) / 131072
+    sums = [length * 8 / 34 for length in lengths]  # 8 bytes per unit of the hidden size, of 34
+    assert figures.activation_bytes == pytest.approx(peak_held(schedule, 0, lengths, sums) * 8 * 34 * 4096 / 8)

@@ -10,7 +10,7 @@ import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
-from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule, affordable_tokens
+from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.sizes import Slicing
 
@@ -96,12 +96,11 @@ def test_keys_of_sequences_up_to_a_length_are_kept() -> None:
 
 
 def test_kept_keys_take_no_more_memory_than_1f1b() -> None:
-    """4 stages, 4 slices: 7/4 C instead of 4 C; keys in 3 micro-batches, and float32 gradients of one, for 2.25 C."""
+    """4 stages, 4 slices: 7/4 C instead of 4 C, less float32 sums of 3/4 C; kept keys in 7 slices, and sums of 3/4."""
     kept = affordable_tokens(4, Slicing(4), 1000, 170.0, 5.0)
-    assert kept == 2.25 * 1000 * 170 / (5 * 5)
-    assert affordable_tokens(4, Slicing(4, eager=True), 1000, 170.0, 5.0) == 1.5 * 1000 * 170 / (
-        6 * 5
-    )  # 10/4 C, 4 of them
+    assert kept == int((2.25 * 1000 * 170 - 1.5 * 1000 * 5) / (7 / 4 * 5 + 1.5 * 5))
+    eager = affordable_tokens(4, Slicing(4, eager=True), 1000, 170.0, 5.0)  # 10/4 C
+    assert eager == int((1.5 * 1000 * 170 - 1.5 * 1000 * 5) / (10 / 4 * 5 + 1.5 * 5))
     assert affordable_tokens(4, Slicing(2, eager=True), 1000, 170.0, 5.0) == 0  # 8 slices are 4 micro-batches
     assert affordable_tokens(4, Slicing(1), 1000, 170.0, 5.0) == 0  # nothing is freed
     assert affordable_tokens(1, Slicing(4), 1000, 170.0, 5.0) == 0
@@ -110,18 +109,19 @@ def test_kept_keys_take_no_more_memory_than_1f1b() -> None:
 
 @pytest.mark.parametrize(("num_stages", "eager"), [(2, False), (4, False), (7, False), (4, True), (8, True)])
 @pytest.mark.parametrize("num_slices", [2, 3, 8, 12])
-def test_the_micro_batches_in_flight_are_those_of_the_schedule(num_stages: int, num_slices: int, eager: bool) -> None:
-    """What the rule counts with, against the first stage's schedule: those begun and not ended."""
-    begun, most = set(), 0
+def test_what_the_first_stage_holds_is_that_of_its_schedule(num_stages: int, num_slices: int, eager: bool) -> None:
+    """What the rule counts with, slice by slice: kept keys of 1 byte in each, and sums of 2 bytes."""
     slicing = Slicing(num_slices, eager=eager)
-    schedule = seq1f1b_schedule(num_stages, 12, slicing)
-    for action in schedule.stages[0]:
-        begun.add(action.micro_batch)
-        most = max(most, len(begun))
-        if action.kind == "B" and not action.slice_index:
-            begun.remove(action.micro_batch)
-    freed = max(0.0, (num_stages - schedule.peak_slices(0) / num_slices) * 2520 * 100)
-    assert affordable_tokens(num_stages, slicing, 2520, 100.0, 1.0) == int(freed / (most + 2))
+    begun: set[tuple[int, int]] = set()
+    summed, most = 0, 0.0
+    for action in seq1f1b_schedule(num_stages, 12, slicing).stages[0]:
+        if action.kind == "F":
+            begun.add((action.micro_batch, action.slice_index))
+        else:
+            begun.remove((action.micro_batch, action.slice_index))
+            summed = action.slice_index  # all slices before it have sums
+        most = max(most, (len(begun) + 2 * summed) / num_slices)
+    assert kept_bytes(num_stages, slicing, 2520, 1.0) == pytest.approx(2520 * most)
 
 
 def test_the_offload_share_is_that_of_the_micro_batch() -> None:

@@ -110,7 +110,7 @@ class SliceStep:
         )
         key = action.micro_batch, action.chunk
         if not layout.index:
-            self.prefixes[key] = MicroBatchPrefix(layout.num_keys)
+            self.prefixes[key] = MicroBatchPrefix()
         return self.prefixes[key]
 
     def check_finished(self) -> None:

@@ -51,7 +51,7 @@ class DocumentAttention(torch.nn.Module):
         backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale)
         if isinstance(params.layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
-            out = slice_attention(q, k, v, params.prefix.layer(self, k, v), params.layout, backend)
+            out = slice_attention(q, k, v, params.prefix.layer(self), params.layout, backend)
         else:
             out = ring_attention(q, k, v, params.layout, backend)
         return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)

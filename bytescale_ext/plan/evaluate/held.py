@@ -1,0 +1,112 @@
+"""What the stages of a pipeline hold while they run a plan: activations, kept keys, and sums of key gradients.
+
+A slice's activations and keys live from its forward to its backward pass. With slices, the backward pass of a
+micro-batch's last slice adds to the gradient sums of all earlier slices, and each slice's sum ends with its own
+backward pass (``attention/slices.py``). The order of work alone decides what is held, so no times are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.slice_shares import SliceShares
+from bytescale_ext.plan.evaluate.shards import ShardTable
+from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.schedule.actions import FORWARD, stage_orders
+from bytescale_ext.plan.step.sizes import Slicing
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The most that each stage of each rank (pipeline) holds at once, of a plan: [p, num_ranks] each.
+
+    Attributes:
+        tokens: tokens of the rank whose activations are held; with virtual stages, in all their layers.
+        kept_keys: tokens of other ranks whose keys are held from slice to slice.
+        layer_bytes: of both and of the sums of key gradients, in one layer.
+    """
+
+    tokens: Floats
+    kept_keys: Floats
+    layer_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class _Slices:
+    """Tokens of each slice, micro-batch by micro-batch: the rank's own, and kept keys of others: [slices] each."""
+
+    own: Floats
+    kept: Floats
+
+    @classmethod
+    def of(cls, table: ShardTable, cost: CostModel, slicing: Slicing) -> _Slices:
+        lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
+        cut = SliceShares.of(cost, lengths, widths, slicing)
+        cells = (table.rows[:, None] * slicing.num_slices + np.arange(slicing.num_slices)).ravel()
+        of_others = np.where(cut.kept & (widths > 1), lengths - table.tokens, 0.0)
+        own, kept = (
+            np.bincount(
+                cells, weights=(whole[:, None] * cut.tokens).ravel(), minlength=table.num_rows * slicing.num_slices
+            )
+            for whole in (table.tokens, of_others)
+        )
+        return cls(own, kept)
+
+    def summed(self, num_slices: int) -> Floats:
+        """Return by how many tokens the backward pass of each slice changes the tokens that have sums: [slices]."""
+        tokens = (self.own + self.kept).reshape(-1, num_slices)
+        changes = -tokens
+        changes[:, -1] = tokens[:, :-1].sum(axis=1)
+        return changes.ravel()
+
+
+def held(
+    table: ShardTable,
+    slicing: Slicing,
+    cost: CostModel,
+    layer: LayerBytes,
+    num_stages: int,
+    num_chunks: int = 1,
+) -> Held:
+    """Return the most that each stage holds.
+
+    Args:
+        table: the plan; ranks are pipelines.
+        slicing: how micro-batches are cut.
+        cost: in which slices are equal.
+        layer: bytes of a token in one layer.
+        num_stages, num_chunks: pipeline stages, and virtual stages of each.
+    """
+    slices = _Slices.of(table, cost, slicing)
+    summed = slices.summed(slicing.num_slices)
+    weighted = layer.activations * slices.own + layer.keys * slices.kept
+    found = np.zeros((3, num_stages, table.num_ranks))
+    for ranks, stage, units, is_forward in _orders(table, slicing, num_stages, num_chunks):
+        sign = np.where(is_forward, 1.0, -1.0)
+        sums = np.where(is_forward, 0.0, summed[units])
+        for number, changes in enumerate(
+            (slices.own[units] * sign, slices.kept[units] * sign, weighted[units] * sign + layer.key_sums * sums)
+        ):
+            found[number, stage, ranks] = np.cumsum(changes, axis=1).max(axis=1) / num_chunks
+    return Held(*found)
+
+
+def _orders(
+    table: ShardTable, slicing: Slicing, num_stages: int, num_chunks: int
+) -> Iterator[tuple[Ints, int, Ints, npt.NDArray[np.bool_]]]:
+    """Yield for ranks with equal counts: ranks [r], stage, slices that it runs [r, actions], is forward [actions]."""
+    orders = partial(stage_orders, num_stages, slicing=slicing, num_chunks=num_chunks)
+    for count in np.unique(table.counts[table.counts > 0]).tolist():
+        ranks = np.flatnonzero(table.counts == count)
+        for stage, order in enumerate(orders(count)):
+            direction, place, _ = order.T
+            yield ranks, stage, table.offsets[ranks][:, None] * slicing.num_slices + place, direction == FORWARD

@@ -1,0 +1,70 @@
+"""Device memory of pipeline stages: what each holds whatever it runs, and the bytes of a token in a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bytescale_ext.plan.activation.load import LOGIT_BYTES
+from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
+from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
+from bytescale_ext.plan.step.sizes import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one token in one layer.
+
+    Attributes:
+        activations: from its forward to its backward pass, its own key and value included.
+        keys: its key and value.
+        key_sums: sums of the gradients of both, over slices.
+    """
+
+    activations: float
+    keys: float
+    key_sums: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Device memory of the stages of a pipeline.
+
+    Attributes:
+        layer: bytes of a token in one layer.
+        num_layers: of each stage.
+        fixed_bytes: of each stage: parameters, gradients, optimizer states, gradients of the layer that runs its
+            backward pass, and on the last stage the logits.
+    """
+
+    layer: LayerBytes
+    num_layers: tuple[int, ...]
+    fixed_bytes: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cost: ModelCost, num_stages: int, cluster: Cluster, element_bytes: int = 2) -> StageMemory:
+        """Return the memory of a model cut into stages of equal layers, with the optimizer shared by all HDP ranks.
+
+        The logits of a whole micro-batch exist together (no ``--chunked-cross-entropy``).
+        """
+        shape, ranks = cost.shape, cost.tensor_parallel
+        tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
+        keys = key_value_bytes(shape, ranks, element_bytes)
+        layer = LayerBytes(cost.layer_bytes, keys, keys * KEY_SUM_BYTES / element_bytes)
+        working = cluster.tokens_per_rank * (max(tensors) + 2 * tensors[0] + 2 * keys)
+        logits = cluster.tokens_per_rank * LOGIT_BYTES * shape.vocab / ranks
+        each = replace(shape, num_layers=shape.num_layers // num_stages)
+        of_parameter = parameter_bytes(element_bytes, cluster.num_ranks)
+        fixed = [
+            of_parameter * stage_parameters(each, ranks, stage == 0, stage == num_stages - 1)
+            + max(working, logits if stage == num_stages - 1 else 0.0)
+            for stage in range(num_stages)
+        ]
+        return cls(layer, (each.num_layers,) * num_stages, tuple(fixed))
+
+    def most_bytes(self, layer_bytes: Sequence[float]) -> float:
+        """Return the bytes of the stage that takes most; ``layer_bytes``: the most in a layer of each stage."""
+        stages = zip(self.fixed_bytes, self.num_layers, layer_bytes, strict=True)
+        return max(fixed + layers * each for fixed, layers, each in stages)

@@ -1,0 +1,139 @@
+"""What stages hold, against a walk through their schedule with a set of slices, and by hand."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.slice_shares import SliceShares
+from bytescale_ext.plan.evaluate.held import held
+from bytescale_ext.plan.evaluate.shards import ShardTable
+from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+
+COST = CostModel(a=0.01, b=1.0)
+BYTES = LayerBytes(10.0, 3.0, 6.0)
+
+
+def plan_of(lengths: tuple[int, ...], *ranks: tuple[tuple[tuple[int, ...], ...], ...]) -> StepPlan:
+    """A plan of two ranks or one; each micro-batch lists its sequences, those on both ranks first."""
+    owners = [
+        {rank for rank, rows in enumerate(ranks) if any(seq in row for row in rows)} for seq in range(len(lengths))
+    ]
+    return StepPlan(
+        len(ranks),
+        1000,
+        lengths,
+        tuple(
+            tuple(
+                MicroBatch(
+                    tuple(
+                        Shard(seq, zigzag_ranges(lengths[seq], len(ring), ring.index(rank)), ring)
+                        for seq in row
+                        for ring in [tuple(sorted(owners[seq]))]
+                    )
+                )
+                for row in rows
+            )
+            for rank, rows in enumerate(ranks)
+        ),
+        aligned=True,
+    )
+
+
+def local(*tokens: int) -> StepPlan:
+    return plan_of(tokens, tuple((seq,) for seq in range(len(tokens))))
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "slicing", "most"),
+    [
+        (4, ONE_SLICE, [16, 12, 8, 4]),
+        (1, ONE_SLICE, [4]),
+        (4, Slicing(4), [7, 6, 5, 4]),  # (p - s + k - 1) / k micro-batches
+        (4, Slicing(4, eager=True), [10, 8, 6, 4]),
+    ],
+)
+def test_equal_micro_batches_by_hand(num_stages: int, slicing: Slicing, most: list[int]) -> None:
+    found = held(ShardTable.of(local(*(4,) * 6)), slicing, COST, BYTES, num_stages)
+    assert found.tokens[:, 0].tolist() == most
+    assert not found.kept_keys.any()  # no rings
+
+
+def test_a_pipeline_with_nothing_to_do_holds_nothing() -> None:
+    found = held(ShardTable.of(plan_of((4,), ((0,),), ())), ONE_SLICE, COST, BYTES, 2)
+    assert found.tokens.tolist() == [[4, 0], [4, 0]]
+    assert found.layer_bytes.tolist() == [[40, 0], [40, 0]]
+
+
+def test_virtual_stages_hold_parts_of_the_layers() -> None:
+    found = held(ShardTable.of(local(*(4,) * 8)), ONE_SLICE, COST, BYTES, 2, num_chunks=2)
+    assert found.tokens[:, 0].tolist() == [4 * 5 / 2, 4 * 3 / 2]
+
+
+def test_kept_keys_and_sums_by_hand() -> None:
+    """Rings of 8, 4 and 8 tokens on two ranks, one stage, two equal slices: keys of the other rank's 4, 2 and 4."""
+    plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
+    even = CostModel(a=0.0, b=1.0)
+    for most_kept, kept in ((0, 0), (4, 2), (8, 4)):
+        found = held(ShardTable.of(plan), Slicing(2, most_kept), even, BYTES, 1)
+        assert found.kept_keys.tolist() == [[kept, kept]]
+    # F0.0 F0.1 B0.1 F1.0: slices 0.0 of 2 and 1.0 of 1 own and kept tokens, and the sums of slice 0.0.
+    assert found.layer_bytes.tolist() == [[3 * 10 + 3 * 3 + 4 * 6] * 2]
+    free_sums = held(ShardTable.of(plan), Slicing(2, 8), even, LayerBytes(10.0, 3.0, 0.0), 1)
+    assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_a_walk_through_the_schedule(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = tuple(source.randint(4, 200) for _ in range(6))
+    rows = ((0, 3), (1,), (2, 4), (5,))
+    plan = plan_of(lengths, rows, ((0,), (1,), (2,), (5,)) if source.random() < 0.5 else ())
+    slicing = Slicing(source.randint(1, 5), source.choice((0, 100, 1000)), eager=source.random() < 0.3)
+    if slicing.num_slices == 1:
+        slicing = ONE_SLICE
+    num_stages = source.randint(1, 4)
+    table = ShardTable.of(plan)
+    found = held(table, slicing, COST, BYTES, num_stages)
+    for rank, micro_batches in enumerate(plan.ranks):
+        shares = [[_share(plan, row, index, slicing) for index in range(slicing.num_slices)] for row in micro_batches]
+        for stage in range(num_stages):
+            walked = _walk(shares, num_stages, stage, slicing) if micro_batches else (0.0, 0.0, 0.0)
+            got = found.tokens[stage, rank], found.kept_keys[stage, rank], found.layer_bytes[stage, rank]
+            assert got == pytest.approx(walked)
+
+
+def _share(plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing) -> tuple[float, float]:
+    """(own tokens, kept tokens of others) of a slice."""
+    own = kept = 0.0
+    for shard in micro_batch.shards:
+        length, width = plan.lengths[shard.seq], len(shard.ring)
+        cut = SliceShares.of(COST, np.array([float(length)]), np.array([float(width)]), slicing)
+        own += shard.num_tokens * cut.tokens[0, index]
+        if width > 1 and slicing.num_slices > 1 and length <= slicing.kept_tokens:
+            kept += (length - shard.num_tokens) * cut.tokens[0, index]
+    return own, kept
+
+
+def _walk(shares: list[list[tuple[float, float]]], num_stages: int, stage: int, slicing: Slicing) -> tuple[float, ...]:
+    live: set[tuple[int, int]] = set()
+    sums: set[tuple[int, int]] = set()
+    most = [0.0, 0.0, 0.0]
+    for kind, number, index, _ in seq1f1b_schedule(num_stages, len(shares), slicing).stages[stage]:
+        if kind == "F":
+            live.add((number, index))
+        else:
+            live.remove((number, index))
+            sums = {one for one in sums if one[0] != number} | {(number, earlier) for earlier in range(index)}
+        own, kept = (sum(shares[a][b][part] for a, b in live) for part in (0, 1))
+        summed = sum(sum(shares[a][b]) for a, b in sums)
+        now = own, kept, 10 * own + 3 * kept + 6 * summed
+        most = [max(pair) for pair in zip(most, now, strict=True)]
+    return tuple(most)
