@@ -104,8 +104,8 @@ def figures_text(figures: ScheduleFigures, schedule: SliceSchedule) -> str:
             f"slices (tokens)       {' '.join(map(str, figures.slices))}",
             f"bubble                {figures.bubble:.4f} ({formula:.4f} if all slices cost the same)",
             f"slices on stage 0     {figures.peak_slices} at most",
-            f"activations           {figures.peak_micro_batches:.2f} micro-batches of a stage's layers; with the sums of "
-            f"key gradients {figures.activation_bytes / 2**30:.2f} GiB on each rank of stage 0",
+            f"activations           {figures.peak_micro_batches:.2f} micro-batches of a stage's layers; with the sums "
+            f"of key gradients {figures.activation_bytes / 2**30:.2f} GiB on each rank of stage 0",
         )
     )
 
@@ -119,7 +119,7 @@ def table_text(rows: Sequence[ScheduleFigures]) -> str:
         f"{row.peak_slices:>7} {row.peak_micro_batches:>14.2f} {row.activation_bytes / 2**30:>8.2f}"
         for row in rows
     ]
-    note = "slices, micro-batches: the most that stage 0 holds at once; GiB: activations and the sums of key gradients; "
+    note = "slices, micro-batches: the most that stage 0 holds at once; GiB: activations and sums of key gradients; "
     note += "formula: equal slices"
     return "\n".join((head, *lines, note))
 
