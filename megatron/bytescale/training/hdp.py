@@ -17,6 +17,7 @@ from megatron.training.training import get_train_valid_test_num_samples, update_
 from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
 from bytescale_ext.attention.kernels.table import choose_kernel, counting
+from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
@@ -157,7 +158,7 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
             runtime.clock.mark("forward", index)
             if not chunk.vp_stage and (prefix is None or not packed.layout.index):
                 # Each micro-batch once on each stage, which is what Megatron's counter divides by.
-                count_sequences(packed.counted_lengths)
+                count_sequences(packed.counted_lengths, runtime.device)
         packed = packed.to(runtime.device)
         output = model(
             packed.tokens[None] if chunk.pre_process else None,
@@ -174,9 +175,13 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
     return forward
 
 
-def count_sequences(lengths: Sequence[int]) -> None:
-    """Tell Megatron's FLOP counter the lengths of a micro-batch: each sequence once, by the first rank of its ring."""
-    update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 0, *lengths], dtype=torch.float64).cumsum(0))
+def count_sequences(lengths: Sequence[int], device: torch.device | str) -> None:
+    """Tell Megatron's FLOP counter the lengths of a micro-batch: each sequence once, by the first rank of its ring.
+
+    Megatron would wait for the device to copy bounds that are not on it. The bounds begin with an empty sequence,
+    because Megatron ignores a micro-batch without any.
+    """
+    update_seqlen_stats_from_cu_seqlens(CuSeqlens.of_lengths((0, *lengths)).on(torch.device(device)))
 
 
 def sum_of_losses(
