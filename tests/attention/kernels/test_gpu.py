@@ -113,8 +113,40 @@ def test_no_host_wait_in_rings(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_fast_kernel_is_chosen(dtype: torch.dtype) -> None:
-    choice = choose_kernel("cuda", dtype, 128)
+@pytest.mark.parametrize("dim", [33, 64, 100, 264])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, BF16_TOLERANCE)])
+def test_ring_of_any_head_size(dim: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Rings of the memory-efficient kernel, in float32 and with heads that flash attention does not take."""
+    case = Case(MIXED.lengths, MIXED.rounds, MIXED.num_ranks, heads=8, kv_heads=2, dim=dim, num_padding=5)
+    row, comms, ranks = kernel("torch_efficient", dtype, dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
+    for number in range(len(case.rounds)):
+        inputs = [[x.cuda() for x in case.inputs(number, rank, dtype)] for rank in ranks]
+        backends = [Backend(comm, row, case.scale) for comm in comms]
+        found = run_round([case.layout(number, rank) for rank in ranks], inputs, backends)
+        results = {(number, rank): tuple(x.cpu() for x in found[rank]) for rank in ranks}
+        assert_matches(case, results, tolerance, dtype)
+
+
+def test_scores_are_not_kept() -> None:
+    """A document of 32K tokens in float32, whose scores would take 34 GB with 8 heads."""
+    row, block = kernel("torch_efficient", torch.float32, 64), block_of([32768], scale=0.125)
+    q, k, v = (torch.randn(32768, heads, 64, device="cuda") for heads in (8, 2, 2))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = row.forward(q, k, v, block)
+    row.backward(torch.ones_like(q), Saved(q, k, v, out, lse), block)
+    assert torch.cuda.max_memory_allocated() - before < 20 * q.numel() * q.element_size()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 128), (torch.float32, 128), (torch.bfloat16, 33)]
+)
+def test_a_fast_kernel_is_chosen(dtype: torch.dtype, dim: int) -> None:
+    choice = choose_kernel("cuda", dtype, dim)
     assert choice.kernel.name in NAMES, choice
-    assert choose_kernel("cuda", torch.float64, 128).kernel.name == "reference"
+
+
+def test_all_scores_are_kept_only_by_name() -> None:
+    with pytest.raises(ValueError, match="reference: on cuda it must be named"):
+        choose_kernel("cuda", torch.float64, 128)
+    assert choose_kernel("cuda", torch.float64, 128, "reference").kernel.name == "reference"

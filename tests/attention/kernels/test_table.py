@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from bytescale_ext.attention.kernels import table
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import (
     KernelCalls,
@@ -96,7 +97,42 @@ def test_without_any_kernel_the_error_lists_every_reason(monkeypatch: pytest.Mon
     monkeypatch.setattr("bytescale_ext.attention.kernels.table.kernel_table", lambda: rows)
     with pytest.raises(ValueError, match=r"no attention kernel takes torch.float64 of head dim 16 on cpu") as error:
         choose_kernel("cpu", torch.float64, 16)
-    assert all(repr(row.name) in str(error.value) for row in rows)
+    assert all(f"{row.name}: " in str(error.value) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "name"),
+    [
+        (torch.bfloat16, 128, "torch_flash"),
+        (torch.float16, 256, "torch_flash"),
+        (torch.float32, 128, "torch_efficient"),
+        (torch.bfloat16, 264, "torch_efficient"),
+        (torch.float16, 100, "torch_efficient"),
+        (torch.float32, 33, "torch_efficient"),
+    ],
+)
+def test_choice_on_cuda_without_packages(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int, name: str
+) -> None:
+    """The probe needs a device; the table says what it would probe."""
+    probed: list[str] = []
+    monkeypatch.setattr(table, "probe", lambda kernel, *_: probed.append(kernel.name))
+    choice = choose_kernel("cuda", dtype, head_dim)
+    assert choice.kernel.name == name
+    assert probed == [name]
+
+
+def test_cuda_never_falls_back_to_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference keeps queries x keys scores: inputs that no other kernel takes are refused in one line."""
+    monkeypatch.setattr(table, "probe", lambda *_: None)
+    with pytest.raises(ValueError, match=r"no attention kernel takes torch.float64 of head dim 64 on cuda: ") as error:
+        choose_kernel("cuda", torch.float64, 64)
+    assert "reference: on cuda it must be named" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert choose_kernel("cuda", torch.float64, 64, name="reference").kernel.name == "reference"
+    monkeypatch.setattr(table, "probe", lambda kernel, *_: f"{kernel.name} is broken")
+    with pytest.raises(ValueError, match="torch_efficient: torch_efficient is broken"):
+        choose_kernel("cuda", torch.bfloat16, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
