@@ -6,11 +6,25 @@ Two blocks of keys give ``(out_a, lse_a)`` and ``(out_b, lse_b)`` for the same q
     out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
 A query without keys has ``lse`` minus infinity, weight 0, and any finite ``out``.
+
+``join_`` does this to some rows of a tensor with torch's operators, on any device. ``fused_merge.py`` does it in one
+kernel on CUDA, where ``choose_join`` finds it correct.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+
+from bytescale_ext.attention.kernels.contract import Output, accumulation_dtype
+from bytescale_ext.attention.layouts.rows import Rows
+
+JoinFunction = Callable[[Output, Output, Rows], None]
+JOIN_TOLERANCE = 1e-5
+"""Of the fused kernel against torch: both sum in the accumulation dtype, but in another order."""
 
 
 def merge_(total_out: torch.Tensor, total_lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
@@ -34,3 +48,73 @@ def merge_(total_out: torch.Tensor, total_lse: torch.Tensor, block_out: torch.Te
 def _per_row(weight: torch.Tensor) -> torch.Tensor:
     """View ``[heads, queries]`` as ``[queries, heads, 1]``."""
     return weight.transpose(0, 1).unsqueeze(-1)
+
+
+def join_(totals: Output, part: Output, rows: Rows) -> None:
+    """Add one block of keys to some rows of running totals, in place.
+
+    Args:
+        totals: ``out [t, heads, dim]`` of any floating dtype and ``lse [heads, t]`` in the accumulation dtype.
+        part: of these rows, ``out [queries, heads, dim]`` of any floating dtype and ``lse [heads, queries]``.
+        rows: which of the ``t`` rows.
+    """
+    out, lse = totals
+    total_out, total_lse = rows.take(out), rows.take(lse, dim=1)
+    precise = total_out.to(lse.dtype)  # the same tensor in a ring pass, whose totals have the accumulation dtype
+    merge_(precise, total_lse, *part)
+    if not rows.is_view or precise is not total_out:
+        rows.put_(out, precise)
+    if not rows.is_view:
+        rows.put_(lse, total_lse, dim=1)
+
+
+class JoinChoice(NamedTuple):
+    """How blocks are joined, and why not by the fused kernel; None where it joins them."""
+
+    join: JoinFunction
+    why_not_fused: str | None
+
+
+def choose_join(device: torch.device, dtype: torch.dtype, head_dim: int) -> JoinChoice:
+    """Return the fused kernel where it runs and passes a probe, else torch's operators. No communication.
+
+    ``dtype``: of the queries; ``head_dim``: their ``dim``.
+    """
+    if device.type != "cuda":
+        return JoinChoice(join_, f"it runs on cuda, not on {device.type}")
+    if importlib.util.find_spec("triton") is None:
+        return JoinChoice(join_, "the package triton is not installed")
+    from bytescale_ext.attention.fused_merge import fused_join_
+
+    why_not = probe_join(fused_join_, device, dtype, head_dim)
+    return JoinChoice(join_ if why_not else fused_join_, why_not)
+
+
+def probe_join(join: JoinFunction, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Join small blocks and compare with torch; return why the function is unfit, or None.
+
+    Totals have the accumulation dtype, as in ring passes, or ``dtype``, as of documents in slices. Their rows are one
+    interval or several. Some queries have no keys in the totals, in the block or in both.
+    """
+    generator = torch.Generator().manual_seed(0)
+    precise = accumulation_dtype(dtype)
+
+    def values(num_rows: int, of: torch.dtype) -> Output:
+        lse = torch.randn(3, num_rows, generator=generator, dtype=torch.float64) * 5
+        lse[lse.abs() < 2] = -torch.inf
+        out = torch.randn(num_rows, 3, head_dim, generator=generator, dtype=torch.float64)
+        return out.to(device, of), lse.to(device, precise)
+
+    for rows in (Rows.of([(5, 38)]), Rows.of([(0, 9), (12, 13), (30, 40)])):
+        for of_totals in (precise, dtype):
+            totals, part = values(41, of_totals), values(rows.num_rows, dtype)
+            wanted = totals[0].clone(), totals[1].clone()
+            join_(wanted, part, rows)
+            try:
+                join(totals, part, rows)
+            except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
+                return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
+            tolerance = JOIN_TOLERANCE if of_totals == precise else 2 * torch.finfo(of_totals).eps
+            if not all(torch.allclose(a, b, tolerance, tolerance) for a, b in zip(totals, wanted, strict=True)):
+                return "its probe differs from torch"
+    return None

@@ -29,7 +29,6 @@ from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
 from bytescale_ext.attention.layouts.rows import Rows
-from bytescale_ext.attention.merge import merge_
 from bytescale_ext.attention.travel import Computed, Keys, TravellingKeys, add_kept, key_sums
 from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
@@ -220,13 +219,7 @@ def _compute_block(totals: Output, q: torch.Tensor, k: Keys, v: Keys, block: Pla
         rows.put_(out, part[0])
         rows.put_(lse, part[1], dim=1)
         return
-    total_out, total_lse = rows.take(out), rows.take(lse, dim=1)
-    precise = total_out.to(lse.dtype)  # the same tensor in a ring pass, whose totals have the accumulation dtype
-    merge_(precise, total_lse, *part)
-    if not rows.is_view or precise is not total_out:
-        rows.put_(out, precise)
-    if not rows.is_view:
-        rows.put_(lse, total_lse, dim=1)
+    backend.kernel.join(totals, part, rows)
 
 
 def backward_steps(dout: torch.Tensor, saved: Saved, layout: AttentionLayout, backend: Backend) -> Steps[Gradients]:

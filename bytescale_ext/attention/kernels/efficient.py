@@ -1,8 +1,8 @@
 """Torch's memory-efficient attention on CUDA, for float32 and for head sizes that flash attention does not take.
 
 ``contract.py`` has the shapes and dtypes of all functions. The operator takes as many key heads as query heads, and
-head sizes whose rows are aligned. So key heads are repeated, and heads are padded with zeros, which change no score. Its
-log-sum-exp has as many rows for each document as the longest one needs. So only documents of similar length share a
+head sizes whose rows are aligned. So key heads are repeated, and heads are padded with zeros, which change no score.
+Its log-sum-exp has as many rows for each document as the longest one needs. So only documents of similar length share a
 call, and these rows are at most about twice the queries, whatever the mixture of lengths.
 """
 

@@ -18,6 +18,7 @@ from bytescale_ext.attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.attention.merge import JoinFunction, choose_join, join_
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -35,6 +36,7 @@ class Kernel:
         head_dim_multiple: ``dim`` must be a multiple of this.
         largest_head_dim: the largest ``dim``.
         by_name_on: device types on which it must be asked for by name.
+        join: adds the results of a block to those of others; ``choose_kernel`` sets it for the device.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Kernel:
     head_dim_multiple: int = 1
     largest_head_dim: int = 1 << 30
     by_name_on: tuple[str, ...] = ()
+    join: JoinFunction = join_
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return why this kernel cannot take such inputs, or None. Looks for packages, does not use the device."""
@@ -168,7 +171,7 @@ def choose_kernel(
     if name is not None:
         kernel = named_kernel(device, dtype, head_dim, name)
         _refuse(name, probe(kernel, device, dtype, head_dim))
-        return KernelChoice(kernel, "asked for by name", ())
+        return _with_join(KernelChoice(kernel, "asked for by name", ()), device, dtype, head_dim)
     considered: list[tuple[str, str]] = []
     for kernel in kernel_table():
         why_not = kernel.why_not(device, dtype, head_dim)
@@ -177,10 +180,19 @@ def choose_kernel(
         why_not = why_not or probe(kernel, device, dtype, head_dim)
         if why_not is None:
             reason = f"the first of the table that takes {dtype} of head dim {head_dim} on {device.type}"
-            return KernelChoice(kernel, reason, tuple(considered))
+            return _with_join(KernelChoice(kernel, reason, tuple(considered)), device, dtype, head_dim)
         considered.append((kernel.name, why_not))
     reasons = "; ".join(f"{name}: {why_not}" for name, why_not in considered)
     raise ValueError(f"no attention kernel takes {dtype} of head dim {head_dim} on {device}: {reasons}")
+
+
+def _with_join(choice: KernelChoice, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelChoice:
+    """Return the choice with the best way to join blocks on this device."""
+    join, why_not = choose_join(device, dtype, head_dim)
+    if device.type == "cpu":
+        return choice
+    how = "one kernel joins blocks" if why_not is None else f"torch joins blocks, not one kernel: {why_not}"
+    return choice._replace(kernel=replace(choice.kernel, join=join), reason=f"{choice.reason}; {how}")
 
 
 def named_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str) -> Kernel:

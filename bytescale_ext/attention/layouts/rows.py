@@ -66,7 +66,7 @@ class Rows:
         if self.is_view:
             start, stop = self.intervals[0] if self.intervals else (0, 0)
             return tensor.narrow(dim, start, stop - start)
-        return tensor.index_select(dim, self._index(tensor.device))
+        return tensor.index_select(dim, self.index(tensor.device))
 
     def put_(self, tensor: torch.Tensor | RowParts, values: torch.Tensor, dim: int = 0) -> None:
         """Write ``values`` (the shape that ``take`` returns, any dtype) to these rows of a tensor."""
@@ -76,7 +76,7 @@ class Rows:
         elif self.is_view:
             self.take(tensor, dim).copy_(values)
         else:
-            tensor.index_copy_(dim, self._index(tensor.device), values.to(tensor.dtype))
+            tensor.index_copy_(dim, self.index(tensor.device), values.to(tensor.dtype))
 
     def add_(self, tensor: torch.Tensor | RowParts, values: torch.Tensor, dim: int = 0) -> None:
         """Add ``values`` (the shape that ``take`` returns, any dtype) to these rows of a tensor.
@@ -89,9 +89,9 @@ class Rows:
         elif self.is_view:
             self.take(tensor, dim).add_(values)
         else:
-            tensor.index_add_(dim, self._index(tensor.device), values.to(tensor.dtype))
+            tensor.index_add_(dim, self.index(tensor.device), values.to(tensor.dtype))
 
-    def _index(self, device: torch.device) -> torch.Tensor:
+    def index(self, device: torch.device) -> torch.Tensor:
         """Return the rows as int64 ``[num_rows]`` on a device; the first call copies them, without a sync."""
         index = self._on_device.get(device)
         if index is None:

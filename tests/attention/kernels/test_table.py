@@ -18,6 +18,8 @@ from bytescale_ext.attention.kernels.table import (
     probe,
 )
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.rows import Rows
+from bytescale_ext.attention.merge import JoinChoice, join_
 from tests.attention.cases import block_of, block_tensors, kernel_named
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -117,6 +119,7 @@ def test_choice_on_cuda_without_packages(
     """The probe needs a device; the table says what it would probe."""
     probed: list[str] = []
     monkeypatch.setattr(table, "probe", lambda kernel, *_: probed.append(kernel.name))
+    monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
     choice = choose_kernel("cuda", dtype, head_dim)
     assert choice.kernel.name == name
     assert probed == [name]
@@ -125,6 +128,7 @@ def test_choice_on_cuda_without_packages(
 def test_cuda_never_falls_back_to_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference keeps queries x keys scores: inputs that no other kernel takes are refused in one line."""
     monkeypatch.setattr(table, "probe", lambda *_: None)
+    monkeypatch.setattr(table, "choose_join", lambda *_: JoinChoice(join_, "not asked"))
     with pytest.raises(ValueError, match=r"no attention kernel takes torch.float64 of head dim 64 on cuda: ") as error:
         choose_kernel("cuda", torch.float64, 64)
     assert "reference: on cuda it must be named" in str(error.value)
@@ -133,6 +137,28 @@ def test_cuda_never_falls_back_to_all_scores(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(table, "probe", lambda kernel, *_: f"{kernel.name} is broken")
     with pytest.raises(ValueError, match="torch_efficient: torch_efficient is broken"):
         choose_kernel("cuda", torch.bfloat16, 64)
+
+
+def test_the_kernel_joins_blocks_as_the_device_does_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was chosen or named; the reason says how. A CPU has no other way and no such words."""
+
+    def fused(totals: Output, part: Output, rows: Rows) -> None:
+        raise AssertionError("not called")
+
+    monkeypatch.setattr(table, "probe", lambda *_: None)
+    for choice in (JoinChoice(fused, None), JoinChoice(join_, "triton is broken")):
+        monkeypatch.setattr(table, "choose_join", lambda *_, choice=choice: choice)
+        for name in (None, "torch_flash"):
+            kernel, reason, _ = choose_kernel("cuda", torch.bfloat16, 64, name)
+            assert kernel.join is choice.join
+            assert reason.endswith(
+                "; one kernel joins blocks"
+                if choice.why_not_fused is None
+                else "; torch joins blocks, not one kernel: triton is broken"
+            )
+    monkeypatch.undo()
+    assert choose_kernel("cpu", torch.bfloat16, 64).kernel.join is join_
+    assert "joins" not in choose_kernel("cpu", torch.bfloat16, 64).reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

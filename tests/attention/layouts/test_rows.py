@@ -109,8 +109,8 @@ def test_rows_are_values() -> None:
 
 def test_the_index_is_made_once() -> None:
     rows = Rows.of([(0, 2), (5, 7)])
-    assert rows._index(CPU) is rows._index(CPU)
-    assert rows._index(CPU).tolist() == [0, 1, 5, 6]
+    assert rows.index(CPU) is rows.index(CPU)
+    assert rows.index(CPU).tolist() == [0, 1, 5, 6]
 
 
 @given(st.lists(st.integers(0, 9), max_size=6))

@@ -1,0 +1,78 @@
+"""Joining blocks of keys as one Triton kernel; ``merge.py`` has the formulas and the same with torch's operators.
+
+Torch reads and writes the totals in float32 several times; this kernel reads totals and block once and writes the
+totals once. Rows in several intervals are found by their index, without copies of them. On a CPU the kernel runs in
+Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import triton
+import triton.language as tl
+
+from bytescale_ext.attention.kernels.contract import Output
+from bytescale_ext.attention.layouts.rows import Rows
+
+ELEMENTS = 2048
+"""Values of ``out`` that one program reads."""
+
+
+def fused_join_(totals: Output, part: Output, rows: Rows) -> None:
+    """Add one block of keys to some rows of running totals, in place; see ``merge.join_`` for shapes and dtypes."""
+    (out, lse), (part_out, part_lse) = totals, part
+    num_rows, heads, dim = part_out.shape
+    if not part_out.numel():
+        return
+    part_out = part_out if part_out.stride(2) == 1 else part_out.contiguous()
+    assert out.stride(2) == 1, f"{out.stride()=}"
+    width = triton.next_power_of_2(dim)
+    pairs = max(1, ELEMENTS // width)
+    start = rows.intervals[0][0]
+    index = lse if rows.is_view else rows.index(out.device)  # any pointer where rows are one interval
+    program()[(triton.cdiv(num_rows * heads, pairs),)](
+        out, lse, part_out, part_lse, index, start, num_rows * heads, heads,
+        out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
+        part_out.stride(0), part_out.stride(1), part_lse.stride(0), part_lse.stride(1),
+        IS_VIEW=rows.is_view, DIM=dim, WIDTH=width, PAIRS=pairs,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def program() -> triton.runtime.KernelInterface:
+    """Return the kernel, which Triton compiles at its first use; interpreted if ``TRITON_INTERPRET`` is set."""
+    return triton.jit(_join, do_not_specialize=["start", "num_pairs"])
+
+
+def _join(
+    out, lse, part_out, part_lse, index, start, num_pairs, heads,
+    out_row, out_head, lse_head, lse_row, part_row, part_head, part_lse_head, part_lse_row,
+    IS_VIEW: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Join ``PAIRS`` pairs of a row and a head; pointers, then steps between rows and heads of each tensor."""
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    is_pair = pair < num_pairs
+    row, head = pair // heads, pair % heads
+    if IS_VIEW:
+        target = row + start
+    else:
+        target = tl.load(index + row, mask=is_pair, other=0)
+    lse_at = lse + head * lse_head + target * lse_row
+    mine = tl.load(lse_at, mask=is_pair, other=0.0)
+    other = tl.load(part_lse + head * part_lse_head + row * part_lse_row, mask=is_pair, other=0.0)
+    largest = tl.maximum(mine, other)
+    has_keys = largest != float("-inf")
+    shift = tl.where(has_keys, largest, 0.0)
+    keep, take = tl.exp(mine - shift), tl.exp(other - shift)
+    total = tl.where(has_keys, keep + take, 1.0)
+    keep = tl.where(has_keys, keep / total, 1.0)
+    take = take / total
+    column = tl.arange(0, WIDTH)
+    is_value = is_pair[:, None] & (column < DIM)[None, :]
+    out_at = out + (target * out_row + head * out_head)[:, None] + column[None, :]
+    part_at = part_out + (row * part_row + head * part_head)[:, None] + column[None, :]
+    before = tl.load(out_at, mask=is_value, other=0.0).to(lse.dtype.element_ty)
+    added = tl.load(part_at, mask=is_value, other=0.0).to(lse.dtype.element_ty)
+    tl.store(out_at, before * keep[:, None] + added * take[:, None], mask=is_value)
+    tl.store(lse_at, tl.where(has_keys, shift + tl.log(total), float("-inf")), mask=is_pair)

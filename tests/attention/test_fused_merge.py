@@ -1,0 +1,174 @@
+"""The fused kernel that joins blocks, in Triton's interpreter, against torch's operators."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytescale_ext.attention import merge
+from bytescale_ext.attention.kernels.contract import Output, accumulation_dtype
+from bytescale_ext.attention.layouts.rows import Rows
+from bytescale_ext.attention.merge import JoinFunction, choose_join, join_, probe_join
+from bytescale_ext.attention.ring import Backend
+from bytescale_ext.attention.virtual import mailbox_comms
+from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, kernel_named, run_round
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def fused() -> Iterator[JoinFunction]:
+    """The kernel as Triton interprets it on a CPU."""
+    from bytescale_ext.attention import fused_merge
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        fused_merge.program.cache_clear()
+        yield fused_merge.fused_join_
+        fused_merge.program.cache_clear()
+
+
+def outputs(num_rows: int, dtype: torch.dtype, dim: int, seed: int) -> Output:
+    """Return an output and its sums, some of them of no keys."""
+    generator = torch.Generator().manual_seed(seed)
+    lse = torch.randn(3, num_rows, generator=generator, dtype=torch.float64) * 20
+    lse[lse > 30] = -torch.inf
+    out = torch.randn(num_rows, 3, dim, generator=generator, dtype=torch.float64)
+    return out.to(dtype), lse.to(accumulation_dtype(dtype))
+
+
+def assert_joins(join: JoinFunction, totals: Output, part: Output, rows: Rows) -> None:
+    """Compare with torch's operators; rows that are not joined must not change."""
+    wanted = totals[0].clone(), totals[1].clone()
+    join_(wanted, part, rows)
+    join(totals, part, rows)
+    for got, expected in zip(totals, wanted, strict=True):
+        # Torch's weights have the rounding error of sums as large as 60.
+        tolerance = max(4 * torch.finfo(got.dtype).eps, 100 * torch.finfo(wanted[1].dtype).eps)
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    others = sorted(set(range(len(totals[0]))) - {row for interval in rows.intervals for row in range(*interval)})
+    assert torch.equal(totals[0][others], wanted[0][others])
+    assert torch.equal(totals[1][:, others], wanted[1][:, others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 24, 128])
+@pytest.mark.parametrize("rows", [Rows.of([(0, 7)]), Rows.of([(3, 50)]), Rows.of([(0, 2), (9, 10), (31, 50)])])
+def test_joins_as_torch_does(fused: JoinFunction, dtype: torch.dtype, dim: int, rows: Rows) -> None:
+    """In the accumulation dtype, as in rings, and in the dtype of the output, as of documents in slices."""
+    part = outputs(rows.num_rows, dtype, dim, 1)
+    for of_totals in {dtype, accumulation_dtype(dtype)}:
+        out, lse = outputs(50, dtype, dim, 2)
+        assert_joins(fused, (out.to(of_totals), lse), part, rows)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=4), st.integers(1, 40), st.integers(0, 99))
+@settings(max_examples=25)
+def test_any_rows(lengths: list[tuple[int, int]], dim: int, seed: int) -> None:
+    from bytescale_ext.attention import fused_merge
+
+    intervals, row = [], 0
+    for gap, length in lengths:
+        intervals.append((row + gap, row + gap + length))
+        row += gap + length
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        fused_merge.program.cache_clear()
+        rows = Rows.of(intervals)
+        totals = outputs(row + 2, torch.float32, dim, seed)
+        assert_joins(fused_merge.fused_join_, totals, outputs(rows.num_rows, torch.float32, dim, seed + 1), rows)
+        fused_merge.program.cache_clear()
+
+
+def test_strided_tensors(fused: JoinFunction) -> None:
+    """Kernels return views with heads first, sums with rows first, and columns apart."""
+    out, lse = outputs(20, torch.float32, 16, 3)
+    first, second = out.transpose(0, 1).contiguous().transpose(0, 1), lse.t().contiguous().t()
+    rows = Rows.of([(1, 5), (8, 20)])
+    assert_joins(fused, (first, second), tuple(x.clone() for x in outputs(16, torch.float32, 16, 4)), rows)  # type: ignore[arg-type]
+    apart = outputs(16, torch.bfloat16, 32, 5)
+    assert_joins(fused, (first, second), (apart[0][..., ::2], apart[1].t().contiguous().t()), rows)
+
+
+@pytest.mark.parametrize("case", [MIXED, GROUPS], ids=["mixed", "groups"])
+def test_rings_are_exact(fused: JoinFunction, case: Case) -> None:
+    """Outputs and gradients of rings whose blocks the kernel joins, against dense attention."""
+    kernel = dataclasses.replace(kernel_named("reference"), join=fused)
+    comms, ranks = mailbox_comms(case.num_ranks), range(case.num_ranks)
+    inputs = [case.inputs(0, rank, torch.float64) for rank in ranks]
+    layouts = [case.layout(0, rank) for rank in ranks]
+    found = run_round(layouts, inputs, [Backend(comm, kernel, case.scale) for comm in comms])
+    assert_matches(case, {(0, rank): found[rank] for rank in ranks}, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probe_accepts_it(fused: JoinFunction, dtype: torch.dtype) -> None:
+    assert probe_join(fused, CPU, dtype, 40) is None
+    assert probe_join(join_, CPU, dtype, 40) is None
+
+
+def keep_rows(totals: Output, part: Output, rows: Rows) -> None:
+    """Change nothing."""
+
+
+def overwrite(totals: Output, part: Output, rows: Rows) -> None:
+    rows.put_(totals[0], part[0])
+    rows.put_(totals[1], part[1], dim=1)
+
+
+def ignore_rows(totals: Output, part: Output, rows: Rows) -> None:
+    join_(totals, part, Rows.of([(0, rows.num_rows)]))
+
+
+def forget_sums(totals: Output, part: Output, rows: Rows) -> None:
+    join_((totals[0], totals[1].clone()), part, rows)
+
+
+def make_nan(totals: Output, part: Output, rows: Rows) -> None:
+    join_(totals, part, rows)
+    totals[0][rows.intervals[0][0]] = torch.nan
+
+
+def fail(totals: Output, part: Output, rows: Rows) -> None:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("join", [keep_rows, overwrite, ignore_rows, forget_sums, make_nan])
+def test_probe_finds_wrong_kernels(join: Callable[[Output, Output, Rows], None]) -> None:
+    assert probe_join(join, CPU, torch.bfloat16, 16) == "its probe differs from torch"
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel where it runs and agrees; torch elsewhere, with the reason."""
+    from bytescale_ext.attention.fused_merge import fused_join_
+
+    assert choose_join(CPU, torch.bfloat16, 64) == (join_, "it runs on cuda, not on cpu")
+    assert "no kernel image" in str(probe_join(fail, CPU, torch.bfloat16, 16))
+    monkeypatch.setattr(merge, "probe_join", lambda *_: None)
+    assert choose_join(CUDA, torch.bfloat16, 64) == (fused_join_, None)
+    monkeypatch.setattr(merge, "probe_join", lambda *_: "broken")
+    assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "broken")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "the package triton is not installed")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """The compiled kernel is chosen, and joins 9 M values with offsets beyond 32 bits as torch does."""
+    join, why_not = choose_join(CUDA, dtype, 128)
+    assert why_not is None
+    rows = Rows.of([(5, 8000), (700_000, 716_000)])
+    part = tuple(x.cuda() for x in outputs(rows.num_rows, dtype, 128, 1))
+    out = torch.randn(716_001, 24, 128, device="cuda")[:, ::8]  # 3 of 24 heads: rows lie 3,072 values apart
+    lse = torch.randn(3, 716_001, device="cuda")
+    assert_joins(join, (out, lse), part, rows)  # type: ignore[arg-type]
