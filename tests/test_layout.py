@@ -71,6 +71,7 @@ FLAGS = [
     "--host-memory-gb",
     "--device-memory-gb",
     "--link-gb-per-second",
+    "--gpus-per-link",
     "--memory-plan",
 ]
 SETS_ATTRIBUTES = {

@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
     )
     parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
+    parser.add_argument("--gpus-per-link", type=int, default=1, metavar="N", help="that share this link (1)")
     parser.add_argument(
         "--tflops",
         type=float,
@@ -92,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     """
     check_sizes(args)
     cost = costs(args)
-    machine = Machine(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, args.link_gb_per_second * 1e9)
+    link_gb = args.link_gb_per_second / args.gpus_per_link
+    machine = Machine(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, link_gb * 1e9)
     load = load_of(args, cost, args.seq_length)
     plan = make_plan(args.policy, load, machine)
     states = state_bytes(cost.shape, 4 if cost.dtype == "float32" else 2, cost.tensor_parallel, args.optimizer_ranks)
@@ -118,7 +120,15 @@ def run(args: argparse.Namespace) -> int:
 
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ValueError for an option that is not a positive number."""
-    for name in ("seq_length", "ring_width", "optimizer_ranks", "link_gb_per_second", "chunked_cross_entropy"):
+    sizes = (
+        "seq_length",
+        "ring_width",
+        "optimizer_ranks",
+        "link_gb_per_second",
+        "gpus_per_link",
+        "chunked_cross_entropy",
+    )
+    for name in sizes:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")

@@ -57,11 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-memory-gb G": "The most device memory for activations, besides parameters, gradients and optimizer "
         "states. priced, offload and auto need it, except offload with --hybrid-data-parallel, where "
         "--hdp-tokens-per-rank sets the limit.",
-        "--link-gb-per-second B": "Speed between device and pinned host memory, one way (55).",
+        "--link-gb-per-second B": "Speed of a link between device and pinned host memory, one way, when one GPU uses "
+        "it (55).",
     }
     for words, text in texts.items():
         flag, metavar = words.split()
         group.add_argument(flag, type=float, metavar=metavar, help=text)
+    group.add_argument(
+        "--gpus-per-link",
+        type=int,
+        metavar="N",
+        help="GPUs of this run that share one link to host memory, as behind a PCIe switch: each is planned with a "
+        "share of its speed (1). scripts/bench/activation/gpu_activations_calibrate.py measures it.",
+    )
 
 
 def is_on(args: Any) -> bool:
@@ -170,6 +178,9 @@ def machine_of(args: Any, shape: ModelShape) -> Machine:
     link = 55.0 if args.link_gb_per_second is None else args.link_gb_per_second
     if not 0 < link < math.inf:
         raise ValueError(f"--link-gb-per-second {link:g} must be positive")
+    sharers = 1 if args.gpus_per_link is None else args.gpus_per_link
+    if sharers < 1:
+        raise ValueError(f"--gpus-per-link {sharers} must be at least 1")
     host = args.host_memory_gb or 0.0
     optimizer = optimizer_host_bytes(args, shape) / 1e9
     free = max(0.0, free_host_bytes() / 1e9 / local_processes() - optimizer)
@@ -180,7 +191,7 @@ def machine_of(args: Any, shape: ModelShape) -> Machine:
             f"{free:.4g} GB of its free memory{beside}; give at most that"
         )
     device = math.inf if args.device_memory_gb is None else args.device_memory_gb
-    return Machine(device * 1e9, host * 1e9, link * 1e9)
+    return Machine(device * 1e9, host * 1e9, link * 1e9 / sharers)
 
 
 def optimizer_host_bytes(args: Any, shape: ModelShape) -> float:

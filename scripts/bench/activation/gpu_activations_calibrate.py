@@ -2,8 +2,9 @@
 
     .venv/bin/python scripts/bench/activation/gpu_activations_calibrate.py --output cost.json [--json]
 
-The link is measured each way alone, both ways at once, and each way while matrices are multiplied. ``--output`` is a
-cost file for ``--cost-file``. ``--device cpu --quick`` runs tiny sizes, as a test of the script.
+The link is measured each way alone, both ways at once, and each way while matrices are multiplied; then by a process
+for each GPU at once (``--processes``), which tells ``--gpus-per-link``. ``--output`` is a cost file for
+``--cost-file``. ``--device cpu --quick`` runs tiny sizes, as a test of the script.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
 from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
 from megatron.bytescale.training.one_device import OneDeviceModel, build_model  # noqa: E402
 from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser, parse  # noqa: E402
+from scripts.bench.activation.shared_link import measure_shared_link  # noqa: E402
 
 LENGTHS = (8192, 16384, 32768, 49152, 65536, 98304, 131072)
 TINY_LENGTHS = (64, 128, 256)
@@ -127,12 +129,14 @@ def fit(lengths: list[int], seconds: list[float]) -> tuple[CostModel, float]:
     return CostModel(a=a, b=b), float(np.abs((a * sizes**2 + b * sizes) / times - 1).max())
 
 
-def calibrate(on_cuda: bool, quick: bool, repeats: int) -> tuple[dict[str, Any], ModelCost]:
-    """Return all figures, and the cost of the model."""
+def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) -> tuple[dict[str, Any], ModelCost]:
+    """Return all figures, and the cost of the model. ``num_processes``: that copy at once to share a link."""
     shape, lengths = (TINY, TINY_LENGTHS) if quick else (SHAPE, LENGTHS)
     shape = replace(shape, num_layers=1)
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    speeds = link_speeds((1 << 16) if quick else (1 << 30), repeats, on_cuda)
+    num_bytes = (1 << 16) if quick else (1 << 30)
+    shared = measure_shared_link(num_processes, num_bytes, repeats, on_cuda)
+    speeds = link_speeds(num_bytes, repeats, on_cuda)
     built = build_model(shape, dtype, 0, loss_tokens=LOSS_TOKENS, on_cpu=not on_cuda)
     times = [layer_seconds(built, length, repeats) for length in lengths]
     (forward, forward_error), (backward, backward_error) = (
@@ -151,6 +155,7 @@ def calibrate(on_cuda: bool, quick: bool, repeats: int) -> tuple[dict[str, Any],
             for n, (f, b) in zip(lengths, times, strict=True)]  # fmt: skip
     return {
         "device": device, "link_gb_per_second": speeds, "layer": rows,
+        "shared_link": {**asdict(shared), "gpus_per_link": shared.gpus_per_link},
         "largest_fit_error": {"forward": forward_error, "backward": backward_error},
     }, cost  # fmt: skip
 
@@ -159,11 +164,19 @@ def main() -> None:
     """Measure, print, write."""
     parser = make_parser("Measure the link to host memory and a layer's time against length.")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--processes", type=int, metavar="N", help="that copy at once (one for each GPU)")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write a cost file")
     args = parse(parser)
-    figures, cost = calibrate(args.device == "cuda", args.quick, args.repeats)
+    on_cuda = args.device == "cuda"
+    num_processes = args.processes or (torch.cuda.device_count() if on_cuda else 1)
+    figures, cost = calibrate(on_cuda, args.quick, args.repeats, num_processes)
     for name, speed in figures["link_gb_per_second"].items():
         print(f"{name:28} {speed:8.2f} GB/s")
+    shared = figures["shared_link"]
+    print(
+        f"{num_processes} processes at once: {min(shared['together']):.2f} GB/s each, one alone "
+        f"{min(shared['alone']):.2f}: --gpus-per-link {shared['gpus_per_link']}"
+    )
     for row in figures["layer"]:
         forward, backward = (row[f"{way}_seconds"] * 1e3 for way in ("forward", "backward"))
         print(f"{row['num_tokens']:8} tokens  {forward:9.3f} ms {backward:9.3f} ms")

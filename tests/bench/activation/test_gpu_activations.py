@@ -32,7 +32,7 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
     )
 
     found: dict[str, Any] = {}
-    found["calibrate"], cost = gpu_activations_calibrate.calibrate(on_cuda=False, quick=True, repeats=2)
+    found["calibrate"], cost = gpu_activations_calibrate.calibrate(False, True, 2, num_processes=2)
     write_cost(Path(folder) / "cost.json", cost)
     sys.argv = [*QUICK, "--cost-file", f"{folder}/cost.json"]
     found["activations"] = gpu_activations.run(gpu_activations.parse()[0])
@@ -149,6 +149,10 @@ def test_arms_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calibration_makes_a_cost_file(found: dict[str, Any]) -> None:
     figures = found["calibrate"]
     assert all(speed > 0 for speed in figures["link_gb_per_second"].values())
+    shared = figures["shared_link"]
+    assert shared["num_processes"] == 2
+    assert shared["gpus_per_link"] in (1, 2)
+    assert min(*shared["alone"], *shared["together"]) > 0
     assert [row["num_tokens"] for row in figures["layer"]] == [64, 128, 256]
     assert found["cost"].forward.a > 0
     assert found["cost"].backward.b > 0

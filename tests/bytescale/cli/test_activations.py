@@ -50,6 +50,14 @@ def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["state_bytes"] == 9 * 6_738_415_616
 
 
+def test_gpus_that_share_a_link_plan_with_their_share(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for link in (["--link-gb-per-second", 40, "--gpus-per-link", 4], ["--link-gb-per-second", 10], []):
+        assert run("--model-flags", LLAMA, "--seq-length", 65536, "--policy", "memo", "--json", *link) == 0
+        found.append(json.loads(capsys.readouterr().out)["plan"])
+    assert found[0] == found[1] != found[2]
+
+
 def test_experts_are_said_to_be_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model-flags", f"{LLAMA} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024",
                "--chunked-cross-entropy", 4096, "--seq-length", 8192) == 0  # fmt: skip

@@ -78,6 +78,18 @@ def test_policies_plan_with_what_was_given() -> None:
     assert not shares.plan(shares.largest).rebuild_cheap
 
 
+def test_gpus_share_a_link() -> None:
+    """Each plans with its share of the speed: the same plan as behind a slower link of its own."""
+    shared = config_of(*MEMO, "--link-gb-per-second", "40", "--gpus-per-link", "4")
+    slow = config_of(*MEMO, "--link-gb-per-second", "10")
+    assert shared.machine == slow.machine
+    assert shared.machine.link_bytes_per_second == 10e9
+    assert config_of(*MEMO).machine.link_bytes_per_second == 55e9
+    plans = [config.plan(config.largest) for config in (shared, slow, config_of(*MEMO))]
+    assert plans[0] == plans[1]
+    assert plans[0].swap < plans[2].swap
+
+
 def test_a_given_share_is_that_of_all_micro_batches() -> None:
     config = config_of("--activation-policy", "offload", "--swap-fraction", "0.25", "--host-memory-gb", "1")
     assert config.plan(config.largest) == ActivationPlan("offload", 0.25, 0.0, 0.25, False, 2)
@@ -158,6 +170,8 @@ def test_micro_batches_have_plans_of_their_own() -> None:
         ),
         (("--host-memory-gb", "1"), {}, "--host-memory-gb needs --activation-policy"),
         ((*MEMO, "--link-gb-per-second", "0"), {}, "must be positive"),
+        ((*MEMO, "--gpus-per-link", "0"), {}, "--gpus-per-link 0 must be at least 1"),
+        (("--gpus-per-link", "2"), {}, "--gpus-per-link needs --activation-policy"),
         (("--chunked-cross-entropy", "0"), {}, "at least 1 token"),
         (MEMO, {"recompute_granularity": "full"}, "--recompute-granularity"),
         (MEMO, {"recompute_granularity": "selective"}, "--recompute-granularity"),
