@@ -155,7 +155,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
             for _ in range(2):  # Megatron moves its frequencies in the first
                 gpu.waits.clear()
                 units = units_of(plan.ranks[0], LENGTHS, 0, 1, rule)
-                prefix = None if rule is None else MicroBatchPrefix(units[0].layout.num_keys)
+                prefix = None if rule is None else MicroBatchPrefix()
                 for number, unit in enumerate(units):
                     packed = unit.read(MemorySource(LENGTHS), range(len(LENGTHS)), LENGTHS)
                     output, loss = forward(iter([(number, packed, prefix)]), model)
