@@ -24,6 +24,22 @@ from scripts.bench.activation.offloaded_inputs import OffloadedInputs
 ALPHAS = tuple(tenths / 10 for tenths in range(1, 11))
 TINY_ALPHAS = (0.5, 1.0)
 ENGINE_WAY = "engine"
+MAIN_ARMS = (
+    "none", "full recompute", "full recompute, inputs on host", "keep attention output", "memo", "priced",
+)  # fmt: skip
+"""What a run measures unless it is asked for everything."""
+
+WARM_UP, STALL_STEPS, LAYER_REPEATS = 1, 1, 3
+START_SECONDS = 45.0
+"""Imports, the model, and page-locked memory."""
+
+REPEATED = {
+    "full": 1.0, "full, inputs on host": 1.0, "core_attn": 1.0, "mlp": 0.5,
+}  # fmt: skip
+"""Forward passes of a layer that a method of Megatron repeats, at most."""
+
+PAGEABLE_BYTES_PER_SECOND = 20e9
+"""Of copies that torch allocates and waits for."""
 RATES = (650e12, 600e12, 500e12)
 
 
@@ -96,6 +112,28 @@ def arms_of(settings: Settings, length: int, host_gb: float) -> list[Arm]:
         alphas = TINY_ALPHAS if settings.is_tiny else ALPHAS
         arms += [Arm(f"alpha {alpha:g}", ActivationPlan("memo", alpha, 1 - alpha, 1.0, False, 2)) for alpha in alphas]
     return arms
+
+
+def predicted_seconds(settings: Settings) -> float:
+    """Return how long a run of all its arms takes at the rates that plans are made with, without sweep and search."""
+    steps = settings.num_steps + WARM_UP + STALL_STEPS
+    total = START_SECONDS
+    for length in settings.lengths:
+        load = load_of(settings, length)
+        total += (LAYER_REPEATS + 1) * (2 * load.forward_seconds + load.backward_seconds)
+        arms = [arm for host_gb in settings.host_gb for arm in arms_of(settings, length, host_gb)]
+        wanted = [arm for arm in arms if not settings.arms or arm.name in settings.arms]
+        total += steps * sum(_step_seconds(arm, load, settings.link_gb_per_second) for arm in wanted)
+    return total
+
+
+def _step_seconds(arm: Arm, load: LayerLoad, link_gb_per_second: float) -> float:
+    """Return the predicted seconds of a step of one arm, without the loss."""
+    seconds = forecast(arm.plan, load, Machine(1e18, 1e18, link_gb_per_second * 1e9)).step_seconds
+    seconds += REPEATED.get(arm.way, 0.0) * load.num_layers * load.forward_seconds
+    if arm.way == "save_on_cpu":
+        seconds = max(seconds, 2 * load.num_layers * load.bytes_of() / PAGEABLE_BYTES_PER_SECOND)
+    return seconds
 
 
 @contextlib.contextmanager

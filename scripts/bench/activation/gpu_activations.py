@@ -3,12 +3,16 @@
     .venv/bin/python scripts/bench/activation/gpu_activations.py [--host-bound] [--cost-file cost.json] [--json]
 
 8 layers of 7B width, one sequence per step, forward and backward without optimizer. Every arm has the same attention
-kernel and chunked loss. Step time is the median of 10 steps; recomputed work does not count in MFU. Stalls, the time
-that computing waits for copies, are measured in two further steps. Arms that run out of memory are reported. Then the
-longest trainable sequence of some arms is searched, and all figures are compared with the targets. Megatron's
-fine-grained offload needs TransformerEngine's layers; if that is installed, it runs in a separate process.
-``--host-bound`` measures a 3B model at 32K to 256K tokens with 16 to 100 GB of host memory instead, without sweep and
-search. ``--device cpu --quick`` runs tiny sizes, and counts memory against a small limit.
+kernel and chunked loss. Step time is the median of 3 steps; recomputed work does not count in MFU. Stalls, the time
+that computing waits for copies, are measured in one further step. Arms that run out of memory are reported, and all
+figures are compared with the targets. By default the main arms run at 32K and 128K tokens; ``--host-bound`` measures a
+3B model at 64K tokens with 32 GB of host memory instead. Each takes less than 9 minutes at the rates that plans
+are made with.
+
+``--all`` runs every arm at 8K to 192K tokens (``--host-bound``: 32K to 256K, with 16 to 100 GB), which takes hours: a
+sweep of alpha, a search for the longest trainable sequence, and Megatron's fine-grained offload in a separate process,
+if TransformerEngine is installed. ``--device cpu --quick`` runs them on tiny sizes, and counts memory against a small
+limit.
 """
 
 from __future__ import annotations
@@ -43,6 +47,10 @@ from bytescale_ext.plan.memory.placement import liveness_bound  # noqa: E402
 from megatron.bytescale.training.one_device import OneDeviceModel, build_model  # noqa: E402
 from scripts.bench.activation.activation_arms import (  # noqa: E402
     ENGINE_WAY,
+    LAYER_REPEATS,
+    MAIN_ARMS,
+    STALL_STEPS,
+    WARM_UP,
     Arm,
     Settings,
     arms_of,
@@ -55,17 +63,15 @@ from scripts.bench.activation.gpu_activations_calibrate import layer_seconds  # 
 from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser  # noqa: E402
 from scripts.bench.activation.gpu_options import parse as parse_options  # noqa: E402
 
-LENGTHS = (8192, 16384, 32768, 65536, 98304, 131072, 196608)
+LENGTHS = (32768, 131072)
+ALL_LENGTHS = (8192, 16384, 32768, 65536, 98304, 131072, 196608)
 HOST_BOUND_SHAPE = ModelShape(28, 3072, 24, 8, 128, 8192, True, 128256)
-HOST_BOUND_LENGTHS = (32768, 65536, 131072, 262144)
-HOST_BOUND_GB = (16.0, 32.0, 64.0, 100.0)
+HOST_BOUND_LENGTHS, ALL_HOST_BOUND_LENGTHS = (65536,), (32768, 65536, 131072, 262144)
+HOST_BOUND_GB, ALL_HOST_BOUND_GB = (32.0,), (16.0, 32.0, 64.0, 100.0)
 TINY_LENGTHS = (64, 130)
 LONGEST_ARMS = ("none", "full recompute", "full recompute, inputs on host", "keep attention output", "priced")
 MOST_TOKENS, GRANULE = 393216, 1024
 TINY_MOST_TOKENS, TINY_GRANULE, TINY_BYTES = 512, 32, 2_000_000
-LAYER_REPEATS = 3
-WARM_UP = 2
-STALL_STEPS = 2
 ENGINE_ARM = "fine-grained offload (TransformerEngine)"
 ENGINE_SETTING = {"NVTE_CPU_OFFLOAD_V1": "1"}
 """Megatron requires it from TransformerEngine 2.10 on; without it weights would be offloaded too."""
@@ -256,19 +262,22 @@ def parse() -> tuple[Settings, argparse.Namespace]:
     """Return the settings of the command line."""
     parser = make_parser(str(__doc__).splitlines()[0])
     parser.add_argument("--host-bound", action="store_true", help="a 3B model with little host memory; without sweep")
+    parser.add_argument("--all", action="store_true", help="every arm and length, sweep and search: hours")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--host-gb", type=float, nargs="+")
     parser.add_argument("--device-gb", type=float, help="for activations (most of what parameters leave free)")
     parser.add_argument("--link-gb-per-second", type=float, default=55.0)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cost-file", type=Path, help="of gpu_activations_calibrate.py")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of the device in bf16, for MFU")
     parser.add_argument("--arms", nargs="+", default=(), metavar="NAME", help="only these, by the names in the table")
     parser.add_argument("--engine", action="store_true", help="only Megatron's fine-grained offload")
     args = parse_options(parser)
-    shape, lengths, host_gb = SHAPE, LENGTHS, (100.0,)
+    shape, lengths, host_gb = SHAPE, ALL_LENGTHS if args.all else LENGTHS, (100.0,)
     if args.host_bound:
-        shape, lengths, host_gb = HOST_BOUND_SHAPE, HOST_BOUND_LENGTHS, HOST_BOUND_GB
+        shape, lengths = HOST_BOUND_SHAPE, ALL_HOST_BOUND_LENGTHS if args.all else HOST_BOUND_LENGTHS
+        host_gb = ALL_HOST_BOUND_GB if args.all else HOST_BOUND_GB
+    everything = args.all or args.quick
     made = Settings(
         shape=TINY if args.quick else shape,
         lengths=TINY_LENGTHS if args.quick else tuple(args.lengths or lengths),
@@ -281,8 +290,8 @@ def parse() -> tuple[Settings, argparse.Namespace]:
         peak_flops=args.peak_tflops * 1e12,
         engine=args.engine,
         is_tiny=args.quick,
-        arms=tuple(args.arms),
-        with_sweep=not args.host_bound,
+        arms=tuple(args.arms) or (() if everything else MAIN_ARMS),
+        with_sweep=everything and not args.host_bound,
     )
     if made.on_cuda and args.device_gb is None:
         whole = torch.cuda.get_device_properties(0).total_memory / 1e9

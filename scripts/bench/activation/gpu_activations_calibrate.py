@@ -36,6 +36,7 @@ from scripts.bench.activation.shared_link import measure_shared_link  # noqa: E4
 LENGTHS = (8192, 16384, 32768, 49152, 65536, 98304, 131072)
 TINY_LENGTHS = (64, 128, 256)
 HEAD_FLOPS = 650e12
+REPEATS = 10
 
 
 def seconds_of(run: Callable[[], Any], repeats: int, on_cuda: bool) -> float:
@@ -163,7 +164,7 @@ def calibrate(on_cuda: bool, quick: bool, repeats: int, num_processes: int = 1) 
 def main() -> None:
     """Measure, print, write."""
     parser = make_parser("Measure the link to host memory and a layer's time against length.")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--processes", type=int, metavar="N", help="that copy at once (one for each GPU)")
     parser.add_argument("--output", type=Path, metavar="F.json", help="write a cost file")
     args = parse(parser)

@@ -35,7 +35,7 @@ from megatron.bytescale.training.one_device import build_model  # noqa: E402
 from scripts.bench.activation.gpu_options import LOSS_TOKENS, SHAPE, TINY, make_parser, parse  # noqa: E402
 
 ACTIVATIONS = ActivationPlan("memo", 0.5, 0.5, 1.0, False, 2)
-WARM_UP = 2
+LONGEST, STEPS, WARM_UP = 65536, 6, 2
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 ARMS = {
     "default": "",
@@ -154,9 +154,9 @@ def row_text(row: dict[str, Any]) -> str:
 def options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = make_parser(str(__doc__).splitlines()[0])
-    parser.add_argument("--seq-length", type=int, default=131072)
+    parser.add_argument("--seq-length", type=int, default=LONGEST)
     parser.add_argument("--host-gb", type=float, default=80.0)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--arm", choices=ARMS, help="run this one alone, with --plan; ends with a line of JSON")
     parser.add_argument("--plan", type=Path, metavar="F.json")
     args = parse(parser)

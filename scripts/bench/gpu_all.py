@@ -1,0 +1,196 @@
+"""Run the GPU benchmarks in half an hour on one GPU, the most valuable first, and keep what they found.
+
+    .venv/bin/python scripts/bench/gpu_all.py --dry-run     # the predicted minutes of each command
+    .venv/bin/python scripts/bench/gpu_all.py               # run what fits; the same command goes on where it ended
+
+Each command has its own process and is ended after ``--budget-per-command`` minutes. A command that would not end
+within ``--minutes`` is not started, but shorter ones after it are. What each of them printed and its JSON are in the
+folder ``--output``, with the table and ``summary.json``, written after each command. Finished commands are skipped
+unless ``--again`` is given. Predictions are at the rates that plans are made with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+DONE, SKIPPED = "done", "done before"
+SECONDS_TO_END = 10.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """One benchmark.
+
+    Attributes:
+        name: of its files.
+        words: the command line; ``{output}`` is the folder of results. It ends with a line of JSON.
+        minutes: predicted.
+        headline: returns the most important figure of its JSON as text.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    minutes: float
+    headline: Callable[[dict[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a command: ``status`` is "done", "done before" or why there are no figures."""
+
+    name: str
+    status: str
+    minutes: float
+    figures: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Minutes of the whole run and of each command."""
+
+    minutes: float
+    per_command: float
+
+
+def run_all(commands: Sequence[Command], limits: Limits, output: Path, again: bool = False) -> list[Result]:
+    """Run the commands that fit, in order; results are written to ``output`` after each."""
+    output.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    results: list[Result] = []
+    for command in commands:
+        left = limits.minutes - (time.monotonic() - begun) / 60
+        before = None if again else finished(command, output)
+        if before is not None:
+            results.append(before)
+        elif min(command.minutes, limits.per_command) > left:
+            results.append(Result(command.name, f"not started, {left:.1f} minutes left", 0.0))
+        else:
+            results.append(run_one(command, min(limits.per_command, left), output))
+        write_summary(commands, results, output)
+        print(row_text(command, results[-1]), flush=True)
+    return results
+
+
+def finished(command: Command, output: Path) -> Result | None:
+    """Return the result of an earlier run of the same command line; None if it did not finish."""
+    path = output / f"{command.name}.json"
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    if found["words"] != list(command.words) or found["status"] != DONE:
+        return None
+    return Result(command.name, SKIPPED, found["minutes"], found["figures"])
+
+
+def run_one(command: Command, minutes: float, output: Path) -> Result:
+    """Run a command for at most some minutes; what it printed until then is kept."""
+    words = [word.replace("{output}", str(output)) for word in command.words]
+    begun = time.monotonic()
+    log = output / f"{command.name}.log"
+    with log.open("w") as printed:
+        process = subprocess.Popen(words, stdout=printed, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(minutes * 60)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    figures = json_of(lines)
+    spent = (time.monotonic() - begun) / 60
+    if code is None:
+        status = f"ended after {spent:.1f} minutes"
+    elif code or figures is None:
+        status = f"exit code {code}: {lines[-1][:120] if lines else 'no message'}"
+    else:
+        status = DONE
+    result = Result(command.name, status, spent, figures if status == DONE else None)
+    (output / f"{command.name}.json").write_text(json.dumps({"words": list(command.words), **asdict(result)}, indent=1))
+    return result
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started; do nothing to what has ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(SECONDS_TO_END)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def json_of(lines: Sequence[str]) -> dict[str, Any] | None:
+    """Return the JSON object of the last line, or None."""
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write_summary(commands: Sequence[Command], results: Sequence[Result], output: Path) -> None:
+    """Write ``summary.json`` and ``table.txt``."""
+    rows = [row_text(command, result) for command, result in zip(commands, results, strict=False)]
+    (output / "summary.json").write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    (output / "table.txt").write_text("\n".join(rows) + "\n")
+
+
+def row_text(command: Command, result: Result) -> str:
+    """Return one line of the table: the headline, or why there is none."""
+    text = result.status
+    if result.figures is not None:
+        try:
+            text = command.headline(result.figures)
+        except (KeyError, IndexError, TypeError, ValueError) as error:  # figures of another version of the script
+            text = f"{result.status}; its JSON has no headline ({type(error).__name__}: {error})"
+    return f"{command.name:22}{command.minutes:6.1f} predicted{result.minutes:6.1f} minutes  {text}"
+
+
+def plan_text(commands: Sequence[Command], limits: Limits) -> str:
+    """Return the predicted minutes of each command, and which are started if predictions are right."""
+    lines, left = [], limits.minutes
+    for command in commands:
+        minutes = min(command.minutes, limits.per_command)
+        is_started = minutes <= left
+        left -= minutes if is_started else 0.0
+        note = "" if is_started else "  not started"
+        note += "  ended at the limit" if command.minutes > limits.per_command else ""
+        lines.append(f"{command.name:22}{command.minutes:6.1f} minutes{note}")
+    return "\n".join([*lines, f"{'started':22}{limits.minutes - left:6.1f} of {limits.minutes:g} minutes"])
+
+
+def main() -> int:
+    """Print the plan, or run it; exit code 1 if a command failed."""
+    from scripts.bench.gpu_commands import gpu_commands
+
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the whole run (%(default)s)")
+    parser.add_argument("--budget-per-command", type=float, default=9.0, metavar="M", help="minutes (%(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", help="folder of results (runs/gpu)")
+    parser.add_argument("--again", action="store_true", help="run finished commands again")
+    parser.add_argument("--dry-run", action="store_true", help="print the predicted minutes of each command")
+    parser.add_argument("--device-gb", type=float, default=70.0, help="for activations, in predictions (%(default)s)")
+    args = parser.parse_args()
+    commands, limits = gpu_commands(args.device_gb), Limits(args.minutes, args.budget_per_command)
+    print(plan_text(commands, limits))
+    if args.dry_run:
+        return 0
+    results = run_all(commands, limits, args.output.resolve(), args.again)
+    return int(any(result.status.startswith(("exit", "ended")) for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
