@@ -14,7 +14,6 @@ TESTED_ELSEWHERE = {
     "bytescale_ext/data/loading/plan_worker.py": "the program of a process that test_planning.py starts",
     "megatron/bytescale/core/models/gpt/gpt_layer_specs.py": "tests/e2e/hdp, with every model",
     "megatron/bytescale/core/packed_seq_params.py": "tests/e2e/hdp, with every model",
-    "megatron/bytescale/core/parallel_state.py": "tests/e2e/hdp, with every layout",
     "megatron/bytescale/core/pipeline_parallel/p2p_communication.py": "tests/e2e/hdp/test_pipelines.py",
     "megatron/bytescale/core/transformer/dot_product_attention.py": "tests/e2e/hdp, with every layout",
     "megatron/bytescale/training/activations.py": "tests/e2e/activation",

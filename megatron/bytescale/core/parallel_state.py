@@ -62,7 +62,12 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
 
 
 def _own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return the process groups of the rank tuples ``mine``. All processes create all groups, in one order."""
+    """Return the process groups of the rank tuples ``mine``. All processes create all groups, in one order.
+
+    A process waits only for the members of its own groups. With ``use_local_synchronization`` it would create these
+    alone, but torch then names a group after its ranks and the number of groups that the process is in, which differs
+    between stages: neighbours would wait under different names.
+    """
     everyones: list[Sequence[tuple[int, ...]]] = [()] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     in_order = sorted({ranks for wanted in everyones for ranks in wanted})
