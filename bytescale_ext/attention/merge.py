@@ -112,7 +112,7 @@ def probe_join(join: JoinFunction, device: torch.device, dtype: torch.dtype, hea
             join_(wanted, part, rows)
             try:
                 join(totals, part, rows)
-            except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
+            except Exception as error:  # compilers fail in their own ways
                 return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
             tolerance = JOIN_TOLERANCE if of_totals == precise else 2 * torch.finfo(of_totals).eps
             if not all(torch.allclose(a, b, tolerance, tolerance) for a, b in zip(totals, wanted, strict=True)):

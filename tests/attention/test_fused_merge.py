@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -138,7 +139,7 @@ def make_nan(totals: Output, part: Output, rows: Rows) -> None:
 
 
 def fail(totals: Output, part: Output, rows: Rows) -> None:
-    raise RuntimeError("no kernel image is available")
+    raise subprocess.CalledProcessError(1, "gcc")
 
 
 @pytest.mark.parametrize("join", [keep_rows, overwrite, ignore_rows, forget_sums, make_nan])
@@ -151,7 +152,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     from bytescale_ext.attention.fused_merge import fused_join_
 
     assert choose_join(CPU, torch.bfloat16, 64) == (join_, "it runs on cuda, not on cpu")
-    assert "no kernel image" in str(probe_join(fail, CPU, torch.bfloat16, 16))
+    assert "its probe failed: CalledProcessError: Command 'gcc'" in str(probe_join(fail, CPU, torch.bfloat16, 16))
     monkeypatch.setattr(merge, "probe_join", lambda *_: None)
     assert choose_join(CUDA, torch.bfloat16, 64) == (fused_join_, None)
     monkeypatch.setattr(merge, "probe_join", lambda *_: "broken")

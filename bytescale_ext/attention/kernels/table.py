@@ -236,7 +236,7 @@ def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
         rows = slice(0, block.cu_q.num_tokens)
         try:
             error_size = _largest_error(kernel, dout[rows], q[rows], k, v, block)
-        except (RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
+        except Exception as error:  # packages fail in their own ways
             return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
         # Not "larger than": nan must fail.
         if not error_size < (3e-2 if dtype in HALF else 1e-4):

@@ -202,9 +202,13 @@ def test_probe_finds_wrong_and_broken_forwards() -> None:
     def failing(*arguments: object) -> Output:
         raise TypeError("got an unexpected keyword argument")
 
+    def refusing(*arguments: object) -> Output:
+        raise AssertionError("head dim must be 64")
+
     for forward in (of_nan, in_base_two, rows_first, without_mask, across_documents):
         assert "differs" in str(probe(dataclasses.replace(good, forward=forward), CPU, torch.float32, 16)), forward
     assert "unexpected keyword" in str(probe(dataclasses.replace(good, forward=failing), CPU, torch.float32, 16))
+    assert "must be 64" in str(probe(dataclasses.replace(good, forward=refusing), CPU, torch.float32, 16))
 
 
 def test_a_kernel_that_fails_its_probe_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

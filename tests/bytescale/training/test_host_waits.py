@@ -26,7 +26,11 @@ from tests.host_waits import FakeGpu, waits_of
 from tests.plan.simple_plans import plan_naive
 
 LENGTHS = (40, 7, 12, 3)
-RULES = {"whole": None, "slices": SliceRule(Slicing(3))}
+WAYS: dict[str, tuple[SliceRule | None, int | None]] = {
+    "whole": (None, None),
+    "loss in chunks": (None, 16),
+    "slices": (SliceRule(Slicing(3)), None),
+}
 CUDA_KERNELS = [row.name for row in kernel_table() if "cuda" in row.devices]
 HAVE_FAKES = ("torch_flash", "reference")  # torch knows the shapes of their results without a device
 
@@ -125,12 +129,13 @@ def build_model(runtime: Any) -> torch.nn.Module:
 
 
 def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
-    """Return, whole and in slices, the waits of a step's forward passes after a first one, and how many there were."""
+    """Return, for each way, the waits of a step's forward passes after a first one, and how many there were."""
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.training import training
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
     from megatron.bytescale.training import hdp
     from tests.e2e.preload import STAND_INS
 
@@ -148,10 +153,12 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     )
     plan = plan_naive(LENGTHS, 1, 80)
     found = {}
-    for name, rule in RULES.items():
+    for name, (rule, loss_tokens) in WAYS.items():
         with FakeGpu() as gpu:
             training._seqlen_stats_in_iteration = device(2, dtype=torch.float64)  # Megatron's, of the FLOPs of a step
             model, forward = build_model(runtime), hdp.forward_step(runtime)
+            if loss_tokens is not None:
+                use_chunked_loss(loss_tokens, [model])
             for _ in range(2):  # Megatron moves its frequencies in the first
                 gpu.waits.clear()
                 units = units_of(plan.ranks[0], LENGTHS, 0, 1, rule)
@@ -168,6 +175,6 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
 def test_training_forwards_do_not_wait() -> None:
     """From the packed tokens to the loss: layouts, positions, rotary angles, attention, Megatron's count of FLOPs."""
     found = run_ranks(run_forwards, 1, init_group=False)[0]
-    assert {name: number for name, (_, number) in found.items()} == {"whole": 1, "slices": 3}
+    assert {name: number for name, (_, number) in found.items()} == {"whole": 1, "loss in chunks": 1, "slices": 3}
     for name, (waits, _) in found.items():
         assert waits == [], name
