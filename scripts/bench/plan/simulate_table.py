@@ -137,9 +137,11 @@ def page(
         f"default, this length is such that a stage takes no more memory than under 1F1B: {_kept_text()}. "
         "*all keys* keeps the keys of every document, which takes more memory; without it, longer documents exchange "
         f"their keys again for each slice, and many slices take longer than none. {ORDER_NOTE} A token takes "
-        f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer for its kept keys (*kept keys*, the "
-        "most at one time), twice that in addition during the backward pass of its micro-batch, and "
-        f"{shipped('bytescale_7b').layer_bytes:,.0f} bytes for its activations (*peak tokens*).",
+        f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer for its kept keys (*kept keys*, of "
+        "other ranks, the most at one time), twice that for the sums of their gradients during the backward pass of its "
+        f"micro-batch, and {shipped('bytescale_7b').layer_bytes:,.0f} bytes for its activations (*peak tokens*). *GB* "
+        "is the most memory of a device: all of these, parameters, gradients, the optimizer's part (shared by all "
+        "ranks), the gradients of a layer, and the logits. Rows above 80 or 141 GB do not run on GPUs of that size.",
         "",
         "## Targets",
         "",
@@ -212,12 +214,12 @@ def _case_table(score: Scores) -> list[str]:
         f"**{score.case.name}**, {score.case.global_tokens // M}M tokens a step",
         "",
         "| scheduler | time / bound | own bound | over static | over megatron-hybrid | idle % | exposed % | "
-        "forwards | peak tokens | kept keys | peers | planning s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "forwards | peak tokens | kept keys | GB | peers | planning s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, outcomes in score.outcomes.items():
         if isinstance(outcomes, str):
-            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | | |")
+            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | | | |")
             continue
         cells = [_spread(score.over_bound(name)), _spread(score.over_own_bound(name))]
         for other in ("static", "megatron-hybrid"):
@@ -228,6 +230,7 @@ def _case_table(score: Scores) -> list[str]:
             _spread([one.forwards_per_rank for one in outcomes], 0),
             _spread([one.peak_tokens for one in outcomes], 0),
             _spread([one.kept_keys for one in outcomes], 0),
+            _spread([1e-9 * one.device_bytes for one in outcomes], 1),
             _spread([one.distinct_peers for one in outcomes], 0),
             _spread([one.planning_seconds for one in outcomes]),
         ]
