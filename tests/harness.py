@@ -62,7 +62,7 @@ PRELOADED = (
     "tests.e2e.preload",
 )
 # Many times what any test needs on a slow machine: only a hang lasts this long.
-HANG_SECONDS = 400.0
+HANG_SECONDS = 1200.0
 # Reports of ranks that fail together arrive in any order; we wait this long for an earlier one.
 SECONDS_FOR_EARLIER_FAILURES = 2.0
 SECONDS_FOR_STACKS = 20.0

@@ -38,7 +38,7 @@ def offload_layers(run: RunConfig) -> int | None:
 
 def planner_of(run: RunConfig) -> HdpPlanner:
     """Return the function from the lengths of a step to its plan; pure, equal on every rank."""
-    hdp, offload = run.get(HdpConfig), planned_offload(run)
+    hdp, offload, slices = run.get(HdpConfig), planned_offload(run), run.find(DocumentSliceConfig)
     return HdpPlanner(
         hdp.cluster,
         (step_cost(run),) * hdp.num_stages,
@@ -48,4 +48,5 @@ def planner_of(run: RunConfig) -> HdpPlanner:
         aligned=hdp.aligned,
         static_width=hdp.static_width,
         offload=None if offload is None else offload.limits,
+        choice=None if slices is None else slices.choice,
     )

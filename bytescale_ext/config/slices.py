@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.schedule.actions import SliceSchedule, slice_group_size
 from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule
@@ -36,6 +37,11 @@ class SliceConfig:
         """Slices that pass a virtual stage together."""
         return slice_group_size(self.num_stages, self.slicing.num_slices)
 
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether stages may run two forwards ahead."""
+        return self.slicing.receives_ahead
+
     def schedule(self, num_micro_batches: int) -> SliceSchedule:
         """Return the checked schedule of a step.
 
@@ -52,11 +58,13 @@ class DocumentSliceConfig:
         rule: how a micro-batch is cut.
         num_stages: pipeline stages.
         note: what to tell the user once about keys that are kept between slices.
+        choice: chooses the slices of each step, instead of those of the rule.
     """
 
     rule: SliceRule
     num_stages: int
     note: str = ""
+    choice: SlicingChoice | None = None
 
     def with_note(self, note: str) -> DocumentSliceConfig:
         """Return these slices with a note."""
@@ -66,6 +74,12 @@ class DocumentSliceConfig:
     def slicing(self) -> Slicing:
         """The slices, as planners take them."""
         return self.rule.slicing
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether stages may run two forwards ahead."""
+        options = (self.slicing,) if self.choice is None else self.choice.options
+        return any(slicing.receives_ahead for slicing in options)
 
     @property
     def group_size(self) -> int:

@@ -82,8 +82,9 @@ class Runtime:
 
     @property
     def slicing(self) -> Slicing:
-        """How micro-batches are sliced."""
-        return slicing(self.run)
+        """How the micro-batches of the running step are sliced."""
+        chosen = None if self.step is None else self.step.plan.slicing
+        return slicing(self.run) if chosen is None else chosen
 
     @property
     def rank(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,7 +29,7 @@ class LoaderSettings:
         rows_multiple: rows of each micro-batch are padded to a multiple of this.
         vocab_size: token ids must be below it; None: not checked.
         pin_memory: keep micro-batches in page-locked memory (CUDA).
-        slice_rule: how micro-batches are cut into slices; None: they stay whole.
+        slice_rule: how micro-batches are cut into slices, those of the plan if it names any; None: they stay whole.
 
     Raises:
         ValueError: a number is out of range.
@@ -68,7 +68,11 @@ class LoaderSettings:
     def units(self, plan: StepPlan) -> tuple[Unit, ...]:
         """Return this rank's micro-batches of a plan, or their slices, in running order."""
         assert 0 <= self.rank < plan.num_ranks, f"{self.rank=} {plan.num_ranks=}"
-        return units_of(plan.ranks[self.rank], plan.lengths, self.rank, self.rows_multiple, self.slice_rule)
+        rule = self.slice_rule
+        if plan.slicing is not None:
+            assert rule is not None, f"{plan.slicing=} {rule=}"
+            rule = replace(rule, slicing=plan.slicing) if plan.slicing.num_slices > 1 else None
+        return units_of(plan.ranks[self.rank], plan.lengths, self.rank, self.rows_multiple, rule)
 
     def read(
         self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.evaluate.shards import ShardTable
 from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, stage_orders
 from bytescale_ext.plan.schedule.simulate import WorkGraph
 from bytescale_ext.plan.step.plan import StepPlan

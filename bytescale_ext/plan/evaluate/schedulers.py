@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.evaluate.held import held
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.shards import ShardTable
 from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
+from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
@@ -43,6 +44,7 @@ class Scenario:
         stages: cost of each pipeline stage, the slowest one last; one without pipelines.
         memory: device memory of each pipeline stage.
         slicing: how the schedulers ``SLICED`` slice micro-batches (Seq1F1B); the others run 1F1B.
+        choice: chooses the slicing of each step for them instead.
     """
 
     cluster: Cluster
@@ -50,6 +52,7 @@ class Scenario:
     stages: tuple[StageCost, ...]
     memory: StageMemory
     slicing: Slicing = ONE_SLICE
+    choice: SlicingChoice | None = None
 
     @classmethod
     def of(
@@ -152,7 +155,7 @@ SLICED: Final = ("naive", "bytescale", "ours")
 
 def planner_of(scenario: Scenario, balance: str) -> HdpPlanner:
     """Return the planner with one kind of balance in this scenario; it balances the slowest stage."""
-    return HdpPlanner(scenario.cluster, scenario.stages, scenario.slicing, balance=balance)
+    return HdpPlanner(scenario.cluster, scenario.stages, scenario.slicing, balance=balance, choice=scenario.choice)
 
 
 def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcome:
@@ -163,13 +166,14 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
     check_step_plan(plan, lengths)
     table = ShardTable.of(plan)
     padded = table.with_counts(np.array(micro_batch_counts(plan)))  # a rank without micro-batches runs an empty one
-    return _outcome(padded, scenario, int(table.distinct_peers().max()), seconds)
+    used = scenario if plan.slicing is None else replace(scenario, slicing=plan.slicing)
+    return _outcome(padded, used, int(table.distinct_peers().max()), seconds)
 
 
 def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, planning_seconds: float) -> Outcome:
     result = replay_stages(table, scenario.stages, scenario.slicing)
     stages, memory = scenario.stages, scenario.memory
-    most = held(table, scenario.slicing, stages[0].both, memory.layer, len(stages))
+    most = held(table, scenario.slicing, stages[0].both, memory)
     return Outcome(
         makespan=result.makespan,
         idle_share=result.idle_share,

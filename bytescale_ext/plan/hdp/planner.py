@@ -17,6 +17,7 @@ from bytescale_ext.plan.hdp.baselines import place_naive, place_static
 from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.free.balance import place_balanced
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
@@ -78,6 +79,7 @@ class HdpPlanner:
         offload: activations may go to host memory within these limits, so that a sequence needs fewer ranks; a plan
             then names the share of each micro-batch. The micro-batches in flight share the host memory. None: nothing
             is offloaded.
+        choice: chooses the slicing of each step, which the plan then names; needs aligned slots. None: ``slicing``.
     """
 
     cluster: Cluster
@@ -88,6 +90,7 @@ class HdpPlanner:
     aligned: bool = False
     static_width: int | None = None
     offload: OffloadLimits | None = None
+    choice: SlicingChoice | None = None
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
@@ -99,6 +102,7 @@ class HdpPlanner:
                 f"balance {self.row.name} makes no aligned slots, which pipelines and expert parallelism need; "
                 f"choose {auto_balance(aligned=True)}"
             )
+        assert self.choice is None or len(self.stages) > 1, f"{self.choice=} {len(self.stages)=}"
 
     @property
     def row(self) -> PlannerRow:
@@ -123,13 +127,22 @@ class HdpPlanner:
                 ranks (the message names the smallest C that fits).
         """
         problem = self._problem(lengths, self.static_width)
-        return self._plan(
-            self.row.place(problem if self.row.sliced else replace(problem, slicing=ONE_SLICE), should_stop)
-        )
+
+        def place(problem: Problem) -> PlacedRanks:
+            return self.row.place(problem if self.row.sliced else replace(problem, slicing=ONE_SLICE), should_stop)
+
+        if self.choice is None:
+            return self._plan(place(problem))
+        slicing, placed = self.choice(problem, place)
+        return self._plan(placed, slicing)
 
     def fallback(self, lengths: Sequence[int]) -> StepPlan:
         """Return the simple plan (``place_naive``), made at once, for a planner that ran out of time."""
-        return self._plan(place_naive(self._problem(lengths, None)))
+        problem = self._problem(lengths, None)
+        if self.choice is None:
+            return self._plan(place_naive(problem))
+        slicing, placed = self.choice(problem, place_naive)
+        return self._plan(placed, slicing)
 
     @property
     def _limits(self) -> OffloadLimits | None:
@@ -147,7 +160,7 @@ class HdpPlanner:
             widths = static_widths(sizes, self.cluster, static_width, self.tokens_multiple)
         return Problem(sizes, widths, self.cluster, self.stages, self.slicing, self.needs_aligned, static_width)
 
-    def _plan(self, placed: PlacedRanks) -> StepPlan:
+    def _plan(self, placed: PlacedRanks, slicing: Slicing | None = None) -> StepPlan:
         """Return the plan of a placement, with the smallest offload shares that make its widths fit."""
         if self._limits is not None:
             tokens = -(-placed.lengths // placed.widths)
@@ -155,4 +168,4 @@ class HdpPlanner:
             shares = self._limits.min_shares(tokens.astype(np.float64), self.cluster.tokens_per_rank)
             placed = replace(placed, offloads=shares)
         lengths = tuple(placed.lengths.tolist())
-        return StepPlan(self.cluster.num_ranks, self.cluster.tokens_per_rank, lengths, placed, placed.aligned)
+        return StepPlan(self.cluster.num_ranks, self.cluster.tokens_per_rank, lengths, placed, placed.aligned, slicing)

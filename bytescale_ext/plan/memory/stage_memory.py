@@ -35,13 +35,14 @@ class StageMemory:
     Attributes:
         layer: bytes of a token in one layer.
         num_layers: of each stage.
-        fixed_bytes: of each stage: parameters, gradients, optimizer states, gradients of the layer that runs its
-            backward pass, and on the last stage the logits.
+        state_bytes: of each stage: parameters, gradients, optimizer states.
+        working_bytes: of each stage: gradients of the layer that runs its backward pass, or logits.
     """
 
     layer: LayerBytes
     num_layers: tuple[int, ...]
-    fixed_bytes: tuple[float, ...]
+    state_bytes: tuple[float, ...]
+    working_bytes: tuple[float, ...]
 
     @classmethod
     def of(cls, cost: ModelCost, num_stages: int, cluster: Cluster, element_bytes: int = 2) -> StageMemory:
@@ -55,16 +56,22 @@ class StageMemory:
         layer = LayerBytes(cost.layer_bytes, keys, keys * KEY_SUM_BYTES / element_bytes)
         working = cluster.tokens_per_rank * (max(tensors) + 2 * tensors[0] + 2 * keys)
         logits = cluster.tokens_per_rank * LOGIT_BYTES * shape.vocab / ranks
-        each = replace(shape, num_layers=shape.num_layers // num_stages)
-        of_parameter = parameter_bytes(element_bytes, cluster.num_ranks)
-        fixed = [
-            of_parameter * stage_parameters(each, ranks, stage == 0, stage == num_stages - 1)
-            + max(working, logits if stage == num_stages - 1 else 0.0)
-            for stage in range(num_stages)
-        ]
-        return cls(layer, (each.num_layers,) * num_stages, tuple(fixed))
+        each = replace(shape, num_layers=-(-shape.num_layers // num_stages))
+        of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), num_stages - 1
+        return cls(
+            layer,
+            (each.num_layers,) * num_stages,
+            tuple(
+                of_parameter * stage_parameters(each, ranks, not stage, stage == last) for stage in range(num_stages)
+            ),
+            (working,) * last + (max(working, logits),),
+        )
+
+    def without_states(self) -> StageMemory:
+        """Return the memory besides parameters, gradients and optimizer states."""
+        return replace(self, state_bytes=(0.0,) * len(self.num_layers))
 
     def most_bytes(self, layer_bytes: Sequence[float]) -> float:
         """Return the bytes of the stage that takes most; ``layer_bytes``: the most in a layer of each stage."""
-        stages = zip(self.fixed_bytes, self.num_layers, layer_bytes, strict=True)
-        return max(fixed + layers * each for fixed, layers, each in stages)
+        stages = zip(self.state_bytes, self.working_bytes, self.num_layers, layer_bytes, strict=True)
+        return max(states + working + layers * each for states, working, layers, each in stages)

@@ -10,10 +10,11 @@ A step plan is three nested values::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NotRequired, TypedDict
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import table_of
 
 
@@ -32,6 +33,14 @@ class MicroBatchJson(TypedDict):
     offload: NotRequired[float]
 
 
+class SlicingJson(TypedDict):
+    """The slices of a plan in its JSON format."""
+
+    num_slices: int
+    kept_tokens: int
+    eager: bool
+
+
 class StepPlanJson(TypedDict):
     """The JSON format of a plan."""
 
@@ -40,6 +49,7 @@ class StepPlanJson(TypedDict):
     lengths: list[int]
     ranks: list[list[MicroBatchJson]]
     aligned: NotRequired[bool]
+    slicing: NotRequired[SlicingJson]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,7 @@ class StepPlan:
         ranks: for each rank, its micro-batches in running order (may be empty, lengths may differ).
         aligned: the micro-batches of a sequence have the same index on every rank of its ring, which pipelines and
             expert parallelism need; a rank without work at an index has an empty micro-batch there.
+        slicing: the slices in which stages run the micro-batches of this step; None: those of the run.
     """
 
     num_ranks: int
@@ -60,6 +71,7 @@ class StepPlan:
     lengths: tuple[int, ...]
     ranks: Sequence[tuple[MicroBatch, ...]]
     aligned: bool = False
+    slicing: Slicing | None = None
 
     def to_json(self) -> StepPlanJson:
         """Return the plan as plain lists and dicts (the format of ``bytescale plan --json``); defaults are left out."""
@@ -71,6 +83,9 @@ class StepPlan:
         }
         if self.aligned:
             value["aligned"] = True
+        if self.slicing is not None:
+            slices, kept, eager = self.slicing.num_slices, self.slicing.kept_tokens, self.slicing.eager
+            value["slicing"] = {"num_slices": slices, "kept_tokens": kept, "eager": eager}
         return value
 
     @classmethod
@@ -98,11 +113,15 @@ class StepPlan:
                 for rank in value["ranks"]
             ),
             aligned=bool(value.get("aligned", False)),
+            slicing=Slicing(**value["slicing"]) if "slicing" in value else None,
         )
 
     def digest(self) -> str:
         """Return sha256 (first 16 hex digits) of the plan's table: equal plans, equal digests, on every machine."""
-        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, self.aligned)
+        how = [int(self.aligned)]
+        if self.slicing is not None:
+            how += [int(value) for value in asdict(self.slicing).values()]
+        return table_of(self.ranks).digest(self.num_ranks, self.tokens_per_rank, self.lengths, how)
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> MicroBatchJson:

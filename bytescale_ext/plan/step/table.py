@@ -108,12 +108,15 @@ class PlanTable:
         first, width = int(self.ring_firsts[shard]), int(self.ring_widths[shard])
         return self.odd_rings.get(shard, tuple(range(first, first + width)))
 
-    def digest(self, num_ranks: int, tokens_per_rank: int, lengths: Sequence[int], aligned: bool) -> str:
-        """Return sha256 (first 16 hex digits) of all columns as little-endian 64-bit numbers."""
+    def digest(self, num_ranks: int, tokens_per_rank: int, lengths: Sequence[int], how: Sequence[int]) -> str:
+        """Return sha256 (first 16 hex digits) of all columns as little-endian 64-bit numbers.
+
+        ``how``: further numbers that say how the micro-batches run.
+        """
         odd = [number for shard, ring in sorted(self.odd_rings.items()) for number in (shard, len(ring), *ring)]
         columns = (
             self.counts, self.shard_rows, self.seqs, self.ring_firsts, self.ring_widths, self.num_ranges, self.starts,
-            self.stops, odd, lengths, (num_ranks, tokens_per_rank, int(aligned)),
+            self.stops, odd, lengths, (num_ranks, tokens_per_rank, *how),
         )  # fmt: skip
         digest = hashlib.sha256()
         for column in columns:

@@ -126,7 +126,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--pipeline-model-parallel-size > 1", "memory_plan", _ONE_PROCESS,
            _above("pipeline_model_parallel_size", 1)),
     refuse("--seq1f1b-slices > 1", "memory_plan", "leave it at 1: a plan covers whole micro-batches",
-           _above("seq1f1b_slices", 1)),
+           lambda a: a.seq1f1b_slices not in (None, 1)),
     refuse("--microbatch-group-size-per-virtual-pipeline-stage", "hdp", "give at least --pipeline-model-parallel-size",
            lambda a: (a.microbatch_group_size_per_vp_stage or 1 << 30) < a.pipeline_model_parallel_size),
     refuse("--defer-embedding-wgrad-compute", "hdp slices loss_chunks",

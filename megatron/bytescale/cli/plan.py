@@ -20,7 +20,7 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.show import plan_text
 from bytescale_ext.plan.step.sizes import Cluster
-from megatron.bytescale.cli.slicing import add_slicing_arguments, slicing_of
+from megatron.bytescale.cli.slicing import add_slicing_arguments, choice_of, slicing_of
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -122,13 +122,15 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
         raise ValueError(f"--balance {balance} is unknown; choose one of {', '.join(kinds)}")
     if args.stages > 1 and balance != "auto" and not PLANNERS[balance].aligned:
         raise ValueError(f"--balance {balance} is for 1 stage, not {args.stages}; use auto or {auto_balance(True)}")
+    cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
     return HdpPlanner(
-        Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node),
+        cluster,
         stage_costs(cost, args.stages),
         slicing,
         tokens_multiple=args.tokens_multiple,
         balance=auto_balance(args.stages > 1) if balance == "auto" else balance,
         static_width=args.static_width,
+        choice=choice_of(args, cost, cluster),
     )
 
 
@@ -190,6 +192,7 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
             f"filled                  {summary.fill_share:.1%} of C in the mean micro-batch",
             f"padding                 {summary.padding_share:.2%} of the padded tokens",
             f"planned imbalance       {summary.imbalance:.3f} (makespan / mean busy time, without pipelines)",
+            *([] if plan.slicing is None else [f"slices                  {plan.slicing}"]),
             f"digest                  {plan.digest()}",
         )
     )
@@ -197,8 +200,9 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
 
 def score_text(plan: StepPlan, planner: HdpPlanner, device: str) -> str:
     """Return the planned time of the step, and its ratio to the lower bound of any plan."""
-    makespan = replay_stages(plan, planner.stages, planner.slicing).makespan
-    bound = lower_bounds(plan.lengths, planner.cluster, planner.stages, planner.slicing).largest
+    slicing = plan.slicing or planner.slicing
+    makespan = replay_stages(plan, planner.stages, slicing).makespan
+    bound = lower_bounds(plan.lengths, planner.cluster, planner.stages, slicing).largest
     return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {device})"
 
 

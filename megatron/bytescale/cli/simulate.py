@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
@@ -27,7 +27,7 @@ from bytescale_ext.plan.evaluate.schedulers import (
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
 from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
-from megatron.bytescale.cli.slicing import add_slicing_arguments, slicing_of
+from megatron.bytescale.cli.slicing import add_slicing_arguments, choice_of, slicing_of
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
@@ -76,6 +76,7 @@ class Described(TypedDict):
     global_tokens: int
     stages: int
     slicing: dict[str, int]
+    chosen_within_gb: float | None
     seeds: int
     cost: dict[str, str]
 
@@ -121,8 +122,9 @@ def run(args: argparse.Namespace) -> int:
             f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
         )
     cost = model_cost(args.cost_file)
-    slicing = slicing_of(args, cost)
-    scenario = Scenario.of(Cluster(args.ranks, args.tokens_per_rank), args.context, cost, args.stages, slicing)
+    slicing, cluster = slicing_of(args, cost), Cluster(args.ranks, args.tokens_per_rank)
+    scenario = Scenario.of(cluster, args.context, cost, args.stages, slicing)
+    scenario = replace(scenario, choice=choice_of(args, cost, cluster))
     figures = compare(scenario, draw_steps(args), names)
     described = described_scenario(args, slicing, cost)
     if args.plot:
@@ -144,6 +146,7 @@ def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCo
         "global_tokens": args.global_tokens,
         "stages": args.stages,
         "slicing": asdict(slicing),
+        "chosen_within_gb": args.device_memory_gb,
         "seeds": args.seeds,
         "cost": {"file": str(args.cost_file) if args.cost_file else "bytescale_7b", "device": cost.device},
     }
@@ -205,7 +208,8 @@ def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[
 
 def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
     """Return the comparison as a table, mean and worst of each figure."""
-    hidden = ("makespan_over_1f1b_bound", "kept_keys") if scenario["slicing"]["num_slices"] == 1 else ()
+    is_whole = scenario["slicing"]["num_slices"] == 1 and scenario["chosen_within_gb"] is None
+    hidden = ("makespan_over_1f1b_bound", "kept_keys") if is_whole else ()
     columns = {name: column for name, column in _COLUMNS.items() if name not in hidden}
     heads = ["", *(title for title, _ in columns.values())]
     rows = [heads]
@@ -235,6 +239,8 @@ def _title(scenario: Described) -> str:
     slicing = from_entries(Slicing, scenario["slicing"])
     if slicing.num_slices > 1:
         stages += f" in {slicing}"
+    if scenario["chosen_within_gb"] is not None:
+        stages += f" in slices chosen for each step within {scenario['chosen_within_gb']:g} GB"
     return (
         f"{source}, context {scenario['context']}, {scenario['ranks']} ranks{stages}, C {scenario['tokens_per_rank']}, "
         f"{scenario['global_tokens']} tokens a step, {scenario['seeds']} seeds"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
+from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
-from bytescale_ext.plan.step.sizes import Slicing
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+from megatron.bytescale.features.slices import AUTO, slices_value
 
 
-def add_slices_arguments(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add ``--slices`` with this help, and ``--eager``; ``slices_of`` reads them."""
-    parser.add_argument("--slices", type=int, default=1, metavar="K", help=text)
+def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = int) -> None:
+    """Add ``--slices`` with this help and type, and ``--eager``; ``slices_of`` reads them."""
+    parser.add_argument("--slices", type=kind, default=1, metavar="K", help=text)
     parser.add_argument(
         "--eager", action="store_true", help="stages run two forwards ahead of the next one, as --seq1f1b-eager"
     )
@@ -21,14 +26,23 @@ def add_slices_arguments(parser: argparse.ArgumentParser, text: str) -> None:
 
 def slices_of(args: argparse.Namespace) -> Slicing:
     """Return the slices of the options, without kept keys. Raises ValueError for fewer than 1."""
+    if args.slices == AUTO:
+        return ONE_SLICE
     if args.slices < 1:
         raise ValueError(f"--slices {args.slices} must be at least 1")
     return Slicing(args.slices, eager=args.eager)
 
 
 def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add ``--slices``, whose help ends with ``more``, ``--eager`` and ``--kept-keys``; ``slicing_of`` reads them."""
-    add_slices_arguments(parser, f"slices in which each stage runs a micro-batch, as --seq1f1b-slices (1){more}")
+    """Add the options that ``slicing_of`` and ``choice_of`` read; the help of ``--slices`` ends with ``more``."""
+    text = f"slices in which each stage runs a micro-batch, as --seq1f1b-slices (1); {AUTO}: the planner chooses"
+    add_slices_arguments(parser, text + more, slices_value)
+    parser.add_argument(
+        "--device-memory-gb",
+        type=float,
+        metavar="G",
+        help=f"with --slices {AUTO}: the most memory of a device, with model states",
+    )
     parser.add_argument(
         "--kept-keys",
         type=int,
@@ -45,8 +59,12 @@ def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
         ValueError: fewer than 1 slice, or options that need slices or stages and have none.
     """
     slicing = slices_of(args)
-    if args.slices > 1 and args.stages == 1:
+    if slicing.num_slices > 1 and args.stages == 1:
         raise ValueError(f"--slices {args.slices} needs a pipeline: give --stages of 2 or more")
+    if args.slices == AUTO:
+        return slicing
+    if args.device_memory_gb is not None:
+        raise ValueError(f"--device-memory-gb needs --slices {AUTO}")
     if args.kept_keys is not None and (args.kept_keys < 0 or args.slices == 1):
         raise ValueError(f"--kept-keys {args.kept_keys} must be at least 0, and needs --slices of 2 or more")
     if args.eager and args.slices == 1:
@@ -56,3 +74,22 @@ def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
     key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
     kept = affordable_tokens(args.stages, slicing, args.tokens_per_rank, cost.layer_bytes, key_bytes)
     return replace(slicing, kept_tokens=kept)
+
+
+def choice_of(args: argparse.Namespace, cost: ModelCost, cluster: Cluster) -> SlicingChoice | None:
+    """Return what chooses the slicing of each step, or None where the options give one.
+
+    Raises:
+        ValueError: options that do not fit ``--slices auto``, or a budget that is missing or too small.
+    """
+    if args.slices != AUTO:
+        return None
+    if args.stages == 1:
+        raise ValueError(f"--slices {AUTO} needs a pipeline: give --stages of 2 or more")
+    if args.kept_keys is not None or args.eager:
+        raise ValueError(f"--slices {AUTO} chooses what --kept-keys and --eager set: remove them")
+    if args.device_memory_gb is None or not 0 < args.device_memory_gb < math.inf:
+        raise ValueError(f"--slices {AUTO} needs --device-memory-gb, the most memory of a device")
+    choice = SlicingChoice(StageMemory.of(cost, args.stages, cluster), args.device_memory_gb * 1e9)
+    choice.check_fits(cost.forward + cost.backward, cluster.tokens_per_rank)
+    return choice

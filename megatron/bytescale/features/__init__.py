@@ -50,9 +50,10 @@ def check(args: Any) -> None:
     """
     on = enabled(args)
     names = {feature.name for feature in on}
+    borrowed = {flag for feature in on for flag in feature.borrows(args)}
     for feature in FEATURES:
         if feature.name not in names:
-            _check_not_given(feature, args)
+            _check_not_given(feature, args, borrowed)
         elif missing := [one for one in FEATURES if one.name in feature.requires and one.name not in names]:
             raise ValueError(f"{feature.flag} needs {missing[0].flag}")
     if args.cost_file is not None and not any(feature.reads_cost for feature in on):
@@ -63,9 +64,9 @@ def check(args: Any) -> None:
         feature.before_checks(args)
 
 
-def _check_not_given(feature: Feature, args: Any) -> None:
-    """Raise ValueError for a flag of a feature that is off, except for the flag that switches it on."""
+def _check_not_given(feature: Feature, args: Any, borrowed: Collection[str]) -> None:
+    """Raise ValueError for a flag of a feature that is off, but for borrowed ones and the one that switches it on."""
     for action in feature.actions():
         (flag,) = action.option_strings
-        if flag != feature.flag and getattr(args, action.dest) != action.default:
+        if flag != feature.flag and flag not in borrowed and getattr(args, action.dest) != action.default:
             raise ValueError(f"{flag} needs {feature.needs or feature.flag}")

@@ -153,7 +153,7 @@ def _check_planned_offload(args: Any, layers_of_process: int) -> None:
             f"{policy} does not work with --num-experts: what experts save stays on the device, so a share of the rest "
             f"does not make room for more tokens; use priced, {by_share}"
         )
-    if (args.seq1f1b_slices or 1) > 1:
+    if args.seq1f1b_slices not in (None, 1):
         raise ValueError(
             f"{policy} does not work with --seq1f1b-slices, which already hold less; remove one, {by_share}"
         )

@@ -20,6 +20,10 @@ def _nothing(args: Any) -> None:
     pass
 
 
+def _no_flags(args: Any) -> tuple[str, ...]:
+    return ()
+
+
 def _no_patches() -> tuple[Patch, ...]:
     return ()
 
@@ -40,6 +44,7 @@ class Feature:
         after_checks: restores arguments that Megatron's checks have changed.
         needs: what its other flags need, as messages name it; default: ``flag``.
         requires: names of features that must be on too.
+        borrows: flags of other features that it reads, so that they may be given although those features are off.
         reads_cost: it plans with the costs of ``--cost-file``.
         refusals: its rows in addition to those of the shared table.
         patches: returns its rows in addition to those of the shared table.
@@ -56,6 +61,7 @@ class Feature:
     after_checks: Callable[[Any], None] = _nothing
     needs: str = ""
     requires: tuple[str, ...] = ()
+    borrows: Callable[[Any], tuple[str, ...]] = _no_flags
     reads_cost: bool = False
     refusals: tuple[Refusal, ...] = ()
     patches: Callable[[], tuple[Patch, ...]] = _no_patches

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes
+from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
+from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.activations import RATES
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 
 
 ORDER_FLAG: Final = "--seq1f1b-eager"
+AUTO: Final = "auto"
+"""The planner chooses the slices of each step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bytescale: pipelines in slices (Seq1F1B)")
     group.add_argument(
         "--seq1f1b-slices",
-        type=int,
+        type=slices_value,
         metavar="K",
-        help="Cut each micro-batch into K slices that pass the pipeline one after another. Default: 1, not cut.",
+        help="Cut each micro-batch into K slices that pass the pipeline one after another. Default: 1, not cut. With "
+        f"--hybrid-data-parallel also {AUTO}: the planner chooses, for each step, slices, order and kept keys within "
+        "--device-memory-gb.",
     )
     group.add_argument(
         "--seq1f1b-partition",
@@ -56,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def slices_value(text: str) -> int | str:
+    """Return the value of ``--seq1f1b-slices``. Raises ValueError for a text that is neither a number nor "auto"."""
+    return text if text == AUTO else int(text)
+
+
 def is_on(args: Any) -> bool:
     """Return whether micro-batches are cut into slices."""
     return args.seq1f1b_slices not in (None, 1)
@@ -63,7 +76,9 @@ def is_on(args: Any) -> bool:
 
 def before_checks(args: Any) -> None:
     """Check the flags of slices, and set the Megatron arguments that slices need."""
-    if args.seq1f1b_slices < 1:
+    if args.seq1f1b_slices == AUTO:
+        _check_auto(args)
+    elif args.seq1f1b_slices < 1:
         raise ValueError(f"--seq1f1b-slices {args.seq1f1b_slices} must be at least 1; 1 does not cut micro-batches")
     if args.hdp_kept_keys is not None and not args.hybrid_data_parallel:
         raise ValueError("--hdp-kept-keys needs --hybrid-data-parallel")
@@ -76,7 +91,9 @@ def before_checks(args: Any) -> None:
 
 
 def slicing_of(args: Any) -> Slicing:
-    """Return the slices of the flags, without kept keys."""
+    """Return the slices of the flags, without kept keys; the most slices where the planner chooses."""
+    if args.seq1f1b_slices == AUTO:
+        return OPTIONS[-1]
     return Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager)
 
 
@@ -85,12 +102,32 @@ def flags_of(slicing: Slicing) -> list[str]:
     return ["--seq1f1b-slices", str(slicing.num_slices), *([ORDER_FLAG] if slicing.order else ())]
 
 
+def _check_auto(args: Any) -> None:
+    """Raise ValueError for flags with which the planner cannot choose the slices of each step."""
+    what, by_hand = f"--seq1f1b-slices {AUTO}", "or give a number of slices"
+    if not args.hybrid_data_parallel:
+        raise ValueError(f"{what} needs --hybrid-data-parallel, whose planner chooses them; {by_hand}")
+    if args.device_memory_gb is None:
+        raise ValueError(f"{what} needs --device-memory-gb, the device memory for activations; {by_hand}")
+    if not args.device_memory_gb > 0:
+        raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} is not an amount of memory")
+    for flag, value in (("--hdp-kept-keys", args.hdp_kept_keys), (ORDER_FLAG, args.seq1f1b_eager or None)):
+        if value is not None:
+            raise ValueError(f"{what} chooses what {flag} sets: remove {flag}, {by_hand}")
+    if args.activation_policy != "none" or (args.swap_fraction, args.recompute_fraction) != (None, None):
+        raise ValueError(
+            f"{what} does not work with activation policies, which plan for one number of slices: remove "
+            f"--activation-policy, --swap-fraction and --recompute-fraction, {by_hand}"
+        )
+
+
 def _check_order(args: Any) -> None:
+    flag = "--seq1f1b-slices auto" if args.seq1f1b_slices == AUTO else ORDER_FLAG
     if args.pipeline_model_parallel_size == 1:
-        raise ValueError(f"{ORDER_FLAG} needs a --pipeline-model-parallel-size of 2 or more")
+        raise ValueError(f"{flag} needs a --pipeline-model-parallel-size of 2 or more")
     chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     if any(getattr(args, name) for name in chunks):
-        raise ValueError(f"{ORDER_FLAG} does not work with virtual stages, which run two forwards ahead anyway")
+        raise ValueError(f"{flag} does not work with virtual stages, which run two forwards ahead anyway")
 
 
 def resolve(args: Any, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
@@ -143,28 +180,51 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
             f"micro-batches differ in length: use {', '.join(PARTITIONS)}"
         )
     equal = {"time": hdp.cost.both, "flops": layer_cost(run.shape, "flops").both, "even": None}[partition]
+    if args.seq1f1b_slices == AUTO:
+        return chosen_slices(args, run, SliceRule(OPTIONS[-1], equal, hdp.rows_multiple))
     kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
     slicing = replace(slicing_of(args), kept_tokens=kept_tokens)
     config = DocumentSliceConfig(SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages)
     return config.with_note(kept_note(config, run.shape, hdp.longest_sequence, args.tensor_model_parallel_size))
 
 
-def _affordable_tokens(args: Any, run: RunConfig) -> int:
-    """Return the longest sequence whose keys can be kept between slices at no cost in memory.
+def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceConfig:
+    """Return the choice of slices within the device memory for activations. Raises ValueError where none fits."""
+    hdp, num_stages, element = run.get(HdpConfig), args.pipeline_model_parallel_size, args.params_dtype.itemsize
+    cost = run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=args.tensor_model_parallel_size)
+    if args.recompute_granularity:  # of a slice that waits, its keys too
+        kept = _layer_bytes(args, run) * element / 2 + key_value_bytes(run.shape, cost.tensor_parallel, element)
+        cost = replace(cost, layer_bytes=kept)
+    elif run.cost is None:
+        cost = replace(cost, layer_bytes=_layer_bytes(args, run) * element / 2)
+    memory = StageMemory.of(cost, num_stages, run.cluster, element).without_states()
+    choice = SlicingChoice(memory, args.device_memory_gb * 1e9)
+    choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
+    note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"
+    return DocumentSliceConfig(rule, num_stages, note, choice)
 
-    Where activations are recomputed or leave the device, a token is sure to keep only the input of each layer.
+
+def _affordable_tokens(args: Any, run: RunConfig) -> int:
+    """Return the longest sequence whose keys can be kept between slices at no cost in memory."""
+    return affordable_tokens(
+        args.pipeline_model_parallel_size,
+        slicing_of(args),
+        run.cluster.tokens_per_rank,
+        _layer_bytes(args, run),
+        key_value_bytes(run.shape, args.tensor_model_parallel_size),
+    )
+
+
+def _layer_bytes(args: Any, run: RunConfig) -> float:
+    """Return the bytes of activations, of 16 bits each, that a token is sure to keep in a layer.
+
+    Where activations are recomputed or leave the device, that is only the input of the layer.
     """
     tensors = layer_tensors(run.shape, tensor_parallel=args.tensor_model_parallel_size)
     shares = (args.swap_fraction, args.recompute_fraction)
     if args.recompute_granularity or args.activation_policy != "none" or shares != (None, None):
         tensors = tensors[:1]
-    return affordable_tokens(
-        args.pipeline_model_parallel_size,
-        slicing_of(args),
-        run.cluster.tokens_per_rank,
-        sum(tensor.bytes_per_token for tensor in tensors),
-        key_value_bytes(run.shape, args.tensor_model_parallel_size),
-    )
+    return sum(tensor.bytes_per_token for tensor in tensors)
 
 
 def kept_note(config: DocumentSliceConfig, shape: ModelShape, longest: int, tensor_parallel: int) -> str:
@@ -209,5 +269,6 @@ SLICES = Feature(
     build=build,
     before_checks=before_checks,
     needs="--seq1f1b-slices of 2 or more",
+    borrows=lambda args: ("--device-memory-gb",) if args.seq1f1b_slices == AUTO else (),
     reads_cost=True,
 )

@@ -61,7 +61,7 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
 
 def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
     """Make the process groups of stages that receive ahead, and tell the user if slices gain nothing. Collective."""
-    if config.slicing.receives_ahead:
+    if config.receives_ahead:
         runtime.links = create_stage_links(runtime.run.process.timeout_minutes)
     if config.num_stages == 1:
         print_rank_0(

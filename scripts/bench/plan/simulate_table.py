@@ -138,9 +138,9 @@ def page(
         "*all keys* keeps the keys of every document, which takes more memory; without it, longer documents exchange "
         f"their keys again for each slice, and many slices take longer than none. {ORDER_NOTE} A token takes "
         f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer for its kept keys (*kept keys*, of "
-        "other ranks, the most at one time), twice that for the sums of their gradients during the backward pass of its "
-        f"micro-batch, and {shipped('bytescale_7b').layer_bytes:,.0f} bytes for its activations (*peak tokens*). *GB* "
-        "is the most memory of a device: all of these, parameters, gradients, the optimizer's part (shared by all "
+        "other ranks, the most at one time), twice that for the sums of their gradients during the backward pass of "
+        f"its micro-batch, and {shipped('bytescale_7b').layer_bytes:,.0f} bytes for its activations (*peak tokens*). "
+        "*GB* is the most memory of a device: all of these, parameters, gradients, the optimizer's part (shared by all "
         "ranks), the gradients of a layer, and the logits. Rows above 80 or 141 GB do not run on GPUs of that size.",
         "",
         "## Targets",

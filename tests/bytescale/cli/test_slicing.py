@@ -7,8 +7,15 @@ import argparse
 import pytest
 
 from bytescale_ext.measure.cost_file import shipped
-from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.cli.slicing import add_slices_arguments, add_slicing_arguments, slices_of, slicing_of
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
+from bytescale_ext.plan.step.sizes import Cluster, Slicing
+from megatron.bytescale.cli.slicing import (
+    add_slices_arguments,
+    add_slicing_arguments,
+    choice_of,
+    slices_of,
+    slicing_of,
+)
 
 COST = shipped("bytescale_7b")
 
@@ -41,8 +48,41 @@ def test_kept_keys_are_those_given_or_those_of_training() -> None:
         ("--kept-keys 5", 4, "--kept-keys 5 must be at least 0, and needs --slices"),
         ("--slices 2 --kept-keys -1", 4, "--kept-keys -1 must be at least 0"),
         ("--eager", 4, "--eager needs --slices of 2 or more"),
+        ("--slices 2 --device-memory-gb 80", 4, "--device-memory-gb needs --slices auto"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words: str, stages: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         slicing(words, stages)
+
+
+def choice(words: str, stages: int = 4) -> SlicingChoice | None:
+    parser = argparse.ArgumentParser()
+    add_slicing_arguments(parser)
+    parser.set_defaults(stages=stages)
+    return choice_of(parser.parse_args(words.split()), COST, Cluster(16, 8192))
+
+
+def test_the_planner_chooses_within_the_memory_of_a_device() -> None:
+    assert choice("--slices 2") is None
+    assert slicing("--slices auto --device-memory-gb 80") == Slicing()
+    found = choice("--slices auto --device-memory-gb 80")
+    assert found is not None
+    assert found.device_bytes == 80e9
+    assert all(states > 0 for states in found.memory.state_bytes)
+
+
+@pytest.mark.parametrize(
+    ("words", "stages", "message"),
+    [
+        ("--slices auto", 4, "--slices auto needs --device-memory-gb"),
+        ("--slices auto --device-memory-gb -1", 4, "--slices auto needs --device-memory-gb"),
+        ("--slices auto --device-memory-gb 80", 1, "--slices auto needs a pipeline"),
+        ("--slices auto --device-memory-gb 80 --eager", 4, "chooses what --kept-keys and --eager set"),
+        ("--slices auto --device-memory-gb 80 --kept-keys 9", 4, "chooses what --kept-keys and --eager set"),
+        ("--slices auto --device-memory-gb 2", 4, "take at least"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(words: str, stages: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choice(words, stages)

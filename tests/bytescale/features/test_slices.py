@@ -65,13 +65,13 @@ def test_flags_and_slices_follow_from_each_other() -> None:
 
 
 def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
-    """4 stages of 8 layers; keys of 3 micro-batches in flight and float32 gradients of one."""
+    """4 stages of 8 layers; keys of 7/4 micro-batches in flight and float32 gradients of 3/4 of one."""
     longest, key_bytes = DOCUMENTS.longest_sequence, key_value_bytes(LLAMA_7B)
     some, everything = (DocumentSliceConfig(SliceRule(Slicing(4, kept)), 4) for kept in (100, longest))
     note = kept_note(some, LLAMA_7B, longest, tensor_parallel=1)
     assert "up to 100 tokens are kept" in note
     assert f"--hdp-kept-keys {longest} avoids that" in note
-    assert f"up to {8 * 5 * longest * key_bytes / 1e9:,.1f} GB" in note
+    assert f"up to {8 * (7 / 4 + 6 / 4) * longest * key_bytes / 1e9:,.1f} GB" in note
     assert kept_note(everything, LLAMA_7B, longest, tensor_parallel=1).endswith("are kept from slice to slice")
 
 
@@ -114,6 +114,8 @@ BAD = (
     (1, "--seq1f1b-slices 2 --seq1f1b-eager", "--seq1f1b-eager needs a --pipeline-model-parallel-size of 2 or more"),
     (4, "--seq1f1b-slices 2 --seq1f1b-eager --pipeline-model-parallel-size 4 --num-layers 8 "
         "--num-virtual-stages-per-pipeline-rank 2", "--seq1f1b-eager does not work with virtual stages"),
+    (1, "--seq1f1b-slices auto", "--seq1f1b-slices auto needs --hybrid-data-parallel"),
+    (1, "--seq1f1b-slices 2 --device-memory-gb 1", "--device-memory-gb needs --activation-policy"),
     (1, "--seq1f1b-slices 2 --cost-file no-such-file.json", "no-such-file.json"),
     (1, "--seq1f1b-slices 257", "use at most 256 slices"),
     (1, "--seq1f1b-slices 2 --seq1f1b-partition 200,55", "of 256 tokens together; the nearest that fit are 201,55"),
@@ -129,6 +131,26 @@ BAD = (
 )  # fmt: skip
 
 
+BAD_CHOICES = (
+    ("1e-9", "micro-batches of 256 tokens take at least"),
+    ("-1", "--device-memory-gb -1 is not an amount of memory"),
+    ("1 --hdp-kept-keys 9", "chooses what --hdp-kept-keys sets: remove --hdp-kept-keys"),
+    ("1 --seq1f1b-eager", "chooses what --seq1f1b-eager sets: remove --seq1f1b-eager"),
+    ("1 --swap-fraction 0.5 --host-memory-gb 0.01", "does not work with activation policies"),
+    ("1 --pipeline-model-parallel-size 1", "--seq1f1b-slices auto needs a --pipeline-model-parallel-size of 2 or more"),
+)
+
+
+@pytest.mark.ranks
+def test_flags_that_do_not_fit_chosen_slices_are_refused() -> None:
+    given = [*MODEL, *TRAIN, "--cpu", *CHOSEN.split()]
+    lines = [(2, [*given, *words.split()]) for words, _ in BAD_CHOICES]
+    messages = [*(message for _, message in BAD_CHOICES), "needs --device-memory-gb"]
+    for answer, message in zip(resolve_lines(*lines, (2, given[:-1])), messages, strict=True):
+        assert answer.error is not None
+        assert message in answer.error
+
+
 @pytest.fixture(scope="module")
 def answers() -> list[Resolved]:
     return resolve_lines(*((num_processes, [*COMMON, *words.split()]) for num_processes, words, _ in BAD))
@@ -140,3 +162,21 @@ def test_bad_values_are_refused_with_the_nearest(index: int, answers: list[Resol
     error = answers[index].error
     assert error is not None
     assert any(part in error for part in BAD[index][2].split("|")), error
+
+
+CHOSEN = "--hybrid-data-parallel --hdp-tokens-per-rank 256 --attention-dropout 0 --seq1f1b-slices auto " \
+         "--pipeline-model-parallel-size 2 --num-layers 4 --device-memory-gb"  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_the_planner_chooses_slices_within_the_budget() -> None:
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    whole, less = (
+        resolved(2, *MODEL, *TRAIN, "--cpu", *f"{CHOSEN} 0.5 {words}".split()).features["slices"]
+        for words in ("", recompute)
+    )
+    assert whole.choice.device_bytes == 0.5e9
+    assert whole.choice.memory.state_bytes == (0.0, 0.0)
+    assert whole.receives_ahead
+    assert "fastest within 0.5 GB of activations and keys" in whole.note
+    assert less.choice.memory.layer.activations < 0.5 * whole.choice.memory.layer.activations

@@ -35,12 +35,13 @@ from tests.e2e.training import HDP, Outcome
 pytestmark = pytest.mark.ranks
 
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
+BUDGET = "0.00095"  # some keys are kept, not all
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
 
 
 @dataclass(frozen=True)
 class Case:
-    """Slices, and the layout that runs them."""
+    """Slices, 0 if the planner chooses them, and the layout that runs them."""
 
     num_slices: int
     num_ranks: int
@@ -65,6 +66,8 @@ CASES = {
     "pp1": Case(2, 2, 1, FULL),
     "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150", "--seq1f1b-eager"], balance="pp",
                           kept_keys="up to 150 tokens"),
+    "pp2-chosen": Case(0, 4, 2, ["--device-memory-gb", BUDGET], balance="pp", num_evaluations=2,
+                       kept_keys=f"fastest within {BUDGET} GB"),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT, *UNALIGNED], num_chunks=2, num_evaluations=2),
 }  # fmt: skip
 
@@ -83,7 +86,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 ) -> None:
     case = CASES[name]
     flags = [*HDP, *BALANCE, case.balance, "--pipeline-model-parallel-size", case.num_stages,
-             "--seq1f1b-slices", case.num_slices, *case.flags, *STEPS, case.num_evaluations]  # fmt: skip
+             "--seq1f1b-slices", case.num_slices or "auto", *case.flags, *STEPS, case.num_evaluations]  # fmt: skip
     outcomes = run(corpus, tmp_path, case.num_ranks, flags, partial(train_and_record, case.num_idle))
     assert outcomes[-1].losses == pytest.approx(oracle[0].losses, rel=TOLERANCE)
     if case.num_evaluations:
@@ -103,11 +106,12 @@ def check_order(case: Case, outcomes: list[Outcome]) -> None:
         plans, actions = ([StepPlan.from_json(plan) for plan in printed(outcome, "PLAN")], printed(outcome, "ACTIONS"))
         assert len(plans) == len(actions) == 2
         for plan, done in zip(plans, actions, strict=True):
-            group = slice_group_size(case.num_stages, case.num_slices) // case.num_slices
+            assert (plan.slicing is None) == bool(case.num_slices)
+            slicing = plan.slicing or Slicing(case.num_slices, eager="--seq1f1b-eager" in case.flags)
+            group = slice_group_size(case.num_stages, slicing.num_slices) // slicing.num_slices
             count = micro_batch_counts(plan, multiple=group if case.num_chunks > 1 else 1)[hdp_rank]
-            slicing = Slicing(case.num_slices, eager="--seq1f1b-eager" in case.flags)
             schedule = seq1f1b_schedule(case.num_stages, count, slicing, case.num_chunks)
-            expected = [(one.kind, one.micro_batch * case.num_slices + one.slice_index, one.chunk)
+            expected = [(one.kind, one.micro_batch * slicing.num_slices + one.slice_index, one.chunk)
                         for one in schedule.stages[stage]]  # fmt: skip
             assert [tuple(one) for one in done] == expected
             widths |= {tuple(sorted({len(shard.ring) for shard in held.shards})) for held in plan.ranks[hdp_rank]}

@@ -6,6 +6,7 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay, replay_stages
@@ -19,7 +20,6 @@ from bytescale_ext.plan.evaluate.schedulers import (
     stage_costs,
     static,
 )
-from bytescale_ext.plan.evaluate.shards import ShardTable
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
@@ -31,7 +31,8 @@ UNIT = StageCost(CostModel(a=0.0, b=1.0, g=1.0), CostModel(a=0.0, b=2.0, g=1.0))
 
 
 def scenario(num_ranks: int, tokens_per_rank: int, context: int, *stages: StageCost) -> Scenario:
-    memory = StageMemory(LayerBytes(2.0, 1.0, 2.0), (3,) * max(1, len(stages)), (100.0,) * max(1, len(stages)))
+    count = max(1, len(stages))
+    memory = StageMemory(LayerBytes(2.0, 1.0, 2.0), (3,) * count, (60.0,) * count, (40.0,) * count)
     return Scenario(Cluster(num_ranks, tokens_per_rank), context, stages or (UNIT,), memory)
 
 

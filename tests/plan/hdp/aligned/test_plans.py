@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import BACKWARD, FORWARD, replay_stages
-from bytescale_ext.plan.evaluate.shards import ShardTable
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.placed import micro_batch_counts

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.evaluate.held import held
-from bytescale_ext.plan.evaluate.shards import ShardTable
-from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
@@ -19,6 +19,10 @@ from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 COST = CostModel(a=0.01, b=1.0)
 BYTES = LayerBytes(10.0, 3.0, 6.0)
+
+
+def memory_of(num_stages: int, layer: LayerBytes = BYTES) -> StageMemory:
+    return StageMemory(layer, (1,) * num_stages, (0.0,) * num_stages, (0.0,) * num_stages)
 
 
 def plan_of(lengths: tuple[int, ...], *ranks: tuple[tuple[tuple[int, ...], ...], ...]) -> StepPlan:
@@ -61,19 +65,19 @@ def local(*tokens: int) -> StepPlan:
     ],
 )
 def test_equal_micro_batches_by_hand(num_stages: int, slicing: Slicing, most: list[int]) -> None:
-    found = held(ShardTable.of(local(*(4,) * 6)), slicing, COST, BYTES, num_stages)
+    found = held(ShardTable.of(local(*(4,) * 6)), slicing, COST, memory_of(num_stages))
     assert found.tokens[:, 0].tolist() == most
     assert not found.kept_keys.any()  # no rings
 
 
 def test_a_pipeline_with_nothing_to_do_holds_nothing() -> None:
-    found = held(ShardTable.of(plan_of((4,), ((0,),), ())), ONE_SLICE, COST, BYTES, 2)
+    found = held(ShardTable.of(plan_of((4,), ((0,),), ())), ONE_SLICE, COST, memory_of(2))
     assert found.tokens.tolist() == [[4, 0], [4, 0]]
     assert found.layer_bytes.tolist() == [[40, 0], [40, 0]]
 
 
 def test_virtual_stages_hold_parts_of_the_layers() -> None:
-    found = held(ShardTable.of(local(*(4,) * 8)), ONE_SLICE, COST, BYTES, 2, num_chunks=2)
+    found = held(ShardTable.of(local(*(4,) * 8)), ONE_SLICE, COST, memory_of(2), num_chunks=2)
     assert found.tokens[:, 0].tolist() == [4 * 5 / 2, 4 * 3 / 2]
 
 
@@ -82,11 +86,11 @@ def test_kept_keys_and_sums_by_hand() -> None:
     plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
     even = CostModel(a=0.0, b=1.0)
     for most_kept, kept in ((0, 0), (4, 2), (8, 4)):
-        found = held(ShardTable.of(plan), Slicing(2, most_kept), even, BYTES, 1)
+        found = held(ShardTable.of(plan), Slicing(2, most_kept), even, memory_of(1))
         assert found.kept_keys.tolist() == [[kept, kept]]
     # F0.0 F0.1 B0.1 F1.0: slices 0.0 of 2 and 1.0 of 1 own and kept tokens, and the sums of slice 0.0.
     assert found.layer_bytes.tolist() == [[3 * 10 + 3 * 3 + 4 * 6] * 2]
-    free_sums = held(ShardTable.of(plan), Slicing(2, 8), even, LayerBytes(10.0, 3.0, 0.0), 1)
+    free_sums = held(ShardTable.of(plan), Slicing(2, 8), even, memory_of(1, LayerBytes(10.0, 3.0, 0.0)))
     assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
 
 
@@ -101,7 +105,7 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
         slicing = ONE_SLICE
     num_stages = source.randint(1, 4)
     table = ShardTable.of(plan)
-    found = held(table, slicing, COST, BYTES, num_stages)
+    found = held(table, slicing, COST, memory_of(num_stages))
     for rank, micro_batches in enumerate(plan.ranks):
         shares = [[_share(plan, row, index, slicing) for index in range(slicing.num_slices)] for row in micro_batches]
         for stage in range(num_stages):

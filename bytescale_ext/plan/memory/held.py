@@ -7,7 +7,7 @@ backward pass (``attention/slices.py``). The order of work alone decides what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.evaluate.shards import ShardTable
-from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.actions import FORWARD, stage_orders
 from bytescale_ext.plan.step.sizes import Slicing
 
@@ -73,9 +73,9 @@ def held(
     table: ShardTable,
     slicing: Slicing,
     cost: CostModel,
-    layer: LayerBytes,
-    num_stages: int,
+    memory: StageMemory,
     num_chunks: int = 1,
+    stages: Sequence[int] | None = None,
 ) -> Held:
     """Return the most that each stage holds.
 
@@ -83,14 +83,17 @@ def held(
         table: the plan; ranks are pipelines.
         slicing: how micro-batches are cut.
         cost: in which slices are equal.
-        layer: bytes of a token in one layer.
-        num_stages, num_chunks: pipeline stages, and virtual stages of each.
+        memory: of the pipeline's stages.
+        num_chunks: virtual stages of each.
+        stages: the stages of interest, others are left at 0; None: all.
     """
-    slices = _Slices.of(table, cost, slicing)
+    slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
     summed = slices.summed(slicing.num_slices)
     weighted = layer.activations * slices.own + layer.keys * slices.kept
     found = np.zeros((3, num_stages, table.num_ranks))
     for ranks, stage, units, is_forward in _orders(table, slicing, num_stages, num_chunks):
+        if stages is not None and stage not in stages:
+            continue
         sign = np.where(is_forward, 1.0, -1.0)
         sums = np.where(is_forward, 0.0, summed[units])
         for number, changes in enumerate(

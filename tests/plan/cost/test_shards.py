@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.evaluate.shards import ShardTable
+from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.step.check import groups_of
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.plan import StepPlan

@@ -1,0 +1,153 @@
+"""Choose the slices of each step within a budget of device memory: how many, in which order, which keys are kept.
+
+More slices fill and drain a pipeline sooner and hold fewer activations; the eager order waits less and holds more; kept
+keys travel once and take memory. Which pays depends on the lengths of the step. So a step is placed, every option is
+timed on that placement with the longest keys that fit, and the step is placed again for the fastest ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.errors import OutOfTime
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+
+OPTIONS: Final = (
+    ONE_SLICE,
+    *(slicing for count in (2, 4, 8, 12) for slicing in (Slicing(count), Slicing(count).two_ahead())),
+)
+"""Numbers of slices and orders that are tried, without kept keys."""
+
+_TRIES = 3  # of the fastest options are placed by themselves
+
+Place = Callable[[Problem], PlacedRanks]
+
+
+@dataclass(frozen=True)
+class SlicingChoice:
+    """Chooses the slices of a step; calling it is pure.
+
+    Attributes:
+        memory: of the pipeline's stages.
+        device_bytes: budget of each device, for all that ``memory`` counts.
+        options: slicings to choose from.
+    """
+
+    memory: StageMemory
+    device_bytes: float
+    options: tuple[Slicing, ...] = OPTIONS
+
+    def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
+        """Return the slices of a step and its placement.
+
+        Args:
+            problem: the step, whatever its slicing.
+            place: the planner.
+
+        Raises:
+            OutOfTime: from ``place``, before there was any placement.
+        """
+        longest = int(problem.lengths.max(initial=0))
+        first = replace(self.options[-1], kept_tokens=longest)
+        placed = place(replace(problem, slicing=first))
+        if not longest:
+            return first, placed
+        found = self._timed_options(problem, placed)
+        with contextlib.suppress(OutOfTime):
+            if min(found).slicing.kept_tokens < _longest_ring(placed):  # narrower rings keep fewer keys
+                placed = place(replace(problem, slicing=self.options[-1]))
+                found += self._timed_options(problem, placed)
+            for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:_TRIES]:
+                placed = place(replace(problem, slicing=slicing))
+                fitted = self._fitted(problem, placed, slicing)
+                found += [] if fitted is None else [_timed(problem, placed, fitted)]
+        best = min(found)
+        return best.slicing, best.placed
+
+    def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[_Timed]:
+        """Time a placement in every option that fits, or in the one that holds least if none does."""
+        return [_timed(problem, placed, option) for option in self._fitting(problem, placed)]
+
+    def _fitting(self, problem: Problem, placed: PlacedRanks) -> list[Slicing]:
+        """Return the options that fit, each with its longest kept keys; if none does, the one that holds least."""
+        fitted = [self._fitted(problem, placed, option) for option in self.options]
+        found = [option for option in fitted if option is not None]
+        table = _table(problem, placed)
+        return found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
+
+    def _fitted(self, problem: Problem, placed: PlacedRanks, option: Slicing) -> Slicing | None:
+        """Return an option with the keys of all sequences kept up to the greatest length that fits; None: none does."""
+        table = _table(problem, placed)
+        in_rings = placed.lengths[placed.widths > 1] if option.num_slices > 1 else placed.lengths[:0]
+        lengths = [0, *np.unique(in_rings).tolist()]
+
+        def fits(number: int) -> bool:
+            tried = replace(option, kept_tokens=lengths[number])
+            return self._bytes(problem, table, tried) <= self.device_bytes
+
+        low, high = -1, len(lengths) - 1  # fits(low) holds, but for -1
+        if fits(high):
+            return replace(option, kept_tokens=lengths[high])
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return None if low < 0 else replace(option, kept_tokens=lengths[low])
+
+    def _bytes(self, problem: Problem, table: ShardTable, slicing: Slicing) -> float:
+        """Return the most bytes of a device; the first stage holds most slices, the last one has the logits."""
+        memory, ends = self.memory, (0, len(problem.stages) - 1)
+        most = held(table, slicing, problem.cost, memory, stages=ends).layer_bytes.max(axis=1)
+        return memory.most_bytes(most.tolist())
+
+    def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
+        """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
+        lengths = np.full(4 * len(self.memory.num_layers), num_tokens, dtype=np.int64)
+        zeros = np.zeros_like(lengths)
+        placed = PlacedRanks(1, lengths, zeros, zeros + 1, np.arange(len(lengths)), aligned=True)
+        table = ShardTable.of(StepPlan(1, num_tokens, tuple(lengths.tolist()), placed, aligned=True))
+        least = min(
+            self.memory.most_bytes(held(table, option, problem_cost, self.memory).layer_bytes.max(axis=1).tolist())
+            for option in self.options
+        )
+        if least > self.device_bytes:
+            raise ValueError(
+                f"micro-batches of {num_tokens} tokens take at least {least / 1e9:.4g} GB of device memory in slices, "
+                f"and --device-memory-gb is {self.device_bytes / 1e9:.4g}: give at least that, or fewer tokens"
+            )
+
+
+def _table(problem: Problem, placed: PlacedRanks) -> ShardTable:
+    lengths = tuple(placed.lengths.tolist())
+    return ShardTable.of(StepPlan(problem.num_ranks, problem.tokens_per_rank, lengths, placed, placed.aligned))
+
+
+def _longest_ring(placed: PlacedRanks) -> int:
+    """Return the tokens of the longest sequence on several ranks."""
+    return int(placed.lengths[placed.widths > 1].max(initial=0))
+
+
+@dataclass(frozen=True, order=True)
+class _Timed:
+    """A placement in slices, and when its last pipeline ends. The earliest is the least."""
+
+    seconds: float
+    slicing: Slicing = field(compare=False)
+    placed: PlacedRanks = field(compare=False)
+
+
+def _timed(problem: Problem, placed: PlacedRanks, slicing: Slicing) -> _Timed:
+    slots = slot_seconds(placed, problem.stage, slicing)
+    return _Timed(float(run_pipelines(slots, len(problem.stages)).max()), slicing, placed)

@@ -1,0 +1,111 @@
+"""The slices that the planner chooses: never slower than those tried by hand, never more memory than the budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.evaluate.replay import replay_stages
+from bytescale_ext.plan.evaluate.schedulers import stage_costs
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
+from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+COST = shipped("bytescale_7b")
+CLUSTER, STAGES = Cluster(16, 8192), 4
+MEMORY = StageMemory.of(COST, STAGES, CLUSTER)
+COSTS = stage_costs(COST, STAGES)
+LENGTHS = [110_000, 60_000, 30_000, *(9_000,) * 6, *(3_000,) * 60, *(500,) * 200]
+SHORT = [500] * 600
+
+
+def planner(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> HdpPlanner:
+    return HdpPlanner(CLUSTER, COSTS, balance="pp", choice=SlicingChoice(MEMORY, gigabytes * 1e9, options))
+
+
+def seconds(plan: StepPlan) -> float:
+    assert plan.slicing is not None
+    return replay_stages(plan, (COSTS[-1],) * STAGES, plan.slicing).makespan
+
+
+def gigabytes(plan: StepPlan) -> float:
+    assert plan.slicing is not None
+    most = held(ShardTable.of(plan), plan.slicing, COSTS[0].both, MEMORY)
+    return MEMORY.most_bytes(most.layer_bytes.max(axis=1).tolist()) / 1e9
+
+
+@pytest.fixture(scope="module")
+def free() -> StepPlan:
+    return planner(1000)(LENGTHS)
+
+
+def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) -> None:
+    check_step_plan(free, LENGTHS)
+    by_hand = Slicing(12, 1 << 20, eager=True)
+    plan = HdpPlanner(CLUSTER, COSTS, by_hand, balance="pp")(LENGTHS)
+    assert plan.slicing is None
+    assert seconds(free) <= replay_stages(plan, (COSTS[-1],) * STAGES, by_hand).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_plans_hold_their_budget(share: float, free: StepPlan) -> None:
+    """Between the least that slices take and what the fastest plan takes."""
+    one_option = planner(1, OPTIONS[-2:-1])(LENGTHS)  # nothing fits: the one that holds least
+    assert one_option.slicing == OPTIONS[-2]
+    least = gigabytes(one_option)
+    budget = least + share * (gigabytes(free) - least)
+    plan = planner(budget)(LENGTHS)
+    assert gigabytes(plan) <= budget
+    assert seconds(plan) >= seconds(free) * 0.99
+    assert plan == planner(budget)(LENGTHS)
+
+
+def test_a_tight_budget_keeps_fewer_keys() -> None:
+    options = OPTIONS[-1:]
+    none, whole = planner(1, options)(LENGTHS), planner(1000, options)(LENGTHS)
+    tight = planner(gigabytes(none) + 0.1, options)(LENGTHS)
+    kept = [plan.slicing.kept_tokens for plan in (none, tight, whole) if plan.slicing is not None]
+    assert kept[0] == 0
+    assert kept[1] < kept[2] == 110_000
+    assert gigabytes(tight) <= gigabytes(none) + 0.1
+
+
+def test_the_slices_depend_on_the_step() -> None:
+    """Launches cost more than the bubble where all documents are short; nothing is in a ring."""
+    chosen = {planner(1000)(lengths).slicing for lengths in (LENGTHS, SHORT, [500] * 16)}
+    assert len(chosen) > 1
+    assert planner(1000)(SHORT).slicing.kept_tokens == 0  # type: ignore[union-attr]
+
+
+def test_an_empty_step_and_the_simple_plan() -> None:
+    assert planner(1000)([]).lengths == ()
+    simple = planner(30)
+    plan = simple.fallback(LENGTHS)
+    check_step_plan(plan, LENGTHS)
+    assert plan.slicing is not None
+    assert gigabytes(plan) <= max(30, gigabytes(simple(LENGTHS)))
+
+
+def test_a_plan_with_slices_is_written_read_and_compared(free: StepPlan) -> None:
+    again = StepPlan.from_json(free.to_json())
+    assert again.slicing == free.slicing
+    assert again.digest() == free.digest()
+    others = {
+        StepPlan(free.num_ranks, free.tokens_per_rank, free.lengths, free.ranks, True, slicing).digest()
+        for slicing in (None, ONE_SLICE, Slicing(2), Slicing(2, 9), Slicing(2, 9, eager=True))
+    }
+    assert len(others) == 5
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    choice = SlicingChoice(MEMORY, 1e9)
+    with pytest.raises(
+        ValueError, match=r"take at least .* GB of device memory in slices, and --device-memory-gb is 1:"
+    ):
+        choice.check_fits(COSTS[0].both, CLUSTER.tokens_per_rank)
+    SlicingChoice(MEMORY, 80e9).check_fits(COSTS[0].both, CLUSTER.tokens_per_rank)
