@@ -197,7 +197,7 @@ def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> N
 
 SCENARIO: command.Described = {
     "lengths": "data/mine.idx", "context": 64, "ranks": 4, "tokens_per_rank": 16, "global_tokens": 256, "stages": 1,
-    "slicing": {"num_slices": 1}, "seeds": 3, "cost": {"file": "a.json", "device": "a GPU"},
+    "slicing": {"num_slices": 1}, "chosen_within_gb": None, "seeds": 3, "cost": {"file": "a.json", "device": "a GPU"},
 }  # fmt: skip
 
 
@@ -216,8 +216,22 @@ def test_the_table_of_given_figures() -> None:
 def test_the_title_names_stages_and_slices() -> None:
     title = command._title({**SCENARIO, "sampler": "github", "stages": 4, "slicing": {"num_slices": 3}})
     assert title.startswith("github, context 64, 4 ranks x 4 stages in 3 slices")
+    chosen = command._title({**SCENARIO, "sampler": "github", "stages": 4, "chosen_within_gb": 80})
+    assert chosen.startswith("github, context 64, 4 ranks x 4 stages in slices chosen for each step within 80 GB")
 
 
 def test_a_figure_is_mean_and_worst() -> None:
     assert command._figure([1.0, 4.0]) == {"mean": 2.5, "worst": 4.0}
     assert command._figure([1.0, 4.0], worst=min) == {"mean": 2.5, "worst": 1.0}
+
+
+def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--sampler", "github", *SMALL, "--stages", 4, "--schedulers", "static,ours", "--json")
+    assert run(*words) == 0
+    whole = json.loads(capsys.readouterr().out)["schedulers"]
+    assert run(*words, "--slices", "auto", "--device-memory-gb", 60) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["scenario"]["chosen_within_gb"] == 60
+    assert value["schedulers"]["static"]["makespan"] == whole["static"]["makespan"]
+    assert value["schedulers"]["ours"]["makespan"]["mean"] < whole["ours"]["makespan"]["mean"]
+    assert value["schedulers"]["ours"]["device_bytes"]["worst"] <= 60e9

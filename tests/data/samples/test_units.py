@@ -80,5 +80,5 @@ def test_padding() -> None:
     for part in slices:
         assert isinstance(part.layout, SliceLayout)
         assert part.num_rows == part.layout.num_rows == 8
-        assert part.layout.num_keys == 0
+        assert all(rows.num_rows == 0 for rows in part.layout.held.places)
         assert not part.layout.attention.passes
