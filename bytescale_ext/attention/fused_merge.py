@@ -26,7 +26,7 @@ def fused_join_(totals: Output, part: Output, rows: Rows) -> None:
     if not part_out.numel():
         return
     part_out = part_out if part_out.stride(2) == 1 else part_out.contiguous()
-    assert out.stride(2) == 1, f"{out.stride()=}"
+    assert out.stride(2) == 1 and num_rows * heads < 1 << 31, f"{out.shape=} {out.stride()=}"
     width = triton.next_power_of_2(dim)
     pairs = max(1, ELEMENTS // width)
     start = rows.intervals[0][0]
@@ -51,9 +51,9 @@ def _join(
     IS_VIEW: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Join ``PAIRS`` pairs of a row and a head; pointers, then steps between rows and heads of each tensor."""
-    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pair < num_pairs
-    row, head = pair // heads, pair % heads
+    row, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)  # steps times rows exceed 32 bits
     if IS_VIEW:
         target = row + start
     else:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +160,33 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "broken")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "the package triton is not installed")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("of_totals", "of_part"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp64", "fp64")])
+def test_it_compiles_for_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, of_totals: str, of_part: str
+) -> None:
+    """To machine code, without a device: the interpreter is less strict about types."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bytescale_ext.attention import fused_merge
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fused_merge.program.cache_clear()
+    kernel = fused_merge.program()
+    fused_merge.program.cache_clear()
+    of_sums = "*fp64" if of_part == "fp64" else "*fp32"
+    for is_view in (True, False):
+        constants = {"IS_VIEW": is_view, "DIM": 96, "WIDTH": 128, "PAIRS": 16}
+        types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+        types |= {"out": f"*{of_totals}", "part_out": f"*{of_part}", "lse": of_sums, "part_lse": of_sums}
+        types["index"] = of_sums if is_view else "*i64"
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
 @pytest.mark.gpu
