@@ -39,12 +39,19 @@ class Command:
         words: the command line; ``{output}`` is the folder of results. It ends with a line of JSON.
         minutes: predicted.
         headline: returns the most important figure of its JSON as text.
+        reads: a flag and a file that an earlier command writes, left out where it did not; none if empty.
     """
 
     name: str
     words: tuple[str, ...]
     minutes: float
     headline: Callable[[dict[str, Any]], str]
+    reads: tuple[str, ...] = ()
+
+    def words_for(self, output: Path) -> list[str]:
+        """Return the command line that writes to a folder."""
+        words, reads = ([word.replace("{output}", str(output)) for word in some] for some in (self.words, self.reads))
+        return [*words, *(reads if reads and Path(reads[-1]).exists() else ())]
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def finished(command: Command, output: Path) -> Result | None:
 
 def run_one(command: Command, minutes: float, output: Path) -> Result:
     """Run a command for at most some minutes; what it printed until then is kept."""
-    words = [word.replace("{output}", str(output)) for word in command.words]
+    words = command.words_for(output)
     begun = time.monotonic()
     log = output / f"{command.name}.log"
     with log.open("w") as printed:

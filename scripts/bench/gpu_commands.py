@@ -45,10 +45,10 @@ def gpu_commands(device_gb: float) -> list[Command]:
         return (sys.executable, str(BENCH / name), *words, "--json")
 
     def arms(length: int) -> Command:
-        words = ("--lengths", str(length), "--cost-file", CALIBRATED)
-        seconds = predicted_seconds(settings_of(device_gb, (length,)))
-        name = f"activations_{length // 1024}k"
-        return Command(name, python("activation/gpu_activations.py", *words), seconds / 60, arms_headline)
+        words = python("activation/gpu_activations.py", "--lengths", str(length))
+        minutes = predicted_seconds(settings_of(device_gb, (length,))) / 60
+        name, cost = f"activations_{length // 1024}k", ("--cost-file", CALIBRATED)
+        return Command(name, words, minutes, arms_headline, cost)
 
     calibrate = python("activation/gpu_activations_calibrate.py", "--output", CALIBRATED)
     training = python("plan/gpu_training.py", "--steps", str(TRAINING_STEPS))
