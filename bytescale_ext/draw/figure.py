@@ -36,14 +36,20 @@ LINES: Final = (
 _GOLDEN: Final = 0.6180339887498949  # steps of this much hue keep early numbers far apart
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axes side by side. It has its own canvas: no pyplot, no global state, no display."""
+def new_figure(
+    width: float, height: float, columns: int = 1, heights: Sequence[float] = (1.0,)
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with axes row by row. It has its own canvas: no pyplot, no global state, no display.
+
+    ``heights``: of the rows, relative to each other.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    axes = [figure.add_subplot(grid[row, column]) for row in range(len(heights)) for column in range(columns)]
     for one in axes:
         for side in ("top", "right", "left"):
             one.spines[side].set_visible(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROW: Final = 0.78  # height of a box; ranks are 1 apart
+_NARROW: Final = 0.01  # share of the width below which a box has neither frame nor label
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str, unit: str = "s") -> None:
     """Draw ranks (down) over time (right) into a file; its suffix names the format.
 
     A micro-batch is one box for its forward and one for its backward pass, divided among its shards by tokens. Each
-    sequence keeps its colour; forward is the light tint. A frame encloses the boxes of a ring on all its ranks.
+    document keeps its colour; forward is the light tint. A frame encloses the boxes of a ring on all its ranks.
     Waiting, gradient reduction and optimizer are grey; an empty row is idle.
 
     Args:
@@ -46,40 +48,50 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, unit: str = "s"
     Raises:
         ValueError: there is no span.
     """
-    if not spans:
+    draw_timelines([(title, spans)], path, unit)
+
+
+def draw_timelines(steps: Sequence[tuple[str, Sequence[Span]]], path: Path, unit: str = "s") -> None:
+    """Draw several steps under each other over the same time, each with its title, as ``draw_timeline`` draws one.
+
+    Raises ValueError where a step has no span.
+    """
+    if not all(spans for _, spans in steps):
         raise ValueError("there are no spans to draw")
-    ranks = sorted({span.rank for span in spans})
-    rows = {rank: row for row, rank in enumerate(range(ranks[-1] + 1))}
-    origin = min(span.start for span in spans)
-    length = max(span.stop for span in spans) - origin
-    figure, (axes,) = new_figure(14.0, min(1.9 + 0.46 * len(rows), 5.2 + 0.115 * len(rows)))
-    _draw_boxes(axes, spans, origin)
-    inches_per_row = (figure.get_figheight() - 1.5) / len(rows)
-    _draw_rings(axes, spans, origin, length)
-    _draw_labels(axes, spans, origin, length, inches_per_row)
-    axes.set_xlim(0.0, length * 1.005 or 1.0)
-    axes.set_ylim(len(rows) - 0.42, -0.58)
-    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096) if len(rows) / step <= 24)
-    set_rows(axes, range(0, len(rows), step), "rank")
-    axes.set_xlabel(f"time ({unit})" if unit == "s" else unit)
-    _draw_legend(axes, {span.kind for span in spans}, any(_rings_of(span) for span in spans))
-    set_title(axes, title)
+    num_rows = [max(span.rank for span in spans) + 1 for _, spans in steps]
+    heights = [min(1.9 + 0.46 * rows, 5.2 + 0.115 * rows) for rows in num_rows]
+    figure, panels = new_figure(14.0, sum(heights), heights=heights)
+    longest = max(max(span.stop for span in spans) - min(span.start for span in spans) for _, spans in steps)
+    for axes, (title, spans), rows, height in zip(panels, steps, num_rows, heights, strict=True):
+        origin = min(span.start for span in spans)
+        _draw_boxes(axes, spans, origin)
+        _draw_rings(axes, spans, origin, longest)
+        _draw_labels(axes, spans, origin, longest, (height - 1.5) / rows)
+        axes.set_xlim(0.0, longest * 1.005 or 1.0)
+        axes.set_ylim(rows - 0.42, -0.58)
+        step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 4096) if rows / step <= 24)
+        set_rows(axes, range(0, rows, step), "rank")
+        set_title(axes, title)
+    panels[-1].set_xlabel(f"time ({unit})" if unit == "s" else unit)
+    everything = [span for _, spans in steps for span in spans]
+    _draw_legend(panels[0], {span.kind for span in everything}, any(_rings_of(span) for span in everything))
     save(figure, path)
 
 
 @dataclass
 class _Frame:
-    """The area of one ring's boxes: ranks [first, last], time [start, stop)."""
+    """The area of one ring's boxes: ranks [first, last], time [start, stop); the narrowest box."""
 
     shard: SpanShard
     start: float
     stop: float
     first: int
     last: int
+    narrowest: float = math.inf
 
 
 def _sequence_colour(seq: int, is_ring: bool, kind: str) -> Colour:
-    """Return the colour of a sequence: strong in a ring, soft on one rank; forward is a tint."""
+    """Return the colour of a document: strong in a ring, soft on one rank; forward is a tint."""
     colour = hue_colour(seq, 0.50, 0.55) if is_ring else hue_colour(seq, 0.66, 0.40)
     return tinted(colour, 0.50 if kind == "forward" else 0.0)
 
@@ -114,8 +126,8 @@ def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
     axes.add_collection(edges)
 
 
-def _frames(spans: Sequence[Span], origin: float) -> list[tuple[str, _Frame]]:
-    """Return (kind, frame) of each ring sequence: the area of the boxes of all its members."""
+def _frames(spans: Sequence[Span], origin: float, length: float) -> list[tuple[str, _Frame]]:
+    """Return (kind, frame) of each document in a ring: the area of the boxes of all its members, if none is narrow."""
     frames: dict[tuple[str, int], _Frame] = {}
     for span in spans:
         for shard, start, stop in shard_parts(span):
@@ -125,14 +137,15 @@ def _frames(spans: Sequence[Span], origin: float) -> list[tuple[str, _Frame]]:
             frame = frames.setdefault((span.kind, shard.seq), _Frame(shard, start, stop, span.rank, span.rank))
             frame.start, frame.stop = min(frame.start, start), max(frame.stop, stop)
             frame.first, frame.last = min(frame.first, span.rank), max(frame.last, span.rank)
-    return [(kind, frame) for (kind, _), frame in frames.items()]
+            frame.narrowest = min(frame.narrowest, stop - start)
+    return [(kind, frame) for (kind, _), frame in frames.items() if frame.narrowest >= _NARROW * length]
 
 
 def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float) -> None:
     """Draw a frame around each ring, and fill the gaps between its rows so that it is one block."""
     from matplotlib.patches import Rectangle
 
-    for kind, frame in _frames(spans, origin):
+    for kind, frame in _frames(spans, origin, length):
         colour = _sequence_colour(frame.shard.seq, True, "backward")
         dark: Colour = (colour[0] * 0.6, colour[1] * 0.6, colour[2] * 0.6)
         corner = (frame.start, frame.first - _ROW / 2)
@@ -144,16 +157,16 @@ def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float)
 
 
 def _draw_labels(axes: Axes, spans: Sequence[Span], origin: float, length: float, inches_per_row: float) -> None:
-    """Name the rings, and the sequences of wide boxes, where the text fits."""
+    """Name the rings, and the documents of wide boxes, where the text fits."""
     inches = 12.5 / length if length else 0.0
-    for kind, frame in _frames(spans, origin):
+    for kind, frame in _frames(spans, origin, length):
         members = len(frame.shard.ring)
         texts = (
-            f"seq {frame.shard.seq}\n{_count_text(frame.shard.length)} on {members}",
-            f"seq {frame.shard.seq}",
+            f"document {frame.shard.seq}\n{_count_text(frame.shard.length)} on {members}",
+            f"document {frame.shard.seq}",
             f"{frame.shard.seq}",
         )
-        width = (frame.stop - frame.start) * inches
+        width = frame.narrowest * inches
         height = (frame.last - frame.first + _ROW) * inches_per_row
         text = _fitting_text(texts, width, height)
         colour = ink_on(_sequence_colour(frame.shard.seq, True, kind))
@@ -192,7 +205,7 @@ def _draw_legend(axes: Axes, kinds: set[str], has_rings: bool) -> None:
 
     entries = [Patch(facecolor=_sequence_colour(0, True, kind), label=kind) for kind in COMPUTE_KINDS if kind in kinds]
     if has_rings:
-        entries.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="ring: one sequence on many ranks"))
+        entries.append(Patch(facecolor="none", edgecolor=INK, linewidth=1.4, label="ring: one document on many ranks"))
     names = {"wait": "waiting", "reduce": "gradient reduction", "optimizer": "optimizer"}
     entries += [Patch(facecolor=GREYS[kind], label=name) for kind, name in names.items() if kind in kinds]
     entries.append(Patch(facecolor=IDLE, edgecolor=FRAME, linewidth=0.6, label="idle"))

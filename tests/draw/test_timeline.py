@@ -56,8 +56,9 @@ def test_a_micro_batch_of_padding_is_drawn(tmp_path: Path) -> None:
 
 def test_frames_hold_all_members_of_a_ring() -> None:
     spans = spans_of_plan(plan_naive([70, 30, 5], 4, 20), CostModel(a=0.0, b=1.0))
-    frames = {(kind, frame.shard.seq): frame for kind, frame in _frames(spans, 0.0)}
+    frames = {(kind, frame.shard.seq): frame for kind, frame in _frames(spans, 0.0, 1.0)}
     assert set(frames) == {(kind, seq) for kind in ("forward", "backward") for seq in (0, 1)}
+    assert _frames(spans, 0.0, 1e6) == []  # boxes too narrow for a frame
     whole = frames["forward", 0]
     assert (whole.first, whole.last, whole.start) == (0, 3, 0.0)
     assert whole.stop == pytest.approx(18 / 3)
@@ -73,7 +74,7 @@ def test_a_sequence_keeps_its_hue_and_neighbours_differ() -> None:
 
 
 def test_labels_fit_or_are_left_out() -> None:
-    texts = ("seq 12\n40K on 8", "seq 12", "12")
+    texts = ("doc 12\n40K on 8", "doc 12", "12")
     assert _fitting_text(texts, 2.0, 1.0) == texts[0]
     assert _fitting_text(texts, 2.0, 0.2) == texts[1]
     assert _fitting_text(texts, 0.3, 0.2) == texts[2]

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         plan = read_plan(args.plan)
         spans = spans_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
         num_ranks, unit = plan.num_ranks, "PFLOP"
-        title = f"planned: {len(plan.lengths)} sequences on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
+        title = f"planned: {len(plan.lengths)} documents on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
     picture, trace = Path(f"{args.output}.png"), Path(f"{args.output}.json")
     if not picture.parent.is_dir():
         raise ValueError(f"--output {args.output}: there is no directory {picture.parent}")

@@ -11,7 +11,8 @@ and its own network interface (``scripts/cluster/emulate.py``), so the time of a
 - ``bytescale``: its Algorithm 2 as published.
 - ``static``: every document cut over all ranks, as ``--context-parallel-size`` does.
 
-Only the ratio of two arms in one run can be compared. The first step of each arm is not counted.
+Only the ratio of two arms in one run can be compared. Each round runs every arm, every other round in reverse order;
+the first step of an arm is not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
+from bytescale_ext.draw.timeline import draw_timelines  # noqa: E402
+from bytescale_ext.measure.timeline import read_spans  # noqa: E402
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
 from scripts.cluster.emulate import Launch, run  # noqa: E402
 from scripts.cluster.topology import Topology  # noqa: E402
@@ -37,6 +40,7 @@ from scripts.cluster.topology import Topology  # noqa: E402
 SCALE = 32
 CONTEXT, TOKENS_PER_RANK, SHORTEST = 16384, 2048, 64
 DOCUMENTS_PER_RANK = 32  # in each step
+TRACED_STEP = 3
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -52,6 +56,7 @@ ARMS = {
     "bytescale": ["--hdp-balance", "bytescale"],
     "static": ["--hdp-static-width", "{num_ranks}"],
 }
+ARM_NAMES = {"ours": "hybrid data parallelism", "static": "static context parallelism over all ranks"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def run_arm(case: Case, arm: str, prefix: Path, folder: Path, timeline: bool) ->
     flags += ["--seq-length", CONTEXT, "--max-position-embeddings", CONTEXT, "--data-path", prefix]
     flags += ["--global-batch-size", case.documents_per_step, "--train-iters", case.num_steps, "--seed", 1 + case.seed]
     flags += ["--hdp-log-dir", folder, "--tensorboard-dir", folder]
-    flags += ["--hdp-timeline-step", 3] if timeline else []
+    flags += ["--hdp-timeline-step", TRACED_STEP] if timeline else []
     command = (str(ROOT / "pretrain_gpt_hdp.py"), *map(str, flags))
     code = run(case.topology, Launch(command, folder, "[before the start of training step]", 3600.0))
     if code:
@@ -102,9 +107,33 @@ def run_arm(case: Case, arm: str, prefix: Path, folder: Path, timeline: bool) ->
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def compare(steps: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def run_rounds(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
+    """Run every arm once a round, and return the metrics of each step: of each arm, round by round."""
+    prefix = folder / "documents"
+    write_documents(case, prefix)
+    found: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in args.arms}
+    for number in range(args.rounds):
+        for arm in args.arms if number % 2 == 0 else reversed(args.arms):
+            print(f"round {number + 1} of {args.rounds}: {arm} ...", file=sys.stderr, flush=True)
+            here = folder / f"round{number + 1}" / arm
+            found[arm].append(run_arm(case, arm, prefix, here, args.plot is not None and not number))
+    return found
+
+
+def draw(folder: Path, arms: list[str], found: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
+    """Draw the traced step of the first round of some arms under each other."""
+    steps = []
+    for arm in arms:
+        tokens = found[arm][0][TRACED_STEP - 1]["tokens_per_second"]
+        title = f"{ARM_NAMES.get(arm, arm)}: {tokens:,.0f} tokens/s in this step, measured"
+        steps.append((title, read_spans(folder / "round1" / arm / "timeline")))
+    draw_timelines(steps, path)
+
+
+def compare(rounds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
     """Return medians of each arm over its counted steps, and the first arm's speed over the others', step by step."""
-    counted = {arm: found[1:] for arm, found in steps.items()}
+    steps = {arm: [step for one in found for step in one] for arm, found in rounds.items()}
+    counted = {arm: [step for one in found for step in one[1:]] for arm, found in rounds.items()}
     first, *others = counted
     figures = ("tokens_per_second", "megabytes_sent_per_step", "measured_imbalance")
     speeds = {arm: [step["tokens_per_second"] for step in found] for arm, found in counted.items()}
@@ -133,7 +162,7 @@ def table(case: Case, figures: dict[str, Any]) -> str:
     lines = [
         f"{case.sampler} 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}; {topology.num_nodes} nodes x "
         f"{topology.ranks_per_node} ranks of {topology.cores_per_rank:g} core; links inside a node {links[0]}, between "
-        f"nodes {links[1]}; {case.num_steps - 1} steps of {case.documents_per_step} documents",
+        f"nodes {links[1]}; {case.num_steps - 1} steps a round of {case.documents_per_step} documents",
         f"{'':10}{'tokens/s':>10}{'MB sent/step':>14}{'imbalance':>11}{'ours is':>22}",
     ]
     for arm, values in figures["arms"].items():
@@ -158,7 +187,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="of each arm, the first not counted (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(all)")
-    parser.add_argument("--timeline", type=Path, metavar="DIR", help="record step 3 of each arm to DIR/ARM")
+    parser.add_argument("--rounds", type=int, default=2, help="how often every arm runs (%(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw step {TRACED_STEP} of the first and last arm")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()
     try:
@@ -166,18 +196,18 @@ def main() -> int:
             args.nodes, args.ranks_per_node, args.inter_gbps, args.intra_gbps, cores_per_rank=args.cores_per_rank
         )
         case = Case(topology, args.sampler, args.steps, args.seed)
+        if args.rounds < 1 or args.steps < TRACED_STEP:
+            raise ValueError(f"--rounds {args.rounds}, --steps {args.steps}: give 1 and {TRACED_STEP} or more")
+        if args.plot is not None and not args.plot.parent.is_dir():
+            raise ValueError(f"--plot {args.plot}: there is no directory {args.plot.parent}")
         with tempfile.TemporaryDirectory() as scratch:
-            prefix = Path(scratch) / "documents"
-            write_documents(case, prefix)
-            steps = {}
-            for arm in args.arms:
-                print(f"{arm} ...", file=sys.stderr, flush=True)
-                folder = (args.timeline or Path(scratch)) / arm
-                steps[arm] = run_arm(case, arm, prefix, folder, args.timeline is not None)
+            found = run_rounds(case, args, Path(scratch))
+            if args.plot is not None:
+                draw(Path(scratch), list(dict.fromkeys((args.arms[0], args.arms[-1]))), found, args.plot)
     except ValueError as error:
         print(f"speed.py: error: {error}", file=sys.stderr)
         return 2
-    figures = compare(steps)
+    figures = compare(found)
     print(table(case, figures))
     if args.json:
         print(json.dumps(figures))
