@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         help="Compute output layer and loss for TOKENS tokens at a time, and once more in the backward pass, so that "
-        "the logits of a long sequence never exist all at once. Needs no activation policy.",
+        "the logits of a long sequence never exist all at once. The weight's gradient is summed in float32. Needs no "
+        "activation policy.",
     )
 
 

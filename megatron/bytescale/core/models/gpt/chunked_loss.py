@@ -3,15 +3,20 @@
 Calls Megatron's own output layer and loss for a few tokens at a time, so all their options keep working: tensor and
 sequence parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and
 cut-cross-entropy bypass them (docs/activations.md).
+
+Megatron's product runs with a frozen weight, and the weight's gradient is computed here: the products of all chunks are
+added in float32, in place, to Megatron's gradient buffer where there is one. So chunks round the gradient no more than
+one product over all tokens does, and no chunk needs a tensor of the weight's size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 
 def use_chunked_loss(num_tokens: int, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -47,22 +52,139 @@ def chunked_loss(
     communicates on the tensor-parallel group, as Megatron's output layer and loss do. Under sequence parallelism
     (hidden states [s / tp, b, h]) a chunk takes the same rows of every rank.
     """
-
-    def losses_of(hidden: torch.Tensor, chunk_labels: torch.Tensor) -> torch.Tensor:
-        logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=runtime_gather_output)
-        return compute_language_model_loss(chunk_labels, scale_logits(logits))
-
     if labels is None:
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
         return scale_logits(logits).transpose(0, 1).contiguous()
+    weight = output_weight if output_weight is not None else output_layer.weight  # type: ignore[attr-defined]
     rows, batch = hidden_states.shape[:2]
     ranks = labels.shape[1] // rows  # ranks that share the sequence under sequence parallelism
-    by_rank = labels.unflatten(1, (ranks, rows))
     step = max(1, num_tokens // (batch * ranks))
-    losses = []
-    for start in range(0, rows, step):
-        chunk_labels = by_rank[:, :, start : start + step].flatten(1)
-        hidden = hidden_states[start : start + step]
-        chunk = checkpoint(losses_of, hidden, chunk_labels, use_reentrant=False, preserve_rng_state=False)
-        losses.append(chunk.unflatten(1, (ranks, -1)))
-    return torch.cat(losses, dim=2).flatten(1)
+    head = OutputHead(output_layer, runtime_gather_output, compute_language_model_loss, scale_logits)
+    losses: torch.Tensor = _ChunkedLoss.apply(hidden_states, weight, labels.unflatten(1, (ranks, rows)), step, head)
+    return losses
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """Megatron's output layer and loss.
+
+    Attributes:
+        output_layer: the column-parallel product.
+        gather_output: passed on to it.
+        loss_of: returns the losses [b, n] of labels [b, n] and logits [n, b, v].
+        scale_logits: Megatron's factor for logits of any shape.
+    """
+
+    output_layer: Callable[..., tuple[torch.Tensor, object]]
+    gather_output: bool | None
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    scale_logits: Callable[[torch.Tensor], torch.Tensor]
+
+    def run(
+        self, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (logits [n, b, v], losses [b, n]) of hidden states [n / ranks, b, h] and labels [b, ranks, n / ranks].
+
+        The weight [v, h] gets no gradient.
+        """
+        logits, _ = self.output_layer(hidden, weight=weight.detach(), runtime_gather_output=self.gather_output)
+        return logits, self.loss_of(labels.flatten(1), self.scale_logits(logits))
+
+    def rows_of_all_ranks(self, hidden: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Return the hidden states [n, b, h] of all ranks that share the sequence, from one's own [n / ranks, b, h].
+
+        Collective on the tensor-parallel group if there are several.
+        """
+        if ranks == 1:
+            return hidden
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        group = getattr(self.output_layer, "tp_group", None)
+        whole: torch.Tensor = gather_from_sequence_parallel_region(hidden, group=group)
+        return whole
+
+
+class _LossCtx(torch.autograd.function.FunctionCtx):
+    step: int
+    head: OutputHead
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Losses [b, s] of hidden states [s / ranks, b, h], a weight [v, h] and labels [b, ranks, s / ranks]."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _LossCtx, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, step: int, head: OutputHead
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.step, ctx.head = step, head
+        losses = [
+            head.run(part, weight, some_labels)[1].unflatten(1, (labels.shape[1], -1))
+            for part, some_labels in zip(hidden.split(step), labels.split(step, dim=2), strict=True)
+        ]
+        return torch.cat(losses, dim=2).flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _LossCtx, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, labels = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        total = WeightGradient.of(weight) if wants_weight else None
+        grad_hidden = torch.empty_like(hidden)
+        parts = (hidden.split(ctx.step), labels.split(ctx.step, 2), grad_hidden.split(ctx.step))
+        grads = grad_losses.unflatten(1, labels.shape[1:]).split(ctx.step, 2)
+        for part, some_labels, grad_part, grad in zip(*parts, grads, strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                logits, losses = ctx.head.run(leaf, weight, some_labels)
+            by_hidden, by_logits = torch.autograd.grad(losses, (leaf, logits), grad.flatten(1))
+            del logits, losses
+            grad_part.copy_(by_hidden)
+            if total is not None:
+                total.add(by_logits, ctx.head.rows_of_all_ranks(part, labels.shape[1]))
+        return grad_hidden if wants_hidden else None, None if total is None else total.finish(), None, None, None
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """The sum of products that is a weight's gradient, in at least 32 bits.
+
+    Attributes:
+        weight: the parameter [v, h].
+        total: the sum [v, h]: Megatron's gradient buffer of the parameter, or a new tensor.
+    """
+
+    weight: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> WeightGradient:
+        """Return the sum for a weight [v, h]: its ``main_grad`` if Megatron's DDP lets layers add to it."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        main = getattr(weight, "main_grad", None)
+        if main is not None and hasattr(weight, "grad_added_to_main_grad") and main.dtype == dtype:
+            return cls(weight, main)
+        return cls(weight, torch.zeros(weight.shape, dtype=dtype, device=weight.device))
+
+    def add(self, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the product of gradients of logits [n, b, v] and hidden states [n, b, h], without rounding it first."""
+        left, right = grad_logits.flatten(0, -2).t(), hidden.flatten(0, -2)
+        if left.is_cuda and left.dtype != self.total.dtype:
+            torch.addmm(self.total, left, right, out_dtype=self.total.dtype, out=self.total)
+        else:
+            self.total.addmm_(left.to(self.total.dtype), right.to(self.total.dtype))
+
+    def finish(self) -> torch.Tensor:
+        """Return what autograd is to add to the parameter's gradient, [v, h].
+
+        Where the sum went to Megatron's buffer, DDP's hook needs a tensor and ignores its values. It adds them for an
+        embedding that is also the output weight, so they are zeros then.
+        """
+        if self.total is not getattr(self.weight, "main_grad", None):
+            return self.total.to(self.weight.dtype)
+        self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(self.weight, "zero_out_wgrad", False):
+            return torch.zeros_like(self.weight)
+        return torch.empty_like(self.weight)
