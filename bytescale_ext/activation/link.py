@@ -73,6 +73,20 @@ class Link(Protocol):
 
 
 @dataclass
+class HeldParts:
+    """Parts of the arena that one owner holds, and the last copies from or to them."""
+
+    blocks: list[Block] = field(default_factory=list)
+    last_copy: Ticket = None
+
+    def give_back(self, link: Link) -> None:
+        """Free the parts after the last copies."""
+        for block in self.blocks:
+            link.give_back(block, self.last_copy)
+        self.blocks.clear()
+
+
+@dataclass
 class PlainLink:
     """Copies at once, for CPU."""
 

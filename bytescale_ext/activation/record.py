@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from bytescale_ext.activation.arena import Block
 from bytescale_ext.activation.buffers import RoundingBuffers
 from bytescale_ext.activation.counts import Counts, split_rows
-from bytescale_ext.activation.link import Link, Pairs, Ticket
+from bytescale_ext.activation.link import HeldParts, Link, Pairs, Ticket
 from bytescale_ext.activation.region import (
     Region,
     StoredRegion,
     TensorView,
     elements_of,
     in_memory_order,
+    is_sample_major,
     memory_order,
     num_bytes,
     region_of,
@@ -51,20 +51,6 @@ class SavedTensor:
         record, self.record = self.record, None
         assert record is not None and self.view is not None, "a layer with an activation policy has one backward pass"
         return record.tensor_of(self.region, self.view)
-
-
-@dataclass
-class _HeldParts:
-    """The parts of the arena that a record holds, and the last copies from or to them."""
-
-    blocks: list[Block] = field(default_factory=list)
-    last_copy: Ticket = None
-
-    def give_back(self, link: Link) -> None:
-        """Free the parts after the last copies."""
-        for block in self.blocks:
-            link.give_back(block, self.last_copy)
-        self.blocks.clear()
 
 
 class LayerRecord:
@@ -110,7 +96,7 @@ class LayerRecord:
         self.saved_between: list[StoredRegion | None] = []
         self._by_key: dict[Region, StoredRegion] = {}
         self._held: list[torch.Tensor] = []  # kept alive, so that no address is reused while the layer runs
-        self._held_parts = _HeldParts()
+        self._held_parts = HeldParts()
         self._written: Ticket = None
         self._reading: tuple[Ticket] | None = None  # a ticket may be None
         self._restored = False
@@ -126,12 +112,11 @@ class LayerRecord:
             return None
         if key in self._by_key:
             return self._by_key[key]
-        outermost = memory_order(tensor)[0] if tensor.dim() else -1
-        rows = (1, tensor.shape[outermost]) if tensor.dim() else (1, 1)
-        if kind != "input":
-            if outermost != 0 or tensor.shape[0] % self.split.total:
-                return None
-            rows = (tensor.shape[0] // self.split.total, self.split.total)
+        rows = self._rows_of(tensor)
+        if rows is None and kind != "input":
+            return None
+        if rows is None or (kind == "input" and not is_sample_major(tensor)):
+            rows = (1, tensor.shape[memory_order(tensor)[0]]) if tensor.dim() else (1, 1)
         region = StoredRegion(kind, TensorView.of(tensor), tensor.detach(), rows)
         self._by_key[key] = region
         self.regions.append(region)
@@ -140,9 +125,18 @@ class LayerRecord:
     def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Register a tensor [rows, ...] that enters or leaves a hook point."""
         region = self.stored(tensor, kind)
-        by_rows = bool(tensor.dim()) and memory_order(tensor)[0] == 0 and not tensor.shape[0] % self.split.total
+        by_rows = self._rows_of(tensor) is not None
         assert region is not None and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
         self.hook_points[name] = region
+
+    def _rows_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return (repeats, rows) of a tensor [rows, ...] in memory order; None if its rows are not in order."""
+        if not tensor.dim() or tensor.shape[0] % self.split.total:
+            return None
+        repeats = tensor.shape[0] // self.split.total
+        if is_sample_major(tensor):
+            return repeats * tensor.shape[1], self.split.total
+        return (repeats, self.split.total) if memory_order(tensor)[0] == 0 else None
 
     def save_between(self, tensor: torch.Tensor) -> SavedTensor:
         """Save a tensor of any shape between hook points."""
@@ -214,7 +208,7 @@ class LayerRecord:
 
     def _store(self, region: StoredRegion, source: torch.Tensor, pairs: Pairs) -> None:
         """Split the rows of one region; ``source`` has its dims in memory order."""
-        repeats, rows = region.rows
+        _, rows = region.rows
         if region.kind == "input":
             swapped, kept = round(self.plan.input_swap * rows), rows
         elif region.kind == "token" and self.plan.rebuild_cheap:
@@ -224,7 +218,7 @@ class LayerRecord:
         self.counts.recomputed_bytes += num_bytes(source) * (rows - kept) // rows if region.uses else 0
         if not kept:
             return
-        by_rows = source.unflatten(0, (repeats, rows)) if source.dim() else source.view(1, 1)
+        by_rows = self._by_rows(region, source)
         block = None
         if swapped:
             part = by_rows[:, :swapped]
@@ -241,6 +235,14 @@ class LayerRecord:
             part = by_rows[:, swapped:kept]
             region.kept = part if not swapped and kept == rows else part.clone()
             self.counts.kept_bytes += num_bytes(part)
+
+    @staticmethod
+    def _by_rows(region: StoredRegion, source: torch.Tensor) -> torch.Tensor:
+        """Return ``source``, with dims in memory order, as a view [repeats, rows, ...]."""
+        if not source.dim():
+            return source.view(1, 1)
+        whole = source.shape[0] == region.rows[0] * region.rows[1]
+        return (source if whole else source.flatten(0, 1)).unflatten(0, region.rows)
 
     # In the backward pass.
 
@@ -303,11 +305,15 @@ class LayerRecord:
     # While the layer is rebuilt, from ``first_row`` on.
 
     def rows_from(self, name: str, first_row: int) -> torch.Tensor:
-        """Return the rows from ``first_row`` on at a hook point, [repeats * rows, ...] with dims in memory order."""
+        """Return the rows from ``first_row`` on at a hook point, [repeats * rows, ...], in the tensor's own order."""
         region = self.hook_points[name]
         assert region.elements is not None, f"{name=}"
-        rows = region.elements.view(-1, self.split.total, region.num_elements // region.view.sizes[0])
-        return rows[:, first_row:].reshape(-1, *region.view.sizes[1:])
+        sizes, total = region.view.sizes, self.split.total
+        if region.view.is_sample_major:
+            samples = region.elements.view(sizes[1], -1, total, region.num_elements // (sizes[0] * sizes[1]))
+            return samples[:, :, first_row:].reshape(sizes[1], -1, *sizes[2:]).transpose(0, 1)
+        rows = region.elements.view(-1, total, region.num_elements // sizes[0])
+        return rows[:, first_row:].reshape(-1, *sizes[1:])
 
     def rebuild_between(self, tensor: torch.Tensor) -> None:
         """Take the next tensor [rows, ...] that is saved between hook points while the layer runs again."""

@@ -34,6 +34,13 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda dim: (-_stride(tensor, dim), dim)))
 
 
+def is_sample_major(tensor: torch.Tensor) -> bool:
+    """Return whether the rows of a tensor [rows, samples, ...] lie in memory sample by sample, equally far apart."""
+    if tensor.dim() < 3 or memory_order(tensor)[:2] != (1, 0):
+        return False
+    return tensor.stride(1) == tensor.shape[0] * tensor.stride(0)
+
+
 def _stride(tensor: torch.Tensor, dim: int) -> int:
     """Return the stride of a dim. A dim of size 1 has no meaningful stride: return the extent of the dims inside."""
     if tensor.shape[dim] != 1:
@@ -79,6 +86,11 @@ class TensorView:
     def of(cls, tensor: torch.Tensor) -> TensorView:
         """Return the view of a tensor of any shape that has a region."""
         return cls(tuple(tensor.shape), memory_order(tensor), tensor.stride())
+
+    @property
+    def is_sample_major(self) -> bool:
+        """Whether the rows of the tensor [rows, samples, ...] are stored sample by sample."""
+        return len(self.sizes) > 2 and self.order[:2] == (1, 0)
 
     def apply(self, elements: torch.Tensor) -> torch.Tensor:
         """Return the tensor over ``elements`` [n], the region's elements end to end."""

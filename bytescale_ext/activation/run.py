@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from bytescale_ext.activation.record import LayerRecord, SavedTensor
-from bytescale_ext.activation.region import memory_order
+from bytescale_ext.activation.region import is_sample_major, memory_order
 
 LAYER_INPUT = "layer input"
 ATTENTION_OUTPUT = "attention output"
@@ -97,7 +97,7 @@ class Recording:
             self.record.pass_hook_point(name, tensor, "token")
         with self._saving(self._save_of_attention):
             output = forward(*args, **kwargs)
-        if memory_order(output)[0]:  # slices of several samples follow each other in memory
+        if memory_order(output)[0] and not is_sample_major(output):
             output = output.contiguous()
         self.record.pass_hook_point(ATTENTION_OUTPUT, output, "input")
         for saved, tensor in self._of_attention:

@@ -113,6 +113,7 @@ _NO_GRAPH = "remove it: a graph's memory cannot be swapped"
 _NOT_STANDARD = "remove it: its layers are not Megatron's TransformerLayer"
 _NEW_SHAPES = "remove it: micro-batches differ in shape"
 _ONE_PROCESS = "leave it at 1: a plan covers the whole model in one process"
+_PLAIN_CAUSAL = "remove it, or use --transformer-impl transformer_engine: policies run local layers with our attention"
 _SECOND_SWAP = "choose one: the policy swaps too"
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
@@ -120,6 +121,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--context-parallel-size > 1", "", applies=_above("context_parallel_size", 1),
            hdp="leave it at 1: --hybrid-data-parallel gives each document its own width",
            slices="leave it at 1: its zigzag shares hold tokens from both ends of the sequence"),
+    refuse("--context-parallel-size > 1 of local layers", "activations", "use --hybrid-data-parallel in its place",
+           lambda a: a.transformer_impl == "local" and a.context_parallel_size > 1),
     refuse("--hybrid-context-parallel", "hdp slices always", "use --hybrid-data-parallel in its place",
            hdp="choose one: --hybrid-data-parallel takes its place"),
     refuse("--tensor-model-parallel-size > 1", "memory_plan", _ONE_PROCESS, _above("tensor_model_parallel_size", 1)),
@@ -190,7 +193,11 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--qk-l2-norm without experts", ALWAYS, "Megatron's local layers leave the norm out: use "
            "--transformer-impl transformer_engine, or --qk-layernorm",
            lambda a: a.qk_l2_norm and not a.num_experts and a.transformer_impl == "local"),
-    refuse("--num-query-groups", "hdp slices", "make it a divisor of --num-attention-heads",
+    *(refuse(f"{flag} of local layers", "activations", _PLAIN_CAUSAL, _is_local(flag[2:].replace("-", "_")))
+      for flag in ("--window-size", "--apply-query-key-layer-scaling", "--reset-attention-mask")),
+    refuse("--softmax-type of local layers", "activations", _PLAIN_CAUSAL,
+           lambda a: a.transformer_impl == "local" and getattr(a, "softmax_type", "vanilla") != "vanilla"),
+    refuse("--num-query-groups", "hdp slices activations", "make it a divisor of --num-attention-heads",
            lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
     refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
            lambda a: a.attention_backend.name != "auto", slices="remove it: slices use their own kernels"),

@@ -78,6 +78,12 @@ def is_on(args: Any) -> bool:
     return args.activation_policy != "none" or shares != (None, None) or args.memory_plan is not None
 
 
+def before_checks(args: Any) -> None:
+    """Load no masks for samples that our attention computes; a mask of all pairs of tokens would outgrow the rest."""
+    if args.transformer_impl == "local":
+        args.create_attention_mask_in_dataloader = False
+
+
 def resolve(args: Any, run: RunConfig) -> ActivationConfig:
     """Return the policy with its budgets.
 
@@ -223,6 +229,7 @@ ACTIVATIONS = Feature(
     is_on=is_on,
     resolve=resolve,
     build=build,
+    before_checks=before_checks,
     needs="--activation-policy, --swap-fraction or --recompute-fraction",
     reads_cost=True,
 )

@@ -9,16 +9,19 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from megatron.training.utils import print_rank_last
+from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.activation.arena import allocate_arena
 from bytescale_ext.activation.link import make_link
 from bytescale_ext.activation.store import ActivationStore
+from bytescale_ext.attention.kernels.table import choose_kernel
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
+from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.measure.metrics import activations_text
 from bytescale_ext.plan.activation.load import LayerLoad
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_sample_attention
 from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
@@ -33,12 +36,27 @@ def plan_activations(training: Training, runtime: Runtime) -> Training:
     config, has_documents = run.get(ActivationConfig), run.find(HdpConfig) is not None
     store = runtime.activations = make_store(run)
     log = None if has_documents else StepLog(store, run.process.log_interval)
+    if has_own_attention(run, training.model.transformer.transformer_impl):
+        training.wrap_layer_spec(partial(with_sample_attention, runtime=runtime))
+        training.model.pre_wrap_hooks.append(partial(prepare_kernel, runtime))
     training.wrap_layer_spec(partial(planned_layer_spec, activations=store)).wrap_finalize(
         partial(with_check, store=store, log=log)
     )
     if run.process.rank == 0:
         print(config.described(), flush=True)
     return training.wrap_forward_step(partial(planned_forward_step, config, store)) if has_documents else training
+
+
+def has_own_attention(run: RunConfig, transformer_impl: str) -> bool:
+    """Return whether samples need our attention: Megatron's local attention keeps all scores of a layer."""
+    return run.find(HdpConfig) is None and run.find(SliceConfig) is None and transformer_impl == "local"
+
+
+def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """``ModelConfig.pre_wrap_hooks``: choose the attention kernel."""
+    runtime.kernel, reason, _ = choose_kernel(runtime.device, runtime.run.process.dtype, runtime.run.shape.head_dim)
+    print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
+    return model_chunks
 
 
 def make_store(run: RunConfig) -> ActivationStore:

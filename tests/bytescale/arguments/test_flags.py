@@ -117,7 +117,7 @@ def test_features_set_what_is_listed_and_nothing_else(feature: str, known: Surve
 def stock_only(feature: str) -> set[str]:
     """Return the arguments that stock training reads, in code that a feature replaces.
 
-    Slices replace Megatron's attention; documents its data sets and loaders too.
+    Slices and activation policies replace Megatron's attention; documents its data sets and loaders too.
     """
     ours, core = ROOT / "megatron" / "bytescale", megatron_folder() / "core"
     attention = (core / "transformer" / "dot_product_attention.py").read_text(encoding="utf-8")
@@ -132,7 +132,7 @@ def stock_only(feature: str) -> set[str]:
     return read
 
 
-@pytest.mark.parametrize("feature", ["hdp", "slices"])
+@pytest.mark.parametrize("feature", ["hdp", "slices", "activations"])
 def test_what_only_stock_training_reads_is_refused_set_or_listed(
     feature: str, known: Survey, dests: dict[str, str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every policy with every kind of layer, with packed documents and without, in one stage and in two.
+"""Every policy with every kind of layer, with packed documents and with two samples, in one stage and in two.
 
 Two stages run in one process in the order of 1F1B: their layers share a store, as the chunks of a rank do, and a
 micro-batch is in flight while another one runs. Real pipelines, rings and slices are in tests/e2e/test_activations.py.
@@ -73,7 +73,7 @@ class Case:
 
         from bytescale_ext.attention.kernels.table import choose_kernel
         from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
-        from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+        from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
         from megatron.bytescale.core.transformer.norm import LocalNorm
         from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 
@@ -87,11 +87,10 @@ class Case:
             num_experts=settings.get("num_moe_experts"), normalization=settings["normalization"]
         )
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
-        if documents:
-            kernel = choose_kernel(torch.device("cpu"), torch.float32, HIDDEN // 4)[0]
-            spec.submodules.self_attention.submodules.core_attention = partial(
-                DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
-            )
+        kernel = choose_kernel(torch.device("cpu"), torch.float32, HIDDEN // 4)[0]
+        spec.submodules.self_attention.submodules.core_attention = partial(
+            DocumentAttention if documents else SampleAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
+        )
         block: Any = TransformerBlockSubmodules(layer_specs=[spec] * (LAYERS // stages), layer_norm=LocalNorm)
         torch.manual_seed(3)
         self.stages = [
@@ -108,9 +107,10 @@ class Case:
     def forward(self, stage: int, index: int, hidden: torch.Tensor | None) -> torch.Tensor:
         """Return a stage's output for a micro-batch; the last stage returns the sum of squared losses."""
         length = self.lengths[index]
-        tokens = torch.randint(VOCAB, (1, length + 1), generator=torch.Generator().manual_seed(index))
+        batch = 1 if self.documents else 2
+        tokens = torch.randint(VOCAB, (batch, length + 1), generator=torch.Generator().manual_seed(index))
         more: dict[str, Any] = {}
-        positions, mask = torch.arange(length), torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        positions = torch.arange(length)
         if self.documents:
             from bytescale_ext.attention.layouts.layout import attention_layout
             from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
@@ -120,10 +120,10 @@ class Case:
             shards = tuple(Shard(i, ((0, size),), (0,)) for i, size in enumerate(sizes))
             positions = torch.cat([torch.arange(size) for size in sizes])
             layout = attention_layout(MicroBatch(shards), 0, sizes, length)
-            more["packed_seq_params"], mask = DocumentSeqParams(positions=positions, layout=layout), None
+            more["packed_seq_params"] = DocumentSeqParams(positions=positions, layout=layout)
         model = self.stages[stage]
         model.set_input_tensor(hidden)
-        result = model(tokens[:, :-1], positions[None], mask, labels=tokens[:, 1:], **more)
+        result = model(tokens[:, :-1], positions.expand(batch, -1), None, labels=tokens[:, 1:], **more)
         return result.square().sum() if model.post_process else result
 
     def step(self) -> list[torch.Tensor]:
@@ -151,8 +151,8 @@ class Case:
         return losses
 
 
-def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int]]:
-    """(equal?, largest difference, swapped bytes, recomputed FLOPs) of each case under each plan."""
+def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int, int]]:
+    """(equal?, largest difference, swapped bytes, recomputed FLOPs, kept bytes) of each case under each plan."""
     from bytescale_ext.activation.arena import allocate_arena
     from bytescale_ext.activation.link import make_link
     from bytescale_ext.activation.store import ActivationStore
@@ -182,7 +182,8 @@ def run_matrix(rank: int, world: int) -> dict[tuple[str, bool, int, str], tuple[
             pairs = list(zip(got, expected, strict=True))
             furthest = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
             is_equal = all(torch.equal(one, other) for one, other in pairs)
-            found[kind, documents, stages, name] = is_equal, furthest, counts.swapped_bytes, counts.recomputed_flops
+            done = counts.swapped_bytes, counts.recomputed_flops, counts.kept_bytes
+            found[kind, documents, stages, name] = is_equal, furthest, *done
     return found
 
 
@@ -236,7 +237,7 @@ def test_memory_is_flat_over_fifty_steps_of_changing_lengths() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int]]:
+def found() -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int, int]]:
     return dict(run_ranks(run_matrix, 1)[0])
 
 
@@ -244,9 +245,19 @@ def found() -> dict[tuple[str, bool, int, str], tuple[bool, float, int, int]]:
 def test_gradients_are_bitwise_those_of_no_policy(kind: str, found: dict[Any, Any]) -> None:
     cases = {case: result for case, result in found.items() if case[0] == kind}
     assert len(cases) == 2 * 2 * (len(PLANS) + 1)
-    for case, (is_equal, furthest, swapped, recomputed) in cases.items():
+    for case, (is_equal, furthest, swapped, recomputed, _) in cases.items():
         assert is_equal, (case, furthest)
         plan = PLANS.get(case[3], None) or plan_of_auto()
         assert (swapped > 0) == (plan.swap + plan.input_swap > 0), case
         assert (recomputed > 0) == (plan.recompute > 0), case
     assert not plan_of_auto().is_off
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "experts" not in kind])
+def test_two_samples_take_the_memory_of_two_micro_batches(kind: str, found: dict[Any, Any]) -> None:
+    """But for the angles of their positions, which they share: no scores are kept, and no tensor twice."""
+    for stages, name in itertools.product((1, 2), PLANS):
+        samples, documents = (found[kind, documents, stages, name] for documents in (False, True))
+        for mine, theirs in ((samples[2], documents[2]), (samples[4], documents[4])):
+            assert 1.9 * theirs <= mine <= 2 * theirs, (stages, name)
+        assert samples[3] == 2 * documents[3]

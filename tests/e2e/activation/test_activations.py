@@ -174,8 +174,7 @@ def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(memory.to_json()))
     words = [*POLICIES["memo"], "--memory-plan", tmp_path / "plan.json"]
     (plain,), (planned,) = outcomes_of("plain-classic", corpus), outcomes_of("plain-classic", corpus, *words)
-    assert len(digests(planned)) == 2
-    assert digests(planned) == digests(plain)
+    assert_same_gradients(plain, planned)
     assert counts(planned)["swapped_bytes"] > 0 < counts(planned)["recomputed_flops"]
     assert len(re.findall(r"memory plan: 3\.000 MB planned, \d\.\d+ MB at most in the first step", planned.text)) == 1
     assert re.search(r"activations kept \d+\.\d swapped \d+\.\d recomputed \d+\.\d MB/step", planned.text)

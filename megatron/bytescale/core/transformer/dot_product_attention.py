@@ -1,13 +1,16 @@
-"""Core attention over documents, rings and slices: the ``core_attention`` of a layer spec."""
+"""Core attention over documents, rings, slices and samples: the ``core_attention`` of a layer spec."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from bytescale_ext.attention.layouts.layout import AttentionLayout
+from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.attention.ring import Backend, ring_attention
 from bytescale_ext.attention.slices import slice_attention
@@ -30,6 +33,10 @@ class DocumentAttention(torch.nn.Module):
         self.runtime = runtime
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
+    def params_of(self, num_tokens: int, batch: int) -> DocumentSeqParams:
+        """Return the layout of samples without documents: here there is none."""
+        raise AssertionError("documents come with packed_seq_params")
+
     def forward(
         self,
         query: torch.Tensor,
@@ -44,9 +51,9 @@ class DocumentAttention(torch.nn.Module):
 
         Documents have a batch of one; samples side by side are laid end to end. Communicates on the ring group.
         """
-        params = packed_seq_params
-        assert params is not None and params.layout is not None, f"{params=}"
         batch = query.shape[1]
+        params = packed_seq_params or self.params_of(query.shape[0], batch)
+        assert params.layout is not None, f"{params=}"
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in (query, key, value))
         backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale)
         if isinstance(params.layout, SliceLayout):
@@ -55,3 +62,22 @@ class DocumentAttention(torch.nn.Module):
         else:
             out = ring_attention(q, k, v, params.layout, backend)
         return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)
+
+
+class SampleAttention(DocumentAttention):
+    """Causal attention inside each of Megatron's samples, by a kernel that does not keep the scores.
+
+    Megatron's local attention keeps the scores of every pair of tokens for the backward pass.
+    """
+
+    def params_of(self, num_tokens: int, batch: int) -> DocumentSeqParams:
+        """Return the layout of ``batch`` samples of ``num_tokens`` tokens."""
+        return DocumentSeqParams(layout=sample_layout(num_tokens, batch))
+
+
+@lru_cache(maxsize=16)
+def sample_layout(num_tokens: int, batch: int) -> AttentionLayout:
+    """Return the layout of ``batch`` samples of ``num_tokens`` tokens, laid end to end."""
+    rows = num_tokens * batch
+    samples = CuSeqlens.of_lengths([num_tokens] * batch)
+    return AttentionLayout(rows, (), 0, samples, Rows.of([(0, rows)]))

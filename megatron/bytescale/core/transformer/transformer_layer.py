@@ -80,8 +80,8 @@ class PlannedTransformerLayer(TransformerLayer):
         def hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._run is None:
                 return forward(*args, **kwargs)
-            if isinstance(module, DocumentAttention):  # it would save contiguous copies of queries, keys and values
-                args = tuple(tensor.contiguous() for tensor in args[:3]) + args[3:]
+            if isinstance(module, DocumentAttention):  # it would save such copies of queries, keys and values itself
+                args = tuple(_sample_major(tensor) for tensor in args[:3]) + args[3:]
             first = (forward,) if name is None else (name, module, forward)
             return getattr(self._run, method)(*first, *args, **kwargs)
 
@@ -149,6 +149,11 @@ def _prefetch(record: LayerRecord | None) -> None:
     """Start reading a layer back, unless its record is gone."""
     if record is not None:
         record.prefetch()
+
+
+def _sample_major(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [rows, samples, ...] with each of its samples in one piece of memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _rows_from(positions: torch.Tensor | None, num_rows: int, first: int) -> torch.Tensor | None:

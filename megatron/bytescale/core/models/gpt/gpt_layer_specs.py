@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
-from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.norm import LocalNorm
 
@@ -37,6 +37,17 @@ def document_layer_spec(runtime: Any) -> Any:
         return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=LocalNorm)
 
     return layer_spec
+
+
+def with_sample_attention(
+    spec: ModuleSpec | TransformerBlockSubmodules, runtime: Any
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return a layer spec, or spec of a block, whose attention is ours for samples of one length."""
+    spec = copy.deepcopy(spec)
+    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
+    for layer in layers:
+        layer.submodules.self_attention.submodules.core_attention = partial(SampleAttention, runtime=runtime)
+    return spec
 
 
 def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool) -> None:
