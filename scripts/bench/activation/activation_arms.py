@@ -12,7 +12,14 @@ import torch
 
 from bytescale_ext.measure.cost_file import read_cost
 from bytescale_ext.plan.activation.forecast import forecast
-from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.load import (
+    RESIDENT_LAYERS,
+    LayerLoad,
+    LayerSettings,
+    Machine,
+    cost_of_rates,
+    layer_load,
+)
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import make_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -69,11 +76,25 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to handle activations: one of our plans, or a method of Megatron or torch by name."""
+    """One way to handle activations: one of our plans, or a method of Megatron or torch by name.
+
+    Attributes:
+        name: in tables.
+        plan: of our layers.
+        way: the method of Megatron or torch, or "".
+        kept_whole: the last layers, which full recompute leaves alone.
+    """
 
     name: str
     plan: ActivationPlan
     way: str = ""
+    kept_whole: int = 0
+
+    def whole_layers(self, num_layers: int) -> int:
+        """Return how many layers keep all their tensors. Only arms with equally many are compared."""
+        if self.way:
+            return self.kept_whole
+        return num_layers if self.plan.is_off else self.plan.resident_layers
 
 
 def load_of(settings: Settings, length: int) -> LayerLoad:
@@ -88,19 +109,30 @@ def load_of(settings: Settings, length: int) -> LayerLoad:
     )
 
 
-def arms_of(settings: Settings, length: int, host_gb: float) -> list[Arm]:
-    """Return all arms of a length, without policies that cannot fit their budgets."""
+def recomputing_arms(kept_whole: int, suffix: str = "") -> list[Arm]:
+    """Return full recompute, and full recompute except attention, of all but the last ``kept_whole`` layers."""
+    return [
+        Arm(f"full recompute{suffix}", ActivationPlan("none"), "full", kept_whole),
+        Arm(f"keep attention output{suffix}", ActivationPlan("shares", 0.0, 1.0, 0.0, False, kept_whole)),
+    ]
+
+
+def arms_of(settings: Settings, length: int, host_gb: float, kept_whole: int = RESIDENT_LAYERS) -> list[Arm]:
+    """Return all arms of a length, without policies that cannot fit their budgets.
+
+    Recomputing arms keep ``kept_whole`` layers whole, as MEMO does. Where ``priced`` keeps another number, there are
+    recomputing arms with that number too.
+    """
     off, load = ActivationPlan("none"), load_of(settings, length)
     machine = Machine(settings.device_gb * 1e9, host_gb * 1e9, settings.link_gb_per_second * 1e9)
     arms = [
         Arm("none", off),
-        Arm("full recompute", off, "full"),
-        Arm("full recompute, inputs on host", off, "full, inputs on host"),
+        *recomputing_arms(kept_whole),
+        Arm("full recompute, inputs on host", off, "full, inputs on host", kept_whole),
         Arm("recompute attention", off, "core_attn"),
         Arm("recompute MLP", off, "mlp"),
         Arm("save_on_cpu", off, "save_on_cpu"),
-        Arm("keep attention output", ActivationPlan("shares", 0.0, 1.0, 0.0)),
-        Arm("alpha 0", ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2)),
+        Arm("alpha 0", ActivationPlan("memo", 0.0, 1.0, 1.0, False, RESIDENT_LAYERS)),
     ]
     for policy in ("memo", "priced"):
         with contextlib.suppress(ValueError):
@@ -108,9 +140,13 @@ def arms_of(settings: Settings, length: int, host_gb: float) -> list[Arm]:
     tight = forecast(next(arm.plan for arm in arms if arm.name == "alpha 0"), load, machine).device_bytes
     with contextlib.suppress(ValueError):
         arms.append(Arm("priced, no memory to spare", make_plan("priced", load, replace(machine, device_bytes=tight))))
+    others = {arm.whole_layers(load.num_layers) for arm in arms if arm.name.startswith("priced")}
+    for number in sorted(others - {kept_whole, load.num_layers}):
+        arms += recomputing_arms(number, f", {number} layers whole")
     if settings.with_sweep:
         alphas = TINY_ALPHAS if settings.is_tiny else ALPHAS
-        arms += [Arm(f"alpha {alpha:g}", ActivationPlan("memo", alpha, 1 - alpha, 1.0, False, 2)) for alpha in alphas]
+        plans = [ActivationPlan("memo", alpha, 1 - alpha, 1.0, False, RESIDENT_LAYERS) for alpha in alphas]
+        arms += [Arm(f"alpha {plan.swap:g}", plan) for plan in plans]
     return arms
 
 
@@ -137,8 +173,9 @@ def _step_seconds(arm: Arm, load: LayerLoad, link_gb_per_second: float) -> float
 
 
 @contextlib.contextmanager
-def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
-    """Switch on a method of Megatron or torch, and off again."""
+def in_way(built: OneDeviceModel, arm: Arm) -> Iterator[None]:
+    """Switch on an arm's method of Megatron or torch, and off again."""
+    way = arm.way
     if way == ENGINE_WAY:  # its model was built that way
         try:
             yield
@@ -148,7 +185,8 @@ def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
     config, layers = built.model.decoder.config, built.model.decoder.layers
     try:
         if way.startswith("full"):
-            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+            config.recompute_granularity, config.recompute_method = "full", "block"  # of the first layers
+            config.recompute_num_layers = len(layers) - arm.kept_whole
         for layer in layers:
             layer.recompute_mlp = way == "mlp"
             layer.self_attention.checkpoint_core_attention = way == "core_attn"
@@ -156,7 +194,9 @@ def in_way(built: OneDeviceModel, way: str) -> Iterator[None]:
             if way == "save_on_cpu":
                 stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=built.device.type == "cuda"))
             if way.endswith("inputs on host"):
-                stack.enter_context(OffloadedInputs(built.store.link, len(layers)).during(built.model.decoder))
+                stack.enter_context(
+                    OffloadedInputs(built.store.link, len(layers) - arm.kept_whole).during(built.model.decoder)
+                )
             yield
     finally:
         config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None

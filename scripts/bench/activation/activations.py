@@ -46,7 +46,7 @@ def plan_of_auto() -> ActivationPlan:
 
 PLANS = {
     "none": ActivationPlan("none"),
-    "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0),
+    "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0, False, 2),
     "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
     "memo": ActivationPlan("memo", 0.5, 0.5, 1.0, False, 2),
     "memo-alpha-0": ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2),

@@ -3,11 +3,11 @@
     .venv/bin/python scripts/bench/activation/gpu_activations.py [--host-bound] [--cost-file cost.json] [--json]
 
 8 layers of 7B width, one sequence per step, forward and backward without optimizer. Every arm has the same attention
-kernel and chunked loss. Step time is the median of 3 steps; recomputed work does not count in MFU. Stalls, the time
-that computing waits for copies, are measured in one further step. Arms that run out of memory are reported, and all
-figures are compared with the targets. By default the main arms run at 32K and 128K tokens; ``--host-bound`` measures a
-3B model at 64K tokens with 32 GB of host memory instead. Each takes less than 9 minutes at the rates that plans
-are made with.
+kernel and chunked loss; only arms that keep equally many layers whole are compared. Step time is the median of 3 steps;
+recomputed work does not count in MFU. Stalls, the time that computing waits for copies, are measured in one further
+step. Arms that run out of memory are reported, and all figures are compared with the targets. By default the main arms
+run at 32K and 128K tokens; ``--host-bound`` measures a 3B model at 64K tokens with 32 GB of host memory instead. Each
+takes less than 9 minutes at the rates that plans are made with.
 
 ``--all`` runs every arm at 8K to 192K tokens (``--host-bound``: 32K to 256K, with 16 to 100 GB), which takes hours: a
 sweep of alpha, a search for the longest trainable sequence, and Megatron's fine-grained offload in a separate process,
@@ -81,7 +81,7 @@ USABLE = 0.92
 
 def one_step(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> float:
     """Run forward and backward on ``tokens`` [s]; return the loss."""
-    with in_way(built, arm.way):
+    with in_way(built, arm):
         loss = built.loss(tokens)
         loss.backward()
     value = float(loss.detach())  # waits for the forward pass
@@ -151,6 +151,7 @@ def measure(built: OneDeviceModel, arm: Arm, length: int, settings: Settings) ->
         "overflowed_bytes": counts.overflowed_bytes // len(seconds),
         "recomputed_flops": counts.recomputed_flops // len(seconds),
         "alpha": arm.plan.swap,
+        "whole_layers": arm.whole_layers(settings.shape.num_layers),
         "predicted_peak_gb": settings.states_gb + predicted.device_bytes / 1e9 if predicted else None,
         "predicted_layers_seconds": predicted.step_seconds if predicted else None,
     }
@@ -179,7 +180,7 @@ def longest_tokens(built: OneDeviceModel, settings: Settings) -> dict[str, int]:
     budget = replace(budget, device_gb=TINY_BYTES / 1e9) if settings.is_tiny else budget
 
     def fits(name: str, length: int) -> bool:
-        arm = next((arm for arm in arms_of(budget, length, host_gb) if arm.name == name), None)
+        arm = next((arm for arm in arms_of(budget, length, host_gb, kept_whole=0) if arm.name == name), None)
         built.store.link = make_link(HostArena(memory[: int(host_gb * 1e9)]), settings.on_cuda)
         return arm is not None and step_fits(built, arm, length, settings)
 

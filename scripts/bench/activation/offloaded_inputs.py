@@ -40,16 +40,16 @@ class SavedInput:
 
 
 class OffloadedInputs:
-    """Moves the inputs of layers under full recompute to the host, except for the last two layers.
+    """Moves the inputs of layers under full recompute to the host.
 
     Args:
         link: to the host.
-        num_layers: of the model.
+        num_moved: the first layers, whose inputs move.
     """
 
-    def __init__(self, link: Link, num_layers: int) -> None:
+    def __init__(self, link: Link, num_moved: int) -> None:
         self.link = link
-        self.num_moved = num_layers - 2
+        self.num_moved = num_moved
         self._inputs: list[SavedInput] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedInput:

@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.activation.activation_verdicts import arms_at, ideal_seconds, longest, swept_best, table, verdicts
+from scripts.bench.activation.activation_verdicts import (
+    arms_at,
+    fair_pair,
+    ideal_seconds,
+    longest,
+    swept_best,
+    table,
+    verdicts,
+)
 
 
 def row(arm: str, tokens: int, seconds: float, **more: Any) -> dict[str, Any]:
-    made = {"alpha": 0.0, "overflowed_bytes": 0, "peak_allocated_gb": 0.0, "predicted_peak_gb": None}
+    made = {"alpha": 0.0, "overflowed_bytes": 0, "peak_allocated_gb": 0.0, "predicted_peak_gb": None,
+            "whole_layers": 2}  # fmt: skip
     return {"arm": arm, "num_tokens": tokens, "step_seconds": seconds, **made, **more}
 
 
@@ -32,7 +41,7 @@ ROWS = [
 
 
 def test_targets_of_rows() -> None:
-    told = verdicts(ROWS, {131072: 0.375, 16384: 0.02}, 8, {"none": 60_000, "priced": 300_000})
+    told = verdicts(ROWS, {131072: 0.5, 16384: 0.02}, 8, {"none": 60_000, "priced": 300_000})
     found = {one.what: (pytest.approx(one.measured), one.is_met) for one in told}
     assert found == {
         "131072: speed of priced over full recompute": (13.0 / 10.1, True),
@@ -54,9 +63,23 @@ def test_nothing_is_told_of_arms_that_did_not_run() -> None:
     assert swept_best(arms_at(ROWS, 16384)) is None
 
 
+def test_only_arms_with_equally_many_whole_layers_are_compared() -> None:
+    arms = {
+        "full recompute": row("full recompute", 1, 12.0),
+        "full recompute, inputs on host": row("full recompute, inputs on host", 1, 1.0, whole_layers=8),
+        "priced": row("priced", 1, 8.0, whole_layers=8),
+    }
+    assert fair_pair(arms, "full recompute") is None
+    arms["priced, no memory to spare"] = row("priced, no memory to spare", 1, 9.0)
+    assert fair_pair(arms, "full recompute") == ("priced, no memory to spare", 0.75)
+    arms["priced"]["whole_layers"] = 5
+    arms["full recompute, 5 layers whole"] = row("full recompute, 5 layers whole", 1, 10.0, whole_layers=5)
+    assert fair_pair(arms, "full recompute") == ("priced", 0.8)
+
+
 def test_the_ideal_is_no_policy_where_it_fits() -> None:
     assert ideal_seconds(arms_at(ROWS, 16384), 0.02, 8) == 1.0
-    assert ideal_seconds(arms_at(ROWS, 131072), 0.375, 8) == 10.0
+    assert ideal_seconds(arms_at(ROWS, 131072), 0.375, 8) == 13.0 - 6 * 0.375
     assert ideal_seconds({}, 0.375, 8) is None
 
 

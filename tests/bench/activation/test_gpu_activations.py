@@ -195,3 +195,22 @@ def test_without_a_gpu_the_message_says_what_to_do(
         importlib.import_module(f"scripts.bench.activation.{name}").main()
     assert end.value.code == 2
     assert "--device cpu --quick" in capsys.readouterr().err
+
+
+def test_recomputing_arms_keep_as_many_layers_whole_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both budgets of device memory: with all that is free, and with no more than alpha 0 takes."""
+    from scripts.bench.activation import activation_arms, gpu_activations
+
+    monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu", "--device-gb", "30"])
+    settings, _ = gpu_activations.parse()
+    arms = activation_arms.arms_of(settings, 16384, 100.0)
+    whole = {arm.name: arm.whole_layers(settings.shape.num_layers) for arm in arms}
+    assert whole["none"] == 8
+    ours = {whole["alpha 0"], whole["memo"], whole["priced"], whole["priced, no memory to spare"]} - {8}
+    assert len(ours) > 1
+    for base in ("full recompute", "keep attention output"):
+        assert whole[base] == 2
+        others = {number for name, number in whole.items() if name.startswith(base) and "inputs" not in name}
+        assert others == ours
+    kept = {arm.name: arm for arm in activation_arms.arms_of(settings, 16384, 100.0, kept_whole=0)}
+    assert kept["full recompute"].kept_whole == kept["keep attention output"].plan.resident_layers == 0

@@ -41,19 +41,19 @@ def test_inputs_come_back() -> None:
     decoder = Decoder(5)
     expected = gradients(decoder, None)
     arena = HostArena(torch.empty(1 << 16, dtype=torch.uint8))
-    offloaded = OffloadedInputs(PlainLink(arena), 5)
+    offloaded = OffloadedInputs(PlainLink(arena), 3)
     for _ in range(2):
         got = gradients(decoder, offloaded)
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         assert arena.used_bytes == 0
     assert arena.peak_bytes == 3 * 256  # all layers but the last two, 160 bytes each, aligned
-    tight = OffloadedInputs(PlainLink(HostArena(torch.empty(256, dtype=torch.uint8))), 5)
+    tight = OffloadedInputs(PlainLink(HostArena(torch.empty(256, dtype=torch.uint8))), 3)
     assert all(torch.equal(one, other) for one, other in zip(gradients(decoder, tight), expected, strict=True))
 
 
 def test_a_forward_pass_that_raises_leaves_no_hooks() -> None:
     """As one that runs out of memory does; the next arm of a benchmark must not be caught."""
-    decoder, offloaded = Decoder(5), OffloadedInputs(PlainLink(HostArena(torch.empty(1 << 16, dtype=torch.uint8))), 5)
+    decoder, offloaded = Decoder(5), OffloadedInputs(PlainLink(HostArena(torch.empty(1 << 16, dtype=torch.uint8))), 3)
     with pytest.raises(RuntimeError), offloaded.during(decoder):
         decoder(torch.randn(5, 1, 7))
     x = torch.randn(5, 1, 8, requires_grad=True)
