@@ -1,4 +1,4 @@
-"""Measures how many bytes per second ring attention moves between ranks, with the exchange that it uses."""
+"""Measures how many bytes per second ranks move: in ring attention, with its own exchange, and in collectives."""
 
 from __future__ import annotations
 
@@ -37,6 +37,26 @@ def exchanged_bytes_per_second(comm: RingComm, device: torch.device, num_bytes: 
             torch.cuda.synchronize()
         fastest = min(fastest, time.perf_counter() - begun)
     return num_bytes / fastest
+
+
+def gathered_seconds_per_byte(group: dist.ProcessGroup, device: torch.device, num_bytes: int = MESSAGE_BYTES) -> float:
+    """Return the seconds for each byte that a rank receives when all gather: the best of several tries.
+
+    Collective over all processes, each with its own ``group`` of two or more. All get the time of the slowest.
+    """
+    size = dist.get_world_size(group)
+    sent = torch.zeros(num_bytes // size, dtype=torch.uint8, device=device)
+    received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
+    fastest = float("inf")
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        dist.all_gather_into_tensor(received, sent, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        fastest = min(fastest, time.perf_counter() - begun)
+    slowest = torch.tensor(fastest, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest) / (received.numel() - sent.numel())
 
 
 def bytes_per_second_of_two_processes(on_cuda: bool) -> float:

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bytescale_ext.measure import ring_speed
-from bytescale_ext.measure.ring_speed import REPEATS, bytes_per_second_of_two_processes, exchanged_bytes_per_second
+from bytescale_ext.measure.ring_speed import (
+    REPEATS,
+    bytes_per_second_of_two_processes,
+    exchanged_bytes_per_second,
+    gathered_seconds_per_byte,
+)
 from bytescale_ext.parallel.p2p import RingComm
 from tests.harness import run_ranks
 
@@ -25,6 +31,16 @@ def test_each_rank_sends_and_receives(world: int) -> None:
     for rate, sent, exchanges in run_ranks(exchange, world):
         assert 0 < rate < float("inf")
         assert (sent, exchanges) == (REPEATS << 12, REPEATS)
+
+
+def gather(rank: int, world: int) -> float:
+    return gathered_seconds_per_byte(dist.group.WORLD, torch.device("cpu"), num_bytes=1 << 12)
+
+
+@pytest.mark.ranks
+def test_all_ranks_agree_on_the_time_of_a_gather() -> None:
+    first, second = run_ranks(gather, 2)
+    assert 0 < first == second < 1.0
 
 
 def test_the_fastest_exchange_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from bytescale_ext.plan.activation.tensors import LayerTensor, layer_tensors
+from bytescale_ext.plan.activation.tensors import LayerTensor, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape, linear_flops_per_token
 
 RESIDENT_LAYERS: Final = 2
 """The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
+
+COLLECTIVES_OF_A_LAYER: Final = 4
+"""Gathers, and reductions that scatter, of the hidden states in one pass of a layer; an all-reduce is two."""
+
+COLLECTIVE_BYTES_PER_SECOND: Final = 300e9
+"""Received by each tensor-parallel rank, without a cost file: two thirds of an H200's NVLink, 450 GB/s each way."""
 
 LOGIT_BYTES: Final = 6
 """Bytes of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
@@ -66,11 +72,13 @@ class LayerLoad:
         tensors: of one layer.
         num_tokens: of the micro-batch on this rank.
         forward_seconds, backward_seconds: of one layer.
-        linear_seconds: forward seconds of the matrix products of one layer.
+        linear_seconds: forward seconds of the matrix products of one layer, and where collectives were not measured by
+            themselves, of these too.
         linear_flops: of one token in these products.
         num_layers: of this rank.
         resident_layers, in_flight: see ``LayerSettings``.
         head_bytes: of the logits.
+        seconds_per_received_byte: of the collectives of tensor parallelism.
     """
 
     tensors: tuple[LayerTensor, ...]
@@ -83,6 +91,7 @@ class LayerLoad:
     resident_layers: int = RESIDENT_LAYERS
     in_flight: int = 1
     head_bytes: float = 0.0
+    seconds_per_received_byte: float = 0.0
 
     def bytes_of(self, *kinds: str) -> float:
         """Return the bytes of the tensors of these kinds in one layer; without kinds, of all tensors."""
@@ -95,7 +104,10 @@ class LayerLoad:
         if tensor.kind == "input":
             return math.inf
         products = self.linear_seconds * tensor.flops_per_token / self.linear_flops
-        return products + self.num_tokens * tensor.moved_bytes_per_token / machine.memory_bytes_per_second
+        collectives = tensor.received_bytes_per_token * self.seconds_per_received_byte
+        return products + self.num_tokens * (
+            tensor.moved_bytes_per_token / machine.memory_bytes_per_second + collectives
+        )
 
     def price(self, tensor: LayerTensor, machine: Machine) -> float:
         """Return the seconds to rebuild one byte of a tensor."""
@@ -132,18 +144,21 @@ def load_of_tokens(
     how = how or LayerSettings()
     ranks = cost.tensor_parallel
     head = 2 * cost.shape.hidden * cost.shape.vocab
+    received = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, ranks, how.element_bytes)
+    collectives = num_tokens * received * cost.collective
     logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
     return LayerLoad(
         tensors=layer_tensors(cost.shape, how.element_bytes, ranks, how.sequence_parallel, how.fused_norms),
         num_tokens=num_tokens,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
-        linear_seconds=cost.forward.linear_cost(num_tokens),
+        linear_seconds=max(0.0, cost.forward.linear_cost(num_tokens) - collectives),
         linear_flops=(linear_flops_per_token(cost.shape) - head) / cost.shape.num_layers / ranks,
         num_layers=cost.shape.num_layers if how.num_layers is None else how.num_layers,
         resident_layers=how.resident_layers,
         in_flight=how.in_flight,
         head_bytes=float(LOGIT_BYTES * logits * cost.shape.vocab / ranks),
+        seconds_per_received_byte=cost.collective,
     )
 
 
@@ -156,23 +171,27 @@ def cost_of_rates(
 ) -> ModelCost:
     """Return the cost of a model on a device that was not profiled, from its FLOPs per second in three kinds of work.
 
-    Tensor-parallel ranks share the work evenly; their collectives are not counted. Causal attention of s tokens takes
+    Tensor-parallel ranks share the work evenly and wait for their collectives, which receive
+    ``COLLECTIVE_BYTES_PER_SECOND`` in each direction of a layer. Causal attention of s tokens takes
     ``2 s^2 head_dim num_heads`` FLOPs forward and 2.5 times as many backward (FlashAttention-2, Dao 2023, section 4.1).
     """
     head = 2.0 * shape.hidden * shape.vocab / tensor_parallel
     layer = (linear_flops_per_token(shape) / tensor_parallel - head) / shape.num_layers
     attention = 2.0 * shape.num_heads * shape.head_dim / tensor_parallel
     tensors = layer_tensors(shape, tensor_parallel=tensor_parallel)
+    collective = 1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0
+    waiting = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel) * collective
     return ModelCost(
         shape=shape,
         device="a device of given FLOPs per second",
         dtype="bfloat16",
         tensor_parallel=tensor_parallel,
         source="given rates",
-        forward=CostModel(a=attention / attention_forward_flops, b=layer / linear_flops),
-        backward=CostModel(a=2.5 * attention / attention_backward_flops, b=2 * layer / linear_flops),
+        forward=CostModel(a=attention / attention_forward_flops, b=layer / linear_flops + waiting),
+        backward=CostModel(a=2.5 * attention / attention_backward_flops, b=2 * layer / linear_flops + waiting),
         head_forward=head / linear_flops,
         head_backward=2 * head / linear_flops,
         layer_bytes=sum(tensor.bytes_per_token for tensor in tensors),
         recompute_bytes=tensors[0].bytes_per_token,
+        collective=collective,
     )

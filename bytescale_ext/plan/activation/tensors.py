@@ -27,6 +27,8 @@ class LayerTensor:
         bytes_per_token: on one rank.
         flops_per_token: of the matrix products that rebuild it, on one rank.
         moved_bytes_per_token: device memory read and written to rebuild it.
+        received_bytes_per_token: bytes that a rank receives in the collectives of tensor parallelism that rebuilding
+            repeats.
     """
 
     name: str
@@ -34,6 +36,16 @@ class LayerTensor:
     bytes_per_token: float
     flops_per_token: float = 0.0
     moved_bytes_per_token: float = 0.0
+    received_bytes_per_token: float = 0.0
+
+
+def received_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int = 2) -> float:
+    """Return the bytes that a rank receives to gather, or to reduce and scatter, one token's hidden state.
+
+    A layer's forward pass has four such collectives: with sequence parallelism two of each kind, without it two
+    all-reduces, which receive twice as much (Korthikanti et al. 2022, section 4.2.2).
+    """
+    return float(shape.hidden * element_bytes * (tensor_parallel - 1) / tensor_parallel)
 
 
 def layer_tensors(
@@ -55,23 +67,27 @@ def layer_tensors(
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
     whole = shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1)
     query = shape.num_heads * shape.head_dim / tensor_parallel
-    key_value = 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
+    projected = query + 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
     inner = shape.ffn_hidden / tensor_parallel
     gates = 2 if shape.gated else 1
+    first = gates * inner
     width = 2.0 * shape.hidden
+    received = received_bytes(shape, tensor_parallel, element_bytes)
+    gathered = received if sequence_parallel else 0.0
+    reduced = received if sequence_parallel else 2 * received
     attention = (
         LayerTensor("layer input", "input", whole),
         LayerTensor("input norm output", into_qkv, whole, 0.0, 2 * whole),
-        LayerTensor("query, key, value", "matrix", (query + key_value) * element_bytes, width * (query + key_value)),
+        LayerTensor("query, key, value", "matrix", projected * element_bytes, width * projected, 0.0, gathered),
         LayerTensor("attention output", "input", query * element_bytes),
         LayerTensor("attention log-sum-exp", "input", LSE_BYTES * shape.num_heads / tensor_parallel),
-        LayerTensor("residual after attention", "matrix", whole, width * query),
+        LayerTensor("residual after attention", "matrix", whole, width * query, 0.0, reduced),
         LayerTensor("MLP norm output", into_mlp, whole, 0.0, 2 * whole),
     )
     if shape.num_expert_layers:
         return attention
     return (
         *attention,
-        LayerTensor("MLP first output", "matrix", gates * inner * element_bytes, width * gates * inner),
+        LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered),
         LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes),
     )

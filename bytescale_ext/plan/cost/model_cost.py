@@ -29,6 +29,8 @@ class ModelCost:
         head_forward, head_backward: seconds per token of embedding, output layer and loss together.
         layer_bytes: activations that one token keeps in one layer until its backward pass.
         recompute_bytes: the same with full recompute (the layer's input).
+        collective: seconds for each byte that a rank receives in collectives of its tensor-parallel group; ``forward``
+            and ``backward`` include them. 0: there is one rank, or they were not measured by themselves.
     """
 
     shape: ModelShape
@@ -42,6 +44,7 @@ class ModelCost:
     head_backward: float
     layer_bytes: float
     recompute_bytes: float
+    collective: float = 0.0
 
     def stage(self, num_layers: int, has_head: bool = False) -> StageCost:
         """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer."""
@@ -74,7 +77,7 @@ class ModelCost:
     def _check(self) -> None:
         numbers = {f"{name}.{key}": number for name in ("forward", "backward")
                    for key, number in asdict(getattr(self, name)).items()}  # fmt: skip
-        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes"):
+        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes", "collective"):
             numbers[name] = getattr(self, name)
         for name, number in numbers.items():
             if not isinstance(number, int | float) or not 0 <= number < float("inf"):

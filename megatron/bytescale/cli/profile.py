@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,7 +165,19 @@ def measured_cost(
     )
     kept = kept_bytes_per_token(subject, max_tokens // 4)
     origin = Origin(subject.shape, subject.device, subject.dtype, subject.tensor_parallel, source)
-    return model_cost(fits, kept, origin), found
+    return replace(model_cost(fits, kept, origin), collective=collective_seconds(subject)), found
+
+
+def collective_seconds(subject: Subject) -> float:
+    """Return the seconds for each byte that a tensor-parallel rank receives; 0 for a single rank. Collective."""
+    if subject.tensor_parallel == 1:
+        return 0.0
+    from megatron.core import parallel_state
+
+    from bytescale_ext.measure import ring_speed
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    return ring_speed.gathered_seconds_per_byte(group, subject.runtime.device)
 
 
 def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:
@@ -201,6 +214,8 @@ def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
     head = (1e9 * cost.head_forward, 1e9 * cost.head_backward)
     lines.append(f"{'embedding, output layer and loss':<34}")
     lines.append(f"  {'ns per token':<32} {head[0]:12,.2f} {head[1]:12,.2f}")
+    if cost.collective:
+        lines.append(f"{'tensor parallelism':<34} {'':>12} {1e-9 / cost.collective:12,.1f} GB/s received")
     lines.append(f"{'kept until the backward pass':<34} {'':>12} {'recompute':>12}")
     lines.append(f"  {'bytes per token and layer':<32} {cost.layer_bytes:12,.0f} {cost.recompute_bytes:12,.0f}")
     lines += ["", "micro-batches that the fit did not see, forward and backward:", prediction_table(found)]

@@ -85,7 +85,7 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
     shape = cost.shape
     assert (shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads) == (8, 32, 4, 2)
     assert (shape.head_dim, shape.ffn_hidden, shape.gated, shape.vocab) == (8, 48, True, 128)
-    assert (cost.dtype, cost.tensor_parallel) == ("float32", 1)
+    assert (cost.dtype, cost.tensor_parallel, cost.collective) == ("float32", 1, 0.0)
     assert cost.device.startswith("CPU")
     # keys and values of two heads of 8 numbers, 4 bytes each, at the given 1 TB/s; their gradients go too
     assert cost.forward.c == pytest.approx(2 * 2 * 8 * 4 / 1e12)
@@ -124,6 +124,7 @@ def test_tensor_parallel_ranks_profile_together() -> None:
     assert cost.shape.num_heads == 4
     assert cost.shape.vocab == 256
     assert cost.forward.c == pytest.approx(2 * 1 * 8 * 4 / 1e12)
+    assert cost.collective > 0
     assert other == cost
 
 

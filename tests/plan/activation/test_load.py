@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, LayerSettings, cost_of_rates, layer_load
 from bytescale_ext.plan.cost.model_shape import linear_flops_per_token
 from tests.plan.activation.random_loads import H200, LLAMA2_7B, load_of
 
@@ -23,3 +26,34 @@ def test_prices_put_norms_and_activation_far_below_products() -> None:
     for name in ("input norm output", "MLP norm output", "activation output"):
         assert prices[name] < min(products) / 5
     assert prices["layer input"] == prices["attention output"] == float("inf")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_prices_under_tensor_parallelism_count_the_collectives_of_rebuilding(sequence_parallel: bool) -> None:
+    """By hand: 4 ranks receive 3/4 of a hidden state of 8 KiB to gather it, and twice that to reduce it."""
+    cost = cost_of_rates(LLAMA2_7B, 650e12, 600e12, 500e12, tensor_parallel=4)
+    load = layer_load(cost, 1000, how=LayerSettings(sequence_parallel=sequence_parallel))
+    alone = load_of(1000)
+    assert load.linear_seconds == pytest.approx(alone.linear_seconds / 4)
+    received = 0.75 * 8192 * 1000 / COLLECTIVE_BYTES_PER_SECOND
+    assert load.forward_seconds == pytest.approx(alone.forward_seconds / 4 + 4 * received)
+    repeated = {
+        "query, key, value": received * sequence_parallel,
+        "residual after attention": received * (1 if sequence_parallel else 2),
+        "MLP first output": received * sequence_parallel,
+    }
+    for tensor, whole in zip(load.tensors, alone.tensors, strict=True):
+        if tensor.kind == "matrix":
+            products = alone.rebuild_seconds(whole, H200) / 4
+            assert load.rebuild_seconds(tensor, H200) == pytest.approx(products + repeated[tensor.name]), tensor.name
+        elif tensor.kind == "cheap":
+            assert tensor.received_bytes_per_token == 0
+
+
+def test_collectives_that_were_not_measured_stay_in_the_time_of_products() -> None:
+    cost = replace(cost_of_rates(LLAMA2_7B, 650e12, 600e12, 500e12, tensor_parallel=4), collective=0.0)
+    load = layer_load(cost, 1000)
+    assert load.linear_seconds == pytest.approx(cost.forward.b * 1000)
+    assert sum(load.rebuild_seconds(tensor, H200) for tensor in load.tensors if tensor.kind == "matrix") == (
+        pytest.approx(0.777 * load.linear_seconds, rel=1e-3)
+    )
