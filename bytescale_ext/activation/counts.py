@@ -9,7 +9,7 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 
 @dataclass
 class Counts:
-    """The bytes and FLOPs of one process since the last reset.
+    """The bytes, FLOPs and reads of one process since the last reset.
 
     Attributes:
         swapped_bytes: written to host memory.
@@ -18,6 +18,8 @@ class Counts:
         recomputed_flops: of the matrix products that rebuilt dropped rows.
         overflowed_bytes: the part of ``kept_bytes`` that should have been swapped, but did not fit in the arena.
         restored_bytes: the most device memory into which the swapped tensors of one layer were read back.
+        reads: layers that were read back.
+        late_reads: layers whose reading began only when their backward pass did.
     """
 
     swapped_bytes: int = 0
@@ -26,6 +28,8 @@ class Counts:
     recomputed_flops: int = 0
     overflowed_bytes: int = 0
     restored_bytes: int = 0
+    reads: int = 0
+    late_reads: int = 0
 
 
 @dataclass(frozen=True)

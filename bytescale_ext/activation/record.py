@@ -65,7 +65,7 @@ class LayerRecord:
         buffers: device memory into which swapped rows are read back; None: new memory each time.
 
     Attributes:
-        previous: the record of the layer before, which is read back while this layer runs backward; or None.
+        read_next: starts reading the layer back that runs backward next; set by the store.
         rebuild: runs the layer again for the rows from ``first_row`` on; set by the layer.
         regions: the stored regions, in the order in which the layer saved them.
         hook_points: regions that pass a hook point, by its name.
@@ -88,7 +88,7 @@ class LayerRecord:
         self.parameters = parameters
         self.counts = counts
         self.buffers = buffers
-        self.previous: weakref.ref[LayerRecord] | None = None
+        self.read_next: Callable[[], None] | None = None
         self.rebuild: Callable[[LayerRecord], None] | None = None
         self.regions: list[StoredRegion] = []
         self.hook_points: dict[str, StoredRegion] = {}
@@ -281,8 +281,11 @@ class LayerRecord:
         return [(region, region.allocate()) for region in swapped]
 
     def restore(self) -> None:
-        """Bring back all regions, and start reading the layer before."""
+        """Bring back all regions, and start reading the layer that runs backward next."""
         self.link.settle()
+        if self._held_parts.blocks:
+            self.counts.reads += 1
+            self.counts.late_reads += self._reading is None
         self.prefetch()
         self._restored = True
         assert self._reading is not None
@@ -290,9 +293,8 @@ class LayerRecord:
         self._release()
         for region in self.regions:
             region.rejoin_kept()
-        previous = self.previous() if self.previous is not None else None
-        if previous is not None:
-            previous.prefetch()
+        if self.read_next is not None:
+            self.read_next()
         if self.rebuilds and self.is_waiting:
             assert self.rebuild is not None
             self._rebuilt = 0

@@ -48,6 +48,8 @@ class ToyLayer(torch.nn.Module):
     def __init__(self, number: int, store: ActivationStore | None) -> None:
         super().__init__()
         self.number, self.store = number, store
+        if store is not None:
+            store.add_layer(number)
         self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(16), torch.nn.LayerNorm(16)])
         self.qkv, self.proj = torch.nn.Linear(16, 32), torch.nn.Linear(16, 16)
         self.fc1, self.fc2 = torch.nn.Linear(16, 48), torch.nn.Linear(24, 16)
@@ -55,8 +57,14 @@ class ToyLayer(torch.nn.Module):
         self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.store is None or not self.store.is_planned(self.number):
+        if self.store is None:
             return self._compute(x)
+        if not self.store.is_planned(self.number):
+            read_next = self.store.before_resident(self.number)
+            out = self._compute(x)
+            if read_next is not None:
+                out.register_hook(lambda gradient: read_next())
+            return out
         parameters = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
         record = self.store.new_record(self.number, x.shape[0], parameters)
         record.pass_hook_point(LAYER_INPUT, x, "input")

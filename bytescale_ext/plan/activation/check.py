@@ -121,7 +121,8 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moves: bool
     """Return the most bytes on the device, by walking through the loss and the backward pass layer by layer.
 
     A planned layer holds ``kept`` bytes, a resident one all its tensors. A layer is whole while it runs backward, and
-    so is the next one to run if its tensors are being read back.
+    so is the next one to run if its tensors are being read back. After the first layer of a micro-batch that is the
+    last layer of another one, which stays whole while a further micro-batch runs forward.
     """
     planned = _planned_layers(plan, load)
     whole = load.num_tokens * sum(tensor.bytes_per_token for tensor in load.tensors)
@@ -134,12 +135,14 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moves: bool
         others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind != "input")
         rebuilt = plan.recompute * load.num_tokens * others
     now = load.in_flight * sum(held)
-    still_writing = whole - kept if moves and planned == load.num_layers else 0.0
-    peak = now + still_writing + max(gradients, load.head_bytes)
+    no_resident = planned == load.num_layers
+    reads_ahead = moves and no_resident and load.in_flight > 1
+    still_writing = whole - kept if moves and no_resident else 0.0
+    peak = now + still_writing + (whole - kept if reads_ahead else 0.0) + max(gradients, load.head_bytes)
     for layer in reversed(range(load.num_layers)):
         extra = gradients
         if layer < planned:
-            reading = whole - kept if moves and layer else 0.0
+            reading = whole - kept if (moves and layer) or reads_ahead else 0.0
             extra = whole - kept + reading + max(gradients, rebuilt)
         peak = max(peak, now + extra)
         now -= held[layer]

@@ -38,7 +38,9 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
 
     A swapped layer is written to host memory while the next layer computes, and read back while the next layer runs
     its backward pass (MEMO section 4.1, Fig. 10). Each step takes the longer of the two times: computing and copying.
-    For memory see ``DeviceNeed``.
+    With several micro-batches in flight, the last layer of the next one is read while the first layer of this one runs
+    backward. With a single one and no resident layers, nothing hides the reading of the last layer. For memory see
+    ``DeviceNeed``.
     """
     transferred = kept = recompute_seconds = 0.0
     for tensor in load.tensors:
@@ -51,6 +53,7 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
     transfer_seconds = transferred / machine.link_bytes_per_second
     each = max(load.forward_seconds, transfer_seconds)
     each += max(load.backward_seconds + recompute_seconds, transfer_seconds)
+    waits = transfer_seconds if planned and not resident and load.in_flight == 1 else 0.0
     copies = 0.0
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
         copies = plan.recompute * load.bytes_of("matrix", "cheap")
@@ -58,7 +61,7 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
     return Forecast(
         transfer_seconds=transfer_seconds,
         recompute_seconds=recompute_seconds,
-        step_seconds=planned * each + resident * (load.forward_seconds + load.backward_seconds),
+        step_seconds=planned * each + waits + resident * (load.forward_seconds + load.backward_seconds),
         device_bytes=need.device_bytes(kept),
         host_bytes=load.in_flight * planned * transferred,
     )
@@ -69,9 +72,10 @@ class DeviceNeed:
     """Device memory of activations at its two peaks: at the loss, and in the backward pass of a planned layer.
 
     Each peak is a fixed number of bytes plus the kept bytes of a number of layers. At the loss the resident layers are
-    whole; if there are none, the last layer is, because it is still being written. In the backward pass of a planned
-    layer, that layer is whole, and so is the layer that is being read back. Gradients take additional memory, or,
-    before them, the rebuilt rows of a tensor, which are copied into it.
+    whole; if there are none, the last layer is, because it is still being written, and with several micro-batches in
+    flight also the last layer of the one that runs backward next, which is read ahead. In the backward pass of a
+    planned layer, that layer is whole, and so is the layer that is being read back. Gradients take additional memory,
+    or, before them, the rebuilt rows of a tensor, which are copied into it.
     """
 
     at_loss: float
@@ -83,9 +87,9 @@ class DeviceNeed:
     def of(cls, load: LayerLoad, resident: int, moves: bool, copies: float = 0.0) -> DeviceNeed:
         """Return the need of a load with ``resident`` layers kept whole; ``copies``: bytes of rebuilt rows."""
         layer, planned = load.bytes_of(), load.num_layers - resident
-        whole = min(2 if moves else 1, planned)
+        whole = min(2 if moves else 1, planned if resident else planned * load.in_flight)
         earlier = (load.in_flight - 1) * resident * layer
-        on_its_way = 1 if moves and not resident else 0
+        on_its_way = min(2, load.in_flight) if moves and not resident else 0
         return cls(
             at_loss=earlier + (resident + on_its_way) * layer + max(load.working_bytes, load.head_bytes),
             layers_at_loss=load.in_flight * planned - on_its_way,

@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.activation.arena import allocate_arena
@@ -21,6 +23,8 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.measure.metrics import activations_text
 from bytescale_ext.plan.activation.load import LayerLoad
+from bytescale_ext.plan.schedule.actions import Action, seq1f1b_schedule
+from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_sample_attention
 from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 from megatron.bytescale.runtime import Runtime
@@ -44,7 +48,10 @@ def plan_activations(training: Training, runtime: Runtime) -> Training:
     )
     if run.process.rank == 0:
         print(config.described(), flush=True)
-    return training.wrap_forward_step(partial(planned_forward_step, config, store)) if has_documents else training
+    if has_documents:
+        return training.wrap_forward_step(partial(planned_forward_step, config, store))
+    order = None if run.find(SliceConfig) is not None else partial(order_of_stage, training.model.transformer)
+    return training.wrap_forward_step(partial(ordered_forward_step, store, order))
 
 
 def has_own_attention(run: RunConfig, transformer_impl: str) -> bool:
@@ -118,9 +125,42 @@ def planned_forward_step(
     def forward(data_iterator: Any, model: Any) -> Any:
         item = next(data_iterator)
         store.plan = plan_of(*load_of_micro_batch(config, item[1]))
+        if model.training:
+            store.begin_forward()
         return forward_step(iter((item,)), model)
 
     return forward
+
+
+def ordered_forward_step(
+    store: ActivationStore, order: Callable[[], tuple[Action, ...] | None] | None, forward_step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap the forward step of samples: follow the order of work of the stage.
+
+    ``order`` returns the order of a step; None where the schedule of slices begins the step with it.
+    """
+
+    def forward(data_iterator: Any, model: Any) -> Any:
+        if model.training:
+            actions = order() if order is not None and store.order is None else None
+            if actions is not None:
+                store.begin_step(actions)
+            store.begin_forward()
+        return forward_step(data_iterator, model)
+
+    return forward
+
+
+def order_of_stage(config: Any) -> tuple[Action, ...] | None:
+    """Return what this stage of a pipeline runs in a step of Megatron's own schedule; None without a pipeline."""
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if num_stages == 1:
+        return None
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    schedule = seq1f1b_schedule(
+        num_stages, get_num_microbatches(), ONE_SLICE, chunks, config.microbatch_group_size_per_vp_stage
+    )
+    return schedule.stages[parallel_state.get_pipeline_model_parallel_rank()]
 
 
 def load_of_micro_batch(config: ActivationConfig, packed: Any) -> tuple[LayerLoad, float]:

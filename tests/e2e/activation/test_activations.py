@@ -161,6 +161,8 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
             assert done["swapped_bytes"] + done["recomputed_flops"] > 0
             continue
         assert (done["swapped_bytes"] > 0) == (policy != "keep-attention")
+        if policy in ("memo", "priced"):
+            assert done["late_reads"] == 0 < done["reads"]
         assert (done["recomputed_flops"] > 0) == (done["recomputed_bytes"] > 0) == (policy != "swap-only")
     assert sum("> bytescale: activations" in outcome.text for outcome in planned) == 1
 

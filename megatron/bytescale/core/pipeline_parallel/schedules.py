@@ -72,9 +72,11 @@ def run_units(
         return megatron(data_iterator=[inputs_of(units)], num_microbatches=len(units), model=chunks, **options)
     config = get_model_config(chunks[0])
     schedule = schedule_of(runtime, chunks, len(units) // num_slices)
-    step = None
+    step, stage = None, parallel_state.get_pipeline_model_parallel_rank()
     if num_slices > 1:
-        step = SliceStep(schedule, parallel_state.get_pipeline_model_parallel_rank(), training)
+        step = SliceStep(schedule, stage, training)
+    if training and runtime.activations is not None:
+        runtime.activations.begin_step(schedule.stages[stage])
     shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
     communicator = stage_communicator(
         config,

@@ -144,6 +144,8 @@ def run_samples(
     schedule = config.schedule(num_microbatches)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     step = SliceStep(schedule, stage, training=not options.get("forward_only", False))
+    if step.training and runtime.activations is not None:
+        runtime.activations.begin_step(schedule.stages[stage])
     layouts = sample_layouts(config.lengths, micro_batch_size)
     rows = [length // config.row_shares for length in config.lengths]
     communicator = stage_communicator(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -62,6 +61,7 @@ class PlannedTransformerLayer(TransformerLayer):
     def __init__(self, *args: Any, activations: ActivationStore, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activations = activations
+        activations.add_layer(self.layer_number)
         self._run: Run | None = None
         attention = self.self_attention
         self._set_hook(attention.linear_qkv, "product", "qkv")
@@ -107,12 +107,11 @@ class PlannedTransformerLayer(TransformerLayer):
         return result
 
     def _forward_resident(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer that keeps everything. Its backward pass starts reading the previous layer back."""
-        record = self.activations.before_resident(self.layer_number)
+        """Run a layer that keeps everything. Its backward pass starts reading the layer that runs backward next."""
+        read_next = self.activations.before_resident(self.layer_number)
         result = super().forward(*args, **kwargs)
-        if record is not None and result[0].requires_grad:
-            before = weakref.ref(record)
-            result[0].register_hook(lambda gradient: _prefetch(before()))
+        if read_next is not None and result[0].requires_grad:
+            result[0].register_hook(lambda gradient: read_next())
         return result
 
     @contextlib.contextmanager
@@ -143,12 +142,6 @@ class PlannedTransformerLayer(TransformerLayer):
             finally:
                 self.mlp_norm_manager = None  # Megatron drops it at the end of the layer, which this run does not reach
         raise AssertionError("a layer was run again and did not reach its last hook point")
-
-
-def _prefetch(record: LayerRecord | None) -> None:
-    """Start reading a layer back, unless its record is gone."""
-    if record is not None:
-        record.prefetch()
 
 
 def _sample_major(tensor: torch.Tensor) -> torch.Tensor:
