@@ -23,6 +23,32 @@ class StepMemoryJson(TwoLevelPlanJson):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What decides the tensors of a layer and of the head, beside the sizes of the model.
+
+    Attributes:
+        normalization: of all norms, "RMSNorm" or "LayerNorm".
+        linear_biases, qkv_biases: matrix products have biases: all of them, or that of queries, keys and values.
+        qk_norms: queries and keys are normed.
+        positions: "rope", "learned_absolute" or "none".
+        learned_positions: rows of the table of learned positions; 0 without.
+        tied_embeddings: the output layer has the weight of the embedding.
+        fused_activation: bias and activation function are one kernel.
+        transformer_impl: whose layers, "local" or "transformer_engine".
+    """
+
+    normalization: str = "RMSNorm"
+    linear_biases: bool = False
+    qkv_biases: bool = False
+    qk_norms: bool = False
+    positions: str = "rope"
+    learned_positions: int = 0
+    tied_embeddings: bool = False
+    fused_activation: bool = False
+    transformer_impl: str = "local"
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """The settings of a recorded forward and backward pass: one micro-batch on one process.
 
@@ -32,6 +58,8 @@ class StepRecord:
         dtype: of the parameters, for example "bfloat16".
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``), or None.
         activations: the shares kept, swapped and recomputed.
+        traits: of the model.
+        device: "cuda" or "cpu": kernels keep different tensors.
     """
 
     shape: ModelShape
@@ -39,12 +67,12 @@ class StepRecord:
     dtype: str
     loss_tokens: int | None
     activations: ActivationPlan
+    traits: ModelTraits
+    device: str
 
     def differences(self, other: StepRecord) -> list[str]:
         """Return the reasons why a plan of this record cannot be used for ``other``; fewer tokens are allowed."""
-        mine, theirs = asdict(self.shape), asdict(other.shape)
-        mine |= {"dtype": self.dtype, "--chunked-cross-entropy": self.loss_tokens}
-        theirs |= {"dtype": other.dtype, "--chunked-cross-entropy": other.loss_tokens}
+        mine, theirs = self._compared(), other._compared()
         found = [f"{name} is {mine[name]} there and {theirs[name]} here" for name in mine if mine[name] != theirs[name]]
         if other.num_tokens > self.num_tokens:
             found.append(f"it is for {self.num_tokens} tokens and micro-batches have up to {other.num_tokens}")
@@ -54,6 +82,11 @@ class StepRecord:
             if field.name != "policy" and one != two and not near:
                 found.append(f"the {field.name} of activations is {one} there and {two} here")
         return found
+
+    def _compared(self) -> dict[str, object]:
+        """Return what must be equal, by the names that messages use."""
+        step = {"dtype": self.dtype, "device": self.device, "--chunked-cross-entropy": self.loss_tokens}
+        return {**asdict(self.shape), **asdict(self.traits), **step}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +114,9 @@ class StepMemory:
             known = entries_of(value["record"])
             shape = from_entries(ModelShape, known["shape"])
             activations = from_entries(ActivationPlan, known["activations"])
-            record = from_entries(StepRecord, {**known, "shape": shape, "activations": activations})
+            traits = from_entries(ModelTraits, known["traits"])
+            made = {"shape": shape, "activations": activations, "traits": traits}
+            record = from_entries(StepRecord, {**known, **made})
             memory = cls(record, int(value["buffer_bytes"]), TwoLevelPlan.from_json(value))
             check_two_level_plan(memory.plan)
             return memory

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,7 @@ from bytescale_ext.plan.memory.check import check_two_level_plan
 from bytescale_ext.plan.memory.exact import improve
 from bytescale_ext.plan.memory.placement import plan_memory, requests_within
 from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
-from bytescale_ext.plan.memory.step_file import StepMemory, StepMemoryJson, StepRecord
+from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepMemoryJson, StepRecord
 from megatron.bytescale.cli.activations import shape_of_flags
 
 if TYPE_CHECKING:
@@ -30,7 +32,9 @@ HELP = "record the allocations of one training step and plan their addresses"
 EXAMPLE = "bytescale memory-plan --seq-length 2048 --output plan.json"
 
 DEFAULT_FLAGS = (
-    "--num-layers 3 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 704 --swiglu --vocab-size 1024"
+    "--num-layers 3 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 704 --swiglu --vocab-size 1024 "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights"
 )
 PASSES = ("forward", "backward")
 
@@ -41,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-flags",
         default=DEFAULT_FLAGS,
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; the step is run, so it must fit in memory "
-        "(default: a small model)",
+        help="Megatron's flags of the model in one quoted string, with its defaults: sizes, norms, biases, positions, "
+        "tied embeddings; the step is run, so it must fit in memory (default: a small model)",
     )
     parser.add_argument("--seq-length", type=int, default=512, metavar="S", help="tokens of the step (512)")
     parser.add_argument("--chunked-cross-entropy", type=int, metavar="TOKENS", help="as in training")
@@ -70,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     activations = activations_of(args)
-    requests, marks, record, buffer_bytes = record_step(
-        shape, args.seq_length, args.chunked_cross_entropy, args.cpu, activations, int(args.host_memory_gb * 1e9)
-    )
+    traits = traits_of_flags(args.model_flags, args.seq_length)
+    requests, marks, record, buffer_bytes = record_step(args, shape, traits, activations)
     plans: dict[str, tuple[MemoryPlan, float]] = {}
     levels = {}
     middle = max(0, shape.num_layers - activations.resident_layers) // 2  # of the layers that the policy applies to
@@ -106,13 +109,38 @@ def activations_of(args: argparse.Namespace) -> ActivationPlan:
     return given_plan(policy, swap, recompute, RESIDENT_LAYERS)
 
 
+def traits_of_flags(flags: str, length: int) -> ModelTraits:
+    """Read what decides the tensors of a step, beside sizes, from Megatron's flags, with Megatron's defaults.
+
+    Learned positions are at least those of ``length`` tokens. Raises ValueError for a value that cannot be recorded.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--normalization", default="LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    positions = ("learned_absolute", "rope", "none")
+    parser.add_argument("--position-embedding-type", default="learned_absolute", choices=positions)
+    parser.add_argument("--max-position-embeddings", type=int, default=length)
+    for name in ("swiglu", "disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-bias-swiglu-fusion",
+                 "no-bias-gelu-fusion", "untie-embeddings-and-output-weights"):  # fmt: skip
+        parser.add_argument(f"--{name}", action="store_true")
+    try:
+        found, _ = parser.parse_known_args(shlex.split(flags))
+    except argparse.ArgumentError as error:
+        raise ValueError(f"--model-flags: {error}") from None
+    is_learned = found.position_embedding_type == "learned_absolute"
+    return ModelTraits(
+        normalization=found.normalization,
+        linear_biases=not found.disable_bias_linear,
+        qkv_biases=found.add_qkv_bias or not found.disable_bias_linear,
+        qk_norms=found.qk_layernorm,
+        positions=found.position_embedding_type,
+        learned_positions=max(length, found.max_position_embeddings) if is_learned else 0,
+        tied_embeddings=not found.untie_embeddings_and_output_weights,
+        fused_activation=not (found.no_bias_swiglu_fusion if found.swiglu else found.no_bias_gelu_fusion),
+    )
+
+
 def record_step(
-    shape: ModelShape,
-    length: int,
-    loss_tokens: int | None,
-    on_cpu: bool,
-    activations: ActivationPlan,
-    host_bytes: int,
+    args: argparse.Namespace, shape: ModelShape, traits: ModelTraits, activations: ActivationPlan
 ) -> tuple[list[Request], dict[str, int], StepRecord, int]:
     """Run a forward and a backward pass and record their allocations.
 
@@ -124,8 +152,13 @@ def record_step(
     from bytescale_ext.activation.trace import AllocationTrace
     from megatron.bytescale.training.one_device import build_model
 
-    dtype = torch.bfloat16 if torch.cuda.is_available() and not on_cpu else torch.float32
-    built = build_model(shape, dtype, host_bytes, loss_tokens, on_cpu=on_cpu or None)
+    on_cuda = torch.cuda.is_available() and not args.cpu
+    length, loss_tokens = args.seq_length, args.chunked_cross_entropy
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    traits = replace(traits, fused_activation=traits.fused_activation and on_cuda)
+    built = build_model(
+        shape, dtype, int(args.host_memory_gb * 1e9), loss_tokens, on_cpu=args.cpu or None, traits=traits
+    )
     built.store.plan = activations
     built.weights.clear()
     for parameter in built.model.parameters():
@@ -138,7 +171,7 @@ def record_step(
     with trace:
         built.loss(tokens).backward()
     name = str(dtype).removeprefix("torch.")
-    record = StepRecord(shape, length, name, loss_tokens, activations)
+    record = StepRecord(shape, length, name, loss_tokens, activations, traits, "cuda" if on_cuda else "cpu")
     return trace.requests(), trace.marks, record, built.store.counts.restored_bytes
 
 

@@ -21,6 +21,7 @@ from bytescale_ext.activation.region import num_bytes, region_of
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.step_file import ModelTraits
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from megatron.bytescale import cpu
 
@@ -93,11 +94,11 @@ def build_model(
     host_bytes: int,
     loss_tokens: int | None = None,
     on_cpu: bool | None = None,
-    fine_grained_offload: bool = False,
+    traits: ModelTraits | None = None,
 ) -> OneDeviceModel:
     """Build the model on this process's device, as the only process of its group. Call it once in a process.
 
-    ``fine_grained_offload``: with TransformerEngine's layers under Megatron's own offload instead of policies.
+    ``traits``: of the model. TransformerEngine's layers run under Megatron's own offload instead of policies.
     """
     stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
     from megatron.core import parallel_state
@@ -119,18 +120,19 @@ def build_model(
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = _configuration(shape, dtype, stand_ins is not None, fine_grained_offload)
+    traits = traits or ModelTraits(fused_activation=stand_ins is None and shape.gated)
+    config = _configuration(shape, dtype, stand_ins is not None, traits)
     kernel = choose_kernel(device, dtype, shape.head_dim)[0]
-    spec = _layer_spec(kernel, fine_grained_offload)
+    spec = _layer_spec(kernel, traits)
     store = ActivationStore(
         ActivationPlan("none"), make_link(allocate_arena(host_bytes, device.type == "cuda"), device.type == "cuda"),
         shape.num_layers,
     )  # fmt: skip
     block: Any = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
-    block = block if fine_grained_offload else planned_layer_spec(block, store)
+    block = block if traits.transformer_impl == "transformer_engine" else planned_layer_spec(block, store)
     model = GPTModel(
-        config, block, shape.vocab, 1 << 21, position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        config, block, shape.vocab, traits.learned_positions or 1 << 21, position_embedding_type=traits.positions,
+        share_embeddings_and_output_weights=traits.tied_embeddings,
     )  # fmt: skip
     model.to(device=device, dtype=dtype).train()
     use_document_positions([model])
@@ -141,7 +143,7 @@ def build_model(
     return built
 
 
-def _layer_spec(kernel: Any, engine: bool) -> Any:
+def _layer_spec(kernel: Any, traits: ModelTraits) -> Any:
     """Return the spec of a layer of Megatron's or TransformerEngine's modules, with attention over documents."""
     from functools import partial
 
@@ -153,7 +155,11 @@ def _layer_spec(kernel: Any, engine: bool) -> Any:
     from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
     from megatron.bytescale.core.transformer.norm import LocalNorm
 
-    spec = get_gpt_layer_with_transformer_engine_spec() if engine else get_gpt_layer_local_spec(normalization="RMSNorm")
+    engine = traits.transformer_impl == "transformer_engine"
+    if engine:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_layer_local_spec(normalization=traits.normalization, qk_layernorm=traits.qk_norms)
     layer: Any = spec.submodules
     layer.self_attention.submodules.core_attention = partial(
         DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
@@ -163,7 +169,7 @@ def _layer_spec(kernel: Any, engine: bool) -> Any:
     return spec
 
 
-def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_grained_offload: bool) -> Any:
+def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, traits: ModelTraits) -> Any:
     """Return Megatron's configuration of the model, without dropout, so that all policies compute the same."""
     from megatron.core.transformer import TransformerConfig
 
@@ -174,11 +180,13 @@ def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, fine_gra
     return TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden, num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim, ffn_hidden_size=shape.ffn_hidden,
-        gated_linear_unit=shape.gated, activation_func=torch.nn.functional.silu, normalization="RMSNorm",
-        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype,
-        bf16=dtype == torch.bfloat16, pipeline_dtype=dtype, use_cpu_initialization=on_cpu,
-        bias_activation_fusion=not on_cpu and shape.gated, gradient_accumulation_fusion=False,
-        apply_rope_fusion=False, init_method_std=0.05, **(offload if fine_grained_offload else {}),
+        gated_linear_unit=shape.gated, normalization=traits.normalization, qk_layernorm=traits.qk_norms,
+        activation_func=torch.nn.functional.silu if shape.gated else torch.nn.functional.gelu,
+        add_bias_linear=traits.linear_biases, add_qkv_bias=traits.qkv_biases, hidden_dropout=0.0,
+        attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16, pipeline_dtype=dtype,
+        use_cpu_initialization=on_cpu, bias_activation_fusion=traits.fused_activation,
+        gradient_accumulation_fusion=False, apply_rope_fusion=False, init_method_std=0.05,
+        **(offload if traits.transformer_impl == "transformer_engine" else {}),
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from bytescale_ext.plan.activation.plan import ActivationPlan  # noqa: E402
 from bytescale_ext.plan.cost.model_cost import model_flops  # noqa: E402
 from bytescale_ext.plan.cost.model_shape import ModelShape  # noqa: E402
 from bytescale_ext.plan.memory.placement import liveness_bound  # noqa: E402
+from bytescale_ext.plan.memory.step_file import ModelTraits  # noqa: E402
 from megatron.bytescale.training.one_device import OneDeviceModel, build_model  # noqa: E402
 from scripts.bench.activation.activation_arms import (  # noqa: E402
     ENGINE_WAY,
@@ -200,9 +201,8 @@ def run(settings: Settings) -> dict[str, Any]:
     rows = engine_rows(settings) if settings.on_cuda and not settings.engine and not settings.arms else []
     dtype = torch.bfloat16 if settings.on_cuda else torch.float32
     most = 0 if settings.engine else int(max(settings.host_gb) * 1e9)  # the engine pins its own memory
-    built = build_model(
-        settings.shape, dtype, most, LOSS_TOKENS, on_cpu=not settings.on_cuda, fine_grained_offload=settings.engine
-    )
+    traits = ModelTraits(fused_activation=True, transformer_impl="transformer_engine") if settings.engine else None
+    built = build_model(settings.shape, dtype, most, LOSS_TOKENS, on_cpu=not settings.on_cuda, traits=traits)
     built.weights.clear()  # no arm changes them
     memory = built.store.link.arena.memory
     engine = [Arm(ENGINE_ARM, ActivationPlan("none"), ENGINE_WAY)]

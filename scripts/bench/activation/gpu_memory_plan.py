@@ -56,7 +56,9 @@ def run_arm(arm: str, memory: StepMemory, on_cuda: bool, host_gb: float, num_ste
     """Return the figures of one arm, run in this process."""
     record = memory.record
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    built = build_model(record.shape, dtype, int(host_gb * 1e9), record.loss_tokens, on_cpu=not on_cuda)
+    built = build_model(
+        record.shape, dtype, int(host_gb * 1e9), record.loss_tokens, on_cpu=not on_cuda, traits=record.traits
+    )
     built.weights.clear()
     built.store.plan = record.activations
     for parameter in built.model.parameters():
@@ -100,7 +102,8 @@ def recording(args: argparse.Namespace, path: Path) -> list[str]:
     shape = TINY if args.quick else SHAPE
     flags = (
         f"--num-layers {shape.num_layers} --hidden-size {shape.hidden} --num-attention-heads {shape.num_heads} "
-        f"--ffn-hidden-size {shape.ffn_hidden} --swiglu --vocab-size {shape.vocab}"
+        f"--ffn-hidden-size {shape.ffn_hidden} --swiglu --vocab-size {shape.vocab} --normalization RMSNorm "
+        "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights"
     )
     words = [
         "memory-plan", "--model-flags", flags, "--seq-length", args.seq_length, "--activation-policy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +63,7 @@ def run_engine_arm(rank: int, world: int) -> dict[str, Any]:
 
     entered: list[str] = []
     local = one_device._layer_spec
-    one_device._layer_spec = lambda kernel, engine: local(kernel, False)
+    one_device._layer_spec = lambda kernel, traits: local(kernel, replace(traits, transformer_impl="local"))
     transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)  # of the engine's own
     end = one_device.end_fine_grained_step
     from scripts.bench.activation import activation_arms

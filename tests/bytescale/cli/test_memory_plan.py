@@ -10,7 +10,7 @@ import pytest
 
 from bytescale_ext.plan.memory.placement import plan_memory
 from bytescale_ext.plan.memory.plan import Request
-from bytescale_ext.plan.memory.step_file import StepMemory
+from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory
 from megatron.bytescale.cli import memory_plan as command
 from tests.harness import run_ranks
 
@@ -41,6 +41,9 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
     plan, record = memory.plan, memory.record
     assert (record.num_tokens, record.shape.hidden, record.dtype) == (64, 32, "float32")
     assert record.activations.swap == 0.5
+    assert record.traits == ModelTraits("LayerNorm", True, True, positions="learned_absolute", learned_positions=64,
+                                        tied_embeddings=True)  # fmt: skip
+    assert record.device == "cpu"
     assert memory.buffer_bytes > 0
     assert set(plan.levels) == {"forward", "backward"}
     names = [request.name for request in plan.model.requests]
@@ -57,6 +60,10 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         (["--seq-length", "0"], "--seq-length must be positive"),
         (["--solver-seconds", "-1"], "--solver-seconds must be positive"),
         (["--model-flags", "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "needs at least 2 layers"),
+        (
+            ["--model-flags", "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --position-embedding-type mrope"],
+            "--model-flags: argument --position-embedding-type",
+        ),
         (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
         (
             ["--model-flags", "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --num-experts 2"],
@@ -73,6 +80,15 @@ def test_bad_input(words: list[str], message: str) -> None:
     command.add_arguments(parser)
     with pytest.raises(ValueError, match=message):
         command.run(parser.parse_args(words))
+
+
+def test_traits_have_megatrons_defaults() -> None:
+    traits = ModelTraits("LayerNorm", True, True, positions="learned_absolute", learned_positions=96,
+                         tied_embeddings=True, fused_activation=True)  # fmt: skip
+    assert command.traits_of_flags("--num-layers 2 --max-position-embeddings 96", 64) == traits
+    assert command.traits_of_flags(command.DEFAULT_FLAGS, 64) == ModelTraits(fused_activation=True)
+    more = command.traits_of_flags("--disable-bias-linear --add-qkv-bias --qk-layernorm --no-bias-gelu-fusion", 64)
+    assert (more.qkv_biases, more.qk_norms, more.fused_activation) == (True, True, False)
 
 
 def test_figures_and_table_agree() -> None:

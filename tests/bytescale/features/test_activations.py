@@ -44,6 +44,9 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "log_interval": 1, "save": None, "mtp_num_layers": None, "qk_l2_norm": False, "full_validation": False,
         "multiple_validation_sets": False, "ddp_average_in_collective": False, "optimizer": "adam",
         "result_rejected_tracker_filename": None, "init_model_with_meta_device": False,
+        "normalization": "RMSNorm", "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
+        "position_embedding_type": "rope", "max_position_embeddings": 8192, "bias_swiglu_fusion": True,
+        "bias_gelu_fusion": True, "untie_embeddings_and_output_weights": True,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value

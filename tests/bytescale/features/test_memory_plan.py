@@ -13,7 +13,9 @@ import torch
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.memory.step_file import StepMemory
+from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.features import refusals
 from megatron.bytescale.features.memory_plan import MEMORY_PLAN
 from tests.bytescale.features.test_activations import MEMO, parsed
 from tests.bytescale.training.test_activation_memory import MEMORY, RECORD
@@ -44,6 +46,13 @@ def test_a_plan_of_this_model_is_taken(tmp_path: Path) -> None:
         ({"seq_length": 16384}, "it is for 8192 tokens and micro-batches have up to 16384"),
         ({"chunked_cross_entropy": 64}, "--chunked-cross-entropy is None there and 64 here"),
         ({"swap_fraction": 0.5}, "the swap of activations is 0.25 there and 0.5 here"),
+        ({"normalization": "LayerNorm"}, "normalization is RMSNorm there and LayerNorm here"),
+        ({"add_bias_linear": False}, "linear_biases is True there and False here; qkv_biases is True there and"),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, "step: linear_biases is True there and False here; record"),
+        ({"qk_layernorm": True}, "qk_norms is False there and True here"),
+        ({"position_embedding_type": "learned_absolute"}, "positions is rope there and learned_absolute here; learned"),
+        ({"untie_embeddings_and_output_weights": False}, "tied_embeddings is False there and True here"),
+        ({"bias_swiglu_fusion": False}, "fused_activation is True there and False here"),
     ],
 )
 def test_a_plan_of_another_model_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -72,3 +81,20 @@ def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> No
     words = ("--activation-policy", "offload", "--host-memory-gb", "2", "--memory-plan", write(tmp_path / "p.json"))
     with pytest.raises(ValueError, match=r"--memory-plan needs one share for all micro-batches"):
         resolve(parsed(*words, hybrid_data_parallel=True, hdp_tokens_per_rank=8192))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size > 1: leave it at 1: a plan covers the whole"),
+        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size > 1: leave it at 1"),
+        ({"seq1f1b_slices": 2}, "--seq1f1b-slices > 1: leave it at 1: a plan covers whole micro-batches"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine: use local"),
+        ({"fp32_residual_connection": True}, "--fp32-residual-connection: remove it"),
+        ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: remove it"),
+        ({"num_experts": 4}, "--num-experts: remove it"),
+    ],
+)
+def test_steps_that_cannot_be_recorded_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"--memory-plan does not work with {message}"):
+        refuse_conflicts(parsed(*POLICY, **settings), {"memory_plan": "--memory-plan"}, refusals())

@@ -11,12 +11,14 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.placement import plan_memory
 from bytescale_ext.plan.memory.plan import Request, TwoLevelPlan
-from bytescale_ext.plan.memory.step_file import StepMemory, StepRecord
+from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepRecord
 from megatron.bytescale.training.activation_memory import PlannedMemory
 from tests.activation.test_run import PLANS, inputs_of, make_layers, make_store, results
 
 SHAPE = ModelShape(8, 1024, 8, 8, 128, 4096, True, 32000)
-RECORD = StepRecord(SHAPE, 8192, "bfloat16", None, ActivationPlan("memo", 0.25, 0.75, 1.0, False, 2))
+SHARES = ActivationPlan("memo", 0.25, 0.75, 1.0, False, 2)
+TRAITS = ModelTraits(linear_biases=True, qkv_biases=True, fused_activation=True)
+RECORD = StepRecord(SHAPE, 8192, "bfloat16", None, SHARES, TRAITS, "cpu")
 LEVEL = plan_memory([Request("a", 4_000_000, 0, 3), Request("b", 1_000_000, 1, 2)])
 MEMORY = StepMemory(RECORD, 1 << 16, TwoLevelPlan({"forward": LEVEL, "backward": LEVEL}, LEVEL))
 
