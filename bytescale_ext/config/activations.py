@@ -28,6 +28,7 @@ class ActivationConfig:
         slices: tokens of each slice of a micro-batch, or their proportion; a single one without ``--seq1f1b-slices``.
         layers: the layers of one process (of all its model chunks).
         offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
+        assumed: what plans and predictions assume because nobody measured it, and how to; empty: nothing.
     """
 
     policy: str
@@ -40,6 +41,7 @@ class ActivationConfig:
     slices: tuple[int, ...]
     layers: LayerSettings
     offload: PlannedOffload | None = None
+    assumed: str = ""
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
         """Return the load of one micro-batch of a rank, by its tokens and the times of one layer."""
@@ -90,7 +92,10 @@ class ActivationConfig:
             )
 
     def described(self) -> str:
-        """Return one line about the plan of the largest micro-batch and its prediction."""
+        """Return a line about the plan of the largest micro-batch, and one about the speeds that it assumes."""
+        return "\n".join(filter(None, (self._plan_described(), self.assumed)))
+
+    def _plan_described(self) -> str:
         if self.offload is not None:
             return self.offload.described()
         load = self.largest

@@ -16,7 +16,13 @@ from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.measure.host_memory import free_host_bytes
-from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, cost_of_rates
+from bytescale_ext.plan.activation.load import (
+    COLLECTIVE_BYTES_PER_SECOND,
+    RESIDENT_LAYERS,
+    LayerSettings,
+    Machine,
+    cost_of_rates,
+)
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
@@ -28,6 +34,9 @@ if TYPE_CHECKING:
 
 RATES = (650e12, 600e12, 500e12)
 """FLOPs per second of matrix products, attention forward and backward, used without a cost file: one H200."""
+
+LINK_GB_PER_SECOND = 55.0
+"""Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
 
 OFFLOADED_PARAMETER_BYTES = 16
 """Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
@@ -114,12 +123,32 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
             fused_norms=args.transformer_impl == "transformer_engine",
             loss_tokens=None if chunks is None else chunks.num_tokens,
         ),
+        assumed=assumptions(args, run),
     )
     if hdp is not None and hdp.plans_offload:
         _check_planned_offload(args, num_layers)
         config = replace(config, offload=planned_offload(hdp, machine, config.cost, config.largest))
     config.check_fits()
     return config
+
+
+def assumptions(args: Any, run: RunConfig) -> str:
+    """Return a line about the speeds that plans assume, and the flags that replace them; "" where all are given."""
+    speeds = []
+    if args.link_gb_per_second is None and args.host_memory_gb:
+        speeds.append(
+            f"{LINK_GB_PER_SECOND:g} GB/s to host memory (give --link-gb-per-second; "
+            "scripts/bench/activation/gpu_activations_calibrate.py measures it)"
+        )
+    if run.cost is None:
+        products, forward, backward = (rate / 1e12 for rate in RATES)
+        between = f", {COLLECTIVE_BYTES_PER_SECOND / 1e9:g} GB/s between tensor-parallel ranks"
+        speeds.append(
+            f"{products:g} TFLOP/s in matrix products, {forward:g} and {backward:g} in attention forward and backward"
+            f"{between if args.tensor_model_parallel_size > 1 else ''} (give --cost-file; `bytescale profile` measures "
+            "them)"
+        )
+    return f"> bytescale: assumed, not measured: {'; '.join(speeds)}" if speeds else ""
 
 
 def _slices(run: RunConfig) -> tuple[int, ...]:
@@ -181,7 +210,7 @@ def machine_of(args: Any, shape: ModelShape) -> Machine:
     for flag, value in (("--host-memory-gb", args.host_memory_gb), ("--device-memory-gb", args.device_memory_gb)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{flag} {value:g} is not an amount of memory")
-    link = 55.0 if args.link_gb_per_second is None else args.link_gb_per_second
+    link = LINK_GB_PER_SECOND if args.link_gb_per_second is None else args.link_gb_per_second
     if not 0 < link < math.inf:
         raise ValueError(f"--link-gb-per-second {link:g} must be positive")
     sharers = 1 if args.gpus_per_link is None else args.gpus_per_link
