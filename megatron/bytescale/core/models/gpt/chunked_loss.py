@@ -122,7 +122,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.step, ctx.head = step, head
         losses = [
             head.run(part, weight, some_labels)[1].unflatten(1, (labels.shape[1], -1))
-            for part, some_labels in zip(hidden.split(step), labels.split(step, dim=2), strict=True)
+            for part, some_labels in zip(hidden.detach().split(step), labels.split(step, dim=2), strict=True)
         ]
         return torch.cat(losses, dim=2).flatten(1)
 
@@ -139,7 +139,10 @@ class _ChunkedLoss(torch.autograd.Function):
             leaf = part.detach().requires_grad_()
             with torch.enable_grad():
                 logits, losses = ctx.head.run(leaf, weight, some_labels)
-            by_hidden, by_logits = torch.autograd.grad(losses, (leaf, logits), grad.flatten(1))
+                logits.retain_grad()
+            torch.autograd.backward(losses, grad.flatten(1))  # not grad(), which hooks of modules may refuse
+            by_hidden, by_logits = leaf.grad, logits.grad
+            assert by_hidden is not None and by_logits is not None, f"{leaf.shape=} {logits.shape=}"
             del logits, losses
             grad_part.copy_(by_hidden)
             if total is not None:
