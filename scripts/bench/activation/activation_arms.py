@@ -117,14 +117,26 @@ def recomputing_arms(kept_whole: int, suffix: str = "") -> list[Arm]:
     ]
 
 
-def arms_of(settings: Settings, length: int, host_gb: float, kept_whole: int = RESIDENT_LAYERS) -> list[Arm]:
+def arms_of(settings: Settings, length: int, host_gb: float, kept_whole: int | None = None) -> list[Arm]:
     """Return all arms of a length, without policies that cannot fit their budgets.
 
-    Recomputing arms keep ``kept_whole`` layers whole, as MEMO does. Where ``priced`` keeps another number, there are
-    recomputing arms with that number too.
+    Recomputing arms keep ``kept_whole`` layers whole; by default as many as ``priced`` does, or as MEMO where that
+    keeps all. If no arms were named, there are also recomputing arms for the other numbers of ``priced``.
     """
     off, load = ActivationPlan("none"), load_of(settings, length)
     machine = Machine(settings.device_gb * 1e9, host_gb * 1e9, settings.link_gb_per_second * 1e9)
+    zero = Arm("alpha 0", ActivationPlan("memo", 0.0, 1.0, 1.0, False, RESIDENT_LAYERS))
+    tight = replace(machine, device_bytes=forecast(zero.plan, load, machine).device_bytes)
+    ours = []
+    for name, policy, memory in (
+        ("memo", "memo", machine), ("priced", "priced", machine), ("priced, no memory to spare", "priced", tight),
+    ):  # fmt: skip
+        with contextlib.suppress(ValueError):
+            ours.append(Arm(name, make_plan(policy, load, memory)))
+    numbers = [arm.whole_layers(load.num_layers) for arm in ours if arm.name.startswith("priced")]
+    numbers = [number for number in numbers if number < load.num_layers]
+    if kept_whole is None:
+        kept_whole = numbers[0] if numbers else RESIDENT_LAYERS
     arms = [
         Arm("none", off),
         *recomputing_arms(kept_whole),
@@ -132,17 +144,11 @@ def arms_of(settings: Settings, length: int, host_gb: float, kept_whole: int = R
         Arm("recompute attention", off, "core_attn"),
         Arm("recompute MLP", off, "mlp"),
         Arm("save_on_cpu", off, "save_on_cpu"),
-        Arm("alpha 0", ActivationPlan("memo", 0.0, 1.0, 1.0, False, RESIDENT_LAYERS)),
+        zero,
+        *ours,
     ]
-    for policy in ("memo", "priced"):
-        with contextlib.suppress(ValueError):
-            arms.append(Arm(policy, make_plan(policy, load, machine)))
-    tight = forecast(next(arm.plan for arm in arms if arm.name == "alpha 0"), load, machine).device_bytes
-    with contextlib.suppress(ValueError):
-        arms.append(Arm("priced, no memory to spare", make_plan("priced", load, replace(machine, device_bytes=tight))))
-    others = {arm.whole_layers(load.num_layers) for arm in arms if arm.name.startswith("priced")}
-    for number in sorted(others - {kept_whole, load.num_layers}):
-        arms += recomputing_arms(number, f", {number} layers whole")
+    for number in sorted({RESIDENT_LAYERS, *numbers} - {kept_whole}):
+        arms += [] if settings.arms else recomputing_arms(number, f", {number} layers whole")
     if settings.with_sweep:
         alphas = TINY_ALPHAS if settings.is_tiny else ALPHAS
         plans = [ActivationPlan("memo", alpha, 1 - alpha, 1.0, False, RESIDENT_LAYERS) for alpha in alphas]
@@ -158,9 +164,13 @@ def predicted_seconds(settings: Settings) -> float:
         load = load_of(settings, length)
         total += (LAYER_REPEATS + 1) * (2 * load.forward_seconds + load.backward_seconds)
         arms = [arm for host_gb in settings.host_gb for arm in arms_of(settings, length, host_gb)]
-        wanted = [arm for arm in arms if not settings.arms or arm.name in settings.arms]
-        total += steps * sum(_step_seconds(arm, load, settings.link_gb_per_second) for arm in wanted)
+        total += steps * sum(_step_seconds(arm, load, settings.link_gb_per_second) for arm in wanted(arms, settings))
     return total
+
+
+def wanted(arms: list[Arm], settings: Settings) -> list[Arm]:
+    """Return the arms that were named on the command line; all if none was."""
+    return [arm for arm in arms if not settings.arms or arm.name in settings.arms]
 
 
 def _step_seconds(arm: Arm, load: LayerLoad, link_gb_per_second: float) -> float:

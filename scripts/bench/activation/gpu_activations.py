@@ -58,6 +58,7 @@ from scripts.bench.activation.activation_arms import (  # noqa: E402
     in_way,
     lacks_host_memory,
     load_of,
+    wanted,
 )
 from scripts.bench.activation.activation_verdicts import longest, table, verdicts  # noqa: E402
 from scripts.bench.activation.gpu_activations_calibrate import layer_seconds  # noqa: E402
@@ -101,11 +102,6 @@ def stall_seconds(built: OneDeviceModel, arm: Arm, tokens: torch.Tensor) -> floa
     for _ in range(STALL_STEPS):
         one_step(built, arm, tokens)
     return link.take_stall_seconds() / STALL_STEPS
-
-
-def wanted(arms: list[Arm], settings: Settings) -> list[Arm]:
-    """Return the arms that were named on the command line; all if none was."""
-    return [arm for arm in arms if not settings.arms or arm.name in settings.arms]
 
 
 def clean(built: OneDeviceModel, on_cuda: bool) -> None:

@@ -94,7 +94,9 @@ def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]
         predicted = {arm for arm, row in arms.items() if row["predicted_peak_gb"]}
         assert predicted == {arm for arm in arms if "recompute" not in arm} - {"save_on_cpu"}
         assert arms["none"]["swapped_bytes"] == arms["save_on_cpu"]["recomputed_flops"] == 0
-        assert arms["keep attention output"]["recomputed_flops"] > arms["memo"]["recomputed_flops"] >= 0
+        most = arms["keep attention output"]["recomputed_flops"]
+        assert most == arms["alpha 0"]["recomputed_flops"] > 0  # of equally many layers
+        assert most >= arms["memo"]["recomputed_flops"]
         assert arms["alpha 0"]["swapped_bytes"] > 0
         moved = {arm for arm, row in arms.items() if row["stall_seconds"]}
         assert moved >= {"alpha 0", "memo", "full recompute, inputs on host"}
@@ -202,7 +204,7 @@ def test_recomputing_arms_keep_as_many_layers_whole_as_ours(monkeypatch: pytest.
     """Both budgets of device memory: with all that is free, and with no more than alpha 0 takes."""
     from scripts.bench.activation import activation_arms, gpu_activations
 
-    monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu", "--device-gb", "30"])
+    monkeypatch.setattr(sys, "argv", ["script", "--device", "cpu", "--device-gb", "30", "--all"])
     settings, _ = gpu_activations.parse()
     arms = activation_arms.arms_of(settings, 16384, 100.0)
     whole = {arm.name: arm.whole_layers(settings.shape.num_layers) for arm in arms}
@@ -210,7 +212,7 @@ def test_recomputing_arms_keep_as_many_layers_whole_as_ours(monkeypatch: pytest.
     ours = {whole["alpha 0"], whole["memo"], whole["priced"], whole["priced, no memory to spare"]} - {8}
     assert len(ours) > 1
     for base in ("full recompute", "keep attention output"):
-        assert whole[base] == 2
+        assert whole[base] == whole["priced"]
         others = {number for name, number in whole.items() if name.startswith(base) and "inputs" not in name}
         assert others == ours
     kept = {arm.name: arm for arm in activation_arms.arms_of(settings, 16384, 100.0, kept_whole=0)}
