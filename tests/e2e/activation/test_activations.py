@@ -47,6 +47,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "hdp-experts": (2, [*MODEL, *STEPS, *DOCUMENTS, *EXPERTS]),
     "plain-classic": (1, [*CLASSIC, *STEPS, "--micro-batch-size", "2"]),
     "plain-grouped-pipeline": (2, [*MODEL, *STEPS, "--micro-batch-size", "2", *TWO_STAGES]),
+    "plain-virtual-pipeline": (
+        2,
+        [*MODEL, *STEPS, "--micro-batch-size", "1", *TWO_STAGES, "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
     "hdp-slices-pipeline": (
         2,
         [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES, "--seq1f1b-slices", "3"],
@@ -71,6 +75,7 @@ RUNS = [
     ("hdp-experts", "priced"),
     ("hdp-slices-pipeline", "priced"),
     ("plain-grouped-pipeline", "priced"),
+    ("plain-virtual-pipeline", "memo"),
     ("slices-pipeline", "memo"),
     ("slices-pipeline", "priced"),
     ("eager-slices-pipeline", "memo"),
