@@ -26,7 +26,7 @@ class ActivationConfig:
         num_tokens: of the largest micro-batch on one rank.
         length: tokens of the longest sequence.
         slices: tokens of each slice of a micro-batch, or their proportion; a single one without ``--seq1f1b-slices``.
-        layers: the layers of one process (of all its model chunks).
+        layers: the layers of this process's pipeline stage (of all its model chunks).
         offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
         assumed: what plans and predictions assume because nobody measured it, and how to; empty: nothing.
     """

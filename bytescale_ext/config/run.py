@@ -33,6 +33,7 @@ class Process:
         tensor_parallel: ranks that share each layer.
         timeout_minutes: timeout of a process group.
         log_interval: steps between log lines.
+        stage: its pipeline stage.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Process:
     tensor_parallel: int = 1
     timeout_minutes: float = 10.0
     log_interval: int = 100
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RunConfig:
         cluster: HDP ranks, the most tokens of a micro-batch on one of them, ranks of a node.
         cost: measured seconds of the model (``--cost-file``), or None.
         process: this process.
+        stage_layers: transformer layers of each pipeline stage.
         features: configuration of each feature that is on, by the feature's name, in the order of the feature table.
     """
 
@@ -60,6 +63,7 @@ class RunConfig:
     cluster: Cluster
     cost: ModelCost | None
     process: Process
+    stage_layers: tuple[int, ...]
     features: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, kind: type[Config]) -> Config | None:

@@ -22,13 +22,19 @@ def hdp_of(
     """Return settings of hybrid data parallelism for a small model."""
     cluster = Cluster(num_ranks, tokens_per_rank, ranks_per_node)
     stages = changes.get("num_stages", 1)
-    return HdpConfig(cluster, **{"cost": flops_stage_cost(SHAPE, stages), "longest_sequence": 256, **changes})
+    return HdpConfig(
+        cluster, **{"cost": flops_stage_cost(SHAPE, -(-SHAPE.num_layers // stages)), "longest_sequence": 256, **changes}
+    )
 
 
-def run_of(*configs: object, shape: ModelShape = SHAPE, cost: Any = None) -> RunConfig:
-    """Return a run with these features, by the names of their classes."""
+def run_of(
+    *configs: object, shape: ModelShape = SHAPE, cost: Any = None, stage_layers: tuple[int, ...] = ()
+) -> RunConfig:
+    """Return a run with these features, by the names of their classes; its stages have equal layers by default."""
     hdp = next((config for config in configs if isinstance(config, HdpConfig)), None)
-    run = RunConfig(shape, Cluster(4, 64) if hdp is None else hdp.cluster, cost, PROCESS)
+    stages = 1 if hdp is None else hdp.num_stages
+    layers = (-(-shape.num_layers // stages),) * stages
+    run = RunConfig(shape, Cluster(4, 64) if hdp is None else hdp.cluster, cost, PROCESS, stage_layers or layers)
     for config in configs:
         run = run.with_feature(type(config).__name__, config)
     return run

@@ -93,14 +93,14 @@ def flops_cost(shape: ModelShape) -> CostModel:
     return CostModel(a=passes * attention_flops_per_square(shape), b=passes * linear_flops_per_token(shape))
 
 
-def flops_stage_cost(shape: ModelShape, num_stages: int) -> StageCost:
-    """Return the FLOPs of the largest pipeline stage: its share of the layers, and the output layer."""
-    share = replace(
-        shape,
-        num_layers=-(-shape.num_layers // num_stages),
-        num_expert_layers=-(-shape.num_expert_layers // num_stages),
-    )
-    both = flops_cost(share)
+def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True) -> StageCost:
+    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without.
+
+    Experts count as if they were spread evenly over the layers.
+    """
+    experts = -(-shape.num_expert_layers * num_layers // shape.num_layers)
+    vocab = shape.vocab if has_head else 0
+    both = flops_cost(replace(shape, num_layers=num_layers, num_expert_layers=experts, vocab=vocab))
     forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
     return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))
 

@@ -59,8 +59,9 @@ class Scenario:
         cls, cluster: Cluster, context: int, cost: ModelCost, num_stages: int = 1, slicing: Slicing = ONE_SLICE
     ) -> Scenario:
         """Return the scenario of a model; see ``stage_costs``."""
-        memory = StageMemory.of(cost, num_stages, cluster)
-        return cls(cluster, context, stage_costs(cost, num_stages), memory, slicing)
+        stages = stage_costs(cost, num_stages)
+        memory = StageMemory.of(cost, equal_layers(cost, num_stages), cluster)
+        return cls(cluster, context, stages, memory, slicing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,16 @@ def stage_costs(cost: ModelCost, num_stages: int) -> tuple[StageCost, ...]:
     Raises:
         ValueError: the stages do not divide the layers.
     """
+    layers = equal_layers(cost, num_stages)
+    return tuple(cost.stage(count, stage == num_stages - 1) for stage, count in enumerate(layers))
+
+
+def equal_layers(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
+    """Return the layers of equal stages. Raises ValueError where they do not divide the layers."""
     num_layers = cost.shape.num_layers
     if num_stages < 1 or num_layers % num_stages:
         raise ValueError(f"{num_stages} stages do not divide the {num_layers} layers of the cost file's model")
-    return tuple(cost.stage(num_layers // num_stages, stage == num_stages - 1) for stage in range(num_stages))
+    return (num_layers // num_stages,) * num_stages
 
 
 def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:

@@ -45,8 +45,8 @@ class StageMemory:
     working_bytes: tuple[float, ...]
 
     @classmethod
-    def of(cls, cost: ModelCost, num_stages: int, cluster: Cluster, element_bytes: int = 2) -> StageMemory:
-        """Return the memory of a model cut into stages of equal layers, with the optimizer shared by all HDP ranks.
+    def of(cls, cost: ModelCost, num_layers: Sequence[int], cluster: Cluster, element_bytes: int = 2) -> StageMemory:
+        """Return the memory of a model whose stages have these layers, with the optimizer shared by all HDP ranks.
 
         The logits of a whole micro-batch exist together (no ``--chunked-cross-entropy``).
         """
@@ -56,14 +56,15 @@ class StageMemory:
         layer = LayerBytes(cost.layer_bytes, keys, keys * KEY_SUM_BYTES / element_bytes)
         working = cluster.tokens_per_rank * (max(tensors) + 2 * tensors[0] + 2 * keys)
         logits = cluster.tokens_per_rank * LOGIT_BYTES * shape.vocab / ranks
-        each = replace(shape, num_layers=-(-shape.num_layers // num_stages))
-        of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), num_stages - 1
+        of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
+        parameters = (
+            stage_parameters(replace(shape, num_layers=layers), ranks, stage == 0, stage == last)
+            for stage, layers in enumerate(num_layers)
+        )
         return cls(
             layer,
-            (each.num_layers,) * num_stages,
-            tuple(
-                of_parameter * stage_parameters(each, ranks, not stage, stage == last) for stage in range(num_stages)
-            ),
+            tuple(num_layers),
+            tuple(of_parameter * count for count in parameters),
             (working,) * last + (max(working, logits),),
         )
 

@@ -36,6 +36,27 @@ def model_shape(args: Any) -> ModelShape:
     )
 
 
+def stage_layers(args: Any) -> tuple[int, ...]:
+    """Return the transformer layers of each pipeline stage, in all its virtual stages, as Megatron lays them out."""
+    num_layers, num_stages = args.num_layers, args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        from megatron.core.transformer.enums import LayerType
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        layout = PipelineParallelLayerLayout(str(args.pipeline_model_parallel_layout), num_stages).layout
+        return tuple(sum(chunk.count(LayerType.decoder) for chunk in chunks) for chunks in layout)
+    ends = {0: args.decoder_first_pipeline_num_layers, num_stages - 1: args.decoder_last_pipeline_num_layers}
+    given = {stage: layers for stage, layers in ends.items() if layers is not None}
+    if given:
+        others = (num_layers - sum(given.values())) // max(1, num_stages - len(given))
+        return tuple(given.get(stage, others) for stage in range(num_stages))
+    embedding = int(args.account_for_embedding_in_pipeline_split)
+    loss = int(args.account_for_loss_in_pipeline_split)
+    each = (num_layers + embedding + loss) // num_stages
+    last = num_stages - 1
+    return tuple(each - embedding * (stage == 0) - loss * (stage == last) for stage in range(num_stages))
+
+
 def measured_cost(args: Any, shape: ModelShape) -> ModelCost | None:
     """Return the costs in ``--cost-file``, or None without it.
 
@@ -81,4 +102,12 @@ def process(args: Any) -> Process:
         tensor_parallel=args.tensor_model_parallel_size,
         timeout_minutes=args.distributed_timeout_minutes,
         log_interval=args.log_interval,
+        stage=stage_of(args),
     )
+
+
+def stage_of(args: Any) -> int:
+    """Return the pipeline stage of this process, as Megatron numbers ranks."""
+    num_stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    distance = tensor_ranks if args.use_tp_pp_dp_mapping else args.world_size // num_stages
+    return int(args.rank // distance % num_stages)

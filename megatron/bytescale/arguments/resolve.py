@@ -6,7 +6,7 @@ from typing import Any
 
 from bytescale_ext.config.run import RunConfig
 from megatron.bytescale import features
-from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, process
+from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, process, stage_layers
 
 
 def resolve(args: Any) -> RunConfig:
@@ -17,7 +17,7 @@ def resolve(args: Any) -> RunConfig:
     Raises ValueError, before anything is built, for settings that do not fit together.
     """
     shape = model_shape(args)
-    run = RunConfig(shape, cluster(args), measured_cost(args, shape), process(args))
+    run = RunConfig(shape, cluster(args), measured_cost(args, shape), process(args), stage_layers(args))
     for feature in features.enabled(args):
         run = run.with_feature(feature.name, feature.resolve(args, run))
     return run

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
+from bytescale_ext.plan.evaluate.schedulers import equal_layers
 from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
@@ -90,6 +91,6 @@ def choice_of(args: argparse.Namespace, cost: ModelCost, cluster: Cluster) -> Sl
         raise ValueError(f"--slices {AUTO} chooses what --kept-keys and --eager set: remove them")
     if args.device_memory_gb is None or not 0 < args.device_memory_gb < math.inf:
         raise ValueError(f"--slices {AUTO} needs --device-memory-gb, the most memory of a device")
-    choice = SlicingChoice(StageMemory.of(cost, args.stages, cluster), args.device_memory_gb * 1e9)
+    choice = SlicingChoice(StageMemory.of(cost, equal_layers(cost, args.stages), cluster), args.device_memory_gb * 1e9)
     choice.check_fits(cost.forward + cost.backward, cluster.tokens_per_rank)
     return choice

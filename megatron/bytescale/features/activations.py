@@ -26,6 +26,7 @@ from bytescale_ext.plan.activation.load import (
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
+from bytescale_ext.plan.schedule.actions import num_warm_up, slice_group_size
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -100,11 +101,7 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         ValueError: settings that do not fit together, budgets that are missing or too small.
     """
     _check_shares(args)
-    machine = machine_of(args, run.shape)
-    num_layers = -(-args.num_layers // args.pipeline_model_parallel_size)
-    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
-    in_flight = stages * (2 if virtual > 1 else 1) + slicing(run).extra_warm_up(stages - 1)
-    chunks, hdp = run.find(LossChunks), run.find(HdpConfig)
+    machine, hdp = machine_of(args, run.shape), run.find(HdpConfig)
     config = ActivationConfig(
         policy=args.activation_policy,
         swap=args.swap_fraction,
@@ -114,22 +111,39 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         num_tokens=run.cluster.tokens_per_rank,
         length=args.seq_length,
         slices=_slices(run),
-        layers=LayerSettings(
-            num_layers=num_layers,
-            resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
-            in_flight=in_flight,
-            element_bytes=args.params_dtype.itemsize,
-            sequence_parallel=args.sequence_parallel,
-            fused_norms=args.transformer_impl == "transformer_engine",
-            loss_tokens=None if chunks is None else chunks.num_tokens,
-        ),
+        layers=stage_settings(args, run, 0),
         assumed=assumptions(args, run),
     )
-    if hdp is not None and hdp.plans_offload:
-        _check_planned_offload(args, num_layers)
+    if hdp is not None and hdp.plans_offload:  # one share for all stages: that of the stage that holds most
+        _check_planned_offload(args, min(run.stage_layers))
+        config = replace(config, layers=replace(config.layers, num_layers=max(run.stage_layers)))
         config = replace(config, offload=planned_offload(hdp, machine, config.cost, config.largest))
-    config.check_fits()
-    return config
+        config.check_fits()
+        return config
+    stages = [replace(config, layers=stage_settings(args, run, stage)) for stage in range(len(run.stage_layers))]
+    for one in stages:
+        one.check_fits()
+    return stages[run.process.stage]
+
+
+def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
+    """Return how a pipeline stage runs its layers, and how many micro-batches or slices it holds at once."""
+    virtual, chunks = args.virtual_pipeline_model_parallel_size or 1, run.find(LossChunks)
+    slices, num_stages = slicing(run), len(run.stage_layers)
+    group = slice_group_size(num_stages, slices.num_slices) if virtual > 1 else 1
+    in_flight = -(-(num_warm_up(num_stages, stage, slices, virtual, group) + 1) // virtual)
+    if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
+        micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        in_flight = min(in_flight, micro_batches * slices.num_slices)
+    return LayerSettings(
+        num_layers=run.stage_layers[stage],
+        resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
+        in_flight=in_flight,
+        element_bytes=args.params_dtype.itemsize,
+        sequence_parallel=args.sequence_parallel,
+        fused_norms=args.transformer_impl == "transformer_engine",
+        loss_tokens=None if chunks is None else chunks.num_tokens,
+    )
 
 
 def assumptions(args: Any, run: RunConfig) -> str:

@@ -156,7 +156,7 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
     given = {name: getattr(args, f"hdp_{name}") for name in names}
     return HdpConfig(
         run.cluster,
-        stage_cost(run, num_stages),
+        stage_cost(run),
         longest_sequence=args.seq_length,
         rows_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         balance=balance,
@@ -177,11 +177,16 @@ def check_kernel(name: str | None, run: RunConfig) -> None:
         named_kernel(device, run.process.dtype, run.shape.head_dim, name)
 
 
-def stage_cost(run: RunConfig, num_stages: int) -> StageCost:
-    """Return the cost of the largest pipeline stage: in measured seconds, else in FLOPs."""
-    if run.cost is None:
-        return flops_stage_cost(run.shape, num_stages)
-    return run.cost.stage(-(-run.shape.num_layers // num_stages), has_head=True)
+def stage_cost(run: RunConfig) -> StageCost:
+    """Return the cost of the pipeline stage that is slowest with a full micro-batch: in measured seconds, or FLOPs."""
+    last = len(run.stage_layers) - 1
+    stages = [
+        flops_stage_cost(run.shape, layers, stage == last)
+        if run.cost is None
+        else run.cost.stage(layers, has_head=stage == last)
+        for stage, layers in enumerate(run.stage_layers)
+    ]
+    return max(stages, key=lambda cost: cost.both.sequence_cost(run.cluster.tokens_per_rank, 1))
 
 
 def build(training: Training, runtime: Runtime) -> Training:

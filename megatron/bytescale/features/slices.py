@@ -197,7 +197,7 @@ def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceCo
         cost = replace(cost, layer_bytes=kept)
     elif run.cost is None:
         cost = replace(cost, layer_bytes=_layer_bytes(args, run) * element / 2)
-    memory = StageMemory.of(cost, num_stages, run.cluster, element).without_states()
+    memory = StageMemory.of(cost, run.stage_layers, run.cluster, element).without_states()
     choice = SlicingChoice(memory, args.device_memory_gb * 1e9)
     choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
     note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"

@@ -140,7 +140,7 @@ def measure(subject: Subject, num_documents: int, num_ranks: int, num_steps: int
     runtime, model = subject.runtime, EmptyModel()
     longest = min(LONGEST, num_ranks * TOKENS_PER_RANK)
     lengths = [length for step in range(num_steps + 1) for length in documents_of(num_documents, longest, step)]
-    stage_cost = flops_stage_cost(subject.shape, 1)
+    stage_cost = flops_stage_cost(subject.shape, subject.shape.num_layers)
     planner = HdpPlanner(Cluster(num_ranks, TOKENS_PER_RANK), (stage_cost,), balance="dp")
     plan = planner(lengths[:num_documents])
     busiest = max(range(num_ranks), key=lambda rank: sum(len(one.shards) for one in plan.ranks[rank]))

@@ -12,7 +12,14 @@ import torch
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.step.sizes import Cluster
-from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, ranks_of_a_node
+from megatron.bytescale.arguments.model_shape import (
+    cluster,
+    measured_cost,
+    model_shape,
+    ranks_of_a_node,
+    stage_layers,
+    stage_of,
+)
 
 ARGS = SimpleNamespace(
     num_layers=2,
@@ -82,3 +89,61 @@ def test_the_launcher_tells_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch)
         assert ranks_of_a_node(1, 4) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (ranks_of_a_node(2, 4), ranks_of_a_node(3, 4)) == (2, None)
+
+
+PIPELINE = {
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "given", "layers"),
+    [
+        (8, 2, {}, (4, 4)),
+        (8, 1, {}, (8,)),
+        (8, 2, {"decoder_first_pipeline_num_layers": 7}, (7, 1)),
+        (8, 3, {"decoder_last_pipeline_num_layers": 2}, (3, 3, 2)),
+        (12, 4, {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}, (1, 4, 4, 3)),
+        (
+            6,
+            4,
+            {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+            (1, 2, 2, 1),
+        ),
+        (7, 4, {"account_for_loss_in_pipeline_split": True}, (2, 2, 2, 1)),
+        (8, 2, {"pipeline_model_parallel_layout": "E|t*8L"}, (0, 8)),
+        (8, 2, {"pipeline_model_parallel_layout": "Et*3|t*2|tt|tL"}, (5, 3)),
+    ],
+)
+def test_layers_of_stages_are_those_that_megatron_builds(
+    num_layers: int, num_stages: int, given: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    args = SimpleNamespace(num_layers=num_layers, pipeline_model_parallel_size=num_stages, **PIPELINE | given)
+    assert stage_layers(args) == layers
+    if args.pipeline_model_parallel_layout is not None:  # Megatron counts these on the running rank only
+        assert sum(layers) == num_layers
+        return
+    names = {
+        "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+        "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    }
+    config = TransformerConfig(
+        num_layers=num_layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=num_stages,
+        pipeline_dtype=torch.float32, **{names.get(name, name): value for name, value in given.items()},
+    )  # fmt: skip
+    assert tuple(get_num_layers_to_build(config, None, rank) for rank in range(num_stages)) == layers
+
+
+def test_the_stage_of_a_process() -> None:
+    """Megatron numbers ranks by tensor-parallel rank, then data-parallel rank, then stage, or the last two in turn."""
+    sizes = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8}
+    for mapped, stages in ((False, [0, 0, 0, 0, 1, 1, 1, 1]), (True, [0, 0, 1, 1, 0, 0, 1, 1])):
+        args = [SimpleNamespace(**sizes, rank=rank, use_tp_pp_dp_mapping=mapped) for rank in range(8)]
+        assert [stage_of(one) for one in args] == stages

@@ -47,6 +47,9 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "normalization": "RMSNorm", "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
         "position_embedding_type": "rope", "max_position_embeddings": 8192, "bias_swiglu_fusion": True,
         "bias_gelu_fusion": True, "untie_embeddings_and_output_weights": True,
+        "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False, "data_parallel_size": 1, "global_batch_size": 64,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value
@@ -241,3 +244,24 @@ def test_norms_of_transformer_engine_are_inputs() -> None:
 
 def test_experts_may_recompute_themselves() -> None:
     config_of(*MEMO, recompute_granularity="selective", recompute_modules=["moe_act"])
+
+
+def test_each_stage_plans_for_its_own_layers_and_micro_batches() -> None:
+    """7 + 1 layers: the first stage has two micro-batches in flight, the last keeps its layer whole."""
+    sizes = {"pipeline_model_parallel_size": 2, "world_size": 2, "decoder_first_pipeline_num_layers": 7}
+    first, last = (config_of(*MEMO, rank=rank, **sizes).layers for rank in (0, 1))
+    assert (first.num_layers, first.in_flight, first.resident_layers) == (7, 2, 0)
+    assert (last.num_layers, last.in_flight, last.resident_layers) == (1, 1, 2)
+    few = config_of(*MEMO, global_batch_size=1, **sizes).layers
+    assert few.in_flight == 1
+    virtual = {"pipeline_model_parallel_size": 2, "world_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    # (2 (p - s - 1) + (v - 1) p + 1) / v chunks of the layers
+    assert [config_of(*MEMO, rank=rank, **virtual).layers.in_flight for rank in (0, 1)] == [3, 2]
+
+
+def test_a_stage_that_does_not_fit_is_refused_on_all_stages() -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "world_size": 2, "decoder_first_pipeline_num_layers": 7}
+    words = ("--swap-fraction", "1", "--host-memory-gb", "0.5")
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match=r"GB of host memory, and --host-memory-gb is 0\.5"):
+            config_of(*words, rank=rank, **sizes)

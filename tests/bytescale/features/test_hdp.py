@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,8 +150,13 @@ def test_what_must_be_given() -> None:
     assert refused(4, *line[:at], *line[at + 2 :]) == "--hybrid-data-parallel needs --global-batch-size"
 
 
-def test_costs_are_of_the_largest_stage() -> None:
-    assert stage_cost(run_of(), 2) == flops_stage_cost(SHAPE, 2)
-    cost = cost_of_rates(SHAPE, 1e12, 1e12, 1e12)
-    assert stage_cost(run_of(cost=cost), 2) == cost.stage(1, has_head=True)
-    assert stage_cost(run_of(cost=cost), 1) == cost.stage(2, has_head=True)
+def test_costs_are_of_the_slowest_stage() -> None:
+    """The last one with its head, unless another one has many more layers."""
+    hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
+    assert stage_cost(run_of(hdp)) == flops_stage_cost(SHAPE, 1)
+    cost = cost_of_rates(shape, 1e12, 1e12, 1e12)
+    assert stage_cost(run_of(hdp, shape=shape, cost=cost)) == cost.stage(4, has_head=True)
+    assert stage_cost(run_of(shape=shape, cost=cost)) == cost.stage(8, has_head=True)
+    assert stage_cost(run_of(hdp, shape=shape, cost=cost, stage_layers=(7, 1))) == cost.stage(7)
+    assert stage_cost(run_of(hdp, shape=shape, stage_layers=(7, 1))) == flops_stage_cost(shape, 7, has_head=False)
+    assert stage_cost(run_of(hdp, shape=shape, stage_layers=(1, 7))) == flops_stage_cost(shape, 7)

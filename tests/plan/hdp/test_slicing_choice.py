@@ -7,7 +7,7 @@ import pytest
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.schedulers import stage_costs
+from bytescale_ext.plan.evaluate.schedulers import equal_layers, stage_costs
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
 from bytescale_ext.plan.memory.held import held
@@ -18,7 +18,7 @@ from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 COST = shipped("bytescale_7b")
 CLUSTER, STAGES = Cluster(16, 8192), 4
-MEMORY = StageMemory.of(COST, STAGES, CLUSTER)
+MEMORY = StageMemory.of(COST, equal_layers(COST, STAGES), CLUSTER)
 COSTS = stage_costs(COST, STAGES)
 LENGTHS = [110_000, 60_000, 30_000, *(9_000,) * 6, *(3_000,) * 60, *(500,) * 200]
 SHORT = [500] * 600
