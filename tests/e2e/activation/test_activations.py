@@ -127,11 +127,12 @@ def fingerprints(outcome: Outcome) -> np.ndarray:
     return np.array([json.loads(line) for line in re.findall(r"^GRADIENTS (.*)$", outcome.text, re.MULTILINE)])
 
 
-def assert_same_gradients(one: Outcome, other: Outcome, tolerance: float = 1e-5) -> None:
-    """Equal to 1e-5 of each norm: a processor may sum a product of fewer rows in another order."""
+def assert_same_gradients(one: Outcome, other: Outcome, first: float = 1e-5, second: float = 1e-5) -> None:
+    """Equal to a part of each norm in each step: a processor may sum a product of fewer rows in another order."""
     mine, theirs = fingerprints(one), fingerprints(other)
     assert len(mine) == len(theirs) == 2
-    assert (np.abs(mine - theirs) <= tolerance * mine[..., :1] + 1e-12).all()
+    tolerances = np.array([first, second])[:, None, None]
+    assert (np.abs(mine - theirs) <= tolerances * mine[..., :1] + 1e-12).all()
 
 
 def digests(outcome: Outcome) -> list[str]:
@@ -178,7 +179,7 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
 def test_our_attention_trains_samples_as_megatrons_does(case: str, corpus: Path) -> None:
     """Another order of sums: the second step starts from weights that differ in the last bits."""
     for stock, ours in zip(outcomes_of(case, corpus), outcomes_of(case, corpus, *OUR_ATTENTION), strict=True):
-        assert_same_gradients(stock, ours, 2e-4)
+        assert_same_gradients(stock, ours, 1e-5, 1e-3)
         if ours.losses:
             assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
