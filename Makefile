@@ -53,7 +53,6 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict bytescale_ext/plan
 	$(BIN)/shellcheck scripts/*.sh scripts/*.sbatch .ci/run
 
 pins: $(STAMP)

@@ -101,6 +101,7 @@ class RankStep:
     swapped_bytes: float = 0.0
     recomputed_bytes: float = 0.0
     host_peak_bytes: float = 0.0
+    num_slices: float = 0.0
 
     def __add__(self, other: RankStep) -> RankStep:
         sums = RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -133,6 +134,7 @@ class IntervalMetrics:
     ``*_imbalance`` is the work of the busiest rank over the mean; ``padding_share`` is the share of rows that are
     padding; ``plan_wait_ms`` is the longest wait of a rank for its plans, per step. With an activation policy:
     megabytes kept, swapped and recomputed per step on all ranks, and the highest host memory of one process so far.
+    ``slices_per_micro_batch`` is a mean over steps.
     """
 
     iteration: int
@@ -149,6 +151,7 @@ class IntervalMetrics:
     swapped_megabytes_per_step: float = 0.0
     recomputed_megabytes_per_step: float = 0.0
     host_peak_megabytes: float = 0.0
+    slices_per_micro_batch: float = 1.0
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
@@ -170,6 +173,7 @@ class IntervalMetrics:
             swapped_megabytes_per_step=sum(rank.swapped_bytes for rank in ranks) / num_steps / 1e6,
             recomputed_megabytes_per_step=sum(rank.recomputed_bytes for rank in ranks) / num_steps / 1e6,
             host_peak_megabytes=max(rank.host_peak_bytes for rank in ranks) / 1e6,
+            slices_per_micro_batch=max(1.0, ranks[0].num_slices / num_steps),
         )
 
     def line(self) -> str:
@@ -180,8 +184,11 @@ class IntervalMetrics:
             f" hdp: {self.tokens_per_second:,.0f} tokens/s | micro-batches per rank: {counts}{more} | "
             f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
             f"padding {100 * self.padding_share:.2f}% | waited for plan {self.plan_wait_ms:.1f} ms | "
-            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step{self._activations()}"
+            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step{self._slices()}{self._activations()}"
         )
+
+    def _slices(self) -> str:
+        return f" | slices {self.slices_per_micro_batch:.3g}" if self.slices_per_micro_batch > 1 else ""
 
     def _activations(self) -> str:
         parts = self.kept_megabytes_per_step, self.swapped_megabytes_per_step, self.recomputed_megabytes_per_step

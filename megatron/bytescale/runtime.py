@@ -123,5 +123,6 @@ class Runtime:
             swapped_bytes=counts.swapped_bytes,
             recomputed_bytes=counts.recomputed_bytes,
             host_peak_bytes=0.0 if store is None else store.link.arena.peak_bytes,
+            num_slices=self.slicing.num_slices,
         )
         self.totals.num_steps += 1

@@ -63,6 +63,7 @@ def test_figures_of_a_step_are_counted_once() -> None:
         plan_wait_seconds=0.5,
         bytes_sent=2000,
         attention_calls=14,
+        num_slices=2,
     )
     assert made.totals.figures.planned_work > 0
 

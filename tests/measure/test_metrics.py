@@ -96,7 +96,8 @@ def test_padding_micro_batch_of_a_rank_without_work_has_no_shards() -> None:
 def test_figures_of_steps_add_up() -> None:
     one = RankStep(*(float(i + 1) for i in range(len(fields(RankStep)))))
     assert one + RankStep() == one
-    assert (one + one).values() == (*(2 * value for value in one.values()[:-1]), one.host_peak_bytes)
+    doubled = RankStep(*(2 * value for value in one.values()))
+    assert one + one == replace(doubled, host_peak_bytes=one.host_peak_bytes)
     assert one.values()[:3] == (one.work_seconds, one.planned_work, one.num_micro_batches) == (1.0, 2.0, 3.0)
     assert RankStep(*one.values()) == one
 
@@ -120,6 +121,17 @@ def test_activations_add_up_and_their_peak_does_not() -> None:
     assert (metrics.kept_megabytes_per_step, metrics.swapped_megabytes_per_step) == (8.0, 4.5)
     assert metrics.line().endswith("activations kept 8.0 swapped 4.5 recomputed 12.0 MB/step, host peak 5.0 MB")
     assert "activations" not in IntervalMetrics.of(4, 2, 1.0, [RankStep(num_micro_batches=1)]).line()
+
+
+def test_slices_are_a_mean_over_steps() -> None:
+    """The planner may choose other slices in each step; without slices nothing is said of them."""
+    steps = RankStep(num_micro_batches=1, num_slices=12) + RankStep(num_micro_batches=1, num_slices=8)
+    metrics = IntervalMetrics.of(4, 2, 1.0, [steps, steps])
+    assert metrics.slices_per_micro_batch == 10.0
+    assert metrics.line().endswith("MB/step | slices 10")
+    whole = IntervalMetrics.of(4, 2, 1.0, [RankStep(num_micro_batches=2, num_slices=2)])
+    assert whole.slices_per_micro_batch == 1.0
+    assert "slices" not in whole.line()
 
 
 RANKS = (

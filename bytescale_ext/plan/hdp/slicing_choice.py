@@ -7,14 +7,12 @@ timed on that placement with the longest keys that fit, and the step is placed a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 
-from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
@@ -58,7 +56,7 @@ class SlicingChoice:
             place: the planner.
 
         Raises:
-            OutOfTime: from ``place``, before there was any placement.
+            OutOfTime: from ``place``. What was found so far is not taken: it would differ from rank to rank.
         """
         longest = int(problem.lengths.max(initial=0))
         first = replace(self.options[-1], kept_tokens=longest)
@@ -66,14 +64,13 @@ class SlicingChoice:
         if not longest:
             return first, placed
         found = self._timed_options(problem, placed)
-        with contextlib.suppress(OutOfTime):
-            if min(found).slicing.kept_tokens < _longest_ring(placed):  # narrower rings keep fewer keys
-                placed = place(replace(problem, slicing=self.options[-1]))
-                found += self._timed_options(problem, placed)
-            for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:_TRIES]:
-                placed = place(replace(problem, slicing=slicing))
-                fitted = self._fitted(problem, placed, slicing)
-                found += [] if fitted is None else [_timed(problem, placed, fitted)]
+        if min(found).slicing.kept_tokens < _longest_ring(placed):  # narrower rings keep fewer keys
+            placed = place(replace(problem, slicing=self.options[-1]))
+            found += self._timed_options(problem, placed)
+        for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:_TRIES]:
+            placed = place(replace(problem, slicing=slicing))
+            fitted = self._fitted(problem, placed, slicing)
+            found += [] if fitted is None else [_timed(problem, placed, fitted)]
         best = min(found)
         return best.slicing, best.placed
 
@@ -107,9 +104,11 @@ class SlicingChoice:
         return None if low < 0 else replace(option, kept_tokens=lengths[low])
 
     def _bytes(self, problem: Problem, table: ShardTable, slicing: Slicing) -> float:
-        """Return the most bytes of a device; the first stage holds most slices, the last one has the logits."""
-        memory, ends = self.memory, (0, len(problem.stages) - 1)
-        most = held(table, slicing, problem.cost, memory, stages=ends).layer_bytes.max(axis=1)
+        """Return the most bytes of a device."""
+        memory = self.memory
+        # Of stages with equal layers the first one holds most slices, and the last one has the logits.
+        stages = (0, len(problem.stages) - 1) if len(set(memory.num_layers)) == 1 else None
+        most = held(table, slicing, problem.cost, memory, stages=stages).layer_bytes.max(axis=1)
         return memory.most_bytes(most.tolist())
 
     def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:

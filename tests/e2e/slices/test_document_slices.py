@@ -66,7 +66,7 @@ CASES = {
     "pp1": Case(2, 2, 1, FULL),
     "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150", "--seq1f1b-eager"], balance="pp",
                           kept_keys="up to 150 tokens"),
-    "pp2-chosen": Case(0, 4, 2, ["--device-memory-gb", BUDGET], balance="pp", num_evaluations=2,
+    "pp2-chosen": Case(0, 4, 2, ["--device-memory-gb", BUDGET], balance="pp",
                        kept_keys=f"fastest within {BUDGET} GB"),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT, *UNALIGNED], num_chunks=2, num_evaluations=2),
 }  # fmt: skip
