@@ -71,7 +71,7 @@ class MicroBatchPrefix:
     """The keys and values of one micro-batch in all layers of one model chunk.
 
     Attributes:
-        layers: those of each attention module.
+        layers: keys and values by attention module.
     """
 
     layers: dict[object, LayerPrefix] = field(default_factory=dict)

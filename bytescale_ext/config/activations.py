@@ -28,7 +28,7 @@ class ActivationConfig:
         slices: tokens of each slice of a micro-batch, or their proportion; a single one without ``--seq1f1b-slices``.
         layers: the layers of this process's pipeline stage (of all its model chunks).
         offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
-        assumed: what plans and predictions assume because nobody measured it, and how to; empty: nothing.
+        assumed: a log line about unmeasured speeds that plans assume, with how to measure them; empty: none.
     """
 
     policy: str

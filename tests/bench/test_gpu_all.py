@@ -49,7 +49,7 @@ def test_figures_log_table_and_summary_are_kept(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.ranks
 def test_finished_commands_are_not_run_again(tmp_path: Path) -> None:
-    """Unless asked for, or with other words; one that failed runs again."""
+    """A command runs again only on request, with other words, or after a failure."""
     file, output = tmp_path / "file", tmp_path / "results"
     command = counted("one", file)
     run_all([command], AMPLE, output)

@@ -152,7 +152,7 @@ def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, t
 
 
 def check_gradients(case: Any, save: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Check the gradients of the first step, of all ranks and stages, against those of the whole model."""
+    """Compare the first step's gradients, collected from all ranks and stages, with those of the whole model."""
     if "--use-distributed-optimizer" in case.flags and "--no-align-grad-reduce" not in case.flags:
         return  # Megatron then leaves each rank the reduced gradients of its own shard only, also where it saves them
     for tp_rank, found in enumerate(whole_gradients(save, case.num_stages, case.tp_size)):

@@ -27,7 +27,7 @@ HEAD_ALIGNMENT = 8
 LSE_ALIGNMENT = 32
 """The operator's backward pass takes log-sum-exps with a multiple of this many rows."""
 GROUPINGS = 32
-"""Groupings that are kept with their row indices on the device: those of the layouts of a few micro-batches."""
+"""Groupings to cache, each with its row indices on the device; enough for the layouts of a few micro-batches."""
 
 
 def efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:

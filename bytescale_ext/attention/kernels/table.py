@@ -36,7 +36,7 @@ class Kernel:
         head_dim_multiple: ``dim`` must be a multiple of this.
         largest_head_dim: the largest ``dim``.
         by_name_on: device types on which it must be asked for by name.
-        join: adds the results of a block to those of others; ``choose_kernel`` sets it for the device.
+        join: merges a block's results into the totals; ``choose_kernel`` sets it for the device.
     """
 
     name: str

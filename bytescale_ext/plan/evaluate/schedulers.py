@@ -188,7 +188,7 @@ def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, plannin
         forwards_per_rank=int(table.counts.max()),
         peak_tokens=round(float(most.tokens.max())),
         kept_keys=round(float(most.kept_keys.max())),
-        device_bytes=memory.most_bytes(most.layer_bytes.max(axis=1).tolist()),
+        device_bytes=most.device_bytes(memory),
         distinct_peers=distinct_peers,
         planning_seconds=planning_seconds,
     )

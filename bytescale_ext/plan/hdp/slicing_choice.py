@@ -69,26 +69,22 @@ class SlicingChoice:
             found += self._timed_options(problem, placed)
         for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:_TRIES]:
             placed = place(replace(problem, slicing=slicing))
-            fitted = self._fitted(problem, placed, slicing)
+            fitted = self._fitted(problem, _table(problem, placed), slicing)
             found += [] if fitted is None else [_timed(problem, placed, fitted)]
         best = min(found)
         return best.slicing, best.placed
 
     def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[_Timed]:
-        """Time a placement in every option that fits, or in the one that holds least if none does."""
-        return [_timed(problem, placed, option) for option in self._fitting(problem, placed)]
-
-    def _fitting(self, problem: Problem, placed: PlacedRanks) -> list[Slicing]:
-        """Return the options that fit, each with its longest kept keys; if none does, the one that holds least."""
-        fitted = [self._fitted(problem, placed, option) for option in self.options]
+        """Time a placement in every option that fits, with its longest kept keys; else in the one that holds least."""
+        table = _table(problem, placed)
+        fitted = [self._fitted(problem, table, option) for option in self.options]
         found = [option for option in fitted if option is not None]
-        table = _table(problem, placed)
-        return found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
+        found = found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
+        return [_timed(problem, placed, option) for option in found]
 
-    def _fitted(self, problem: Problem, placed: PlacedRanks, option: Slicing) -> Slicing | None:
+    def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> Slicing | None:
         """Return an option with the keys of all sequences kept up to the greatest length that fits; None: none does."""
-        table = _table(problem, placed)
-        in_rings = placed.lengths[placed.widths > 1] if option.num_slices > 1 else placed.lengths[:0]
+        in_rings = table.lengths[table.widths > 1] if option.num_slices > 1 else table.lengths[:0]
         lengths = [0, *np.unique(in_rings).tolist()]
 
         def fits(number: int) -> bool:
@@ -108,8 +104,7 @@ class SlicingChoice:
         memory = self.memory
         # Of stages with equal layers the first one holds most slices, and the last one has the logits.
         stages = (0, len(problem.stages) - 1) if len(set(memory.num_layers)) == 1 else None
-        most = held(table, slicing, problem.cost, memory, stages=stages).layer_bytes.max(axis=1)
-        return memory.most_bytes(most.tolist())
+        return held(table, slicing, problem.cost, memory, stages=stages).device_bytes(memory)
 
     def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
         """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
@@ -117,10 +112,7 @@ class SlicingChoice:
         zeros = np.zeros_like(lengths)
         placed = PlacedRanks(1, lengths, zeros, zeros + 1, np.arange(len(lengths)), aligned=True)
         table = ShardTable.of(StepPlan(1, num_tokens, tuple(lengths.tolist()), placed, aligned=True))
-        least = min(
-            self.memory.most_bytes(held(table, option, problem_cost, self.memory).layer_bytes.max(axis=1).tolist())
-            for option in self.options
-        )
+        least = min(held(table, option, problem_cost, self.memory).device_bytes(self.memory) for option in self.options)
         if least > self.device_bytes:
             raise ValueError(
                 f"micro-batches of {num_tokens} tokens take at least {least / 1e9:.4g} GB of device memory in slices, "

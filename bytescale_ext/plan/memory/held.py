@@ -39,6 +39,10 @@ class Held:
     kept_keys: Floats
     layer_bytes: Floats
 
+    def device_bytes(self, memory: StageMemory) -> float:
+        """Return the bytes of the device that takes most, on stages of this memory."""
+        return memory.most_bytes(self.layer_bytes.max(axis=1).tolist())
+
 
 @dataclass(frozen=True, eq=False)
 class _Slices:

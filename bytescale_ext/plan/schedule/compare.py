@@ -174,7 +174,7 @@ def compared(
     """Return the figures of 1F1B and Seq1F1B, each without and with ``num_chunks`` virtual stages.
 
     Seq1F1B with even slices is added for comparison. Rows of virtual stages are left out with one chunk or up to two
-    stages, which Megatron does not interleave. A slicing with another order than that of 1F1B adds a row.
+    stages, which Megatron does not interleave. A slicing in the eager order adds a row.
     """
     chunks = (1, num_chunks) if num_chunks > 1 and num_stages > 2 else (1,)
     plain = Slicing(slicing.num_slices)

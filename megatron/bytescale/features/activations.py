@@ -24,6 +24,7 @@ from bytescale_ext.plan.activation.load import (
     cost_of_rates,
 )
 from bytescale_ext.plan.activation.policies import POLICIES
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.schedule.actions import num_warm_up, slice_group_size
@@ -107,14 +108,14 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         swap=args.swap_fraction,
         recompute=args.recompute_fraction,
         machine=machine,
-        cost=run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=args.tensor_model_parallel_size),
+        cost=cost_in_seconds(run),
         num_tokens=run.cluster.tokens_per_rank,
         length=args.seq_length,
         slices=_slices(run),
         layers=stage_settings(args, run, 0),
         assumed=assumptions(args, run),
     )
-    if hdp is not None and hdp.plans_offload:  # one share for all stages: that of the stage that holds most
+    if hdp is not None and hdp.plans_offload:  # all stages offload the same share: what the fullest stage needs
         _check_planned_offload(args, min(run.stage_layers))
         config = replace(config, layers=replace(config.layers, num_layers=max(run.stage_layers)))
         config = replace(config, offload=planned_offload(hdp, machine, config.cost, config.largest))
@@ -124,6 +125,11 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
     for one in stages:
         one.check_fits()
     return stages[run.process.stage]
+
+
+def cost_in_seconds(run: RunConfig) -> ModelCost:
+    """Return the measured cost of the model, or one from assumed rates."""
+    return run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=run.process.tensor_parallel)
 
 
 def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
-from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes
 from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
@@ -18,7 +17,7 @@ from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.features.activations import RATES
+from megatron.bytescale.features.activations import cost_in_seconds
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
 def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceConfig:
     """Return the choice of slices within the device memory for activations. Raises ValueError where none fits."""
     hdp, num_stages, element = run.get(HdpConfig), args.pipeline_model_parallel_size, args.params_dtype.itemsize
-    cost = run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=args.tensor_model_parallel_size)
+    cost = cost_in_seconds(run)
     if args.recompute_granularity:  # of a slice that waits, its keys too
         kept = _layer_bytes(args, run) * element / 2 + key_value_bytes(run.shape, cost.tensor_parallel, element)
         cost = replace(cost, layer_bytes=kept)

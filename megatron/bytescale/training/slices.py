@@ -11,7 +11,6 @@ import torch
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from bytescale_ext.attention.kernels.table import choose_kernel
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
@@ -19,6 +18,7 @@ from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_sp
 from megatron.bytescale.core.parallel_state import create_stage_links
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
+from megatron.bytescale.training.activations import prepare_kernel
 from megatron.bytescale.training.build import Training
 
 
@@ -51,9 +51,8 @@ def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> 
 
 def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Choose the kernel and prepare the stages. Collective; called before DDP wraps the model."""
-    config, run = runtime.run.get(SliceConfig), runtime.run
-    runtime.kernel, reason, _ = choose_kernel(runtime.device, run.process.dtype, run.shape.head_dim)
-    print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
+    config = runtime.run.get(SliceConfig)
+    prepare_kernel(runtime, model_chunks)
     print_rank_0(f"> bytescale: slices of {' '.join(map(str, config.lengths))} tokens")
     _prepare_stages(runtime, config)
     return use_document_positions(model_chunks)

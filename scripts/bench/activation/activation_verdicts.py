@@ -45,7 +45,7 @@ def ideal_seconds(arms: dict[str, dict[str, Any]], layer_forward: float, num_lay
 
 
 def fair_pair(arms: dict[str, dict[str, Any]], base: str) -> tuple[str, float] | None:
-    """Return (arm of ``priced``, its time over that of ``base``), where both keep equally many layers whole."""
+    """Return an arm of ``priced`` and its time relative to ``base``; both keep the same number of whole layers."""
     for name in PRICED:
         for other, row in arms.items():
             is_base = other == base or (other.startswith(f"{base}, ") and other.endswith(" layers whole"))

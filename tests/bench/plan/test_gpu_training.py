@@ -1,4 +1,4 @@
-"""The benchmark of training: its command, its figures, and one tiny run on CPU of which no time is judged."""
+"""The training benchmark: its command, its figures, and one tiny CPU run, whose times are not checked."""
 
 from __future__ import annotations
 
