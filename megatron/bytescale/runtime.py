@@ -18,6 +18,7 @@ from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.sizes import Slicing
+from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.parallel_state import StageLinks
 
 
@@ -107,15 +108,15 @@ class Runtime:
         """Add the finished step's figures to the totals."""
         step, comm = self.step, self.comm
         assert step is not None and comm is not None, f"{step=} {comm=}"
-        mine = step.plan.ranks[self.rank]
+        mine = shards_of_rank(step.plan.ranks, self.rank)
         store, cost = self.activations, step_cost(self.run)
         counts = Counts() if store is None else store.take_counts()
         self.totals.figures += RankStep(
             work_seconds=self.clock.work_seconds(),
-            planned_work=sum(cost.both.micro_batch_cost(micro_batch, step.lengths) for micro_batch in mine),
-            num_micro_batches=sum(bool(micro_batch.shards) for micro_batch in mine),
-            num_tokens=sum(micro_batch.num_tokens for micro_batch in mine),
-            num_rows=sum(packed.num_rows for packed in step.micro_batches),
+            planned_work=cost.both.rank_cost(mine, step.lengths),
+            num_micro_batches=mine.num_filled,
+            num_tokens=int(mine.tokens.sum()),
+            num_rows=sum(step.row_counts),
             plan_wait_seconds=step.wait_seconds,
             bytes_sent=comm.stats.bytes_sent,
             attention_calls=self.kernel_calls.num_forward + self.kernel_calls.num_backward,

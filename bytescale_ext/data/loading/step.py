@@ -97,6 +97,7 @@ class StepBatch:
         fell_back: the planner ran out of time, so this is its simple plan.
         places: where the samples lie, which the remote loader needs to read them again: ``PLACE`` [n], else None.
         num_tokens: tokens of the step on all ranks.
+        row_counts: rows of each of ``micro_batches``.
     """
 
     step_index: int
@@ -109,9 +110,11 @@ class StepBatch:
     fell_back: bool = False
     places: np.ndarray | None = None
     num_tokens: int = field(init=False)
+    row_counts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", sum(self.plan.lengths))
+        object.__setattr__(self, "row_counts", tuple(packed.num_rows for packed in self.micro_batches))
 
     @property
     def lengths(self) -> tuple[int, ...]:

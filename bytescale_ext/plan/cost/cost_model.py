@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.table import RankShards
 
 Floats = npt.NDArray[np.float64]
 
@@ -86,6 +87,13 @@ class CostModel:
     def micro_batch_cost(self, micro_batch: MicroBatch, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch on its rank; ``lengths`` are the plan's."""
         return self.g + sum(self.shard_cost(shard, lengths[shard.seq]) for shard in micro_batch.shards)
+
+    def rank_cost(self, shards: RankShards, lengths: Sequence[int]) -> float:
+        """Return the cost of all micro-batches of a rank; ``lengths`` are the plan's."""
+        own = np.array([lengths[seq] for seq in shards.seqs.tolist()], dtype=np.float64)
+        attention = self.attention_cost(own, shards.widths.astype(np.float64))
+        linear = self.linear_cost(int(shards.tokens.sum()))
+        return self.g * shards.num_micro_batches + float(attention.sum()) + linear
 
     def scaled(self, factor: float) -> CostModel:
         """Return the same model in another unit, or of ``factor`` layers."""

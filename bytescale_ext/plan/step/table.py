@@ -98,6 +98,10 @@ class PlanTable:
         offloads = self.offloads[first_row : first_row + len(held)].tolist()
         return tuple(MicroBatch(tuple(shards), offload) for shards, offload in zip(held, offloads, strict=True))
 
+    def shards_of_rank(self, rank: int) -> slice:
+        """Return where the shards of a rank stand in the columns [shards]."""
+        return slice(int(self._rank_shards[rank]), int(self._rank_shards[rank + 1]))
+
     def where(self, shard: int) -> tuple[int, int]:
         """Return (rank, micro-batch) of a shard."""
         row = int(self.shard_rows[shard])
@@ -157,6 +161,34 @@ class Tabled(Protocol):
 
     @property
     def table(self) -> PlanTable: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankShards:
+    """The shards of one rank as columns.
+
+    Attributes:
+        num_micro_batches, num_filled: of the rank, and how many of them have a shard.
+        seqs: the sequence of each shard: [shards].
+        widths: ranks of its ring: [shards].
+        tokens: tokens of the shard: [shards].
+    """
+
+    num_micro_batches: int
+    num_filled: int
+    seqs: Ints
+    widths: Ints
+    tokens: Ints
+
+
+def shards_of_rank(ranks: Sequence[tuple[MicroBatch, ...]], rank: int) -> RankShards:
+    """Return the shards of one rank of ``StepPlan.ranks``, without making micro-batches where there is a table."""
+    table, mine = (ranks.table, rank) if isinstance(ranks, Tabled) else (table_of((ranks[rank],)), 0)
+    shards = table.shards_of_rank(mine)
+    rows = table.shard_rows[shards]
+    num_filled = int(np.count_nonzero(np.diff(rows))) + 1 if len(rows) else 0
+    columns = (table.seqs[shards], table.ring_widths[shards], table.tokens[shards])
+    return RankShards(int(table.counts[mine]), num_filled, *columns)
 
 
 def table_of(ranks: Sequence[tuple[MicroBatch, ...]]) -> PlanTable:

@@ -128,16 +128,30 @@ def documents_of(count: int, longest: int, seed: int) -> list[int]:
     return [int(length) for length in drawn[:count]]
 
 
-def run_all(forward_step_func: Callable[..., Any], data_iterator: Any, num_microbatches: int, model: Any) -> None:
-    """Run every micro-batch forward, in place of Megatron's schedule."""
-    for _ in range(num_microbatches):
-        output, loss_of = forward_step_func(data_iterator[0], model[0])
-        loss_of(output)
+class ForwardPasses:
+    """Runs every micro-batch forward, in place of Megatron's schedule.
+
+    Attributes:
+        seconds: of all passes so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(
+        self, forward_step_func: Callable[..., Any], data_iterator: Any, num_microbatches: int, model: Any
+    ) -> None:
+        """Run as one of Megatron's schedules."""
+        began = time.perf_counter()
+        for _ in range(num_microbatches):
+            output, loss_of = forward_step_func(data_iterator[0], model[0])
+            loss_of(output)
+        self.seconds += time.perf_counter() - began
 
 
 def measure(subject: Subject, num_documents: int, num_ranks: int, num_steps: int) -> Overhead:
     """Return the overhead of one case, after a first step that compares plans."""
-    runtime, model = subject.runtime, EmptyModel()
+    runtime = subject.runtime
     longest = min(LONGEST, num_ranks * TOKENS_PER_RANK)
     lengths = [length for step in range(num_steps + 1) for length in documents_of(num_documents, longest, step)]
     stage_cost = flops_stage_cost(subject.shape, subject.shape.num_layers)
@@ -148,7 +162,9 @@ def measure(subject: Subject, num_documents: int, num_ranks: int, num_steps: int
     runtime.plans_compared = False
     settings = LoaderSettings(busiest, num_documents, plan_ahead=1, vocab_size=VOCAB)
     loader = StepLoader(Words(lengths), PlanMaker(planner, check_step_plan), settings)
-    steps = [(*timed_step(runtime, model, batch), batch) for batch in list(loader)]  # the loader's thread has ended
+    steps = [
+        (*timed_step(runtime, EmptyModel(), batch), batch) for batch in list(loader)
+    ]  # the loader's thread has ended
     timed = steps[1:]
     assert len(timed) == num_steps, f"{len(timed)=} {num_steps=}"
     return Overhead(
@@ -168,20 +184,13 @@ def timed_step(runtime: Runtime, model: EmptyModel, batch: StepBatch) -> tuple[f
     from megatron.bytescale.core.pipeline_parallel.schedules import run_step
     from megatron.bytescale.training.hdp import forward_step
 
-    forward, micro_batches = forward_step(runtime), batch.micro_batches
-    whole = seconds_of(model, lambda: run_step(
-        runtime, run_all, data_iterator=iter([batch]), model=[model], num_microbatches=None, forward_step_func=forward
-    ))  # fmt: skip
-    data = [iter([(index, one, None) for index, one in enumerate(micro_batches)])]
-    passes = seconds_of(model, lambda: run_all(forward, data, len(micro_batches), [model]))
-    return max(0.0, whole - passes), passes / len(micro_batches)
-
-
-def seconds_of(model: EmptyModel, work: Callable[[], object]) -> float:
-    """Return the seconds of some work without those in the model."""
-    before, began = model.seconds, time.perf_counter()
-    work()
-    return time.perf_counter() - began - (model.seconds - before)
+    passes, began = ForwardPasses(), time.perf_counter()
+    run_step(
+        runtime, passes, data_iterator=iter([batch]), model=[model], num_microbatches=None,
+        forward_step_func=forward_step(runtime),
+    )  # fmt: skip
+    whole = time.perf_counter() - began
+    return whole - passes.seconds, (passes.seconds - model.seconds) / len(batch.micro_batches)
 
 
 def table(rows: Sequence[Overhead]) -> str:

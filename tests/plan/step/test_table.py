@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.placed import PlacedRanks, _sorted_by
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.table import table_of
+from bytescale_ext.plan.step.table import shards_of_rank, table_of
 
 
 def random_placed(random: np.random.Generator) -> PlacedRanks:
@@ -29,6 +30,21 @@ def test_the_table_of_arrays_is_that_of_their_micro_batches(seed: int) -> None:
     for field in dataclasses.fields(made):
         one, other = getattr(placed.table, field.name), getattr(made, field.name)
         assert one == other if field.name == "odd_rings" else np.array_equal(one, other), field.name
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("as_arrays", [True, False])
+def test_figures_of_a_rank_are_those_of_its_micro_batches(seed: int, as_arrays: bool) -> None:
+    placed = random_placed(np.random.default_rng(seed))
+    ranks = placed if as_arrays else tuple(placed)
+    cost, lengths = CostModel(a=0.3, b=2.0, c=1.0, g=7.0, h=0.1), tuple(placed.lengths.tolist())
+    for rank, mine in enumerate(placed):
+        found = shards_of_rank(ranks, rank)
+        assert found.num_micro_batches == len(mine)
+        assert found.num_filled == sum(bool(one.shards) for one in mine)
+        assert found.tokens.sum() == sum(one.num_tokens for one in mine)
+        expected = sum(cost.micro_batch_cost(one, lengths) for one in mine)
+        assert cost.rank_cost(found, lengths) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_digest_sees_rings_that_are_no_runs_and_empty_micro_batches() -> None:

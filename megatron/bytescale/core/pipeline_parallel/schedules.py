@@ -108,6 +108,8 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
     assert step is not None, f"{step=}"
     group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else num_slices
     count = micro_batch_counts(step.plan, hdp.expert_ranks, group // num_slices)[runtime.rank] * num_slices
+    if count == len(step.micro_batches) and all(step.row_counts):
+        return step.micro_batches
     padding = padding_units(num_slices, hdp.rows_multiple)
     mine = [
         packed if packed.num_rows else padding[index % len(padding)] for index, packed in enumerate(step.micro_batches)
