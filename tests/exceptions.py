@@ -40,7 +40,7 @@ ANY_FILES = {
     "megatron/bytescale/core/pipeline_parallel/seq1f1b.py",
     "megatron/bytescale/core/transformer/dot_product_attention.py",
     "megatron/bytescale/core/transformer/moe/expert_ranks.py",
-    "megatron/bytescale/core/transformer/moe/router.py",
+    "megatron/bytescale/core/transformer/moe/slice_router.py",
     "megatron/bytescale/core/transformer/transformer_layer.py",
     "megatron/bytescale/cpu.py",
     "megatron/bytescale/features/__init__.py",

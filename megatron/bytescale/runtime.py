@@ -20,6 +20,7 @@ from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.parallel_state import StageLinks
+from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Runtime:
         links: groups of neighbouring stages, where stages receive ahead; set when the model is built.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: the shared state of layers under an activation policy, or None.
+        expert_loads: in a step of slices, what their routers note for each other; else None.
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
         plans_compared: the ranks have compared their plans once.
@@ -66,6 +68,7 @@ class Runtime:
     links: StageLinks | None = None
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]] | None = None
     activations: ActivationStore | None = None
+    expert_loads: ExpertLoads | None = None
     step: StepBatch | None = None
     totals: Totals = field(default_factory=Totals)
     plans_compared: bool = False

@@ -113,6 +113,11 @@ def _check_auto(args: Any) -> None:
     for flag, value in (("--hdp-kept-keys", args.hdp_kept_keys), (ORDER_FLAG, args.seq1f1b_eager or None)):
         if value is not None:
             raise ValueError(f"{what} chooses what {flag} sets: remove {flag}, {by_hand}")
+    if args.num_experts:
+        raise ValueError(
+            f"{what} does not work with --num-experts: what experts keep for the backward pass depends on the tokens "
+            f"that they are given, and the budget does not count it; {by_hand.removeprefix('or ')}"
+        )
     if args.activation_policy != "none" or (args.swap_fraction, args.recompute_fraction) != (None, None):
         raise ValueError(
             f"{what} does not work with activation policies, which plan for one number of slices: remove "

@@ -137,6 +137,7 @@ BAD_CHOICES = (
     ("1 --hdp-kept-keys 9", "chooses what --hdp-kept-keys sets: remove --hdp-kept-keys"),
     ("1 --seq1f1b-eager", "chooses what --seq1f1b-eager sets: remove --seq1f1b-eager"),
     ("1 --swap-fraction 0.5 --host-memory-gb 0.01", "does not work with activation policies"),
+    ("1 --num-experts 4", "--seq1f1b-slices auto does not work with --num-experts: what experts keep"),
     ("1 --pipeline-model-parallel-size 1", "--seq1f1b-slices auto needs a --pipeline-model-parallel-size of 2 or more"),
 )
 

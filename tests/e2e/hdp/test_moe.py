@@ -15,6 +15,7 @@ import torch
 
 from tests.e2e.corpora import documents, write_documents
 from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
+from tests.e2e.pipelines import FULL
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train
 from tests.harness import RanksFailed
 
@@ -37,6 +38,7 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
 EP2 = ["--expert-model-parallel-size", 2]
 PP2 = ["--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]
+SLICES = ["--seq1f1b-slices", 3]
 CASES: dict[str, tuple[int, list[object]]] = {
     "plain": (4, []),
     "allgather": (4, ["--moe-token-dispatcher-type", "allgather"]),
@@ -48,6 +50,9 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
     "ep2-pp2": (4, [*EP2, *PP2, "--overlap-grad-reduce"]),  # the first stage has no experts
+    "slices-pp2": (4, [*PP2, *SLICES, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
+    "slices-ep2-pp2-empty-ranks": (8, [*EP2, *PP2, "--hdp-tokens-per-rank", 256, *SLICES]),
+    "slices-ep2-policy": (4, [*EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05]),
 }
 
 
@@ -181,11 +186,20 @@ def aux_oracle(lone_documents: Path, tmp_path_factory: pytest.TempPathFactory) -
     return run_oracle(lone_documents, save, *AUX), gradients(save, Sizes.of([]))[0, 0]
 
 
-@pytest.mark.parametrize("flags", [SHARDED, [*TP2, *WHOLE], [*EP2, *WHOLE]], ids=["zero1", "tp2", "ep2"])
+AUX_CASES = {
+    "zero1": SHARDED,
+    "tp2": TP2,
+    "ep2": EP2,
+    "slices-ep2-pp2": [*EP2, *PP2, *SLICES],
+    "slices-tp2-recompute": [*TP2, *SLICES, *FULL],
+}
+
+
+@pytest.mark.parametrize("flags", AUX_CASES.values(), ids=AUX_CASES)
 def test_auxiliary_loss_is_megatrons_on_equal_micro_batches(
     flags: list[object], lone_documents: Path, aux_oracle: tuple[Outcome, Any], tmp_path: Path
 ) -> None:
-    outcome = run(lone_documents, tmp_path, 4, *HDP, *WHOLE, *AUX, *flags)
+    outcome = run(lone_documents, tmp_path, 4, *HDP, *AUX, *flags, *WHOLE)
     assert outcome.losses == pytest.approx(aux_oracle[0].losses, rel=TOLERANCE)
     sizes = Sizes.of(flags)
     for (tp_rank, ep_rank), found in gradients(tmp_path, sizes).items():

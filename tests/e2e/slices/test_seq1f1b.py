@@ -140,6 +140,27 @@ def test_features(name: str, runs: Runs) -> None:
     assert name != "evaluation" or len(outcome.validation_losses) >= 1
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,1,0] --moe-z-loss-coeff 1e-2 "
+    "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.05 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"
+)
+EXPERT_RANKS = {
+    "one expert rank": (2, "--calculate-per-token-loss"),
+    "two expert ranks": (4, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    "recomputed": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_RANKS)
+def test_experts(name: str, runs: Runs) -> None:
+    """Auxiliary losses are those of whole samples and micro-batches; gradients of routers show them."""
+    num_ranks, flags = EXPERT_RANKS[name]
+    size = "--micro-batch-size 2 --global-batch-size 8"
+    outcome = runs.compare(num_ranks, f"{stages(2, 2)} {size} {EXPERTS} {flags}", "--seq1f1b-slices 3")
+    assert "load_balancing_loss" in outcome.text
+
+
 def train_and_print_status() -> None:
     import pretrain_gpt_hdp
     from megatron.bytescale import status

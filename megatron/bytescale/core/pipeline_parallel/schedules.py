@@ -68,6 +68,7 @@ def run_units(
 ) -> Any:
     """Run the micro-batches of the step, or their slices."""
     units, num_slices = units_of_step(runtime, chunks), runtime.slicing.num_slices
+    runtime.expert_loads = None
     if num_slices == runtime.hdp.num_stages == 1:  # Megatron's own order, and no messages
         return megatron(data_iterator=[inputs_of(units)], num_microbatches=len(units), model=chunks, **options)
     config = get_model_config(chunks[0])
@@ -75,6 +76,7 @@ def run_units(
     step, stage = None, parallel_state.get_pipeline_model_parallel_rank()
     if num_slices > 1:
         step = SliceStep(schedule, stage, training)
+        runtime.expert_loads = step.expert_loads
     if training and runtime.activations is not None:
         runtime.activations.begin_step(schedule.stages[stage])
     shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1

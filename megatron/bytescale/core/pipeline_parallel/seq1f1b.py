@@ -27,6 +27,7 @@ from bytescale_ext.plan.schedule.actions import Action, Kind, SliceSchedule
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import ShapedP2PCommunicator, stage_communicator
+from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 from megatron.bytescale.registry import copy_with_names
 from megatron.bytescale.runtime import Runtime
 
@@ -43,6 +44,7 @@ class SliceStep:
         action: the running action.
         runs: (input, output) of each slice between its forward and its backward pass, by its forward action.
         prefixes: keys and values of each unfinished micro-batch, by (micro-batch, model chunk).
+        expert_loads: what routers of experts note for the other slices of a micro-batch.
     """
 
     schedule: SliceSchedule
@@ -52,9 +54,11 @@ class SliceStep:
     action: Action | None = None
     runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
     prefixes: dict[tuple[int, int], MicroBatchPrefix] = field(default_factory=dict)
+    expert_loads: ExpertLoads = field(init=False)
 
     def __post_init__(self) -> None:
         self.actions = (one for one in self.schedule.stages[self.stage] if self.training or one.kind == "F")
+        self.expert_loads = ExpertLoads(self.schedule.num_slices)
 
     def in_slices(self, megatron: Callable[..., Any]) -> Callable[..., Any]:
         """Return a copy of one of Megatron's schedule functions that runs this step."""
@@ -117,14 +121,16 @@ class SliceStep:
         """Assert at the end of a step that every action has run and nothing is held."""
         left = list(self.actions)
         assert not left and not self.runs and not self.prefixes, f"{left=} {self.runs.keys()=} {self.prefixes.keys()=}"
+        assert not self.expert_loads.unfinished, f"{self.expert_loads.unfinished.keys()=}"
 
     def _next(self, kind: Kind) -> Action:
-        self.action = next(self.actions)
+        self.action = self.expert_loads.action = next(self.actions)
         assert self.action.kind == kind, f"{self.action=} {kind=}"
         return self.action
 
     def _release(self, action: Action) -> None:
         del self.prefixes[action.micro_batch, action.chunk]
+        self.expert_loads.release(action)
 
 
 def run_samples(
@@ -144,6 +150,7 @@ def run_samples(
     schedule = config.schedule(num_microbatches)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     step = SliceStep(schedule, stage, training=not options.get("forward_only", False))
+    runtime.expert_loads = step.expert_loads
     if step.training and runtime.activations is not None:
         runtime.activations.begin_step(schedule.stages[stage])
     layouts = sample_layouts(config.lengths, micro_batch_size)

@@ -15,8 +15,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from bytescale_ext.config.hdp import HdpConfig
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
+from megatron.bytescale.core.transformer.moe.slice_router import SampleRouter
 from megatron.bytescale.core.transformer.norm import LocalNorm
 
 
@@ -56,7 +58,8 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
     mlp: Any = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
-        experts = replace(mlp.keywords["submodules"], router=partial(DocumentRouter, runtime=runtime))
+        router = SampleRouter if runtime.run.find(HdpConfig) is None else DocumentRouter
+        experts = replace(mlp.keywords["submodules"], router=partial(router, runtime=runtime))
         layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": experts})
     if has_engine:
         return

@@ -11,7 +11,8 @@ and each pass of a ring the key ::
 A rank runs its communication in ascending order of the key, and all participants have the same key for it: the ranks
 of a ring because the plan is aligned, the ranks of an expert group because they run equally many micro-batches, and
 both because schedules of any length treat equal indices alike (``plan.schedule.actions``). So the unfinished
-communication with the smallest key can always proceed. Other expert groups may run fewer or more micro-batches: they
+communication with the smallest key can always proceed. A slice is a turn like a micro-batch: every micro-batch has
+equally many, and one without tokens is padding. Other expert groups may run fewer or more micro-batches: they
 share only rings with this group, and those belong to both.
 """
 

@@ -11,12 +11,10 @@ Both losses, and the loads that update the expert bias, ignore padding. Megatron
 ``--calculate-per-token-loss``, except for padding: there a micro-batch of padding divides by zero (here it adds
 nothing), padding on some of the tensor-parallel ranks changes the weight of tokens (not here), and the mask of the
 expert bias does not have the shape of the routing map. The logged figures are means over the tokens of the step, not
-over micro-batches as in Megatron.
+over micro-batches as in Megatron. With slices m is still the whole micro-batch (``loads.py``).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -27,22 +25,19 @@ from megatron.core.transformer.moe.moe_utils import (
     switch_load_balancing_loss_func,
     z_loss_func,
 )
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from bytescale_ext.data.samples.packed import PackedMicroBatch
+from megatron.bytescale.core.transformer.moe.loads import SliceLoad
+from megatron.bytescale.core.transformer.moe.slice_router import SliceRouter
 
 
-class DocumentRouter(TopKRouter):
+class DocumentRouter(SliceRouter):
     """Megatron's router, with ``padding_mask`` [rows] (True: padding).
 
     Communicates only on the tensor-parallel group, whose ranks hold the same micro-batch: other ranks have other
     numbers of micro-batches.
     """
-
-    def __init__(self, *, runtime: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.runtime = runtime
 
     def _apply_aux_loss(
         self,
@@ -55,6 +50,13 @@ class DocumentRouter(TopKRouter):
         if coefficient == 0:
             return probs
         assert with_padding_mask, f"{with_padding_mask=}"
+        if self.runtime.expert_loads is not None:
+            return self.attach(
+                probs,
+                self.balanced("aux_loss", scores_for_aux_loss, routing_map, True),
+                lambda total: coefficient * total.num_tokens,
+                self._record_mean,
+            )
         tokens_per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, self.topk, with_padding_mask=True
         )
@@ -84,6 +86,10 @@ class DocumentRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         mask = None if padding_mask is None else padding_mask[:, None]
         super()._apply_expert_bias(routing_map, padding_mask=mask)
+
+    def _record_mean(self, total: SliceLoad, mean_loss: torch.Tensor) -> None:
+        """Record the auxiliary loss of a micro-batch, given its loads."""
+        self._record("load_balancing_loss", mean_loss * total.num_tokens)
 
     def _record(self, name: str, loss: torch.Tensor) -> None:
         """Record this rank's sum over tokens, scaled so that Megatron's report prints the mean over the step.

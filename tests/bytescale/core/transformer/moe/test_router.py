@@ -27,10 +27,10 @@ def build(kind: str, group: Any, **settings: Any) -> Any:
     from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 
     destroy_moe_metrics_tracker()
+    chosen = {"moe_aux_loss_coeff": AUX, "calculate_per_token_loss": True, **settings}
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_moe_experts=NUM_EXPERTS, moe_router_topk=2,
-        moe_aux_loss_coeff=AUX, moe_z_loss_coeff=Z, calculate_per_token_loss=True, add_bias_linear=False,
-        use_cpu_initialization=True, **settings,
+        moe_z_loss_coeff=Z, add_bias_linear=False, use_cpu_initialization=True, **chosen,
     )  # fmt: skip
     groups: Any = SimpleNamespace(tp=group, cp=group, tp_cp=group, tp_dp_cp=group)
     torch.manual_seed(3)
@@ -38,7 +38,7 @@ def build(kind: str, group: Any, **settings: Any) -> Any:
         router = TopKRouter(config, groups)
     else:
         run = run_of(hdp_of(num_ranks=3, tokens_per_rank=128))
-        runtime = SimpleNamespace(run=run, step=SimpleNamespace(num_tokens=NUM_TOKENS))
+        runtime = SimpleNamespace(run=run, step=SimpleNamespace(num_tokens=NUM_TOKENS), expert_loads=None)
         router = DocumentRouter(runtime=runtime, config=config, pg_collection=groups)
     router.set_layer_number(1)
     return router.train()

@@ -1,0 +1,176 @@
+"""Routers whose auxiliary losses are those of whole micro-batches where these run in slices (``loads.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
+    z_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+from bytescale_ext.config.slices import SliceConfig
+from megatron.bytescale.core.transformer.moe.loads import (
+    GradientOfScores,
+    LayerLoads,
+    SliceLoad,
+    balance_gradient,
+    balance_loss,
+)
+
+
+class Balanced(NamedTuple):
+    """One auxiliary loss of a slice.
+
+    Attributes:
+        kind: Megatron's name of the loss, as its flags have it.
+        scores: [tokens, columns] of this rank.
+        load: what the slice adds to the loads of its micro-batch.
+    """
+
+    kind: str
+    scores: torch.Tensor
+    load: SliceLoad
+
+
+class SliceRouter(TopKRouter):
+    """Megatron's router over slices of micro-batches."""
+
+    def __init__(self, *, runtime: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.runtime = runtime
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route tokens as Megatron does: logits [rows, b, experts] -> probabilities and map, [tokens, experts] both.
+
+        Megatron leaves auxiliary losses out of a forward pass without gradients. Where the layer is to be recomputed,
+        the first backward pass needs the loads of all slices, so they are noted here.
+        """
+        routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
+        is_recomputed_later = self.training and not torch.is_grad_enabled()
+        if is_recomputed_later and self.runtime.expert_loads is not None and self.is_aux_loss_enabled():
+            num_rows, batch = logits.shape[:2]
+            mask = None if padding_mask is None else padding_mask.reshape(-1)
+            chosen, scores = compute_routing_scores_for_aux_loss(
+                logits.view(-1, self.num_experts), self.topk, self.score_function, self.config.moe_router_fusion, mask
+            )
+            self._apply_aux_loss(routed[0], scores, chosen, mask is not None)
+            self._apply_seq_aux_loss(routed[0], scores, chosen, num_rows, batch, mask is not None)
+        return routed
+
+    def balanced(self, kind: str, scores: torch.Tensor, chosen: torch.Tensor, has_padding: bool) -> Balanced:
+        """Return one auxiliary loss of a slice. ``scores``, ``chosen``: [tokens, columns]."""
+        by_expert, local, total = get_tokens_per_expert_and_token_count(
+            chosen, self.tp_cp_group, self.topk, with_padding_mask=has_padding
+        )
+        return Balanced(kind, scores, SliceLoad(by_expert, scores.detach().sum(0), total, local))
+
+    def attach(
+        self,
+        probs: torch.Tensor,
+        loss: Balanced,
+        weight: Callable[[SliceLoad], Any],
+        record: Callable[[SliceLoad, torch.Tensor], None],
+    ) -> torch.Tensor:
+        """Attach the auxiliary loss of the whole micro-batch to the probabilities of a slice, and return them.
+
+        Args:
+            probs: [tokens, experts] of the slice.
+            loss: of the slice.
+            weight: loads of the micro-batch -> factor of the loss.
+            record: logs the loss, given the loads of the micro-batch.
+        """
+        loads: LayerLoads = self.runtime.expert_loads.note(self, loss.kind, loss.load)
+        if self.runtime.expert_loads.is_last() and not loads.is_recorded:
+            loads.is_recorded = True
+            total = loads.total()
+            record(total, balance_loss(total, self.num_experts, self.topk))
+
+        def gradient() -> torch.Tensor:
+            total = loads.total()
+            return balance_gradient(total, self.num_experts, self.topk) * weight(total)
+
+        scalar: torch.Tensor = GradientOfScores.apply(loss.scores, gradient)
+        return MoEAuxLossAutoScaler.apply(probs, scalar)
+
+
+class SampleRouter(SliceRouter):
+    """The router of Megatron's samples in slices, with the losses that Megatron gives whole micro-batches.
+
+    Without ``--calculate-per-token-loss`` Megatron divides auxiliary losses by the micro-batches of a step. It takes
+    each slice for one, so losses are multiplied by the number of slices. With it Megatron divides by the labels of the
+    step, and multiplies each loss by the tokens of its micro-batch (``attach_and_log_load_balancing_loss``).
+    """
+
+    def _apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, with_padding_mask: bool = False
+    ) -> torch.Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        loss = self.balanced("aux_loss", scores, chosen, with_padding_mask)
+        return self._attach_mean(probs, loss, coefficient, "load_balancing_loss")
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Attach the mean loss of the samples of a micro-batch: each sample has a column for each expert."""
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient == 0:
+            return probs
+        scores, chosen = scores.reshape(seq_length, -1), chosen.reshape(seq_length, -1)
+        loss = self.balanced("seq_aux_loss", scores, chosen, with_padding_mask)
+        return self._attach_mean(probs, loss, coefficient, "seq_load_balancing_loss", bsz)
+
+    def _attach_mean(
+        self, probs: torch.Tensor, loss: Balanced, coefficient: float, name: str, batch: int = 1
+    ) -> torch.Tensor:
+        """Attach a loss that is a mean over ``batch`` samples; columns of one sample are its experts."""
+
+        def weight(total: SliceLoad) -> Any:
+            return coefficient / batch * self._divided_by_megatron(total.num_local_tokens * batch)
+
+        def record(_: SliceLoad, value: torch.Tensor) -> None:
+            get_moe_metrics_tracker().record(
+                name, value / batch, self.layer_number, self.config.num_layers, reduce_group=self.tp_cp_group
+            )
+
+        return self.attach(probs, loss, weight, record)
+
+    def _divided_by_megatron(self, num_tokens: Any) -> Any:
+        """Return what Megatron divides gradients by beyond the micro-batches of a step.
+
+        ``num_tokens``: of a micro-batch, on this rank.
+        """
+        if self.calculate_per_token_loss:
+            return num_tokens * self.tp_cp_group.size()
+        return self.runtime.expert_loads.num_slices
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Attach the slice's share of the micro-batch's z loss to logits [tokens, experts], and return them."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        assert padding_mask is None, "samples have no padding"
+        lengths, action = self.runtime.run.get(SliceConfig).lengths, self.runtime.expert_loads.action
+        share = lengths[action.slice_index] / sum(lengths)
+        loss = z_loss_func(logits, 1.0) * share
+        weight = coefficient / self.tp_cp_group.size() * self._divided_by_megatron(logits.shape[0] / share)
+        get_moe_metrics_tracker().record(
+            "z_loss", loss, self.layer_number, self.config.num_layers, avg_group=self.tp_dp_cp_group
+        )
+        return MoEAuxLossAutoScaler.apply(logits, loss * weight)
