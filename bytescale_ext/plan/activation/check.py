@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Final, NoReturn
 
 from bytescale_ext.errors import PlanError
-from bytescale_ext.plan.activation.load import LayerLoad, Machine
+from bytescale_ext.plan.activation.load import HeldSlices, LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 
 _SLACK: Final = 1 + 1e-9
@@ -39,10 +39,11 @@ def check_activation_plan(plan: ActivationPlan, load: LayerLoad, machine: Machin
     swapped, kept = (load.num_tokens * sum(plan.shares(tensor)[i] * tensor.bytes_per_token for tensor in load.tensors)
                      for i in (0, 1))  # fmt: skip
     _check_hidden(plan, load, machine, swapped)
-    host = load.in_flight * _planned_layers(plan, load) * swapped
+    host = _times(load) * _planned_layers(plan, load) * swapped
     if (fits or plan.policy == "memo") and host > machine.host_bytes * _SLACK:
         _fail(plan, load, f"swapped layers take {host:.6g} bytes of host memory and {machine.host_bytes:.6g} are there")
-    device = _device_peak(plan, load, kept, moves=swapped > 0)
+    moments = load.slices or (HeldSlices(load.num_tokens, load.in_flight * load.num_tokens, 0.0),)
+    device = max(_device_peak(plan, load, kept, moment, moves=swapped > 0) for moment in moments)
     if fits and device > machine.device_bytes * _SLACK:
         law = f"activations take {device:.6g} bytes of device memory and {machine.device_bytes:.6g} are there"
         _fail(plan, load, law)
@@ -59,6 +60,11 @@ def _fail(plan: ActivationPlan, load: LayerLoad, law: str, marked: Collection[in
         f"micro-batches of {load.num_tokens} tokens in flight"
     )
     raise PlanError("\n".join(lines))
+
+
+def _times(load: LayerLoad) -> float:
+    """Return how often this micro-batch, or slice, would give the tokens in flight."""
+    return max((held.tokens / load.num_tokens for held in load.slices), default=load.in_flight)
 
 
 def _planned_layers(plan: ActivationPlan, load: LayerLoad) -> int:
@@ -117,24 +123,28 @@ def _check_hidden(plan: ActivationPlan, load: LayerLoad, machine: Machine, swapp
         )
 
 
-def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moves: bool) -> float:
+def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moment: HeldSlices, moves: bool) -> float:
     """Return the most bytes on the device, by walking through the loss and the backward pass layer by layer.
 
     A planned layer holds ``kept`` bytes, a resident one all its tensors. A layer is whole while it runs backward, and
     so is the next one to run if its tensors are being read back. After the first layer of a micro-batch that is the
-    last layer of another one, which stays whole while a further micro-batch runs forward.
+    last layer of another one, which stays whole while a further micro-batch runs forward. In slices every layer also
+    holds keys and their gradient sums, which are no tensors of the plan.
     """
-    planned = _planned_layers(plan, load)
-    whole = load.num_tokens * sum(tensor.bytes_per_token for tensor in load.tensors)
+    planned, share = _planned_layers(plan, load), moment.running / load.num_tokens
+    kept *= share
+    whole = moment.running * sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind != "key")
     held = [kept] * planned + [whole] * (load.num_layers - planned)
-    gradients = load.num_tokens * (
+    gradients = moment.running * (
         max(tensor.bytes_per_token for tensor in load.tensors) + 2 * load.tensors[0].bytes_per_token
     )
+    if moment.gathered:
+        gradients = max(gradients, moment.gathered + 3 * moment.running * load.tensors[0].bytes_per_token)
     rebuilt = 0.0  # where only part of the rows is rebuilt, they are separate tensors first
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
-        others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind != "input")
-        rebuilt = plan.recompute * load.num_tokens * others
-    now = load.in_flight * sum(held)
+        others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind not in ("input", "key"))
+        rebuilt = plan.recompute * moment.running * others
+    now = moment.tokens / moment.running * sum(held) + load.num_layers * moment.bytes
     no_resident = planned == load.num_layers
     reads_ahead = moves and no_resident and load.in_flight > 1
     still_writing = whole - kept if moves and no_resident else 0.0

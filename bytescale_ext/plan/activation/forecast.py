@@ -17,7 +17,8 @@ class Forecast:
         transfer_seconds: of one layer, one way.
         recompute_seconds: of one layer.
         step_seconds: forward and backward of all layers of one micro-batch, with waits for transfers.
-        device_bytes: the most activations on the device at one time, with the logits.
+        device_bytes: the most activations on the device at one time, with the logits, and with keys and gradient sums
+            of slices.
         host_bytes: the most activations in host memory at one time.
     """
 
@@ -63,51 +64,51 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
         recompute_seconds=recompute_seconds,
         step_seconds=planned * each + waits + resident * (load.forward_seconds + load.backward_seconds),
         device_bytes=need.device_bytes(kept),
-        host_bytes=load.in_flight * planned * transferred,
+        host_bytes=load.times_held * planned * transferred,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceNeed:
-    """Device memory of activations at its two peaks: at the loss, and in the backward pass of a planned layer.
+    """Device memory of activations at its peaks: at the loss, and in the backward pass of a planned layer.
 
-    Each peak is a fixed number of bytes plus the kept bytes of a number of layers. At the loss the resident layers are
-    whole; if there are none, the last layer is, because it is still being written, and with several micro-batches in
-    flight also the last layer of the one that runs backward next, which is read ahead. In the backward pass of a
-    planned layer, that layer is whole, and so is the layer that is being read back. Gradients take additional memory,
-    or, before them, the rebuilt rows of a tensor, which are copied into it.
+    Each peak is a fixed number of bytes, and a number of layers whose kept bytes come on top. At the loss the resident
+    layers are whole; if there are none, the last layer is, because it is still being written, and with several
+    micro-batches in flight also the last layer of the one that runs backward next, which is read ahead. In the backward
+    pass of a planned layer, that layer is whole, and so is the layer that is being read back. Gradients take additional
+    memory, or, before them, the rebuilt rows of a tensor, which are copied into it. In slices all layers also hold keys
+    and sums of their gradients.
+
+    Attributes:
+        peaks: (bytes, layers) of each.
     """
 
-    at_loss: float
-    layers_at_loss: int
-    in_backward: float
-    layers_in_backward: int
+    peaks: tuple[tuple[float, float], ...]
 
     @classmethod
     def of(cls, load: LayerLoad, resident: int, moves: bool, copies: float = 0.0) -> DeviceNeed:
         """Return the need of a load with ``resident`` layers kept whole; ``copies``: bytes of rebuilt rows."""
-        layer, planned = load.bytes_of(), load.num_layers - resident
-        whole = min(2 if moves else 1, planned if resident else planned * load.in_flight)
-        earlier = (load.in_flight - 1) * resident * layer
+        layer, planned, peaks = load.whole_bytes, load.num_layers - resident, []
         on_its_way = min(2, load.in_flight) if moves and not resident else 0
-        return cls(
-            at_loss=earlier + (resident + on_its_way) * layer + max(load.working_bytes, load.head_bytes),
-            layers_at_loss=load.in_flight * planned - on_its_way,
-            in_backward=earlier + whole * layer + max(load.working_bytes, copies) if planned else 0.0,
-            layers_in_backward=load.in_flight * planned - whole,
-        )
+        for moment in load.moments:
+            share, times = moment.running / load.num_tokens, moment.tokens / load.num_tokens
+            working = load.working_bytes_at(moment)
+            whole = min(2 if moves else 1, planned if resident else planned * times / share)
+            always = (times - share) * resident * layer + load.num_layers * moment.bytes
+            at_loss = share * (resident + on_its_way) * layer + max(working, load.head_bytes)
+            peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))
+            if planned:
+                in_backward = share * whole * layer + max(working, share * copies)
+                peaks.append((always + in_backward, max(0.0, times * planned - share * whole)))
+        return cls(tuple(peaks))
 
     def device_bytes(self, kept: float) -> float:
-        """Return the larger peak with ``kept`` bytes of each planned layer on the device."""
-        return max(self.at_loss + self.layers_at_loss * kept, self.in_backward + self.layers_in_backward * kept)
+        """Return the largest peak with ``kept`` bytes of each planned layer on the device."""
+        return max(fixed + layers * kept for fixed, layers in self.peaks)
 
     def most_kept(self, device_bytes: float) -> float:
         """Return how many bytes of each planned layer may be kept; negative where even 0 does not fit."""
-        limits = [
+        return min(
             (device_bytes - fixed) / layers if layers else math.copysign(math.inf, device_bytes - fixed)
-            for fixed, layers in (
-                (self.at_loss, self.layers_at_loss),
-                (self.in_backward, self.layers_in_backward),
-            )
-        ]
-        return min(limits)
+            for fixed, layers in self.peaks
+        )

@@ -53,6 +53,7 @@ class LayerSettings:
         sequence_parallel: tensor-parallel ranks share the norms.
         fused_norms: see ``layer_tensors``.
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
+        slices: what a stage holds while it runs each of its slices; empty without slices.
     """
 
     num_layers: int | None = None
@@ -62,6 +63,26 @@ class LayerSettings:
     sequence_parallel: bool = False
     fused_norms: bool = False
     loss_tokens: int | None = None
+    slices: tuple[HeldSlices, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlices:
+    """What a pipeline stage holds in each layer while it runs one slice.
+
+    Attributes:
+        running: tokens of this slice.
+        tokens: of the slices whose backward pass is still to come, this one included.
+        bytes: of their keys and values, those of other ranks too, and of the sums of their gradients. No policy moves
+            them.
+        gathered: bytes of the keys and values that attention of this slice joins, and of their gradients, in the one
+            layer that runs.
+    """
+
+    running: float
+    tokens: float
+    bytes: float
+    gathered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +99,7 @@ class LayerLoad:
         num_layers: of this rank.
         resident_layers, in_flight: see ``LayerSettings``.
         head_bytes: of the logits.
+        slices: see ``LayerSettings``.
         seconds_per_received_byte: of the collectives of tensor parallelism.
     """
 
@@ -92,6 +114,22 @@ class LayerLoad:
     in_flight: int = 1
     head_bytes: float = 0.0
     seconds_per_received_byte: float = 0.0
+    slices: tuple[HeldSlices, ...] = ()
+
+    @property
+    def moments(self) -> tuple[HeldSlices, ...]:
+        """What a layer holds at each moment at which it may hold most."""
+        return self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
+
+    @property
+    def times_held(self) -> float:
+        """Tokens of all micro-batches or slices in flight, at most, over those of this one."""
+        return max(moment.tokens for moment in self.moments) / self.num_tokens
+
+    @property
+    def whole_bytes(self) -> float:
+        """One layer that keeps all its tensors, without keys that slices hold."""
+        return self.bytes_of() - self.bytes_of("key")
 
     def bytes_of(self, *kinds: str) -> float:
         """Return the bytes of the tensors of these kinds in one layer; without kinds, of all tensors."""
@@ -126,6 +164,12 @@ class LayerLoad:
         widest = max(tensor.bytes_per_token for tensor in self.tensors)
         return self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token)
 
+    def working_bytes_at(self, moment: HeldSlices) -> float:
+        """Return the gradients that exist together at a moment: in the MLP, or in attention over earlier slices."""
+        share = moment.running / self.num_tokens
+        in_attention = 3 * moment.running * self.tensors[0].bytes_per_token + moment.gathered
+        return max(share * self.working_bytes, in_attention if moment.gathered else 0.0)
+
 
 def layer_load(cost: ModelCost, length: int, width: int = 1, how: LayerSettings | None = None) -> LayerLoad:
     """Return the load of a sequence of ``length`` tokens on each of the ``width`` ranks of its ring."""
@@ -148,7 +192,9 @@ def load_of_tokens(
     collectives = num_tokens * received * cost.collective
     logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
     return LayerLoad(
-        tensors=layer_tensors(cost.shape, how.element_bytes, ranks, how.sequence_parallel, how.fused_norms),
+        tensors=layer_tensors(
+            cost.shape, how.element_bytes, ranks, how.sequence_parallel, how.fused_norms, bool(how.slices)
+        ),
         num_tokens=num_tokens,
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
@@ -159,6 +205,7 @@ def load_of_tokens(
         in_flight=how.in_flight,
         head_bytes=float(LOGIT_BYTES * logits * cost.shape.vocab / ranks),
         seconds_per_received_byte=cost.collective,
+        slices=how.slices,
     )
 
 

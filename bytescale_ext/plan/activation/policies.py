@@ -34,11 +34,11 @@ def memo_alpha(load: LayerLoad, machine: Machine) -> float:
     """
     always, others = load.bytes_of("input"), load.bytes_of("matrix", "cheap")
     room = machine.link_bytes_per_second * load.forward_seconds
-    swapped_layers = load.in_flight * (load.num_layers - min(load.resident_layers, load.num_layers))
+    swapped_layers = load.times_held * (load.num_layers - min(load.resident_layers, load.num_layers))
     if swapped_layers:
         if swapped_layers * always > machine.host_bytes:
             raise ValueError(
-                f"layer inputs and attention outputs of {swapped_layers} layers need "
+                f"layer inputs and attention outputs of {swapped_layers:g} layers need "
                 f"{in_gigabytes(swapped_layers * always)} GB of host memory, but there are "
                 f"{machine.host_bytes / 1e9:.4g}: give that, or use priced, which then keeps more on the device"
             )
@@ -67,7 +67,7 @@ def plan_offload(load: LayerLoad, machine: Machine) -> ActivationPlan:
     if forecast(ActivationPlan("none"), load, machine).device_bytes <= machine.device_bytes:
         return ActivationPlan("offload")
     room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
-    share = _share(1.0 - room / load.bytes_of()) if resident < load.num_layers else 0.0
+    share = _share(1.0 - room / load.whole_bytes) if resident < load.num_layers else 0.0
     return ActivationPlan("offload", share, 0.0, share, False, resident if share else 0)
 
 
@@ -97,13 +97,13 @@ def _priced(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
 def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
     """Return (input swap, keep, swap) without transfers; the device then holds one whole layer less."""
     room = DeviceNeed.of(load, resident, moves=False).most_kept(machine.device_bytes) - load.bytes_of("input")
-    return 0.0, _share(room / load.bytes_of("matrix")), 0.0
+    return 0.0, _share(room / load.bytes_of("matrix", "key")), 0.0
 
 
 def _corners(load: LayerLoad, machine: Machine, resident: int) -> Iterable[tuple[float, float, float]]:
     """Yield (input swap, keep, swap) where two or more bounds meet, with ``resident`` layers kept whole."""
-    planned = load.in_flight * (load.num_layers - resident)
-    inputs, matrix = load.bytes_of("input"), load.bytes_of("matrix")
+    planned = load.times_held * (load.num_layers - resident)
+    inputs, matrix = load.bytes_of("input"), load.bytes_of("matrix", "key")
     room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
     if room < 0:
         return
@@ -145,7 +145,7 @@ def _chosen(
     plan = choose(load, machine)
     if plan is not None:
         return plan
-    everything = load.in_flight * load.num_layers * load.bytes_of()
+    everything = load.times_held * load.num_layers * load.bytes_of()
     needed = least_budget(lambda size: choose(load, replace(machine, host_bytes=size)) is not None, everything)
     if needed is not None:
         remedy = f"it fits with {in_gigabytes(needed)} GB of host memory, or more device memory, or fewer tokens"

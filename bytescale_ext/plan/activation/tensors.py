@@ -23,7 +23,7 @@ class LayerTensor:
     Attributes:
         name: for printing, for example "attention output".
         kind: "input" is never recomputed; "matrix" is the output of matrix products; "cheap" is rebuilt from another
-            tensor by one pass over memory.
+            tensor by one pass over memory; "key" is the part of a matrix product that slices hold by themselves.
         bytes_per_token: on one rank.
         flops_per_token: of the matrix products that rebuild it, on one rank.
         moved_bytes_per_token: device memory read and written to rebuild it.
@@ -54,6 +54,7 @@ def layer_tensors(
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
     fused_norms: bool = False,
+    sliced: bool = False,
 ) -> tuple[LayerTensor, ...]:
     """Return the tensors of one layer on one rank, in the order in which the layer makes them.
 
@@ -61,13 +62,14 @@ def layer_tensors(
     embeddings, about one percent, are left out. With ``fused_norms`` a norm and the matrix product after it are one
     module (TransformerEngine); the norm's output cannot be rebuilt without that product, so its kind is "input". In a
     model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device; the
-    norm before the experts is always a separate module.
+    norm before the experts is always a separate module. In slices (``sliced``) keys and values are a tensor of their
+    own: attention holds a copy for later slices (``HeldSlices``).
     """
     into_qkv = "input" if fused_norms else "cheap"
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
     whole = shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1)
     query = shape.num_heads * shape.head_dim / tensor_parallel
-    projected = query + 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
+    keys = 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
     inner = shape.ffn_hidden / tensor_parallel
     gates = 2 if shape.gated else 1
     first = gates * inner
@@ -75,10 +77,15 @@ def layer_tensors(
     received = received_bytes(shape, tensor_parallel, element_bytes)
     gathered = received if sequence_parallel else 0.0
     reduced = received if sequence_parallel else 2 * received
+    rebuild = (width * (query + keys), 0.0, gathered)
+    projected = [LayerTensor("query, key, value", "matrix", (query + keys) * element_bytes, *rebuild)]
+    if sliced:
+        of_query = LayerTensor("query", "matrix", query * element_bytes, *rebuild)
+        projected = [of_query, LayerTensor("key, value", "key", keys * element_bytes)]
     attention = (
         LayerTensor("layer input", "input", whole),
         LayerTensor("input norm output", into_qkv, whole, 0.0, 2 * whole),
-        LayerTensor("query, key, value", "matrix", projected * element_bytes, width * projected, 0.0, gathered),
+        *projected,
         LayerTensor("attention output", "input", query * element_bytes),
         LayerTensor("attention log-sum-exp", "input", LSE_BYTES * shape.num_heads / tensor_parallel),
         LayerTensor("residual after attention", "matrix", whole, width * query, 0.0, reduced),

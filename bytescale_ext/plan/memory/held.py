@@ -8,17 +8,18 @@ backward pass (``attention/slices.py``). The order of work alone decides what is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.plan.activation.load import HeldSlices
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.schedule.actions import FORWARD, stage_orders
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
+from bytescale_ext.plan.schedule.actions import FORWARD, SliceSchedule, stage_orders
 from bytescale_ext.plan.step.sizes import Slicing
 
 Ints = npt.NDArray[np.int64]
@@ -105,6 +106,37 @@ def held(
         ):
             found[number, stage, ranks] = np.cumsum(changes, axis=1).max(axis=1) / num_chunks
     return Held(*found)
+
+
+def held_slices(
+    schedule: SliceSchedule, stage: int, lengths: Sequence[float], kept_tokens: float, layer: LayerBytes
+) -> tuple[HeldSlices, ...]:
+    """Return what a stage holds at each backward pass of a slice, of micro-batches that are all cut alike.
+
+    Args:
+        schedule: what the stages run.
+        stage: the stage.
+        lengths: tokens of each slice on this rank.
+        kept_tokens: of other ranks, whose keys each micro-batch keeps; slices add them in proportion to their tokens.
+        layer: bytes of a token's key and value, and of the sums of their gradients.
+    """
+    others = 1.0 + kept_tokens / sum(lengths)
+    sums = [others * layer.key_sums * length for length in lengths]
+    tokens = of_sums = 0.0
+    found = set()
+    for action in schedule.stages[stage]:
+        index = action.slice_index
+        if action.kind == "F":
+            tokens += lengths[index]
+            continue
+        before = of_sums  # of the layers that the backward pass has not reached yet
+        of_sums += sum(sums[:index]) if index == len(lengths) - 1 else -sums[index]
+        of_keys = others * layer.keys * tokens
+        share, gathered = 1 / schedule.num_chunks, 2 * layer.keys * sum(lengths[: index + 1])
+        held_bytes = share * (of_keys + max(before, of_sums))
+        found.add(HeldSlices(lengths[index], share * tokens, held_bytes, gathered))
+        tokens -= lengths[index]
+    return tuple(sorted(found, key=astuple))
 
 
 def _orders(

@@ -113,6 +113,11 @@ class SliceRule:
         line = _line(shards[num_rings:])
         return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept)
 
+    def sequence_slices(self, length: int, width: int) -> tuple[int, ...]:
+        """Return the tokens of each slice of a sequence that has its micro-batch to itself, on ``width`` ranks."""
+        ends = self._ring_ends(length, width, length <= self.slicing.kept_tokens)
+        return tuple(stop - start for start, stop in pairwise((0, *ends)))
+
     def _ring_ends(self, length: int, width: int, is_kept: bool) -> tuple[int, ...]:
         """Return the ends of the slices of a ring's sequence; slices of a short sequence may be empty."""
         grain = math.lcm(2, self.rows_multiple) * width
@@ -178,14 +183,14 @@ def affordable_tokens(
     return max(0, int(freed / kept_bytes(num_stages, slicing, 1, key_bytes)))
 
 
-def kept_bytes(num_stages: int, slicing: Slicing, num_tokens: int, key_bytes: float) -> float:
-    """Return the most bytes in a layer when each micro-batch keeps the keys of ``num_tokens`` tokens of other ranks.
+def kept_bytes(num_stages: int, slicing: Slicing, num_tokens: int, key_bytes: float, stage: int = 0) -> float:
+    """Return the most bytes on a stage when each micro-batch keeps the keys of ``num_tokens`` tokens of other ranks.
 
     Each of the n slices in flight (see ``affordable_tokens``) has its part of them, and the micro-batch in its backward
-    pass has the sums of their gradients.
+    pass has the sums of their gradients. ``key_bytes``: of a token's key and value, in the layers that are counted.
     """
     num_slices = slicing.num_slices
-    return _held_slices(num_stages, slicing) / num_slices * num_tokens * key_bytes + _sum_bytes(
+    return _held_slices(num_stages, slicing, stage) / num_slices * num_tokens * key_bytes + _sum_bytes(
         num_slices, num_tokens, key_bytes
     )
 
@@ -195,8 +200,8 @@ def _sum_bytes(num_slices: int, num_tokens: int, key_bytes: float) -> float:
     return 2.0 * (num_slices - 1) / num_slices * num_tokens * key_bytes
 
 
-def _held_slices(num_stages: int, slicing: Slicing) -> int:
-    return num_warm_up(num_stages, 0, slicing) + 1
+def _held_slices(num_stages: int, slicing: Slicing, stage: int = 0) -> int:
+    return num_warm_up(num_stages, stage, slicing) + 1
 
 
 def _range(ends: Sequence[int], index: int) -> tuple[int, int]:

@@ -14,20 +14,23 @@ from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.offload import planned_offload
 from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.config.slices import SliceConfig
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.activation.load import (
     COLLECTIVE_BYTES_PER_SECOND,
     RESIDENT_LAYERS,
+    HeldSlices,
     LayerSettings,
     Machine,
     cost_of_rates,
 )
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, ModelShape, key_value_bytes
+from bytescale_ext.plan.memory.held import held_slices
 from bytescale_ext.plan.memory.model_states import num_parameters
-from bytescale_ext.plan.schedule.actions import num_warm_up, slice_group_size
+from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -39,6 +42,9 @@ RATES = (650e12, 600e12, 500e12)
 
 LINK_GB_PER_SECOND = 55.0
 """Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
+
+MANY_GROUPS = 3
+"""A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
 
 OFFLOADED_PARAMETER_BYTES = 16
 """Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
@@ -141,6 +147,7 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
     if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         in_flight = min(in_flight, micro_batches * slices.num_slices)
+    held = _held_slices(args, run, stage) if slices.num_slices > 1 else ()
     return LayerSettings(
         num_layers=run.stage_layers[stage],
         resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
@@ -149,7 +156,27 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
         sequence_parallel=args.sequence_parallel,
         fused_norms=args.transformer_impl == "transformer_engine",
         loss_tokens=None if chunks is None else chunks.num_tokens,
+        slices=held,
     )
+
+
+def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...]:
+    """Return what a stage holds at most of slices: of micro-batches that are full, and of the longest kept document."""
+    samples, documents, slices = run.find(SliceConfig), run.find(DocumentSliceConfig), _slices(run)
+    num_stages, virtual = len(run.stage_layers), args.virtual_pipeline_model_parallel_size or 1
+    if samples is not None:
+        count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        kept_tokens = 0.0
+    else:
+        assert documents is not None, f"{run=}"
+        count = MANY_GROUPS * max(num_stages, documents.group_size // len(slices))
+        others = 1 - 1 / run.cluster.num_ranks
+        kept_tokens = min(documents.slicing.kept_tokens, args.seq_length) * others
+    schedule = seq1f1b_schedule(num_stages, count, slicing(run), virtual)
+    lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
+    keys = key_value_bytes(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
+    sums = key_value_bytes(run.shape, run.process.tensor_parallel, KEY_SUM_BYTES)
+    return held_slices(schedule, stage, lengths, kept_tokens, LayerBytes(0.0, keys, sums))
 
 
 def assumptions(args: Any, run: RunConfig) -> str:
@@ -172,9 +199,14 @@ def assumptions(args: Any, run: RunConfig) -> str:
 
 
 def _slices(run: RunConfig) -> tuple[int, ...]:
-    """Return the tokens of the slices of a micro-batch, or their proportion; one without slices."""
-    samples = run.find(SliceConfig)
-    return (1,) * slicing(run).num_slices if samples is None else samples.lengths
+    """Return the tokens of the slices of a sample or of the longest document; a single one without slices."""
+    samples, documents = run.find(SliceConfig), run.find(DocumentSliceConfig)
+    if samples is not None:
+        return samples.lengths
+    if documents is None:
+        return (1,)
+    longest = run.get(HdpConfig).longest_sequence
+    return documents.rule.sequence_slices(longest, -(-longest // run.cluster.tokens_per_rank))
 
 
 def _check_shares(args: Any) -> None:

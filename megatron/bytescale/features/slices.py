@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,7 +11,7 @@ from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.activation.tensors import layer_tensors
-from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes
+from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.check_slices import check_slices
@@ -189,7 +190,8 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
     kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
     slicing = replace(slicing_of(args), kept_tokens=kept_tokens)
     config = DocumentSliceConfig(SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages)
-    return config.with_note(kept_note(config, run.shape, hdp.longest_sequence, args.tensor_model_parallel_size))
+    key_bytes = key_value_bytes(run.shape, args.tensor_model_parallel_size)
+    return config.with_note(kept_note(config, hdp.longest_sequence, [key_bytes * n for n in run.stage_layers]))
 
 
 def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceConfig:
@@ -231,22 +233,21 @@ def _layer_bytes(args: Any, run: RunConfig) -> float:
     return sum(tensor.bytes_per_token for tensor in tensors)
 
 
-def kept_note(config: DocumentSliceConfig, shape: ModelShape, longest: int, tensor_parallel: int) -> str:
+def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[float]) -> str:
     """Return what to tell the user about keys that are kept between slices.
 
     Args:
         config: the slices.
-        shape: of the model.
         longest: tokens of the longest sequence.
-        tensor_parallel: ranks that share each layer.
+        key_bytes: of a token's keys and values in all layers of each stage.
     """
     kept_tokens, num_stages = config.slicing.kept_tokens, config.num_stages
     note = f"keys of documents of up to {kept_tokens:,} tokens are kept from slice to slice"
     if kept_tokens >= longest or num_stages == 1:
         return note
-    key_bytes = key_value_bytes(shape, tensor_parallel)
-    layers = -(-shape.num_layers // num_stages)
-    num_bytes = layers * kept_bytes(num_stages, config.slicing, longest, key_bytes)
+    num_bytes = max(
+        kept_bytes(num_stages, config.slicing, longest, each, stage) for stage, each in enumerate(key_bytes)
+    )
     return (
         f"{note}. Longer ones send their keys again with each slice, which may cost more time than slices save: "
         f"--hdp-kept-keys {longest} avoids that, with up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +258,42 @@ def test_each_stage_plans_for_its_own_layers_and_micro_batches() -> None:
     virtual = {"pipeline_model_parallel_size": 2, "world_size": 2, "virtual_pipeline_model_parallel_size": 2}
     # (2 (p - s - 1) + (v - 1) p + 1) / v chunks of the layers
     assert [config_of(*MEMO, rank=rank, **virtual).layers.in_flight for rank in (0, 1)] == [3, 2]
+
+
+def _resolved(*words: str, **settings: Any) -> ActivationConfig:
+    return resolve(parsed(*words, **settings)).get(ActivationConfig)
+
+
+def test_slices_count_their_keys_and_the_sums_of_their_gradients() -> None:
+    """Two stages, two equal slices; by hand for the first one, in tokens: the peak is the second backward pass."""
+    sizes = {"pipeline_model_parallel_size": 2, "world_size": 2, "seq1f1b_slices": 2, "seq1f1b_partition": "even",
+             "rampup_batch_size": None, "eval_iters": 0}  # fmt: skip
+    keep = ("--swap-fraction", "0", "--recompute-fraction", "0.5")
+    config = _resolved(*keep, **sizes)
+    key = 2 * 8 * 128 * 2
+    held = [round(one.bytes / key / 4096) for one in config.layers.slices]
+    # B0.1: keys of 3 slices and a sum of one, which is float32; B0.0: keys of 3, and that sum until it ends
+    assert max(held) == 3 + 2
+    assert max(one.tokens for one in config.layers.slices) == 3 * 4096
+    load = config.largest
+    assert (load.num_tokens, load.times_held) == (4096, 3)
+    plan = config.plan(load)
+    with_keys = forecast(plan, load, config.machine).device_bytes
+    without = forecast(plan, replace(load, slices=()), config.machine).device_bytes
+    assert with_keys - without == pytest.approx(4 * 5 * 4096 * key, rel=0.01)
+    fits = _resolved(*keep, "--device-memory-gb", f"{with_keys / 1e9 + 1e-6}", **sizes)
+    assert fits.layers == config.layers
+    with pytest.raises(ValueError, match="of device memory, and --device-memory-gb is"):
+        _resolved(*keep, "--device-memory-gb", f"{without / 1e9}", **sizes)
+
+
+def test_slices_of_documents_count_the_keys_that_they_keep() -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "world_size": 8, "data_parallel_size": 4, "seq1f1b_slices": 2,
+             "hybrid_data_parallel": True, "hdp_tokens_per_rank": 4096, "seq_length": 16384}  # fmt: skip
+    none, some = (
+        _resolved("--recompute-fraction", "1", hdp_kept_keys=kept, **sizes).layers.slices for kept in (0, 16384)
+    )
+    assert max(one.bytes for one in some) == pytest.approx(4 * max(one.bytes for one in none), rel=0.1)
 
 
 def test_a_stage_that_does_not_fit_is_refused_on_all_stages() -> None:

@@ -65,14 +65,15 @@ def test_flags_and_slices_follow_from_each_other() -> None:
 
 
 def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
-    """4 stages of 8 layers; keys of 7/4 micro-batches in flight and float32 gradients of 3/4 of one."""
+    """Layers 7 + 8 + 8 + 9: stage 1 holds most, the keys of 6/4 micro-batches and float32 gradients of 3/4 of one."""
     longest, key_bytes = DOCUMENTS.longest_sequence, key_value_bytes(LLAMA_7B)
     some, everything = (DocumentSliceConfig(SliceRule(Slicing(4, kept)), 4) for kept in (100, longest))
-    note = kept_note(some, LLAMA_7B, longest, tensor_parallel=1)
+    stages = [layers * key_bytes for layers in (7, 8, 8, 9)]
+    note = kept_note(some, longest, stages)
     assert "up to 100 tokens are kept" in note
     assert f"--hdp-kept-keys {longest} avoids that" in note
-    assert f"up to {8 * (7 / 4 + 6 / 4) * longest * key_bytes / 1e9:,.1f} GB" in note
-    assert kept_note(everything, LLAMA_7B, longest, tensor_parallel=1).endswith("are kept from slice to slice")
+    assert f"up to {8 * (6 / 4 + 6 / 4) * longest * key_bytes / 1e9:,.1f} GB" in note
+    assert kept_note(everything, longest, stages).endswith("are kept from slice to slice")
 
 
 @pytest.mark.ranks

@@ -1,6 +1,6 @@
 """The memory of a pipeline stage that runs slices is the one that is predicted: activations, keys and gradient sums.
 
-The first stage's order of work runs on one process, whose model stands for the layers of the stage.
+A stage's order of work runs on one process, whose model stands for the layers of the stage.
 """
 
 from __future__ import annotations
@@ -14,22 +14,33 @@ import torch
 from bytescale_ext.activation.trace import AllocationTrace
 from bytescale_ext.attention.layouts.slices import sample_layouts
 from bytescale_ext.attention.slices import MicroBatchPrefix
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, load_of_tokens
+from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.tensors import layer_tensors
-from bytescale_ext.plan.cost.model_shape import key_value_bytes
+from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes
+from bytescale_ext.plan.memory.held import held_slices
 from bytescale_ext.plan.memory.placement import liveness_bound
+from bytescale_ext.plan.memory.stage_memory import LayerBytes
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.schedule.simulate import peak_held
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from bytescale_ext.plan.step.sizes import Slicing
-from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, SHAPE, build_fused
+from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+SHAPE = ModelShape(3, 256, 8, 4, 32, 688, True, 256)
 STAGES, MICRO_BATCHES, LENGTH = 3, 3, 768
+FOUR = Slicing(4)
 LENGTHS = {2: (448, 320), 4: (256, 192, 192, 128)}
-GROUPED = replace(SHAPE, num_layers=3)
-SHAPES = {"grouped": GROUPED, "multi-head": replace(GROUPED, num_kv_heads=SHAPE.num_heads)}
+PLANS = {
+    "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
+    "memo": ActivationPlan("memo", 0.4, 0.6, 1.0),
+    "priced": ActivationPlan("priced", 0.3, 0.3, 1.0, True),
+}
+SHAPES = {"grouped": SHAPE, "multi-head": replace(SHAPE, num_kv_heads=SHAPE.num_heads)}
 
 
 def predicted(kv_heads: str, slicing: Slicing, lengths: tuple[int, ...]) -> float:
@@ -46,8 +57,22 @@ def predicted(kv_heads: str, slicing: Slicing, lengths: tuple[int, ...]) -> floa
     return shape.num_layers * held + ends + max(lengths) * (max(tensors) + 2 * tensors[0])
 
 
-def measure(rank: int, world: int, kv_heads: str) -> dict[tuple[int, bool], int]:
-    """Return the most live bytes of the first stage's step, by number of slices and order."""
+def predicted_under(plan: ActivationPlan, kv_heads: str, stage: int, slicing: Slicing) -> float:
+    """The forecast of a policy on a stage, and what the end of the model keeps."""
+    shape, lengths = SHAPES[kv_heads], LENGTHS[slicing.num_slices]
+    schedule = seq1f1b_schedule(STAGES, MICRO_BATCHES, slicing)
+    keys = key_value_bytes(shape, element_bytes=FLOAT_BYTES)
+    settings = LayerSettings(
+        resident_layers=0, in_flight=schedule.peak_slices(stage), element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS,
+        slices=held_slices(schedule, stage, lengths, 0.0, LayerBytes(0.0, keys, keys)),
+    )  # fmt: skip
+    load = load_of_tokens(cost_of_rates(shape, 1e12, 1e12, 1e12), max(lengths), 1.0, 1.0, settings)
+    ends = peak_held(schedule, stage, [2.0 * n * shape.hidden * FLOAT_BYTES for n in lengths])
+    return forecast(plan, load, Machine(1e12, 1e12)).device_bytes + ends
+
+
+def measure(rank: int, world: int, kv_heads: str) -> dict[tuple[str, int, Slicing], int]:
+    """Return the most live bytes of a stage's step, by policy, stage and slicing."""
     from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
     built = build_fused(SHAPES[kv_heads])
@@ -66,29 +91,40 @@ def measure(rank: int, world: int, kv_heads: str) -> dict[tuple[int, bool], int]
         losses = built.model(inputs, positions[None], None, labels=labels, packed_seq_params=params)
         return losses.float().sum()
 
-    def run(slicing: Slicing, lengths: tuple[int, ...]) -> int:
+    def run(policy: str, stage: int, slicing: Slicing) -> int:
+        lengths = LENGTHS[slicing.num_slices]
         prefixes: dict[int, MicroBatchPrefix] = {}
         outputs: dict[tuple[int, int], Any] = {}
-        with AllocationTrace(existing) as trace:
-            for kind, number, index, _ in seq1f1b_schedule(STAGES, MICRO_BATCHES, slicing).stages[0]:
+        actions = seq1f1b_schedule(STAGES, MICRO_BATCHES, slicing).stages[stage]
+        built.store.plan = PLANS.get(policy, ActivationPlan("none"))
+        built.store.begin_step(actions)
+        with AllocationTrace([*existing, built.store.link.arena.memory]) as trace:
+            for kind, number, index, _ in actions:
                 if kind == "F":
+                    built.store.begin_forward()
                     prefix = prefixes.setdefault(number, MicroBatchPrefix())
                     outputs[number, index] = forward(index, lengths, prefix)
                 else:
                     outputs.pop((number, index)).backward()
         assert not any(layer.keys or layer.sums for prefix in prefixes.values() for layer in prefix.layers.values())
+        built.store.check_empty()
         return liveness_bound(trace.requests())
 
-    run(Slicing(2), LENGTHS[2])  # the first run makes what stays, as the angles of positions
-    cases = ((2, False), (4, False), (4, True))
-    return {(count, eager): run(Slicing(count, eager=eager), LENGTHS[count]) for count, eager in cases}
+    run("none", 0, Slicing(2))  # the first run makes what stays, as the angles of positions
+    cases = [("none", 0, slicing) for slicing in (Slicing(2), FOUR, FOUR.two_ahead())]
+    cases += [("swap-only", stage, FOUR) for stage in range(STAGES)]
+    cases += [("memo", 0, FOUR), ("priced", 1, FOUR)]
+    return {case: run(*case) for case in cases}
 
 
 @pytest.mark.parametrize("kv_heads", SHAPES)
 def test_live_bytes_of_slices_are_within_five_percent_of_the_prediction(kv_heads: str) -> None:
     found = run_ranks(measure, 1, kv_heads, init_group=False)[0]
-    assert len(found) == 3
+    assert len(found) == 3 + STAGES + len(PLANS) - 1
     assert LOSS_TOKENS < min(LENGTHS[4])  # logits never set the peak
-    for (count, eager), live in found.items():
-        expected = predicted(kv_heads, Slicing(count, eager=eager), LENGTHS[count])
-        assert expected == pytest.approx(live, rel=0.05), (count, eager, expected / live)
+    for (policy, stage, slicing), live in found.items():
+        if policy == "none":
+            expected = predicted(kv_heads, slicing, LENGTHS[slicing.num_slices])
+        else:
+            expected = predicted_under(PLANS[policy], kv_heads, stage, slicing)
+        assert expected == pytest.approx(live, rel=0.05), (policy, stage, slicing, expected / live)

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.load import HeldSlices, LayerLoad, LayerSettings, Machine, cost_of_rates, layer_load
 from bytescale_ext.plan.activation.tensors import LayerTensor
 from bytescale_ext.plan.cost.model_shape import ModelShape
 
@@ -40,6 +40,18 @@ def random_load(dice: random.Random) -> LayerLoad:
         in_flight=dice.choice((1, 1, 2)),
         head_bytes=float(dice.randint(0, 300)),
     )
+
+
+def random_sliced_load(dice: random.Random) -> LayerLoad:
+    """Return a random load that is a slice, on a stage that holds two to four of them and their keys."""
+    load = random_load(dice)
+    moments = []
+    for _ in range(3):
+        running = dice.randint(1, load.num_tokens)
+        tokens, keys = running + dice.randint(load.num_tokens, 3 * load.num_tokens), dice.uniform(0, load.bytes_of())
+        moments.append(HeldSlices(running, tokens, keys, dice.choice((0.0, keys))))
+    key = LayerTensor("key", "key", dice.randint(1, 9))
+    return replace(load, tensors=(*load.tensors, key), in_flight=2, slices=tuple(moments))
 
 
 def random_machine(dice: random.Random, load: LayerLoad) -> Machine:

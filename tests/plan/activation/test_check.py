@@ -12,10 +12,10 @@ from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.activation import policies
 from bytescale_ext.plan.activation.check import check_activation_plan
 from bytescale_ext.plan.activation.forecast import forecast
-from bytescale_ext.plan.activation.load import LayerLoad, Machine
+from bytescale_ext.plan.activation.load import HeldSlices, LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import POLICIES, make_plan
-from tests.plan.activation.random_loads import H200, load_of, random_load, random_machine
+from tests.plan.activation.random_loads import H200, load_of, random_load, random_machine, random_sliced_load
 
 LOAD = load_of(65536)
 TIGHT = replace(H200, device_bytes=40e9)
@@ -77,8 +77,8 @@ def test_budgets_are_those_of_the_machine() -> None:
     """The walk through the layers and the forecast agree to the byte, so a budget less than that is refused."""
     dice = random.Random(5)
     refused = {"host": 0, "device": 0}
-    for _ in range(200):
-        load = random_load(dice)
+    for number in range(200):
+        load = random_sliced_load(dice) if number % 3 == 0 else random_load(dice)
         machine = random_machine(dice, load)
         for policy in POLICIES:
             try:
@@ -109,7 +109,10 @@ def test_memo_keeps_its_host_budget_without_being_asked() -> None:
 def test_more_layers_in_flight_than_planned_break_the_device_budget() -> None:
     plan = make_plan("priced", LOAD, TIGHT)
     check_activation_plan(plan, LOAD, TIGHT, fits=True)
-    for change in ({"in_flight": 2}, {"num_layers": 48}, {"head_bytes": 1e12}, {"num_tokens": 131072}):
+    keys = HeldSlices(1.0, 1.0, 1e12)
+    for change in (
+        {"in_flight": 2}, {"num_layers": 48}, {"head_bytes": 1e12}, {"num_tokens": 131072}, {"slices": (keys,)},
+    ):  # fmt: skip
         with pytest.raises(PlanError, match="bytes of device memory"):
             check_activation_plan(plan, replace(LOAD, **change), TIGHT, fits=True)
 
