@@ -10,8 +10,8 @@ next, D-1 times, and every member computes one block per step while the next key
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of
 their gradients travel one step behind them; after the last step the sums need one more hop to reach their owner. Where
 keys are kept from slice to slice (``KeptKeys``), only the keys of the slice travel, and in the backward pass only the
-sums, to which later slices have already added. ``layouts/layout.py`` has the geometry of blocks. Sources: ByteScale
-sections 5.1 and 7; Liu et al., "Ring Attention".
+sums: those of the slice, to which later slices have already added, or those of all slices up to it.
+``layouts/layout.py`` has the geometry of blocks. Sources: ByteScale sections 5.1 and 7; Liu et al., "Ring Attention".
 
 The algorithm is a generator that yields each exchange at the point where it must be complete. ``drive`` waits for it
 between processes; ``virtual.run_in_turn`` runs several ranks in one process.
@@ -304,16 +304,16 @@ def _backward_pass(
         dout: ``[rows, heads, dim]``, of my rows.
         saved: of my rows; keys and values ``[tk, kv_heads, dim]`` of the micro-batch.
         totals: sums of the micro-batch for keys and values, ``[tk, kv_heads, dim]`` each. My part of the gradients of
-            kept keys is added to them.
+            kept keys is added to them, unless it travels.
     """
-    k, kept = saved.k, ring_pass.kept
+    k, kept = saved.k, ring_pass.kept_sums
     dq = torch.zeros(saved.q.shape, dtype=accumulation_dtype(saved.q.dtype), device=saved.q.device)
     travelling = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
     arriving_sums: Pending | None = None
     own: torch.Tensor | None = None
-    sums = key_sums(ring_pass.travelling(ring_pass.source(1)), k)
+    sums = key_sums(ring_pass.travelling_sums(ring_pass.source(1)), k)
     for step in range(ring_pass.width):
-        arriving = travelling.post(step) if kept is None else None
+        arriving = travelling.post(step) if ring_pass.kept is None else None
         keys, values = travelling.here(step)
         here = saved._replace(k=keys, v=values)
         computed = [(block, backend.backward(dout, here, block)) for block in ring_pass.at(step)]
@@ -332,11 +332,11 @@ def _backward_pass(
             own = total
         if step > 0:
             # Sends this sum after its keys. Receives the next member's gradient sum; after the last hop, its own.
-            next_sums = key_sums(ring_pass.travelling(ring_pass.source(step + 1)), k, filled=False)
+            next_sums = key_sums(ring_pass.travelling_sums(ring_pass.source(step + 1)), k, filled=False)
             arriving_sums = backend.exchange([(sums, ring_pass.next_rank)], [(next_sums, ring_pass.previous_rank)])
             sums = next_sums
         if arriving is not None:
             yield arriving
             travelling.arrive(step + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
-    return dq, _Returning(ring_pass.sent_keys, own, sums, arriving_sums)
+    return dq, _Returning(ring_pass.summed_keys, own, sums, arriving_sums)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from bytescale_ext.attention.layouts.rows import RowParts
+from bytescale_ext.attention.layouts.rows import PartRows, RowParts
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.attention.ring import Backend, check_tensors, drive, forward_steps, summing_steps
 from bytescale_ext.attention.travel import Computed, key_sums
@@ -30,8 +30,8 @@ class LayerPrefix:
 
     Attributes:
         keys: of each slice, keys and values ``[2, rows, kv_heads, dim]``; ``SliceLayout.held`` says which rows.
-        sums: of each slice, gradients of the same shape in float32 (float64 for float64 keys) that later slices have
-            added so far; empty before the first backward pass.
+        sums: of each slice, gradients ``[2, rows, kv_heads, dim]`` in float32 (float64 for float64 keys) that later
+            slices have added so far; ``SliceLayout.summed`` says of which rows; empty before the first backward pass.
     """
 
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -45,25 +45,24 @@ class LayerPrefix:
         assert len(self.keys) in (layout.index, layout.index + 1), f"{len(self.keys)=} {layout.index=}"
         part = k.new_empty((2, layout.held.places[-1].num_rows, *k.shape[1:]))
         self.keys[layout.index :] = [part]
-        for held, new in zip(self.parts(layout, self.keys), (k, v), strict=True):
+        for held, new in zip(_parts(layout.held, self.keys), (k, v), strict=True):
             layout.own.put_(held, new)
 
     def start_backward(self, layout: SliceLayout) -> KeysAndValues:
         """Return the sums to which a slice adds its gradients; slices run in reverse."""
         if not self.sums:
-            self.sums = [key_sums(part.shape[1], part[0]) for part in self.keys]
+            self.sums = [key_sums(rows.num_rows, self.keys[0][0]) for rows in layout.summed.places]
         assert len(self.sums) == layout.index + 1, f"{len(self.sums)=} {layout.index=}"
-        return self.parts(layout, self.sums)
+        return _parts(layout.summed, self.sums)
 
     def end_backward(self) -> None:
         """Free the keys and the sums of the last slice that holds any."""
         self.keys.pop()
         self.sums.pop()
 
-    @staticmethod
-    def parts(layout: SliceLayout, held: list[torch.Tensor]) -> KeysAndValues:
-        """Return the keys and the values among ``held``, ``[2, rows, kv_heads, dim]`` of each slice."""
-        return RowParts(layout.held, [part[0] for part in held]), RowParts(layout.held, [part[1] for part in held])
+    def keys_of(self, layout: SliceLayout) -> KeysAndValues:
+        """Return the keys and the values of all slices up to this one."""
+        return _parts(layout.held, self.keys)
 
 
 @dataclass
@@ -127,7 +126,7 @@ class _SliceAttention(torch.autograd.Function):
         prefix, layout, backend = settings
         num_tokens = layout.own.num_rows
         prefix.write(layout, k[:num_tokens], v[:num_tokens])
-        keys, values = prefix.parts(layout, prefix.keys)
+        keys, values = prefix.keys_of(layout)
         out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
         ctx.save_for_backward(q, out, lse)
         ctx.settings = settings
@@ -140,11 +139,16 @@ class _SliceAttention(torch.autograd.Function):
         q, out, lse = ctx.saved_tensors
         prefix, layout, backend = ctx.settings
         sums = prefix.start_backward(layout)
-        computed = Computed(q, *prefix.parts(layout, prefix.keys), out, lse)
+        computed = Computed(q, *prefix.keys_of(layout), out, lse)
         dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
         prefix.end_backward()
         return dq, dk, dv, None
+
+
+def _parts(rows: PartRows, held: list[torch.Tensor]) -> KeysAndValues:
+    """Return the keys and the values among ``held``, ``[2, rows, kv_heads, dim]`` of each slice."""
+    return RowParts(rows, [part[0] for part in held]), RowParts(rows, [part[1] for part in held])
 
 
 def _own_part(total: RowParts, layout: SliceLayout, dtype: torch.dtype) -> torch.Tensor:

@@ -48,10 +48,13 @@ class KeptKeys:
     Attributes:
         whole: for each member, the rows of its keys up to the end of the slice, among the keys of the micro-batch.
         own: for each member, the rows of its keys in the slice.
+        sends_sums: the gradients of the keys of other members travel home with each slice; else they are summed here
+            until that slice's own backward pass.
     """
 
     whole: tuple[Rows, ...]
     own: tuple[Rows, ...]
+    sends_sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,11 @@ class RingPass:
         return tuple(part[step] for part in (self.blocks, self.prefix_blocks) if part and not part[step].is_empty)
 
     @property
+    def kept_sums(self) -> KeptKeys | None:
+        """Where the sums of key gradients of all members are kept, or None."""
+        return None if self.kept is None or self.kept.sends_sums else self.kept
+
+    @property
     def sent_keys(self) -> Rows:
         """Rows of my keys among the keys of the micro-batch that travel round the ring."""
         return self.keys if self.kept is None else self.kept.own[self.index]
@@ -122,6 +130,15 @@ class RingPass:
     def travelling(self, member: int) -> int:
         """Return how many rows of a member's keys travel round the ring."""
         return self.rows[member] if self.kept is None else self.kept.own[member].num_rows
+
+    @property
+    def summed_keys(self) -> Rows:
+        """Rows of my keys among the keys of the micro-batch whose gradients come home in the slice's backward pass."""
+        return self.keys if self.kept_sums is None else self.kept_sums.own[self.index]
+
+    def travelling_sums(self, member: int) -> int:
+        """Return of how many rows of a member's keys the gradients travel round the ring."""
+        return self.rows[member] if self.kept_sums is None else self.kept_sums.own[member].num_rows
 
     @property
     def next_rank(self) -> int:

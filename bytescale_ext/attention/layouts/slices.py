@@ -35,6 +35,7 @@ class SliceLayout:
         own: rows of the slice's keys in the micro-batch; in the slice's tensors they are the first rows, in this order.
         held: rows of the micro-batch that each slice up to this one adds: its own keys, and those that it keeps of
             other members of its rings.
+        summed: the rows of ``held`` whose gradients are summed on this rank over the backward passes of slices.
     """
 
     index: int
@@ -42,6 +43,7 @@ class SliceLayout:
     attention: AttentionLayout
     own: Rows
     held: PartRows
+    summed: PartRows
 
     @property
     def num_rows(self) -> int:
@@ -60,8 +62,7 @@ def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tu
     keys = _KeyRows(cut, rank)
     layouts: list[SliceLayout] = []
     for index in range(cut.num_slices):
-        earlier = layouts[-1].held.places if layouts else ()
-        layouts.append(_layout(keys, index, num_rows[index], earlier))
+        layouts.append(_layout(keys, index, num_rows[index], layouts[-1] if layouts else None))
     return tuple(layouts)
 
 
@@ -112,20 +113,21 @@ class _KeyRows:
         return dict(enumerate(accumulate(shares, initial=self.regions[number])))
 
 
-def _layout(keys: _KeyRows, index: int, num_rows: int, earlier: tuple[Rows, ...]) -> SliceLayout:
+def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | None) -> SliceLayout:
     """Return the layout of slice ``index``.
 
     Args:
         keys: rows of the keys of the micro-batch.
         index: number of the slice.
         num_rows: rows of its tensors.
-        earlier: rows of the keys that each slice before it holds.
+        before: the layout of the slice before it.
     """
     cut, regions = keys.cut, keys.regions
-    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
     in_keys, lengths = [], []
     for number in range(keys.num_rings):
-        groups.setdefault((keys.ring(number), number in cut.kept), []).append(number)
+        how = (keys.ring(number), number in cut.kept, number in cut.sent_sums)
+        groups.setdefault(how, []).append(number)
         _, start, stop = keys.member_keys(index, number, keys.place(number))
         in_keys.append((start, stop))
         lengths.append(stop - start)
@@ -142,15 +144,26 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, earlier: tuple[Rows, ...]
     pieces = [piece for piece in pieces if piece[1] < piece[2]]
     layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces)
     own = Rows.of([*in_keys, (first, last)])
-    kept = (
+    held = _with_others(own, [one for one in passes if one.kept is not None])
+    summed = _with_others(own, [one for one in passes if one.kept_sums is not None])
+    if before is None:
+        return SliceLayout(index, cut.num_slices, layout, own, PartRows((held,)), PartRows((summed,)))
+    held_so_far, summed_so_far = (
+        PartRows((*part.places, rows)) for part, rows in ((before.held, held), (before.summed, summed))
+    )
+    return SliceLayout(index, cut.num_slices, layout, own, held_so_far, summed_so_far)
+
+
+def _with_others(own: Rows, passes: Sequence[RingPass]) -> Rows:
+    """Return a slice's own rows and those of the other members of these passes, whose keys are kept."""
+    others = (
         rows.intervals
         for one in passes
         if one.kept is not None
         for member, rows in enumerate(one.kept.own)
         if member != one.index
     )
-    added = Rows.of(sorted([*own.intervals, *chain.from_iterable(kept)]))
-    return SliceLayout(index, cut.num_slices, layout, own, PartRows((*earlier, added)))
+    return Rows.of(sorted([*own.intervals, *chain.from_iterable(others)]))
 
 
 def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
@@ -173,7 +186,7 @@ def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Ro
         PrefixKeys(
             tuple(start for start, _ in ranges),
             whole[place],
-            KeptKeys(tuple(whole.values()), tuple(own.values())) if is_kept else None,
+            KeptKeys(tuple(whole.values()), tuple(own.values()), numbers[0] in cut.sent_sums) if is_kept else None,
         ),
     )
 
@@ -199,7 +212,7 @@ def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...
         pieces = [(start, start + part.start, start + part.stop) for start in starts]
         layout = _with_local(part.num_tokens * batch, (), 0, pieces)
         held = PartRows((*(layouts[-1].held.places if layouts else ()), layout.local_keys))
-        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, held))
+        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, held, held))
     return tuple(layouts)
 
 

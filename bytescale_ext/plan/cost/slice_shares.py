@@ -24,6 +24,7 @@ class SliceShares:
             its end: [n, k].
         squares: attention of the slice: [n, k].
         kept: whether the keys of the sequence are kept from slice to slice: [n].
+        summed: whether the sums of their gradients are too: [n].
     """
 
     lengths: Floats
@@ -32,6 +33,7 @@ class SliceShares:
     exchanged: Floats
     squares: Floats
     kept: npt.NDArray[np.bool_]
+    summed: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, cost: CostModel, lengths: Floats, widths: Floats, slicing: Slicing) -> SliceShares:
@@ -49,7 +51,8 @@ class SliceShares:
         squares = np.where((widths == 1)[:, None], ends, ends**2)
         tokens = np.diff(ends, axis=1)
         exchanged = np.where(kept[:, None], tokens, ends[:, 1:])
-        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept)
+        summed = kept & (lengths <= slicing.summed_tokens)
+        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept, summed)
 
     def costs(self, cost: CostModel) -> tuple[Floats, Floats]:
         """Return the forward cost of each slice on each rank of its ring, without ``g``: [n, k].
@@ -72,10 +75,12 @@ class SliceShares:
     def backward_exchanged(self, stage: StageCost) -> Floats:
         """Return ``exchanged`` of the backward pass: [n, k].
 
-        Of kept keys only the gradient sums travel; their cost is the backward's c less the forward's.
+        Of kept keys only the gradient sums travel, those of earlier slices too where they are not kept; their cost is
+        the backward's c less the forward's.
         """
         share = max(0.0, 1.0 - stage.forward.c / stage.backward.c) if stage.backward.c else 1.0
-        return self.exchanged * np.where(self.kept, share, 1.0)[:, None]
+        sums = np.where(self.summed[:, None], self.tokens, np.cumsum(self.tokens, axis=1))
+        return np.where(self.kept[:, None], share * sums, self.exchanged)
 
     def _costs(self, cost: CostModel, exchanged: Floats) -> tuple[Floats, Floats]:
         lengths, widths = self.lengths, self.widths

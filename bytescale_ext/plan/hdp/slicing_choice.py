@@ -1,13 +1,14 @@
 """Choose the slices of each step within a budget of device memory: how many, in which order, which keys are kept.
 
 More slices fill and drain a pipeline sooner and hold fewer activations; the eager order waits less and holds more; kept
-keys travel once and take memory. Which pays depends on the lengths of the step. So a step is placed, every option is
-timed on that placement with the longest keys that fit, and the step is placed again for the fastest ones.
+keys travel once and take memory, and so do kept sums of their gradients. Which pays depends on the lengths of the step.
+So a step is placed, every option is timed on that placement with the longest keys that fit, and the step is placed
+again for the fastest ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -21,7 +22,7 @@ from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
 
 OPTIONS: Final = (
     ONE_SLICE,
@@ -70,34 +71,47 @@ class SlicingChoice:
         for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:_TRIES]:
             placed = place(replace(problem, slicing=slicing))
             fitted = self._fitted(problem, _table(problem, placed), slicing)
-            found += [] if fitted is None else [_timed(problem, placed, fitted)]
+            found += [_timed(problem, placed, one) for one in fitted]
         best = min(found)
         return best.slicing, best.placed
 
     def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[_Timed]:
         """Time a placement in every option that fits, with its longest kept keys; else in the one that holds least."""
         table = _table(problem, placed)
-        fitted = [self._fitted(problem, table, option) for option in self.options]
-        found = [option for option in fitted if option is not None]
+        found = [fitted for option in self.options for fitted in self._fitted(problem, table, option)]
         found = found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
         return [_timed(problem, placed, option) for option in found]
 
-    def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> Slicing | None:
-        """Return an option with the keys of all sequences kept up to the greatest length that fits; None: none does."""
+    def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
+        """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
+
+        Keys are kept of all sequences up to a length. Returns nothing where the option does not fit at all.
+        """
         in_rings = table.lengths[table.widths > 1] if option.num_slices > 1 else table.lengths[:0]
         lengths = [0, *np.unique(in_rings).tolist()]
 
-        def fits(number: int) -> bool:
-            tried = replace(option, kept_tokens=lengths[number])
-            return self._bytes(problem, table, tried) <= self.device_bytes
+        def longest(lengths: Sequence[int], slicing_of: Callable[[int], Slicing]) -> Slicing | None:
+            """Return the slicing of the greatest length that fits."""
+            found, low, high = None, 0, len(lengths) - 1
+            number = high  # often all fit
+            while low <= high:
+                tried = slicing_of(lengths[number])
+                if self._bytes(problem, table, tried) <= self.device_bytes:
+                    found, low = tried, number + 1
+                else:
+                    high = number - 1
+                number = (low + high) // 2
+            return found
 
-        low, high = -1, len(lengths) - 1  # fits(low) holds, but for -1
-        if fits(high):
-            return replace(option, kept_tokens=lengths[high])
-        while low + 1 < high:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return None if low < 0 else replace(option, kept_tokens=lengths[low])
+        option = replace(option, summed_tokens=ALL_SUMS)
+        with_sums = longest(lengths, lambda most: replace(option, kept_tokens=most))
+        keys = longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0))
+        if with_sums is None or keys is None or keys.kept_tokens == with_sums.kept_tokens:
+            return [] if with_sums is None else [with_sums]
+        kept = keys
+        shorter = [length for length in lengths if length < kept.kept_tokens]
+        some_sums = longest(shorter, lambda most: replace(kept, summed_tokens=most))
+        return [with_sums, some_sums or keys]
 
     def _bytes(self, problem: Problem, table: ShardTable, slicing: Slicing) -> float:
         """Return the most bytes of a device."""

@@ -47,10 +47,17 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class _Slices:
-    """Tokens of each slice, micro-batch by micro-batch: the rank's own, and kept keys of others: [slices] each."""
+    """Tokens of each slice, micro-batch by micro-batch: [slices] each.
+
+    Attributes:
+        own: of the rank.
+        kept: of others, whose keys are kept.
+        kept_sums: of others, the sums of whose gradients are kept too.
+    """
 
     own: Floats
     kept: Floats
+    kept_sums: Floats
 
     @classmethod
     def of(cls, table: ShardTable, cost: CostModel, slicing: Slicing) -> _Slices:
@@ -58,17 +65,17 @@ class _Slices:
         cut = SliceShares.of(cost, lengths, widths, slicing)
         cells = (table.rows[:, None] * slicing.num_slices + np.arange(slicing.num_slices)).ravel()
         of_others = np.where(cut.kept & (widths > 1), lengths - table.tokens, 0.0)
-        own, kept = (
+        own, kept, kept_sums = (
             np.bincount(
                 cells, weights=(whole[:, None] * cut.tokens).ravel(), minlength=table.num_rows * slicing.num_slices
             )
-            for whole in (table.tokens, of_others)
+            for whole in (table.tokens, of_others, np.where(cut.summed, of_others, 0.0))
         )
-        return cls(own, kept)
+        return cls(own, kept, kept_sums)
 
     def summed(self, num_slices: int) -> Floats:
         """Return by how many tokens the backward pass of each slice changes the tokens that have sums: [slices]."""
-        tokens = (self.own + self.kept).reshape(-1, num_slices)
+        tokens = (self.own + self.kept_sums).reshape(-1, num_slices)
         changes = -tokens
         changes[:, -1] = tokens[:, :-1].sum(axis=1)
         return changes.ravel()

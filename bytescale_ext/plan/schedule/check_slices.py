@@ -43,7 +43,8 @@ def check_document_slices(
     1. Each cut has ``slicing.num_slices`` slices, whose ends ascend to the end of each sequence and of the local line.
     2. A ring's inner ends are multiples of twice its ranks and of ``rows_multiple`` rows on each rank, so that all
        ranks hold equally many tokens of every slice but the last one.
-    3. The keys of a ring's sequence are kept if it has at most ``slicing.kept_tokens`` tokens.
+    3. The keys of a ring's sequence are kept if it has at most ``slicing.kept_tokens`` tokens, and the sums of their
+       gradients travel with each slice if it has more than ``slicing.summed_tokens``.
     4. In each slice a rank reads its zigzag share of each ring's tokens: a front part and the mirrored back part.
     5. Local documents are read once, token by token in the order of the line.
     6. Ranks of one ring cut its sequence alike and together read each of its tokens once, in the right slice.
@@ -86,6 +87,9 @@ def _faults(
     small = {n for n in range(num_rings) if lengths[shards[n].seq] <= slicing.kept_tokens}
     if cut.kept != small:
         yield f"keys are kept of shards {sorted(cut.kept)}, but sequences of {sorted(small)} are short enough"
+    long = {number for number in small if lengths[shards[number].seq] > slicing.summed_tokens}
+    if cut.sent_sums != long:
+        yield f"sums travel of shards {sorted(cut.sent_sums)}, but kept sequences of {sorted(long)} are long enough"
     pieces = [cut.slice(index, rank) for index in range(slicing.num_slices)]
     for number, shard in enumerate(shards[:num_rings]):
         yield from _share_faults(pieces, cut.ring_ends[number], (shard.seq, shard.ring), rank)
@@ -141,6 +145,8 @@ def _ring_faults(ring: Ring, members: Mapping[int, tuple[DocumentSlices, int]], 
         yield f"ranks {sorted(members)} cut sequence {seq} differently"
     if len({number in cut.kept for cut, number in members.values()}) > 1:
         yield f"ranks {sorted(members)} disagree on keeping the keys of sequence {seq}"
+    if len({number in cut.sent_sums for cut, number in members.values()}) > 1:
+        yield f"ranks {sorted(members)} disagree on keeping the gradient sums of sequence {seq}"
     if set(members) != set(ranks):
         return
     start = 0

@@ -14,7 +14,8 @@ last, and holds as many tokens of the sequence as without slices.
 A slice attends to all earlier slices. Either their keys travel round the ring again with each slice and each rank
 stores only its own. Or each rank keeps all keys that it has received, and only the keys of the new slice travel: that
 moves ``2 / (k + 1)`` of the bytes and stores D times the keys, so it is done for sequences up to a length. Below
-``affordable_tokens`` slices free more memory than kept keys take.
+``affordable_tokens`` slices free more memory than kept keys take. The gradients of kept keys are summed on each rank
+until their slice runs backward, or travel home with each slice: then each rank stores a third of the bytes.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ class DocumentSlices:
         ring_ends: for each ring shard, the token of its sequence at which each slice ends.
         local_ends: the token of the local line at which each slice ends.
         kept: numbers of the ring shards whose keys stay on all ranks of their ring from slice to slice.
+        sent_sums: numbers of the kept shards whose gradient sums travel home with each slice.
     """
 
     micro_batch: MicroBatch
     ring_ends: tuple[tuple[int, ...], ...]
     local_ends: tuple[int, ...]
     kept: frozenset[int] = frozenset()
+    sent_sums: frozenset[int] = frozenset()
 
     @property
     def num_slices(self) -> int:
@@ -102,6 +105,7 @@ class SliceRule:
         shards, most = micro_batch.shards, self.slicing.kept_tokens
         num_rings = sum(len(shard.ring) > 1 for shard in shards)
         kept = frozenset(number for number, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= most)
+        sent = frozenset(number for number in kept if lengths[shards[number].seq] > self.slicing.summed_tokens)
         ring_ends = tuple(
             self._ring_ends(lengths[shard.seq], len(shard.ring), number in kept)
             for number, shard in enumerate(shards[:num_rings])
@@ -111,7 +115,7 @@ class SliceRule:
             for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.slicing.num_slices - 1)
         ]
         line = _line(shards[num_rings:])
-        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept)
+        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept, sent)
 
     def sequence_slices(self, length: int, width: int) -> tuple[int, ...]:
         """Return the tokens of each slice of a sequence that has its micro-batch to itself, on ``width`` ranks."""

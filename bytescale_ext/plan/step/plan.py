@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.sizes import Slicing
@@ -39,6 +39,7 @@ class SlicingJson(TypedDict):
     num_slices: int
     kept_tokens: int
     eager: bool
+    summed_tokens: int
 
 
 class StepPlanJson(TypedDict):
@@ -84,8 +85,7 @@ class StepPlan:
         if self.aligned:
             value["aligned"] = True
         if self.slicing is not None:
-            slices, kept, eager = self.slicing.num_slices, self.slicing.kept_tokens, self.slicing.eager
-            value["slicing"] = {"num_slices": slices, "kept_tokens": kept, "eager": eager}
+            value["slicing"] = cast(SlicingJson, asdict(self.slicing))
         return value
 
     @classmethod

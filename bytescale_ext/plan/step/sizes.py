@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+ALL_SUMS: Final = 1 << 62
+"""Tokens of ``Slicing.summed_tokens`` with which the sums of all kept keys are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
@@ -15,24 +18,30 @@ class Slicing:
         kept_tokens: each rank keeps the received keys of a ring sequence of at most this many tokens from slice to
             slice; keys of longer sequences travel round the ring again with each slice.
         eager: each stage runs two forwards ahead of the next stage instead of one (see ``plan.schedule.actions``).
+        summed_tokens: of kept keys, each rank also keeps the sums of their gradients where the sequence has at most
+            this many tokens; sums of longer ones travel home with each slice.
     """
 
     num_slices: int = 1
     kept_tokens: int = 0
     eager: bool = False
+    summed_tokens: int = ALL_SUMS
 
     def __post_init__(self) -> None:
         if self.num_slices < 1:
             raise ValueError(f"{self.num_slices} slices of a micro-batch: use 1 or more")
         if self.kept_tokens < 0:
             raise ValueError(f"keys of sequences of up to {self.kept_tokens} tokens are kept: use 0 or more")
+        if self.summed_tokens < 0:
+            raise ValueError(f"sums of sequences of up to {self.summed_tokens} tokens are kept: use 0 or more")
 
     def __str__(self) -> str:
         """Return for example ``8 eager slices, keys kept up to 65536 tokens``."""
         if self.num_slices == 1:
             return "1 slice"
         slices = "eager slices" if self.eager else "slices"
-        return f"{self.num_slices} {slices}, keys kept up to {self.kept_tokens} tokens"
+        sums = "" if self.summed_tokens >= self.kept_tokens else f", gradient sums up to {self.summed_tokens}"
+        return f"{self.num_slices} {slices}, keys kept up to {self.kept_tokens} tokens{sums}"
 
     @property
     def order(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
 from bytescale_ext.attention.ring import Backend, Steps, forward_steps, summing_steps
+from bytescale_ext.attention.slices import LayerPrefix
 from bytescale_ext.attention.travel import Computed
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.plan.cost.cost_model import CostModel
@@ -48,37 +49,40 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
     """One virtual rank: all slices forward, then backward from the last; checks against dense attention."""
     cut, layouts = slices_of(case, number, comm.rank, rule)
     expected = list(zip(*case.expected(), strict=True))
-    shape = (num_keys(layouts), case.kv_heads, case.dim)
-    keys, values, *sums = (torch.full(shape, float("nan"), dtype=torch.float64) for _ in range(4))
-    for total in sums:
-        total.zero_()
+    assert num_keys(layouts) >= sum(layout.own.num_rows for layout in layouts)
+    prefix = LayerPrefix()
     backend, runs = Backend(comm, kernel_named("reference"), case.scale), []
     for layout in layouts:
         piece = cut.slice(layout.index, comm.rank)
         q, k, v, dout = (torch.cat((x, torch.ones(2, *x.shape[1:]).double())) for x in case.planned_inputs(piece))
-        layout.own.put_(keys, k[: piece.num_tokens])
-        layout.own.put_(values, v[: piece.num_tokens])
-        runs.append((layout, piece, q, dout, *(yield from forward_steps(q, keys, values, layout.attention, backend))))
+        prefix.write(layout, k[: piece.num_tokens], v[: piece.num_tokens])
+        keys = prefix.keys_of(layout)
+        runs.append((layout, piece, q, dout, *(yield from forward_steps(q, *keys, layout.attention, backend))))
     for layout, piece, q, dout, out, lse in reversed(runs):
-        computed = Computed(q, keys, values, out, lse)
-        dq = yield from summing_steps(dout, computed, tuple(sums), layout.attention, backend)
+        sums, computed = prefix.start_backward(layout), Computed(q, *prefix.keys_of(layout), out, lse)
+        dq = yield from summing_steps(dout, computed, sums, layout.attention, backend)
         assert not out[piece.num_tokens :].any()
         assert not dq[piece.num_tokens :].any()
         got = (out[: piece.num_tokens], dq[: piece.num_tokens], *(layout.own.take(total) for total in sums))
         for tensor, column in zip(got, expected, strict=True):
             torch.testing.assert_close(tensor, case.rows(piece, column), rtol=1e-10, atol=1e-10)
+        prefix.end_backward()
 
 
-@pytest.mark.parametrize("kept_tokens", [0, 1, 1000], ids=["travel", "some-kept", "kept"])
+@pytest.mark.parametrize(
+    ("kept_tokens", "summed_tokens"),
+    [(0, 0), (1, 1000), (1000, 1000), (1000, 0), (1000, 1)],
+    ids=["travel", "some-kept", "kept", "sums-travel", "some-sums-travel"],
+)
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
 @pytest.mark.parametrize("case", [LONG, MIXED, GROUPS, TINY], ids=["long", "mixed", "groups", "tiny"])
-def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int) -> None:
+def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int, summed_tokens: int) -> None:
     """All ranks run their slices in one order without a deadlock, and the results match whole documents."""
-    if kept_tokens == 1:  # up to the middle one of the sequences in rings
-        lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
-        kept_tokens = lengths[(len(lengths) - 1) // 2]
-        assert kept_tokens < lengths[-1]
-    rule = SliceRule(Slicing(num_slices, kept_tokens), COST)
+    lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
+    middle = lengths[(len(lengths) - 1) // 2]  # of the sequences in rings
+    assert middle < lengths[-1]
+    kept_tokens, summed_tokens = (middle if tokens == 1 else tokens for tokens in (kept_tokens, summed_tokens))
+    rule = SliceRule(Slicing(num_slices, kept_tokens, summed_tokens=summed_tokens), COST)
     for number in range(len(case.rounds)):
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
@@ -129,6 +133,13 @@ def test_kept_keys_of_a_ring() -> None:
     assert [rows.intervals for rows in member.kept.own] == [((2, 8),), ((10, 16),), ((18, 24),)]
     assert member.sent_keys.intervals == ((10, 16),)
     assert [member.travelling(one) for one in range(3)] == [6, 6, 6]
+    assert second.summed == second.held
+    assert [member.travelling_sums(one) for one in range(3)] == [6, 6, 6]
+    sent = slice_layouts(replace(cut, sent_sums=frozenset({0})), 1, [4, 8])[1]
+    assert sent.held == second.held
+    assert [rows.intervals for rows in sent.summed.places] == [((8, 10), (24, 26)), ((10, 16), (26, 28))]
+    assert [sent.attention.passes[0].travelling_sums(one) for one in range(3)] == [8, 8, 8]
+    assert [sent.attention.passes[0].travelling(one) for one in range(3)] == [6, 6, 6]
     travelling = slice_layouts(DocumentSlices(held, ((6, 24),), (2, 4)), 1, [4, 8])[1].attention.passes[0]
     assert [travelling.travelling(one) for one in range(3)] == [8, 8, 8]
     assert (member.blocks, member.prefix_blocks) == (travelling.blocks, travelling.prefix_blocks)
@@ -140,13 +151,15 @@ def test_kept_keys_travel_once(num_slices: int) -> None:
     case = replace(LONG, lengths=(160,), rounds=(((0, ALL),),))
     sent = {}
     for name, rule in (("whole", SliceRule(Slicing(1))), ("travel", SliceRule(Slicing(num_slices))),
-                       ("kept", SliceRule(Slicing(num_slices, 160)))):  # fmt: skip
+                       ("kept", SliceRule(Slicing(num_slices, 160))),
+                       ("sums travel", SliceRule(Slicing(num_slices, 160, summed_tokens=159)))):  # fmt: skip
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, 0, comm, rule) for comm in comms])
         sent[name] = sum(comm.stats.bytes_sent for comm in comms)
     assert sent["travel"] == sent["whole"] * (num_slices + 1) / 2
     # Without slices keys travel forward and backward, and sums backward; kept keys travel only forward.
     assert sent["kept"] == sent["whole"] * 2 / 3
+    assert sent["sums travel"] == sent["whole"] / 3 * (1 + (num_slices + 1) / 2)
 
 
 def test_samples_side_by_side() -> None:

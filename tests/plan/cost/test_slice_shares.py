@@ -45,6 +45,11 @@ def test_slices_by_hand() -> None:
     (forward, _), (backward, _) = kept.stage_costs(stage)
     assert (forward == costs).all()
     np.testing.assert_allclose(backward, kept.costs(replace(cost, c=30.0))[0])
+    # Or the gradients of all keys up to the slice's end.
+    sent = SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=12, summed_tokens=11))
+    (forward, _), (backward, exposed) = sent.stage_costs(stage)
+    assert (forward == costs).all()
+    np.testing.assert_allclose(exposed[0], [30 * 6 / 2 - 6**2, 30 * 12 / 2 - (12**2 - 6**2)])
     again = cut.stage_costs(stage)[1][0]
     np.testing.assert_allclose(again, cut.costs(stage.backward)[0])
     assert SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=11)).exchanged.tolist() == cut.exchanged.tolist()

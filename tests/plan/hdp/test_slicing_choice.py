@@ -100,9 +100,11 @@ def test_a_plan_with_slices_is_written_read_and_compared(free: StepPlan) -> None
     assert again.digest() == free.digest()
     others = {
         StepPlan(free.num_ranks, free.tokens_per_rank, free.lengths, free.ranks, True, slicing).digest()
-        for slicing in (None, ONE_SLICE, Slicing(2), Slicing(2, 9), Slicing(2, 9, eager=True))
-    }
-    assert len(others) == 5
+        for slicing in (
+            None, ONE_SLICE, Slicing(2), Slicing(2, 9), Slicing(2, 9, eager=True), Slicing(2, 9, summed_tokens=8),
+        )
+    }  # fmt: skip
+    assert len(others) == 6
 
 
 def test_a_budget_that_nothing_fits_is_refused() -> None:

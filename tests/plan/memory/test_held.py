@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
 
 COST = CostModel(a=0.01, b=1.0)
 BYTES = LayerBytes(10.0, 3.0, 6.0)
@@ -100,7 +101,8 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
     lengths = tuple(source.randint(4, 200) for _ in range(6))
     rows = ((0, 3), (1,), (2, 4), (5,))
     plan = plan_of(lengths, rows, ((0,), (1,), (2,), (5,)) if source.random() < 0.5 else ())
-    slicing = Slicing(source.randint(1, 5), source.choice((0, 100, 1000)), eager=source.random() < 0.3)
+    slicing = Slicing(source.randint(1, 5), source.choice((0, 100, 1000)), source.random() < 0.3)
+    slicing = replace(slicing, summed_tokens=source.choice((0, 100, ALL_SUMS)))
     if slicing.num_slices == 1:
         slicing = ONE_SLICE
     num_stages = source.randint(1, 4)
@@ -114,19 +116,23 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
             assert got == pytest.approx(walked)
 
 
-def _share(plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing) -> tuple[float, float]:
-    """(own tokens, kept tokens of others) of a slice."""
-    own = kept = 0.0
+def _share(plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing) -> tuple[float, float, float]:
+    """(own tokens, kept tokens of others, those with sums on this rank) of a slice."""
+    own = kept = with_sums = 0.0
     for shard in micro_batch.shards:
         length, width = plan.lengths[shard.seq], len(shard.ring)
         cut = SliceShares.of(COST, np.array([float(length)]), np.array([float(width)]), slicing)
         own += shard.num_tokens * cut.tokens[0, index]
         if width > 1 and slicing.num_slices > 1 and length <= slicing.kept_tokens:
-            kept += (length - shard.num_tokens) * cut.tokens[0, index]
-    return own, kept
+            others = (length - shard.num_tokens) * cut.tokens[0, index]
+            kept += others
+            with_sums += others if length <= slicing.summed_tokens else 0.0
+    return own, kept, with_sums
 
 
-def _walk(shares: list[list[tuple[float, float]]], num_stages: int, stage: int, slicing: Slicing) -> tuple[float, ...]:
+def _walk(
+    shares: list[list[tuple[float, float, float]]], num_stages: int, stage: int, slicing: Slicing
+) -> tuple[float, ...]:
     live: set[tuple[int, int]] = set()
     sums: set[tuple[int, int]] = set()
     most = [0.0, 0.0, 0.0]
@@ -137,7 +143,7 @@ def _walk(shares: list[list[tuple[float, float]]], num_stages: int, stage: int, 
             live.remove((number, index))
             sums = {one for one in sums if one[0] != number} | {(number, earlier) for earlier in range(index)}
         own, kept = (sum(shares[a][b][part] for a, b in live) for part in (0, 1))
-        summed = sum(sum(shares[a][b]) for a, b in sums)
+        summed = sum(shares[a][b][0] + shares[a][b][2] for a, b in sums)
         now = own, kept, 10 * own + 3 * kept + 6 * summed
         most = [max(pair) for pair in zip(most, now, strict=True)]
     return tuple(most)

@@ -46,12 +46,12 @@ def damage(index: int, piece: MicroBatch) -> MicroBatch:
 
 
 def damaged(cut: DocumentSlices) -> DocumentSlices:
-    return Damaged(cut.micro_batch, cut.ring_ends, cut.local_ends, cut.kept)
+    return Damaged(cut.micro_batch, cut.ring_ends, cut.local_ends, cut.kept, cut.sent_sums)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4])
 @pytest.mark.parametrize("cost", [COST, None])
-@pytest.mark.parametrize("slicing", [Slicing(), Slicing(2), SLICING, Slicing(7, 10**6)])
+@pytest.mark.parametrize("slicing", [Slicing(), Slicing(2), SLICING, Slicing(7, 10**6, summed_tokens=150)])
 def test_cuts_are_accepted(slicing: Slicing, multiple: int, cost: CostModel | None) -> None:
     cuts = cuts_of(slicing, multiple, cost)
     check_document_slices(cuts, LENGTHS, slicing, multiple)
@@ -95,6 +95,7 @@ def with_ends(
         (lambda cut: replace(cut, local_ends=(0, 0, 69)), "of the local line do not make 3 slices of its 70 tokens"),
         (lambda cut: replace(cut, local_ends=(40, 30, 70)), "of the local line do not make 3 slices"),
         (lambda cut: replace(cut, kept=frozenset()), r"keys are kept of shards \[\], but sequences of \[1\]"),
+        (lambda cut: replace(cut, sent_sums=frozenset((1,))), r"sums travel of shards \[1\], but kept"),
         (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept of shards \[0, 1\]"),
         (lambda cut: replace(cut, ring_ends=cut.ring_ends[:1]), "ends for 1 rings, which must be the first 4 shards"),
         (lambda cut: replace(cut, micro_batch=MicroBatch(cut.micro_batch.shards[::-1])), "ends for 2 rings"),
@@ -153,7 +154,10 @@ def test_swapped_slices_are_refused() -> None:
         def slice(self, index: int, rank: int) -> MicroBatch:
             return super().slice((1, 0, 2)[index], rank)
 
-    cuts = {rank: [Swapped(c.micro_batch, c.ring_ends, c.local_ends, c.kept)] for rank, (c,) in cuts_of().items()}
+    cuts = {
+        rank: [Swapped(c.micro_batch, c.ring_ends, c.local_ends, c.kept, c.sent_sums)]
+        for rank, (c,) in cuts_of().items()
+    }
     with pytest.raises(PlanError, match="slice 0 of sequence 0"):
         check_document_slices(cuts, LENGTHS, SLICING)
 
