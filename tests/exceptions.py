@@ -38,6 +38,7 @@ ANY_FILES = {
     "megatron/bytescale/core/pipeline_parallel/p2p_communication.py",
     "megatron/bytescale/core/pipeline_parallel/schedules.py",
     "megatron/bytescale/core/pipeline_parallel/seq1f1b.py",
+    "megatron/bytescale/core/pipeline_parallel/stand_in.py",
     "megatron/bytescale/core/transformer/dot_product_attention.py",
     "megatron/bytescale/core/transformer/moe/expert_ranks.py",
     "megatron/bytescale/core/transformer/moe/slice_router.py",

@@ -19,7 +19,7 @@ from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
-from megatron.bytescale.core.parallel_state import StageLinks
+from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 
 
@@ -50,7 +50,8 @@ class Runtime:
         kernel: the attention kernel; set when the model is built.
         kernel_calls: calls of the kernel since the last step.
         comm: the ring communicator; set when the model is built; None where samples have no rings.
-        links: groups of neighbouring stages, where stages receive ahead; set when the model is built.
+        links: groups of neighbouring stages, where they receive ahead or have overlapped virtual stages; set when the
+            model is built.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: the shared state of layers under an activation policy, or None.
         expert_loads: in a step of slices, what their routers note for each other; else None.
@@ -65,7 +66,7 @@ class Runtime:
     kernel: Kernel | None = None
     kernel_calls: KernelCalls = field(default_factory=KernelCalls)
     comm: RingComm | None = None
-    links: StageLinks | None = None
+    links: StageLinks | VirtualLinks | None = None
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]] | None = None
     activations: ActivationStore | None = None
     expert_loads: ExpertLoads | None = None

@@ -5,8 +5,9 @@ completes when both sides have posted it. ``check_messages`` runs the batches of
 ``received_actions`` names the action that takes each received tensor, in order.
 
 With ``Slicing.receives_ahead`` a stage posts each receive one batch earlier than Megatron would, and waits for it where
-Megatron asks for it (``p2p_communication.ReceiveAheadP2PCommunicator``). ``check_messages`` assumes that it waits at
-once, which is stricter.
+Megatron asks for it (``p2p_communication.ReceiveAheadP2PCommunicator``). With virtual stages messages overlap with
+passes (``OverlappedP2PCommunicator``): each is posted no later, and waited for no earlier, than in these batches.
+``check_messages`` assumes that stages wait at once, which is stricter.
 """
 
 from __future__ import annotations

@@ -136,7 +136,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            hdp="remove it: its buffers need micro-batches of equal size",
            slices="remove it: it assumes that the first forward is also the first backward"),
     refuse("--delay-wgrad-compute", "slices", "remove it: it pairs forward and backward passes in another order"),
-    refuse("--overlap-p2p-communication-warmup-flush", "slices", applies=_is_set("overlap_p2p_comm_warmup_flush")),
     refuse("--overlap-param-gather-with-optimizer-step", "hdp slices", "give --overlap-param-gather alone",
            hdp="give --overlap-param-gather alone: all gathers start with the step"),
     refuse("--num-experts under tensor parallelism", "hdp slices",

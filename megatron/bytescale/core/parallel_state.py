@@ -61,6 +61,43 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
     return StageLinks(before, after)
 
 
+@dataclass(frozen=True)
+class VirtualLinks:
+    """The process groups of a pipeline stage with virtual stages: one for each neighbour and direction of messages.
+
+    Outputs go around all stages: the last one sends to the first, for the first one's next chunk.
+
+    Attributes:
+        outputs_in, outputs_out: outputs from the previous stage and to the next one.
+        gradients_in, gradients_out: gradients from the next stage and to the previous one.
+    """
+
+    outputs_in: dist.ProcessGroup
+    outputs_out: dist.ProcessGroup
+    gradients_in: dist.ProcessGroup
+    gradients_out: dist.ProcessGroup
+
+
+def create_virtual_links(device: torch.device, timeout_minutes: float) -> VirtualLinks:
+    """Make a process group for each direction of each pair of neighbouring stages. Every process must call it.
+
+    NCCL runs the messages of one group one after another, so a receive that is posted ahead would delay what goes the
+    other way. Each link carries a message here, because NCCL connects at the first one and both ends wait for that.
+    """
+    stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    mine, found = dist.get_rank(), []
+    for around in (stages, stages[::-1]):  # outputs, gradients
+        links = [link for link in zip(around, [*around[1:], around[0]], strict=True) if mine in link]
+        groups = _own_groups(links, timeout_minutes)
+        for source, target in sorted(links):  # one order for all processes
+            act, other = (dist.isend, target) if mine == source else (dist.irecv, source)
+            operation = dist.P2POp(act, torch.zeros(1, device=device), other, groups[source, target])
+            for work in dist.batch_isend_irecv([operation]):
+                work.wait()
+        found += [next(groups[link] for link in links if link[end] == mine) for end in (1, 0)]
+    return VirtualLinks(*found)
+
+
 def _own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return the process groups of the rank tuples ``mine``. All processes create all groups, in one order.
 

@@ -87,7 +87,12 @@ def before_checks(args: Any) -> None:
     if slicing_of(args).order:
         _check_order(args)
     args.create_attention_mask_in_dataloader = False  # a mask covers a whole sequence; slices need none
-    args.overlap_p2p_comm = False  # messages in batches, in the order that the schedule was checked for
+
+
+def after_checks(args: Any) -> None:
+    """Overlap messages in warm-up and flush too, where Megatron has left overlapping on: with virtual stages."""
+    if args.overlap_p2p_comm:
+        args.overlap_p2p_comm_warmup_flush = True
 
 
 def slicing_of(args: Any) -> Slicing:
@@ -137,12 +142,6 @@ def _check_order(args: Any) -> None:
 
 def resolve(args: Any, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
     """Return how samples of one length are cut, or how documents are under hybrid data parallelism."""
-    num_stages = args.pipeline_model_parallel_size
-    if (args.virtual_pipeline_model_parallel_size or 1) > 1 and num_stages < 3:
-        raise ValueError(
-            f"--seq1f1b-slices with virtual stages needs --pipeline-model-parallel-size 3 or more, not {num_stages}: "
-            "both neighbours would be one process, and their messages would be mixed up"
-        )
     hdp = run.find(HdpConfig)
     return sample_slices(args, run) if hdp is None else document_slices(args, run, hdp)
 
@@ -273,6 +272,7 @@ SLICES = Feature(
     resolve=resolve,
     build=build,
     before_checks=before_checks,
+    after_checks=after_checks,
     needs="--seq1f1b-slices of 2 or more",
     borrows=lambda args: ("--device-memory-gb",) if args.seq1f1b_slices == AUTO else (),
     reads_cost=True,

@@ -15,7 +15,7 @@ from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
-from megatron.bytescale.core.parallel_state import create_stage_links
+from megatron.bytescale.core.parallel_state import create_stage_links, create_virtual_links
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 from megatron.bytescale.training.activations import prepare_kernel
@@ -59,8 +59,10 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
 
 
 def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
-    """Make the process groups of stages that receive ahead, and tell the user if slices gain nothing. Collective."""
-    if config.receives_ahead:
+    """Make the process groups of messages beside passes, and tell the user if slices gain nothing. Collective."""
+    if get_args().overlap_p2p_comm:
+        runtime.links = create_virtual_links(runtime.device, runtime.run.process.timeout_minutes)
+    elif config.receives_ahead:
         runtime.links = create_stage_links(runtime.run.process.timeout_minutes)
     if config.num_stages == 1:
         print_rank_0(

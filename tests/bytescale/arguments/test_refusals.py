@@ -113,7 +113,6 @@ SWITCHES = (
     "eod-mask-loss "
     "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "
     "no-align-param-gather defer-embedding-wgrad-compute delay-wgrad-compute overlap-param-gather-with-optimizer-step "
-    "overlap-p2p-communication-warmup-flush "
     "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining "
     "allow-ambiguous-pad-tokens freeze-all-layers log-straggler check-for-spiky-loss ddp-average-in-collective "
     "use-sharp init-method-xavier-uniform"

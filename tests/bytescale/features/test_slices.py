@@ -95,7 +95,9 @@ def test_virtual_stages_and_row_shares() -> None:
     config = found.features["slices"]
     assert (config.num_stages, config.num_chunks, config.row_shares, config.group_size) == (4, 2, 2, 4)
     assert all(length % 2 == 0 for length in config.lengths)
-    assert found.args["overlap_p2p_comm"] is False
+    assert (found.args["overlap_p2p_comm"], found.args["overlap_p2p_comm_warmup_flush"]) == (True, True)
+    in_line = resolved(8, *COMMON, *words, *SLICES, "--no-overlap-p2p-communication").args
+    assert (in_line["overlap_p2p_comm"], in_line["overlap_p2p_comm_warmup_flush"]) == (False, False)
 
 
 @pytest.mark.ranks
@@ -125,8 +127,8 @@ BAD = (
      "each a multiple of 2; the nearest that fit are 130,126"),
     (3, "--seq1f1b-slices 2 --pipeline-model-parallel-size 3 --num-layers 6 --num-virtual-stages-per-pipeline-rank 2 "
      "--global-batch-size 3", "the nearest numbers of micro-batches are 2 or 4"),
-    (2, "--seq1f1b-slices 2 --pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
-     "needs --pipeline-model-parallel-size 3 or more, not 2|Pipeline-model-parallel-size|greater than 2"),
+    (2, "--seq1f1b-slices 2 --pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+     "--no-overlap-p2p-communication", "greater than 2"),
     (4, "--seq1f1b-slices 2 --pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
      "--eval-iters 1 --eval-global-batch-size 1", "1 micro-batches of 2 slices leave a group"),
 )  # fmt: skip

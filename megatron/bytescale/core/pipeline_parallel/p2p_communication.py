@@ -17,7 +17,7 @@ from bytescale_ext.measure.metrics import StepClock
 from bytescale_ext.parallel.p2p import WorksPending
 from bytescale_ext.plan.schedule.actions import Action, SliceSchedule
 from bytescale_ext.plan.schedule.messages import received_actions
-from megatron.bytescale.core.parallel_state import StageLinks
+from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def stage_communicator(
     config: ModelParallelConfig,
     schedule: SliceSchedule,
     num_rows: Callable[[Action], int],
-    links: StageLinks | None = None,
+    links: StageLinks | VirtualLinks | None = None,
     batch: int = 1,
     clock: StepClock | None = None,
 ) -> ShapedP2PCommunicator:
@@ -50,7 +50,8 @@ def stage_communicator(
         config: Megatron's configuration of the model.
         schedule: what the stages run.
         num_rows: action -> rows of the tensor that it receives, on this tensor-parallel rank.
-        links: process groups of neighbouring stages, where stages receive ahead; else None.
+        links: process groups of neighbouring stages, where stages receive ahead or have overlapped virtual stages;
+            else None.
         batch: samples side by side.
         clock: marks where the stage begins to wait.
     """
@@ -60,6 +61,8 @@ def stage_communicator(
     expected = Expected(from_previous, from_next, batch, schedule.num_first_forwards(stage))
     if links is None:
         return ShapedP2PCommunicator(group, config, expected, clock)
+    if isinstance(links, VirtualLinks):
+        return OverlappedP2PCommunicator(group, config, expected, clock, links)
     return ReceiveAheadP2PCommunicator(group, config, expected, clock, links)
 
 
@@ -105,6 +108,22 @@ class ShapedP2PCommunicator(P2PCommunicator):
 
     def _shape(self, num_rows: int) -> list[int]:
         return [num_rows, self._expected.batch, self.config.hidden_size]
+
+    def wait_for(self, tensor: torch.Tensor | None) -> None:
+        """Return when a received tensor of any shape may be read; here each exchange was waited for."""
+
+    def _start(
+        self, group: dist.ProcessGroup | None, peer: int, sent: torch.Tensor | None, rows: int | None
+    ) -> _Exchange:
+        """Post one batch: send ``sent``, and receive a tensor of ``rows`` rows; None leaves that half out."""
+        received = None
+        if rows is not None:
+            device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
+            received = torch.empty(self._shape(rows), dtype=dtype, device=device, requires_grad=True)
+        ends = ((dist.isend, sent), (dist.irecv, received))
+        operations = [dist.P2POp(act, tensor, peer, group) for act, tensor in ends if tensor is not None]
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        return _Exchange(received, WorksPending(works, [operation.tensor for operation in operations]))
 
     def check_all_received(self, training: bool) -> None:
         """Assert at the end of a step that every expected tensor was received; an evaluation has no gradients."""
@@ -155,23 +174,89 @@ class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
     def _with_next(self, output: torch.Tensor | None, receives: bool) -> _Exchange:
         return self._start(self._links.after, self.next_rank, output, next(self._from_next) if receives else None)
 
-    def _start(
-        self, group: dist.ProcessGroup | None, peer: int, sent: torch.Tensor | None, rows: int | None
-    ) -> _Exchange:
-        """Post one batch: send ``sent``, and receive a tensor of ``rows`` rows; None leaves that half out."""
-        received = None
-        if rows is not None:
-            device, dtype = torch.cuda.current_device(), self.config.pipeline_dtype
-            received = torch.empty(self._shape(rows), dtype=dtype, device=device, requires_grad=True)
-        ends = ((dist.isend, sent), (dist.irecv, received))
-        operations = [dist.P2POp(act, tensor, peer, group) for act, tensor in ends if tensor is not None]
-        works = dist.batch_isend_irecv(operations) if operations else ()
-        return _Exchange(received, WorksPending(works, [operation.tensor for operation in operations]))
-
     def check_all_received(self, training: bool) -> None:
         """Assert at the end of a step that every expected tensor was received and waited for."""
         super().check_all_received(training)
         assert self._posted is None, f"{self._posted=}"
+
+
+class OverlappedP2PCommunicator(ShapedP2PCommunicator):
+    """The communicator of slices with virtual stages, whose messages travel beside the passes.
+
+    Megatron's overlapped schedule posts a send right after its pass, and a receive at least one pass before its use. It
+    counts handles to know when to wait, and may wait for a later message than it needs. Here the pass that takes a
+    tensor waits for that tensor (``wait_for``), and a send waits only for the one before it on its link. So every
+    message is posted no later, and waited for no earlier, than in line, for which schedules are checked
+    (``plan.schedule.messages``).
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: ModelParallelConfig,
+        expected: Expected,
+        clock: StepClock | None,
+        links: VirtualLinks,
+    ) -> None:
+        super().__init__(pp_group, config, expected, clock)
+        self._links = links
+        self._received: dict[int, _Exchange] = {}
+        self._sent: dict[dist.ProcessGroup, _Exchange] = {}
+
+    def _communicate(
+        self, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _WaitsLater] | None]:
+        links, before, after = self._links, None, None
+        sent = {"send_next": kwargs["tensor_send_next"], "send_prev": kwargs["tensor_send_prev"]}
+        self._send(links.outputs_out, self.next_rank, sent["send_next"])
+        self._send(links.gradients_out, self.prev_rank, sent["send_prev"])
+        if kwargs["recv_prev"]:
+            before = self._receive(links.outputs_in, self.prev_rank, next(self._from_previous))
+        if kwargs["recv_next"]:
+            after = self._receive(links.gradients_in, self.next_rank, next(self._from_next))
+        if kwargs.get("wait_on_reqs", True):
+            return before, after, None
+        posted = {**sent, "recv_prev": before, "recv_next": after}
+        return before, after, {name: _WaitsLater() for name, tensor in posted.items() if tensor is not None}
+
+    def _send(self, group: dist.ProcessGroup, peer: int, tensor: torch.Tensor | None) -> None:
+        """Send a tensor of any shape once the one before it on this link has gone; keep its memory until then."""
+        if tensor is None:
+            return
+        if group in self._sent:
+            self._mark_wait()
+            self._sent.pop(group).wait()
+        # Megatron frees the memory of its tensor (``deallocate_output_tensor``); another tensor object keeps it.
+        self._sent[group] = self._start(group, peer, tensor.detach(), None)
+
+    def _receive(self, group: dist.ProcessGroup, peer: int, rows: int | None) -> torch.Tensor | None:
+        if rows is None:
+            return None
+        exchange = self._start(group, peer, None, rows)
+        assert exchange.received is not None
+        self._received[id(exchange.received)] = exchange
+        return exchange.received
+
+    def wait_for(self, tensor: torch.Tensor | None) -> None:
+        """Return when a received tensor of any shape may be read."""
+        if tensor is not None:
+            self._mark_wait()
+            self._received.pop(id(tensor)).wait()
+
+    def check_all_received(self, training: bool) -> None:
+        """Assert at the end of a step that every expected tensor was received and used; wait for the last sends."""
+        super().check_all_received(training)
+        for exchange in self._sent.values():
+            exchange.wait()
+        self._sent.clear()
+        assert not self._received, f"{len(self._received)=}"
+
+
+class _WaitsLater:
+    """What Megatron takes for the handle of a message: the pass that needs the message waits for it."""
+
+    def wait(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def run_units(
         config,
         schedule,
         lambda action: units[action.micro_batch * num_slices + action.slice_index].num_rows // shares,
-        runtime.links if schedule.slicing.receives_ahead else None,
+        runtime.links if schedule.num_chunks > 1 or schedule.slicing.receives_ahead else None,
         clock=runtime.clock if training else None,
     )
     inputs = [inputs_of(units, step) for _ in chunks]

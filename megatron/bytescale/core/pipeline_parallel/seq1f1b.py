@@ -40,6 +40,7 @@ class SliceStep:
         schedule: what the stages run.
         stage: this pipeline stage.
         training: with backward passes; an evaluation runs the forward passes alone.
+        wait_for: waits until a received tensor may be read.
         actions: the actions that have not run yet.
         action: the running action.
         runs: (input, output) of each slice between its forward and its backward pass, by its forward action.
@@ -50,6 +51,7 @@ class SliceStep:
     schedule: SliceSchedule
     stage: int
     training: bool
+    wait_for: Callable[[torch.Tensor | None], None] = lambda tensor: None
     actions: Iterator[Action] = field(init=False)
     action: Action | None = None
     runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class SliceStep:
     ) -> Any:
         """Replace Megatron's ``forward_step``: keep input and output for the slice's backward pass."""
         action = self._next("F")
+        self.wait_for(inputs)
         result = schedules.forward_step(function, data, model, count, inputs, *args, **kwargs)
         if self.training:
             self.runs[action] = (inputs, result[0])
@@ -87,6 +90,7 @@ class SliceStep:
         """Replace Megatron's ``backward_step``: run the slice that is due instead of the one that Megatron passes."""
         action = self._next("B")
         inputs, outputs = self.runs.pop(action._replace(kind="F"))
+        self.wait_for(output_grad)
         grads = schedules.backward_step(inputs, outputs, output_grad, config)
         for tensor in inputs if isinstance(inputs, list) else [inputs]:
             if tensor is not None:  # Megatron's own list still holds the tensor: free its memory now
@@ -207,6 +211,8 @@ def run_schedule(
         options: arguments of the function; ``data_iterator`` gives each model chunk its inputs in order.
     """
     run = megatron if step is None else step.in_slices(megatron)
+    if step is not None:
+        step.wait_for = communicator.wait_for
     options |= {
         "num_microbatches": schedule.num_micro_batches * schedule.num_slices,
         "p2p_communicator": communicator,
