@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo check test lint setup pins clean
+.PHONY: help demo check test lint setup newest pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -55,8 +55,17 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/shellcheck scripts/*.sh scripts/*.sbatch .ci/run
 
+# Not a part of `make test`: what happens with the newest torch, which pyproject.toml caps. Reports, in .venv-newest.
+newest:
+	$(MAKE) setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-newest
+	$(BIN)/uv pip install --quiet --python .venv-newest/bin/python --upgrade -r <(sed 's/==2\..*//; /^#/d' requirements.in)
+	$(BIN)/uv pip install --quiet --python .venv-newest/bin/python --no-deps --editable .
+	.venv-newest/bin/bytescale --version
+	.venv-newest/bin/python -m pytest -x tests/e2e/hdp/test_oracle.py tests/e2e/runs/test_resume.py tests/attention
+
 pins: $(STAMP)
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python requirements.in -o requirements.txt
 
 clean:
-	rm -rf .venv runs data build ./*.egg-info
+	rm -rf .venv .venv-newest runs data build ./*.egg-info

@@ -57,6 +57,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
     "numpy",
+    "numpy.ma",
     "pytest",
     "hypothesis",
     "tests.e2e.preload",

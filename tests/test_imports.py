@@ -33,7 +33,7 @@ SOLVER = "ortools"  # certifies, inside one function
 def test_imports_go_one_way(name: str) -> None:
     for module in imported_modules(tree_of(name)):
         assert not is_under(module, "tests"), module
-        assert not is_under(module, "pretrain_gpt_hdp"), module
+        assert not is_under(module, "pretrain_gpt_hdp") or name == "megatron/bytescale/train.py", module
         if is_under(module, "megatron") and not is_under(module, "megatron.bytescale"):
             assert name == "pretrain_gpt_hdp.py" or name.startswith("megatron/bytescale/"), module
         if name.startswith("bytescale_ext/"):

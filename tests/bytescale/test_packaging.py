@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("megatron", "bytescale_ext")
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+NOT_SHIPPED = {".gitignore", ".pre-commit-config.yaml"}
 # The environment's packages come after the fresh one's own, so that Megatron is found and ours is the wheel's.
 SEE_MEGATRON = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r}); "
 
@@ -37,16 +39,21 @@ def files_under(folder: Path) -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built by the project's own build backend, from a copy of the tree."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for folder in (*SHIPPED, "tests"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "LICENSE", "pretrain_gpt_hdp.py"):
-        shutil.copy(ROOT / name, copy / name)
-    readme = ROOT / "README.md"
-    (copy / "README.md").write_text(readme.read_text() if readme.exists() else "")
-    run(sys.executable, "-c", BUILD, out, cwd=copy)
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files, as a fresh clone has them."""
+    root = tmp_path_factory.mktemp("source")
+    for name in run("git", "ls-files", cwd=ROOT).splitlines():
+        if (ROOT / name).exists():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by the project's own build backend."""
+    out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-c", BUILD, "build_wheel", out, cwd=copy)
     (built,) = out.glob("*.whl")
     return built
 
@@ -58,6 +65,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_every_source_file_is_shipped(names: set[str]) -> None:
     sources = {str(path.relative_to(ROOT)) for folder in SHIPPED for path in (ROOT / folder).rglob("*.py")}
+    sources.add("pretrain_gpt_hdp.py")
     assert len(sources) > 40
     assert {name for name in names if name.endswith(".py")} == sources
 
@@ -71,7 +79,7 @@ def test_cost_files_are_shipped(names: set[str]) -> None:
 def test_nothing_else_is_shipped(names: set[str]) -> None:
     assert "megatron/__init__.py" not in names
     tops = {name.split("/")[0] for name in names}
-    (metadata,) = tops - set(SHIPPED)
+    (metadata,) = tops - {*SHIPPED, "pretrain_gpt_hdp.py"}
     assert metadata.startswith("bytescale_megatron-")
     assert metadata.endswith(".dist-info")
     assert not [name for name in names if name.startswith("megatron/") and not name.startswith("megatron/bytescale/")]
@@ -85,9 +93,22 @@ def test_metadata(wheel: Path, names: set[str]) -> None:
     assert "bytescale = megatron.bytescale.cli:main" in read("entry_points.txt")
     metadata = read("METADATA")
     assert "Requires-Dist: megatron-core==0.19.2" in metadata
-    assert "Provides-Extra: gpu" in metadata
-    assert "Provides-Extra: dev" in metadata
+    for extra in ("ray", "solver", "tokenizers", "gpu", "dev"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+    for field in ("Author", "Keywords", "Classifier", "Project-URL", "Description-Content-Type"):
+        assert f"\n{field}: " in metadata
     assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_source_archive_can_run_the_tests(copy: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-c", BUILD, "build_sdist", tmp_path, cwd=copy)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        shipped = {name.partition("/")[2] for name in opened.getnames()}
+    tracked = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert {
+        name for name in tracked - shipped if "egg-info" not in name and not name.startswith("build/")
+    } <= NOT_SHIPPED
 
 
 def test_install_beside_megatron_and_uninstall(wheel: Path, tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}): each line of a .jsonl file is one JSON object") from error
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        if isinstance(value, dict) and isinstance(value.get("messages"), list):
+            raise ValueError(f"{where}: a chat under the key 'messages': join its messages to one text under {key!r}")
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise ValueError(f"{where}: no text under the key {key!r} (found: {found}): change --json-key")
     # An unpaired surrogate is legal in JSON and not in UTF-8.

@@ -7,39 +7,97 @@ parallel strategies) is one module here and one row.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 
-from megatron.bytescale.cli import activations, corpus, doctor, memory_plan, plan, profile, schedule, simulate, timeline
+from megatron.bytescale.cli import (
+    activations,
+    corpus,
+    doctor,
+    memory_plan,
+    plan,
+    profile,
+    schedule,
+    simulate,
+    timeline,
+    train,
+)
+from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 
-COMMANDS = (corpus, profile, plan, simulate, schedule, activations, memory_plan, timeline, doctor)
+COMMANDS = (train, corpus, profile, plan, simulate, schedule, activations, memory_plan, timeline, doctor)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OneLineParser:
     """Return the parser of ``bytescale`` with all its subcommands."""
-    top = argparse.ArgumentParser(
+    top = OneLineParser(
         prog="bytescale", description="Long-context training on Megatron: data, plans, pictures, diagnosis."
     )
+    top.add_argument("--version", action=_Version, nargs=0, help="print the versions and end")
     subparsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         sub = subparsers.add_parser(
-            command.NAME, help=command.HELP, description=command.HELP, epilog=f"example: {command.EXAMPLE}"
+            command.NAME,
+            help=command.HELP,
+            description=command.HELP,
+            epilog=f"example: {command.EXAMPLE}",
+            add_help=command is not train,
         )
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, prog=sub.prog)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code. Bad input gives one line on standard error and exit code 2."""
-    args = parser().parse_args(argv)
+    prog = "bytescale"
     warnings.simplefilter("ignore")  # on import Megatron warns about every missing optional package
     try:
-        return int(args.run(args))
+        args = parse(argv)
+        prog = args.prog
+        code = int(args.run(args))
+        sys.stdout.flush()  # so that a full device is noticed here
+        return code
+    except UsageError as error:
+        return _refused(error.prog, str(error))
     except ValueError as error:
-        print(f"bytescale {args.command}: error: {error}", file=sys.stderr)
-        return 2
+        return _refused(prog, str(error))
     except BrokenPipeError:  # the reader of the pipe, such as head, has ended
         sys.stderr.close()
         return 0
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # what could not be written must not be tried again at exit
+        return _refused(prog, f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+    except KeyboardInterrupt:
+        print(f"{prog}: stopped", file=sys.stderr)
+        return 130
+
+
+def _refused(prog: str, message: str) -> int:
+    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a command line; for ``train`` they are the words in ``flags``, not read here.
+
+    Raises:
+        UsageError: an option is unknown, missing or of another type.
+    """
+    args, rest = parser().parse_known_args(argv)
+    if args.command == train.NAME:
+        args.flags = rest
+    elif rest:
+        raise UsageError(args.prog, f"it has no option {rest[0]} ({args.prog} --help lists the options)")
+    return args
+
+
+class _Version(argparse.Action):
+    """Print the versions that a report of a defect needs, read only when they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        names = ("bytescale-megatron", "megatron-core", "torch")
+        print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in names))
+        parser.exit()

@@ -17,6 +17,7 @@ from bytescale_ext.plan.activation.policies import POLICIES, make_plan
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import state_bytes
+from megatron.bytescale.cli.shared.inputs import check_picture, count, size
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
@@ -40,20 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured costs of `bytescale profile` (default: those of ByteScale's 7B model; with --model-flags, "
         "--tflops)",
     )
-    parser.add_argument("--seq-length", type=int, default=131072, metavar="S", help="tokens for the table of tensors")
-    parser.add_argument("--ring-width", type=int, default=1, metavar="D", help="ranks that share the sequence (1)")
+    parser.add_argument("--seq-length", type=size, default=131072, metavar="S", help="tokens for the table of tensors")
+    parser.add_argument("--ring-width", type=count, default=1, metavar="D", help="ranks that share the sequence (1)")
     parser.add_argument("--policy", default="auto", metavar="P", help=f"one of {', '.join(POLICIES)} (default: auto)")
     parser.add_argument("--device-memory-gb", type=float, default=100.0, metavar="G", help="for activations (100)")
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
     parser.add_argument(
         "--optimizer-ranks",
-        type=int,
+        type=count,
         default=1,
         metavar="N",
         help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
     )
     parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
-    parser.add_argument("--gpus-per-link", type=int, default=1, metavar="N", help="that share this link (1)")
+    parser.add_argument("--gpus-per-link", type=count, default=1, metavar="N", help="that share this link (1)")
     parser.add_argument(
         "--tflops",
         type=float,
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chunked-cross-entropy",
-        type=int,
+        type=size,
         metavar="TOKENS",
         help="as in training: logits of TOKENS tokens at a time",
     )
@@ -119,19 +120,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_sizes(args: argparse.Namespace) -> None:
-    """Raise ValueError for an option that is not a positive number."""
-    sizes = (
-        "seq_length",
-        "ring_width",
-        "optimizer_ranks",
-        "link_gb_per_second",
-        "gpus_per_link",
-        "chunked_cross_entropy",
-    )
-    for name in sizes:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    """Raise ValueError for a rate or an amount out of range, or a picture that cannot be written."""
+    check_picture("--plot", args.plot)
+    if not 0 < args.link_gb_per_second < math.inf:
+        raise ValueError(f"--link-gb-per-second must be positive, got {args.link_gb_per_second}")
     for name in ("device_memory_gb", "host_memory_gb"):
         if not 0 <= getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
@@ -166,6 +158,8 @@ def shape_of_flags(flags: str) -> ModelShape:
             raise ValueError(f"--model-flags needs a positive --{name.replace('_', '-')}")
     ffn = found.ffn_hidden_size or (64 * (found.hidden_size * 8 // 3 // 64) if found.swiglu else 4 * found.hidden_size)
     heads = found.num_attention_heads
+    check_divides("--hidden-size", found.hidden_size, "--num-attention-heads", 1 if found.kv_channels else heads)
+    check_divides("--num-attention-heads", heads, "--num-query-groups", found.num_query_groups or heads)
     experts = {}
     if found.num_experts:
         width = (found.moe_router_topk or 2) * (found.moe_ffn_hidden_size or ffn)
@@ -181,6 +175,12 @@ def shape_of_flags(flags: str) -> ModelShape:
         vocab=found.vocab_size or 32000,
         **experts,
     )
+
+
+def check_divides(flag: str, value: int, divisor_flag: str, divisor: int) -> None:
+    """Raise ValueError if a size of ``--model-flags`` is no multiple of another."""
+    if divisor < 1 or value % divisor:
+        raise ValueError(f"--model-flags: {flag} {value} must be a multiple of {divisor_flag} {divisor}")
 
 
 def load_of(args: argparse.Namespace, cost: ModelCost, length: int) -> LayerLoad:

@@ -6,6 +6,9 @@ import argparse
 import dataclasses
 import json
 
+from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix, environment_entries, source_entries
+from megatron.bytescale.cli.shared.inputs import size
+
 NAME = "corpus"
 HELP = "write a Megatron data set (.bin and .idx) from files, one document per file or JSONL line"
 EXAMPLE = "bytescale corpus --output data/python --tokens 20000000"
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--glob", metavar="PATTERN", help="files to take from a folder (* with --from, else *.py)")
     parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl (%(default)s)")
     parser.add_argument(
-        "--tokens", type=int, metavar="N", help="take documents in random order up to N tokens (default: all)"
+        "--tokens", type=size, metavar="N", help="take documents in random order up to N tokens (default: all)"
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the random order (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -54,19 +57,19 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a source, a line or a setting is bad.
     """
-    # Imported here because Megatron takes seconds to import, which --help should not.
-    from megatron.bytescale.core.datasets import corpus
-
     settings = {name: getattr(args, name) for name in _TOKENIZER_SETTINGS if getattr(args, name) is not None}
     if settings and args.tokenizer_type is None:
         raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")
-    if args.tokens is not None and args.tokens < 1:
-        raise ValueError(f"--tokens {args.tokens}: give 1 or more")
-    tokenizer = corpus.build_megatron_tokenizer(settings) if settings else None
     if args.sources:
-        entries = corpus.source_entries(args.sources, args.glob or "*")
+        entries = source_entries(args.sources, args.glob or "*")
     else:
-        entries = corpus.environment_entries(args.glob or "*.py")
+        entries = environment_entries(args.glob or "*.py")
+    check_first_lines(entries, args.json_key)
+    checked_prefix(args.output)
+    # Imported here because Megatron takes seconds to import, which --help and errors should not.
+    from megatron.bytescale.core.datasets import corpus
+
+    tokenizer = corpus.build_megatron_tokenizer(settings) if settings else None
     summary = corpus.write_corpus(
         args.output,
         entries,

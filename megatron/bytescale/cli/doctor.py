@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from megatron.bytescale.arguments.refusals import ALWAYS, REFUSALS
+from megatron.bytescale.cli.shared.inputs import count
 
 NAME = "doctor"
 HELP = "print what is installed, the attention kernel and backend with the reason, the features and the patches"
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("fp32", "bf16", "fp16"), default=None, help="default: bf16 on a GPU, else fp32"
     )
     parser.add_argument(
-        "--head-dim", type=int, default=128, metavar="N", help="width of an attention head (%(default)s)"
+        "--head-dim", type=count, default=128, metavar="N", help="width of an attention head (%(default)s)"
     )
     parser.add_argument("--flags", action="store_true", help="also print the flags of each feature")
     parser.add_argument(

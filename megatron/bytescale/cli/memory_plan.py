@@ -21,6 +21,7 @@ from bytescale_ext.plan.memory.placement import plan_memory, requests_within
 from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepMemoryJson, StepRecord
 from megatron.bytescale.cli.activations import shape_of_flags
+from megatron.bytescale.cli.shared.inputs import check_writable, size
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron's flags of the model in one quoted string, with its defaults: sizes, norms, biases, positions, "
         "tied embeddings; the step is run, so it must fit in memory (default: a small model)",
     )
-    parser.add_argument("--seq-length", type=int, default=512, metavar="S", help="tokens of the step (512)")
-    parser.add_argument("--chunked-cross-entropy", type=int, metavar="TOKENS", help="as in training")
+    parser.add_argument("--seq-length", type=size, default=512, metavar="S", help="tokens of the step (512)")
+    parser.add_argument("--chunked-cross-entropy", type=size, metavar="TOKENS", help="as in training")
     parser.add_argument(
         "--activation-policy", default="none", choices=("none", "memo", "priced", "offload"), help="as in training"
     )
@@ -64,15 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record, plan and print. Raises ValueError for sizes out of range, or a file that cannot be written."""
+    if args.output is not None:
+        check_writable("--output", args.output)
     shape = shape_of_flags(args.model_flags)
     if shape.num_experts:
         raise ValueError("--model-flags has --num-experts: memory plans are for dense models; remove it")
     if shape.num_layers < 2:
         raise ValueError("--model-flags needs at least 2 layers: one plan serves the passes of all layers")
-    for name in ("seq_length", "chunked_cross_entropy", "solver_seconds"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if not 0 < args.solver_seconds < math.inf:
+        raise ValueError(f"--solver-seconds must be positive, got {args.solver_seconds}")
     activations = activations_of(args)
     traits = traits_of_flags(args.model_flags, args.seq_length)
     requests, marks, record, buffer_bytes = record_step(args, shape, traits, activations)

@@ -20,7 +20,8 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.show import plan_text
 from bytescale_ext.plan.step.sizes import Cluster
-from megatron.bytescale.cli.slicing import add_slicing_arguments, choice_of, slicing_of
+from megatron.bytescale.cli.shared.inputs import count, size
+from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, slicing_of
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -36,19 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="tokens of each document: a Megatron index (.idx), or a one-dimensional array of integers (.npy)",
     )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="HDP ranks (data x context parallel)")
+    parser.add_argument("--ranks", type=count, required=True, metavar="N", help="HDP ranks (data x context parallel)")
     parser.add_argument(
-        "--tokens-per-rank", type=int, required=True, metavar="C", help="the most tokens of a micro-batch on one rank"
+        "--tokens-per-rank", type=size, required=True, metavar="C", help="the most tokens of a micro-batch on one rank"
     )
     parser.add_argument(
         "--tokens-multiple",
-        type=int,
+        type=count,
         default=1,
         metavar="M",
         help="pad micro-batches to a multiple of M: the tensor-parallel size with sequence parallelism (default: 1)",
     )
-    parser.add_argument("--seq-length", type=int, metavar="S", help="cut longer documents into pieces of S tokens")
-    parser.add_argument("--num-sequences", type=int, metavar="K", help="plan K documents of the file (default: all)")
+    parser.add_argument("--seq-length", type=size, metavar="S", help="cut longer documents into pieces of S tokens")
+    parser.add_argument("--num-sequences", type=size, metavar="K", help="plan K documents of the file (default: all)")
     parser.add_argument("--start", type=int, default=0, metavar="I", help="first document of the file (default: 0)")
     parser.add_argument(
         "--balance",
@@ -56,16 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"planner: {', '.join(BALANCES)}, or auto: pp with pipeline stages, else dp (default)",
     )
     parser.add_argument(
-        "--stages", type=int, default=1, metavar="P", help="pipeline stages; --ranks is the number of pipelines (1)"
+        "--stages", type=count, default=1, metavar="P", help="pipeline stages; --ranks is the number of pipelines (1)"
     )
     add_slicing_arguments(parser)
     parser.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="keep rings of up to N ranks inside nodes of N ranks"
+        "--ranks-per-node", type=count, metavar="N", help="keep rings of up to N ranks inside nodes of N ranks"
     )
     add_cost_argument(parser)
     parser.add_argument(
         "--static-width",
-        type=int,
+        type=count,
         metavar="W",
         help="for comparison: plan static context parallelism of W ranks, as --context-parallel-size does",
     )
@@ -110,9 +111,6 @@ def run(args: argparse.Namespace) -> int:
 
 def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     """Return the planner of the options. Raises ValueError for options that conflict."""
-    for name, value in (("--ranks-per-node", args.ranks_per_node), ("--stages", args.stages)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} {value} must be at least 1")
     slicing = slicing_of(args, cost)
     if args.static_width is not None and (args.balance or args.stages > 1):
         raise ValueError("--static-width does not work with --balance and --stages: remove them")
@@ -143,7 +141,9 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
         ValueError: the file is missing or of another kind, the window is outside it or holds no token, or a length of
             an .npy file is not positive.
     """
-    if not path.is_file():
+    if path.is_dir():
+        raise ValueError(f"--lengths {path} is a folder; give one of its .idx or .npy files")
+    if not path.exists():
         raise ValueError(f"--lengths {path}: no such file")
     if path.suffix == ".idx":
         from bytescale_ext.data.samples.lengths import read_idx_lengths
@@ -154,10 +154,12 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
     else:
         raise ValueError(f"--lengths {path}: give a Megatron index (.idx) or a numpy array (.npy)")
     stop = len(values) if num_sequences is None else start + num_sequences
-    if not 0 <= start < stop <= len(values):
+    if not 0 <= start < len(values):
+        raise ValueError(f"--start {start}: {path} has {len(values)} documents, numbered from 0")
+    if stop > len(values):
         raise ValueError(
-            f"--start {start} --num-sequences {num_sequences}: choose at least one of the {len(values)} documents "
-            f"of {path}"
+            f"--num-sequences {num_sequences}: {path} has {len(values) - start} documents from document {start} on; "
+            "give at most that many"
         )
     window = values[start:stop]
     if path.suffix == ".idx":
@@ -171,15 +173,9 @@ def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -
 
 
 def cut_lengths(lengths: Sequence[int], seq_length: int | None) -> list[int]:
-    """Return pieces of at most ``seq_length`` tokens of each document, in order; None: the documents.
-
-    Raises:
-        ValueError: ``seq_length`` is not positive.
-    """
+    """Return pieces of at most ``seq_length`` tokens of each document, in order; None: the documents."""
     if seq_length is None:
         return list(lengths)
-    if seq_length < 1:
-        raise ValueError(f"--seq-length {seq_length} must be at least 1")
     return [min(seq_length, length - begin) for length in lengths for begin in range(0, length, seq_length)]
 
 

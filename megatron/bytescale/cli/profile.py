@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from bytescale_ext.measure.fit import (
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
+from megatron.bytescale.cli.shared.inputs import check_writable, count, size
 
 if TYPE_CHECKING:
     from megatron.bytescale.training.profile import Subject
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the cost file (replaced)")
     parser.add_argument(
         "--max-tokens",
-        type=int,
+        type=size,
         metavar="N",
         help="the longest micro-batch to measure; N tokens must fit in memory (32768 on a GPU, 4096 on CPU)",
     )
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=count,
         default=5,
         metavar="N",
         help="runs of each micro-batch, of which the fastest counts (%(default)s)",
@@ -242,12 +242,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for bad flags, before anything is set up."""
     if not args.flags:
         raise ValueError("no model: give the flags of the training command after a --")
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats}: give at least 1")
     if args.ring_bytes_per_second is not None and not 0 < args.ring_bytes_per_second < float("inf"):
         raise ValueError(f"--ring-bytes-per-second {args.ring_bytes_per_second:g}: give a positive number")
     if args.max_tokens is not None:
         fitted_lengths(args.max_tokens)
-    folder = args.output.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or args.output.is_dir():
-        raise ValueError(f"--output {args.output} cannot be written; choose a file in an existing folder")
+    check_writable("--output", args.output)

@@ -20,7 +20,8 @@ from bytescale_ext.plan.schedule.compare import (
     simulated,
 )
 from bytescale_ext.plan.schedule.slices import Partition, parse_partition
-from megatron.bytescale.cli.slicing import add_slices_arguments, slices_of
+from megatron.bytescale.cli.shared.inputs import check_picture, count, size
+from megatron.bytescale.cli.shared.slicing import add_slices_arguments, slices_of
 
 NAME = "schedule"
 HELP = "print the schedule of a pipeline whose micro-batches are cut into slices (Seq1F1B)"
@@ -29,20 +30,20 @@ EXAMPLE = "bytescale schedule --stages 4 --microbatches 8 --slices 4 --compare"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bytescale schedule``."""
-    parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    parser.add_argument("--stages", type=count, required=True, metavar="P", help="pipeline stages")
+    parser.add_argument("--microbatches", type=count, required=True, metavar="M", help="micro-batches of a step")
     add_slices_arguments(parser, "slices of each micro-batch (default: 1)")
-    parser.add_argument("--vpp", type=int, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
+    parser.add_argument("--vpp", type=count, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
     parser.add_argument(
         "--seq1f1b-partition",
         default="time",
         metavar="NAME",
         help="how a micro-batch is cut: even, flops, time (default), or the tokens of each slice as L1,...,LK",
     )
-    parser.add_argument("--seq-length", type=int, default=131072, metavar="S", help="tokens of a micro-batch (131072)")
+    parser.add_argument("--seq-length", type=size, default=131072, metavar="S", help="tokens of a micro-batch (131072)")
     parser.add_argument("--model", choices=sorted(SHAPES), default="gpt-7b", help="the model (default: gpt-7b)")
     parser.add_argument(
-        "--tp", type=int, default=1, metavar="T", help="tensor-parallel ranks, and sequence parallelism"
+        "--tp", type=count, default=1, metavar="T", help="tensor-parallel ranks, and sequence parallelism"
     )
     parser.add_argument(
         "--cost-file", type=Path, metavar="FILE", help="measured costs of bytescale profile; sets the model"
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: the sizes do not fit; the message gives the nearest that do.
     """
+    check_picture("--plot", args.plot)
     partition = parse_partition(args.seq1f1b_partition)
     if args.vpp > 1 and args.stages <= 2:
         raise ValueError(
@@ -83,8 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> SliceModel:
-    if args.tp < 1 or args.seq_length < 1:
-        raise ValueError(f"--tp {args.tp} and --seq-length {args.seq_length} must be at least 1")
     if args.cost_file is None:
         return SliceModel(SHAPES[args.model], args.seq_length, args.tp)
     from bytescale_ext.measure.cost_file import read_cost
@@ -125,10 +125,6 @@ def table_text(rows: Sequence[ScheduleFigures]) -> str:
 
 
 def _draw(path: Path, model: SliceModel, schedule: SliceSchedule, partition: Partition) -> None:
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no directory {path.parent}")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot {path}: give a name that ends with .png, .svg or .pdf")
     from bytescale_ext.draw.schedule import draw_schedule
 
     result = simulated(model, schedule, lengths_of(model, schedule.num_slices, partition))

@@ -25,9 +25,10 @@ from bytescale_ext.plan.evaluate.schedulers import (
     static,
 )
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
-from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
 from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
-from megatron.bytescale.cli.slicing import add_slicing_arguments, choice_of, slicing_of
+from megatron.bytescale.cli.shared.inputs import check_picture, count, size
+from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
+from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, slicing_of
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
@@ -39,7 +40,6 @@ ALL: Final[Mapping[str, Scheduler]] = {
     name: megatron_hybrid if name == "megatron-hybrid" else SCHEDULERS[name]
     for name in ("static", "megatron-hybrid", "naive", "bytescale", "ours")
 }
-_SIZES: Final = {"K": 1 << 10, "M": 1 << 20}
 _COLUMNS: Final = {
     "makespan_over_bound": ("time / bound", ".3f"),
     "makespan_over_1f1b_bound": ("time / 1F1B bound", ".3f"),
@@ -82,7 +82,7 @@ class Described(TypedDict):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``bytescale simulate``. Sizes may end in K or M (1024, 1024 x 1024)."""
+    """Add the options of ``bytescale simulate``."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--sampler", metavar="NAME", help=f"draw lengths: {', '.join(SAMPLERS)}")
     source.add_argument("--lengths", type=Path, metavar="FILE", help="draw from the documents of an .idx or .npy file")
@@ -92,11 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--global-tokens", "T", "tokens of a step"),
     )
     for option, letter, text in sizes:
-        parser.add_argument(option, type=_size, required=True, metavar=letter, help=text)
-    parser.add_argument("--ranks", type=int, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
-    parser.add_argument("--stages", type=int, default=1, metavar="p", help="pipeline stages (1)")
+        parser.add_argument(option, type=size, required=True, metavar=letter, help=text)
+    parser.add_argument("--ranks", type=count, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
+    parser.add_argument("--stages", type=count, default=1, metavar="p", help="pipeline stages (1)")
     add_slicing_arguments(parser, f"; {', '.join(SLICED)} run in slices, the others run Megatron's own 1F1B")
-    parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
+    parser.add_argument("--seeds", type=count, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
     parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
     add_cost_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -113,9 +113,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in ALL]
     if unknown:
         raise ValueError(f"scheduler {unknown[0]!r} is unknown; choose from {', '.join(ALL)}")
-    for option, value in (("--ranks", args.ranks), ("--stages", args.stages), ("--seeds", args.seeds)):
-        if value < 1:
-            raise ValueError(f"{option} {value} must be at least 1")
+    check_picture("--plot", args.plot)
     if args.context > args.ranks * args.tokens_per_rank:
         raise ValueError(
             f"a document of --context {args.context} does not fit on {args.ranks} ranks of {args.tokens_per_rank} "
@@ -265,14 +263,3 @@ def _plot(figures: Mapping[str, Figures | str], scenario: Described, path: Path)
     ratios = {name: row["makespan_over_bound"] for name, row in figures.items() if not isinstance(row, str)}
     bars = {name: (ratio["mean"], ratio["worst"]) for name, ratio in ratios.items() if ratio is not None}
     draw_bars(bars, path, _title(scenario), "time of a step / lower bound")
-
-
-def _size(text: str) -> int:
-    """Return a positive count of tokens; 8K is 8192."""
-    try:
-        number = int(text.removesuffix("K").removesuffix("M")) * _SIZES.get(text[-1:], 1)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size; write for example 8192, 8K or 1M")
-    return number

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bytescale_ext.draw.timeline import draw_timeline
+from bytescale_ext.errors import PlanError
 from bytescale_ext.measure.timeline import RankTimes, Span, rank_times, read_spans, spans_of_plan, write_perfetto
 from bytescale_ext.plan.cost.model_cost import flops_cost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
+from megatron.bytescale.cli.shared.inputs import check_writable
 
 NAME = "timeline"
 HELP = "draw the timeline of a step, measured or planned, and write a Perfetto trace"
@@ -39,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: the timeline or the plan cannot be read.
     """
+    picture, trace = Path(f"{args.output}.png"), Path(f"{args.output}.json")
+    for path in (picture, trace):
+        check_writable("--output", path)
     if args.directory is not None:
         spans = read_spans(args.directory, args.step)
         num_ranks, unit, title = None, "s", f"step {spans[0].step}, measured"
@@ -49,9 +54,6 @@ def run(args: argparse.Namespace) -> int:
         spans = spans_of_plan(plan, flops_cost(LLAMA_7B).scaled(1e-15))
         num_ranks, unit = plan.num_ranks, "PFLOP"
         title = f"planned: {len(plan.lengths)} documents on {plan.num_ranks} ranks of {plan.tokens_per_rank} tokens"
-    picture, trace = Path(f"{args.output}.png"), Path(f"{args.output}.json")
-    if not picture.parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no directory {picture.parent}")
     draw_timeline(spans, picture, title, unit)
     write_perfetto(spans, trace)
     times = rank_times(spans, num_ranks)
@@ -71,7 +73,10 @@ def read_plan(path: Path) -> StepPlan:
         raise ValueError(f"--plan {path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--plan {path} is not the output of bytescale plan --json: {error!r}") from error
-    check_step_plan(plan)
+    try:
+        check_step_plan(plan)
+    except PlanError as error:
+        raise ValueError(f"--plan {path} is a broken plan: {str(error).splitlines()[0]}") from error
     return plan
 
 

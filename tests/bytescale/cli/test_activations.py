@@ -95,7 +95,7 @@ def test_a_cost_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_plot(tmp_path: Path) -> None:
     assert run("--model-flags", LLAMA, "--plot", tmp_path / "policies.png", "--chunked-cross-entropy", 4096) == 0
     assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="cannot write the picture"):
+    with pytest.raises(ValueError, match="there is no folder"):
         run("--model-flags", LLAMA, "--plot", tmp_path / "no" / "policies.png", "--chunked-cross-entropy", 4096)
 
 
@@ -107,8 +107,6 @@ def test_megatrons_defaults() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seq-length", 0], "--seq-length must be positive"),
-        (["--optimizer-ranks", 0], "--optimizer-ranks must be positive"),
         (["--host-memory-gb", -1], "--host-memory-gb must be at least 0"),
         (["--policy", "best"], "choose one of none, memo"),
         (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.bytescale import cli
+from megatron.bytescale import cli, train
+from megatron.bytescale.cli import train as command_of_train
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,11 +25,12 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_subcommands() -> None:
     assert [command.NAME for command in cli.COMMANDS] == [
-        "corpus", "profile", "plan", "simulate", "schedule", "activations", "memory-plan", "timeline", "doctor",
+        "train", "corpus", "profile", "plan", "simulate", "schedule", "activations", "memory-plan", "timeline",
+        "doctor",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.NAME)
+@pytest.mark.parametrize("command", cli.COMMANDS[1:], ids=lambda command: command.NAME)
 def test_help_has_an_example_that_parses(command: object, capsys: pytest.CaptureFixture[str]) -> None:
     name, example = command.NAME, command.EXAMPLE  # type: ignore[attr-defined]
     with pytest.raises(SystemExit) as end:
@@ -40,7 +44,7 @@ def test_help_has_an_example_that_parses(command: object, capsys: pytest.Capture
     assert cli.parser().parse_args(words).command == name
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.NAME)
+@pytest.mark.parametrize("command", cli.COMMANDS[1:], ids=lambda command: command.NAME)
 def test_figures_come_as_json_too(command: object) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)  # type: ignore[attr-defined]
@@ -57,11 +61,37 @@ def test_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["plan", "--no-such-flag"], ["doctor", "--head-dim", "x"]])
-def test_bad_words_are_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_are_one_line_and_exit_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert re.fullmatch("bytescale.*: error: .*--help lists the options.\n", capsys.readouterr().err)
+
+
+def test_all_words_after_train_are_flags_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(train, "main", lambda: seen.append(sys.argv))
+    assert command_of_train.NAME == "train"
+    words = ["--num-layers", "2", "--help", "--version", "more", "--json"]
+    assert cli.main(["train", *words]) == 0
+    assert seen == [["pretrain_gpt_hdp.py", *words]]
+
+
+def test_the_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(words)
-    assert end.value.code == 2
-    assert "error:" in capsys.readouterr().err
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"bytescale-megatron \d\S*, megatron-core 0\.19\.2, torch \d\S*\n", capsys.readouterr().out)
+
+
+def test_a_full_device_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["schedule", "--stages", "2", "--microbatches", "2"]) == 2
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert capsys.readouterr().err == "bytescale schedule: error: No space left on device\n"
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

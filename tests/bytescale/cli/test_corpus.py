@@ -65,7 +65,7 @@ def test_fewer_tokens_than_asked_for_are_told(tmp_path: Path, source: Path, caps
 def test_the_python_files_of_the_environment_are_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.bytescale.core.datasets import corpus as written
+    from bytescale_ext.data.samples import sources as written
 
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "one.py").write_text("1")
@@ -104,7 +104,6 @@ def test_each_setting_has_its_training_flag(setting: str, flag: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tokens", "0"], "--tokens 0: give 1 or more"),
         (["--vocab-size", "300"], "vocab_size without a tokenizer: add --tokenizer-type"),
         (["--merge-file", "m", "--vocab-file", "v"], "merge_file, vocab_file without a tokenizer"),
         (["--glob", "*.cpp"], "no file below matches '*.cpp': give another --glob or another folder"),

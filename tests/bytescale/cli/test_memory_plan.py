@@ -57,7 +57,6 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seq-length", "0"], "--seq-length must be positive"),
         (["--solver-seconds", "-1"], "--solver-seconds must be positive"),
         (["--model-flags", "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "needs at least 2 layers"),
         (

@@ -148,7 +148,7 @@ def test_index_files_are_read_by_document(tmp_path: Path, capsys: pytest.Capture
         (np.ones(3), r"of float64.*integers"),
         (np.array([4, 0, 3]), "document 1 has 0 tokens"),
         (np.array([4, 3, -7]), "document 2 has -7 tokens"),
-        (np.array([], dtype=np.int64), "at least one of the 0 documents"),
+        (np.array([], dtype=np.int64), "has 0 documents"),
     ],
 )
 def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> None:
@@ -160,13 +160,12 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--ranks", 0, "--tokens-per-rank", 8), "number of ranks is 0"),
-        (("--ranks", 2, "--tokens-per-rank", -1), "tokens per rank is -1"),
         (("--ranks", 2, "--tokens-per-rank", 10), "sequence 2 has 55 tokens.*at least 28"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--seq-length", 0), "--seq-length 0"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--start", 6, "--num-sequences", 2), "--start 6 --num-sequences 2"),
+        (
+            ("--ranks", 9, "--tokens-per-rank", 10, "--start", 6, "--num-sequences", 2),
+            "--num-sequences 2: .* has 1 documents",
+        ),
         (("--ranks", 9, "--tokens-per-rank", 10, "--start", -1), "--start -1"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--num-sequences", 0), "--num-sequences 0"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 2), "width 2 does not divide 9"),
         (
             ("--ranks", 9, "--tokens-per-rank", 10, "--static-width", 3, "--balance", "dp"),
@@ -175,9 +174,7 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "best"), "choose one of auto, none, dp, pp, bytescale"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp is for 1 stage, not 2"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 5), "5 stages do not divide the 32 layers"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 0), "--stages 0 must be at least 1"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--slices", 2), "--slices 2 needs a pipeline"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--ranks-per-node", 0), "--ranks-per-node 0 must be at least 1"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--cost-file", "none.json"), "none.json"),
     ],
 )

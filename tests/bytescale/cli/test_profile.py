@@ -46,7 +46,6 @@ def test_the_flags_after_the_dashes_are_megatrons() -> None:
     ("words", "said"),
     [
         ([], "no model: give the flags of the training command after a --"),
-        (["--repeats", "0", "--", "--swiglu"], "--repeats 0: give at least 1"),
         (["--ring-bytes-per-second", "0", "--", "--swiglu"], "--ring-bytes-per-second 0: give a positive number"),
         (["--ring-bytes-per-second", "nan", "--", "--swiglu"], "--ring-bytes-per-second nan"),
         (["--max-tokens", "8", "--", "--swiglu"], "--max-tokens 8: give at least 64"),

@@ -72,12 +72,10 @@ def test_a_picture(suffix: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
         (["--seq1f1b-partition", "1,2"], "there must be 4, of 131072 tokens together"),
         (["--seq-length", "3"], "use at most 3 slices"),
-        (["--seq-length", "0"], "must be at least 1"),
         (["--tp", "3"], "the nearest lengths that can be are 131070 or 131073"),
-        (["--stages", "0"], "the number of stages is 0"),
         (["--stages", "2", "--vpp", "2"], "--vpp 2 needs --stages of 3 or more"),
         (["--slices", "3", "--vpp", "2", "--microbatches", "5"], "the nearest numbers of micro-batches are 4 or 6"),
-        (["--plot", "no/such/folder.png"], "there is no directory no/such"),
+        (["--plot", "no/such/folder.png"], "there is no folder no/such"),
         (["--plot", "picture.txt"], "give a name that ends with .png"),
     ],
 )

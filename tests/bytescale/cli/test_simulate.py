@@ -11,11 +11,8 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
-from bytescale_ext.plan.evaluate.schedulers import NotApplicable, Scenario
-from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale import cli
 from megatron.bytescale.cli import simulate as command
-from megatron.bytescale.cli.megatron_hybrid import megatron_hybrid
 
 LAYER = CostModel(a=4e-11, b=2e-6, c=2e-7, g=1e-4)
 COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1e-6, 1.0, 1.0)
@@ -134,17 +131,15 @@ def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--sampler", "bytd", *SMALL], "sampler 'bytd' is unknown; choose one of byted, github, wikipedia"),
         (["--sampler", "sft", *SMALL, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static,"),
         (["--sampler", "sft", *SMALL, "--stages", "3"], "3 stages do not divide the 32 layers"),
-        (["--sampler", "sft", *SMALL, "--stages", "0"], "--stages 0 must be at least 1"),
         (["--sampler", "sft", *SMALL, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),
         (["--sampler", "sft", *SMALL, "--slices", "2"], "--slices 2 needs a pipeline: give --stages"),
-        (["--sampler", "sft", *SMALL, "--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--sampler", "sft", *SMALL, "--ranks", "3"], "--context 32768 does not fit on 3 ranks.*at least 10923"),
         (["--sampler", "sft", *SMALL, "--global-tokens", "1K"], "context 32768 and 1024 tokens of a step"),
         (["--sampler", "sft", *SMALL, "--cost-file", "none.json"], "none.json"),
         (["--lengths", "none.npy", *SMALL], "none.npy: no such file"),
         (
             ["--sampler", "sft", *SMALL, "--schedulers", "naive", "--plot", "none/bars.png"],
-            "cannot write the picture",
+            "there is no folder none",
         ),
     ],
 )
@@ -164,26 +159,8 @@ def test_too_few_tokens_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("text", ["8KB", "0", "-1K", "x", "", "1.5M"])
 def test_bad_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run("--sampler", "sft", *SMALL, f"--context={text}")
-    assert end.value.code == 2
-    assert "is not a positive size" in capsys.readouterr().err
-
-
-def test_megatrons_scheduler_places_every_sample() -> None:
-    here = Scenario.of(Cluster(8, 8192), 32768, COST)
-    lengths = [32768, 20000, 9000, 8192, 4000, 500, 500, 300]
-    outcome = megatron_hybrid(lengths, here)
-    least = sum(COST.whole().both.sequence_cost(length, 1) for length in lengths) / 8
-    assert outcome.makespan > least
-    assert outcome.peak_tokens <= 8192
-
-
-def test_megatrons_scheduler_says_what_it_cannot() -> None:
-    with pytest.raises(NotApplicable, match="refuses pipelines"):
-        megatron_hybrid([8], Scenario.of(Cluster(8, 8192), 32768, COST, 2))
-    with pytest.raises(NotApplicable, match="6 ranks are not a power of two"):
-        megatron_hybrid([8], Scenario.of(Cluster(6, 8192), 32768, COST))
+    assert run("--sampler", "sft", *SMALL, f"--context={text}") == 2
+    assert "is not a size from 1 to 1024G" in capsys.readouterr().err
 
 
 def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> None:

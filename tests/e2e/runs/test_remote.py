@@ -57,10 +57,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _write_corpora(rank: int, world: int, paths: tuple[Path, ...]) -> None:
+    from bytescale_ext.data.samples.sources import source_entries
     from megatron.bytescale.core.datasets import corpus
 
     for path in paths:
-        corpus.write_corpus(str(path.with_suffix("")), corpus.source_entries([str(path)], "*"))
+        corpus.write_corpus(str(path.with_suffix("")), source_entries([str(path)], "*"))
 
 
 @pytest.fixture(scope="module")

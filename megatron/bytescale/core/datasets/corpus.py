@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +18,16 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+from bytescale_ext.data.samples.sources import Entry, checked_prefix, contents
 from bytescale_ext.data.samples.texts import (
     BYTE_LEVEL_EOD,
     BYTE_LEVEL_VOCAB_SIZE,
     Encode,
     Tokenizer,
     encoder,
-    json_text,
 )
 
 BYTE_LEVEL_FLAGS = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_LEVEL_VOCAB_SIZE))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The text of one document: a file, or the line of a JSONL file that begins at byte ``offset``."""
-
-    path: Path
-    line: int | None = None
-    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,58 +47,6 @@ class CorpusSummary:
     dtype: str
     vocab_size: int
     eod: int
-
-
-def environment_entries(pattern: str = "*.py") -> list[Entry]:
-    """Return the files of the running Python that match: the standard library, then the packages."""
-    paths = sysconfig.get_paths()
-    standard = Path(paths["stdlib"])
-    installed = dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib"))
-    library = [e for e in folder_entries(standard, pattern) if not _in_packages(e.path.relative_to(standard))]
-    return library + [entry for root in installed if root.is_dir() for entry in folder_entries(root, pattern)]
-
-
-def folder_entries(root: Path, pattern: str) -> list[Entry]:
-    """Return the files below a folder that match, sorted by path, without hidden files and folders.
-
-    Raises:
-        ValueError: no file matches.
-    """
-    matches = [
-        path
-        for path in root.rglob(pattern)
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    ]
-    if not matches:
-        raise ValueError(f"{root}: no file below matches {pattern!r}: give another --glob or another folder")
-    matches.sort(key=lambda path: path.relative_to(root).as_posix())
-    return [entry for path in matches for entry in file_entries(path)]
-
-
-def file_entries(path: Path) -> list[Entry]:
-    """Return one entry, or one for each line of a ``.jsonl`` file."""
-    if path.suffix != ".jsonl":
-        return [Entry(path)]
-    entries, offset = [], 0
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            entries.append(Entry(path, number, offset))
-            offset += len(line)
-    return entries
-
-
-def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
-    """Return the documents of files and folders, in the order given.
-
-    Raises:
-        ValueError: a source does not exist, or a folder has no file that matches.
-    """
-    entries: list[Entry] = []
-    for source in map(Path, sources):
-        if not source.exists():
-            raise ValueError(f"{source}: no such file or folder: change --from")
-        entries += folder_entries(source, pattern) if source.is_dir() else file_entries(source)
-    return entries
 
 
 def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
@@ -173,7 +111,7 @@ def write_corpus(
     dtype = DType.optimal_dtype(vocab_size)
     encode = encoder(tokenizer)
     tally = _Tally()
-    partial = _checked_prefix(prefix)
+    partial = checked_prefix(prefix)
     try:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
@@ -240,7 +178,7 @@ def _add_documents(
     tally: _Tally,
 ) -> None:
     total = 0
-    for entry, raw in _contents(entries, json_key):
+    for entry, raw in contents(entries, json_key):
         tally.files.add(entry.path)
         if not raw:
             tally.num_skipped_empty += 1
@@ -252,49 +190,3 @@ def _add_documents(
         total += len(tokens)
         if num_tokens is not None and total >= num_tokens:
             return
-
-
-def _contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, bytes]]:
-    """Yield each entry with its text, keeping a JSONL file open from line to line."""
-    opened: dict[Path, Any] = {}
-    try:
-        for entry in entries:
-            if entry.line is None:
-                yield entry, _file_bytes(entry.path)
-                continue
-            if entry.path not in opened:
-                for stream in opened.values():
-                    stream.close()
-                opened = {entry.path: entry.path.open("rb")}
-            opened[entry.path].seek(entry.offset)
-            yield entry, json_text(opened[entry.path].readline(), json_key, f"{entry.path}:{entry.line}")
-    finally:
-        for stream in opened.values():
-            stream.close()
-
-
-def _file_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
-
-
-def _checked_prefix(prefix: str) -> str:
-    """Return the path of the unfinished files. Raises ValueError if they cannot be written."""
-    target = Path(prefix)
-    if not target.name or prefix.endswith(("/", ".bin", ".idx")):
-        raise ValueError(f"--output {prefix}: give a path that ends in a name, without .bin or .idx")
-    partial = str(target.with_name(f".{target.name}.partial"))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        Path(partial + ".bin").touch()
-    except OSError as error:
-        raise ValueError(
-            f"--output {prefix}: cannot write to {target.parent} ({error.strerror}): change --output"
-        ) from error
-    return partial
-
-
-def _in_packages(path: Path) -> bool:
-    return path.parts[0] in ("site-packages", "dist-packages")

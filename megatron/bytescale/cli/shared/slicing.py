@@ -14,10 +14,11 @@ from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+from megatron.bytescale.cli.shared.inputs import count
 from megatron.bytescale.features.slices import AUTO, slices_value
 
 
-def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = int) -> None:
+def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = count) -> None:
     """Add ``--slices`` with this help and type, and ``--eager``; ``slices_of`` reads them."""
     parser.add_argument("--slices", type=kind, default=1, metavar="K", help=text)
     parser.add_argument(

@@ -1,0 +1,125 @@
+"""The documents that ``bytescale corpus`` reads: files, folders and the lines of JSONL files. No Megatron."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from bytescale_ext.data.samples.texts import json_text
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The text of one document: a file, or the line of a JSONL file that begins at byte ``offset``."""
+
+    path: Path
+    line: int | None = None
+    offset: int = 0
+
+
+def environment_entries(pattern: str = "*.py") -> list[Entry]:
+    """Return the files of the running Python that match: the standard library, then the packages."""
+    paths = sysconfig.get_paths()
+    standard = Path(paths["stdlib"])
+    installed = dict.fromkeys(Path(paths[name]) for name in ("purelib", "platlib"))
+    library = [e for e in folder_entries(standard, pattern) if not _in_packages(e.path.relative_to(standard))]
+    return library + [entry for root in installed if root.is_dir() for entry in folder_entries(root, pattern)]
+
+
+def folder_entries(root: Path, pattern: str) -> list[Entry]:
+    """Return the files below a folder that match, sorted by path, without hidden files and folders.
+
+    Raises:
+        ValueError: no file matches.
+    """
+    matches = [
+        path
+        for path in root.rglob(pattern)
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+    if not matches:
+        raise ValueError(f"{root}: no file below matches {pattern!r}: give another --glob or another folder")
+    matches.sort(key=lambda path: path.relative_to(root).as_posix())
+    return [entry for path in matches for entry in file_entries(path)]
+
+
+def file_entries(path: Path) -> list[Entry]:
+    """Return one entry, or one for each line of a ``.jsonl`` file."""
+    if path.suffix != ".jsonl":
+        return [Entry(path)]
+    entries, offset = [], 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            entries.append(Entry(path, number, offset))
+            offset += len(line)
+    return entries
+
+
+def source_entries(sources: Sequence[str], pattern: str) -> list[Entry]:
+    """Return the documents of files and folders, in the order given.
+
+    Raises:
+        ValueError: a source does not exist, or a folder has no file that matches.
+    """
+    entries: list[Entry] = []
+    for source in map(Path, sources):
+        if not source.exists():
+            raise ValueError(f"{source}: no such file or folder: change --from")
+        entries += folder_entries(source, pattern) if source.is_dir() else file_entries(source)
+    return entries
+
+
+def check_first_lines(entries: Sequence[Entry], json_key: str) -> None:
+    """Raise ValueError if the first line of a JSONL file is bad, before anything slow begins."""
+    for _ in contents([entry for entry in entries if entry.line == 1], json_key):
+        pass
+
+
+def contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, bytes]]:
+    """Yield each entry with its text, keeping a JSONL file open from line to line."""
+    opened: dict[Path, BinaryIO] = {}
+    try:
+        for entry in entries:
+            if entry.line is None:
+                yield entry, _file_bytes(entry.path)
+                continue
+            if entry.path not in opened:
+                for stream in opened.values():
+                    stream.close()
+                opened = {entry.path: entry.path.open("rb")}
+            opened[entry.path].seek(entry.offset)
+            yield entry, json_text(opened[entry.path].readline(), json_key, f"{entry.path}:{entry.line}")
+    finally:
+        for stream in opened.values():
+            stream.close()
+
+
+def _file_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
+
+
+def checked_prefix(prefix: str) -> str:
+    """Return the path of the unfinished files. Raises ValueError if they cannot be written."""
+    target = Path(prefix)
+    if not target.name or prefix.endswith(("/", ".bin", ".idx")):
+        raise ValueError(f"--output {prefix}: give a path that ends in a name, without .bin or .idx")
+    partial = str(target.with_name(f".{target.name}.partial"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Path(partial + ".bin").touch()
+        Path(partial + ".bin").unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--output {prefix}: cannot write to {target.parent} ({error.strerror}): change --output"
+        ) from error
+    return partial
+
+
+def _in_packages(path: Path) -> bool:
+    return path.parts[0] in ("site-packages", "dist-packages")

@@ -1,0 +1,8 @@
+"""``torchrun -m megatron.bytescale.train``: pretrain_gpt_hdp.py of an installed package."""
+
+from __future__ import annotations
+
+from pretrain_gpt_hdp import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Bad input of every subcommand: one line on standard error, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.bytescale import cli
+from megatron.bytescale.cli.plan import read_lengths
+from megatron.bytescale.cli.shared.inputs import OneLineParser
+
+PLAN = ["plan", "--lengths", "{in}/lengths.npy", "--ranks", "9", "--tokens-per-rank", "10"]
+SIMULATE = "simulate --sampler sft --context 8K --ranks 8 --tokens-per-rank 8K --global-tokens 64K --seeds 1".split()
+SCHEDULE = "schedule --stages 4 --microbatches 8".split()
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
+MEMORY = ["memory-plan", "--model-flags"]
+ACTIVATIONS = ["activations", "--model-flags"]
+CORPUS = ["corpus", "--output", "{in}/out"]
+PROFILE = ["profile", "--output", "{in}/cost.json"]
+
+# (command line, words of the message); {in} is a folder with the files that ``folder`` makes.
+CASES: list[tuple[list[str], str]] = [
+    ([], "required: COMMAND"),
+    (["plans"], "invalid choice: 'plans'"),
+    (["--ranks"], "required: COMMAND"),
+    # plan
+    (["plan"], "required: --lengths, --ranks, --tokens-per-rank"),
+    (PLAN[:3], "required: --ranks"),
+    *(([*PLAN, "--ranks", bad], f"'{bad}' is not a whole number") for bad in ("0", "-1", "1.5", "x", "", "8K")),
+    ([*PLAN, "--ranks", "100000000"], "'100000000' is not a whole number from 1 to 1048576"),
+    *(([*PLAN, "--tokens-per-rank", bad], f"'{bad}' is not a size") for bad in ("0", "-8", "8KB", "1e3", "K")),
+    ([*PLAN, "--tokens-per-rank", str(10**20)], "is not a size from 1 to 1024G"),
+    ([*PLAN, "--tokens-per-rank", str(10**24)], "is not a size from 1 to 1024G"),
+    ([*PLAN, "--tokens-per-rank", "2000G"], "is not a size from 1 to 1024G"),
+    ([*PLAN, "--seq-length", "0"], "'0' is not a size"),
+    ([*PLAN, "--seq-length", "-5"], "expected one argument|'-5' is not a size"),
+    ([*PLAN, "--num-sequences", "0"], "'0' is not a size"),
+    ([*PLAN, "--num-sequences", "99999999"], "has 3 documents from document 0 on; give at most that many"),
+    ([*PLAN, "--start", "3"], "has 3 documents, numbered from 0"),
+    ([*PLAN, "--start", "-1"], "--start -1"),
+    ([*PLAN, "--start", "one"], "invalid int value: 'one'"),
+    ([*PLAN, "--tokens-multiple", "0"], "'0' is not a whole number"),
+    ([*PLAN, "--tokens-multiple", "3"], "multiple"),
+    ([*PLAN, "--balance", "best"], "choose one of auto, none, dp, pp, bytescale"),
+    ([*PLAN, "--balance", "dp", "--stages", "2"], "dp is for 1 stage, not 2"),
+    ([*PLAN, "--stages", "5"], "5 stages do not divide the 32 layers"),
+    ([*PLAN, "--stages", "0"], "'0' is not a whole number"),
+    ([*PLAN, "--slices", "2"], "--slices 2 needs a pipeline: give --stages"),
+    ([*PLAN, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),
+    ([*PLAN, "--slices", "auto"], "--slices auto needs a pipeline"),
+    ([*PLAN, "--slices", "auto", "--stages", "2"], "needs --device-memory-gb"),
+    ([*PLAN, "--slices", "auto", "--stages", "2", "--device-memory-gb", "nan"], "needs --device-memory-gb"),
+    ([*PLAN, "--slices", "auto", "--stages", "2", "--device-memory-gb", "80", "--eager"], "remove them"),
+    ([*PLAN, "--slices", "auto", "--stages", "2", "--device-memory-gb", "0.001"], "GB"),
+    ([*PLAN, "--eager", "--stages", "2"], "--eager needs --slices"),
+    ([*PLAN, "--kept-keys", "5", "--stages", "2"], "--kept-keys 5"),
+    ([*PLAN, "--device-memory-gb", "80"], "--device-memory-gb needs --slices auto"),
+    ([*PLAN, "--ranks-per-node", "0"], "'0' is not a whole number"),
+    ([*PLAN, "--static-width", "2"], "width 2 does not divide 9"),
+    ([*PLAN, "--static-width", "3", "--balance", "dp"], "remove them"),
+    ([*PLAN, "--cost-file", "{in}/none.json"], "none.json"),
+    ([*PLAN, "--cost-file", "{in}"], "{in}"),
+    ([*PLAN, "--cost-file", "{in}/bad.json"], "bad.json"),
+    ([*PLAN, "--cost-file", "{in}/not.json"], "not.json"),
+    ([*PLAN, "--ranks", "2"], "sequence 2 has 55 tokens.*at least 28"),
+    ([*PLAN, "--output", "x"], "it has no option --output"),
+    ([*PLAN, "--lengths", "{in}"], "is a folder; give one of its .idx or .npy files"),
+    ([*PLAN, "--lengths", "{in}/none.npy"], "no such file"),
+    ([*PLAN, "--lengths", "{in}/bad.json"], r"give a Megatron index \(.idx\) or a numpy array"),
+    ([*PLAN, "--lengths", "{in}/text.npy"], "is not a numpy array"),
+    ([*PLAN, "--lengths", "{in}/floats.npy"], "must be one-dimensional and of integers"),
+    ([*PLAN, "--lengths", "{in}/negative.npy"], "document 1 has -7 tokens"),
+    ([*PLAN, "--lengths", "{in}/empty.npy"], "has 0 documents"),
+    ([*PLAN, "--lengths", "{in}/short.idx"], "short.idx"),
+    # simulate
+    (["simulate"], "required: --context"),
+    (SIMULATE[:3], "required: --context"),
+    ([*SIMULATE, "--lengths", "{in}/lengths.npy"], "not allowed with argument --sampler"),
+    ([*SIMULATE, "--sampler", "bytd"], "sampler 'bytd' is unknown; choose one of byted, github, wikipedia"),
+    ([*SIMULATE, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static"),
+    ([*SIMULATE, "--schedulers", ""], "scheduler '' is unknown"),
+    ([*SIMULATE, "--context", "1T"], "'1T' is not a size"),
+    ([*SIMULATE, "--context", "1M"], "--context 1048576 does not fit on 8 ranks.*at least 131072"),
+    ([*SIMULATE, "--global-tokens", "1K"], "context 8192 and 1024 tokens of a step"),
+    ([*SIMULATE, "--global-tokens", "0"], "'0' is not a size"),
+    ([*SIMULATE, "--seeds", "0"], "'0' is not a whole number"),
+    ([*SIMULATE, "--stages", "3"], "3 stages do not divide the 32 layers"),
+    ([*SIMULATE, "--slices", "2"], "--slices 2 needs a pipeline"),
+    ([*SIMULATE, "--slices", "two"], "invalid slices_value value: 'two'|--slices"),
+    ([*SIMULATE, "--plot", "{in}/none/bars.png"], "there is no folder"),
+    ([*SIMULATE, "--plot", "{in}/bars.txt"], "give a name that ends with .png, .svg or .pdf"),
+    ([*SIMULATE, "--cost-file", "{in}/none.json"], "none.json"),
+    # schedule
+    (["schedule"], "required: --stages, --microbatches"),
+    ([*SCHEDULE, "--stages", "0"], "'0' is not a whole number"),
+    ([*SCHEDULE, "--microbatches", "-3"], "'-3' is not a whole number|expected one argument"),
+    ([*SCHEDULE, "--microbatches", "many"], "'many' is not a whole number"),
+    ([*SCHEDULE, "--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
+    ([*SCHEDULE, "--slices", "4", "--seq1f1b-partition", "1,2"], "there must be 4, of 131072 tokens together"),
+    ([*SCHEDULE, "--slices", "4", "--seq-length", "3"], "use at most 3 slices"),
+    ([*SCHEDULE, "--seq-length", "0"], "'0' is not a size"),
+    ([*SCHEDULE, "--tp", "0"], "'0' is not a whole number"),
+    ([*SCHEDULE, "--slices", "4", "--tp", "3"], "the nearest lengths that can be are 131070 or 131073"),
+    ([*SCHEDULE, "--stages", "2", "--vpp", "2"], "--vpp 2 needs --stages of 3 or more"),
+    ([*SCHEDULE, "--slices", "3", "--vpp", "2", "--microbatches", "5"], "the nearest numbers of micro-batches"),
+    ([*SCHEDULE, "--model", "gpt-9b"], "invalid choice: 'gpt-9b'"),
+    ([*SCHEDULE, "--slices", "0"], "--slices 0|'0' is not"),
+    ([*SCHEDULE, "--slices", "auto"], "'auto' is not a whole number"),
+    ([*SCHEDULE, "--plot", "{in}"], "give a name that ends with"),
+    ([*SCHEDULE, "--plot", "{in}/none/a.png"], "there is no folder"),
+    ([*SCHEDULE, "--cost-file", "{in}/bad.json"], "bad.json"),
+    # activations
+    (["activations", "--seq-length", "0"], "'0' is not a size"),
+    (["activations", "--seq-length", "32KB"], "'32KB' is not a size"),
+    (["activations", "--ring-width", "0"], "'0' is not a whole number"),
+    (["activations", "--optimizer-ranks", "0"], "'0' is not a whole number"),
+    (["activations", "--host-memory-gb", "-1"], "--host-memory-gb must be at least 0"),
+    (["activations", "--host-memory-gb", "much"], "invalid float value"),
+    (["activations", "--device-memory-gb", "1"], "it takes .* GB of device memory"),
+    (["activations", "--device-memory-gb", "inf"], "--device-memory-gb must be at least 0"),
+    (["activations", "--policy", "best"], "choose one of none, memo"),
+    (["activations", "--policy", "memo", "--host-memory-gb", "1"], "GB of host memory"),
+    (["activations", "--link-gb-per-second", "0"], "--link-gb-per-second must be positive"),
+    (["activations", "--link-gb-per-second", "nan"], "--link-gb-per-second must be positive"),
+    (["activations", "--gpus-per-link", "0"], "'0' is not a whole number"),
+    (["activations", "--tflops", "0", "1", "1"], "--tflops must be positive"),
+    (["activations", "--tflops", "1", "1"], "expected 3 arguments"),
+    (["activations", "--chunked-cross-entropy", "0"], "'0' is not a size"),
+    (["activations", "--plot", "{in}/none/a.png"], "there is no folder"),
+    (["activations", "--cost-file", "{in}/none.json"], "none.json"),
+    ([*ACTIVATIONS, "--num-layers 2"], "needs a positive --hidden-size"),
+    ([*ACTIVATIONS, ""], "needs a positive --num-layers"),
+    ([*ACTIVATIONS, "--num-layers two --hidden-size 8 --num-attention-heads 2"], "--num-layers"),
+    ([*ACTIVATIONS, "--num-layers 2 --hidden-size 100 --num-attention-heads 3"],
+     "--hidden-size 100 must be a multiple of --num-attention-heads 3"),
+    ([*ACTIVATIONS, f"{MODEL} --num-query-groups 3"], "4 must be a multiple of --num-query-groups 3"),
+    ([*ACTIVATIONS, f"{MODEL} --num-query-groups -1"], "--num-query-groups"),
+    ([*ACTIVATIONS, f"{MODEL} 'unclosed"], "No closing quotation"),
+    # memory-plan
+    ([*MEMORY, "--num-layers 2"], "needs a positive --hidden-size"),
+    ([*MEMORY, "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "needs at least 2 layers"),
+    ([*MEMORY, f"{MODEL} --num-experts 2"], "memory plans are for dense models"),
+    ([*MEMORY, f"{MODEL} --position-embedding-type yarn"], "--model-flags: argument --position-embedding-type"),
+    (["memory-plan", "--seq-length", "0"], "'0' is not a size"),
+    (["memory-plan", "--solver-seconds", "-1"], "--solver-seconds must be positive|expected one argument"),
+    (["memory-plan", "--activation-policy", "memo"], "give --host-memory-gb"),
+    (["memory-plan", "--activation-policy", "all"], "invalid choice: 'all'"),
+    (["memory-plan", "--host-memory-gb", "inf"], "is not an amount of memory"),
+    (["memory-plan", "--output", "{in}/none/m.json"], "there is no folder"),
+    (["memory-plan", "--output", "{in}"], "cannot be written"),
+    # timeline
+    (["timeline"], "required: --output"),
+    (["timeline", "--output", "{in}/out", "--from", "{in}/none"], "is not a directory"),
+    (["timeline", "--output", "{in}/out", "--from", "{in}"], "rank0.jsonl"),
+    (["timeline", "--output", "{in}/none/out", "--plan", "{in}/bad.json"], "there is no folder"),
+    (["timeline", "--output", "{in}/out", "--plan", "{in}/none.json"], "none.json"),
+    (["timeline", "--output", "{in}/out", "--plan", "{in}/bad.json"], "is not the output of bytescale plan --json"),
+    (["timeline", "--output", "{in}/out", "--plan", "{in}/not.json"], "is not the output of bytescale plan --json"),
+    (["timeline", "--output", "{in}/out", "--plan", "{in}/broken.json"], "is a broken plan: tokens .* of seq 2"),
+    (["timeline", "--output", "{in}/out", "--plan", "{in}/plan.json", "--step", "3"], "leave it out with --plan"),
+    # corpus
+    (["corpus"], "required: --output"),
+    ([*CORPUS, "--from", "{in}/none"], "no such file or folder: change --from"),
+    ([*CORPUS, "--from", "{in}", "--glob", "*.cpp"], "no file below matches"),
+    ([*CORPUS, "--from", "{in}/chat.jsonl"], "chat.jsonl:1: a chat under the key 'messages'"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--json-key", "body"], "no text under the key 'body'.*change --json-key"),
+    ([*CORPUS, "--from", "{in}/broken.jsonl"], "broken.jsonl:1: not JSON"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--vocab-size", "300"], "add --tokenizer-type"),
+    ([*CORPUS, "--from", "{in}/lines.jsonl", "--tokens", "0"], "'0' is not a size"),
+    (["corpus", "--output", "{in}/", "--from", "{in}/lines.jsonl"], "give a path that ends in a name"),
+    (["corpus", "--output", "{in}/out.bin", "--from", "{in}/lines.jsonl"], "without .bin or .idx"),
+    (["corpus", "--output", "{in}/lines.jsonl/out", "--from", "{in}/lines.jsonl"], "cannot write to"),
+    # profile
+    (["profile"], "required: --output"),
+    (PROFILE, "give the flags of the training command after a --"),
+    ([*PROFILE, "--repeats", "0", "--", "--num-layers", "2"], "'0' is not a whole number"),
+    ([*PROFILE, "--max-tokens", "x", "--", "--num-layers", "2"], "'x' is not a size"),
+    ([*PROFILE, "--max-tokens", "3", "--", "--num-layers", "2"], "3"),
+    ([*PROFILE, "--ring-bytes-per-second", "0", "--", "--num-layers", "2"], "give a positive number"),
+    (["profile", "--output", "{in}/none/c.json", "--", "--num-layers", "2"], "there is no folder"),
+    (["profile", "--output", "{in}", "--", "--num-layers", "2"], "cannot be written"),
+    # doctor
+    (["doctor", "--head-dim", "0"], "'0' is not a whole number"),
+    (["doctor", "--head-dim", "wide"], "'wide' is not a whole number"),
+    (["doctor", "--dtype", "fp8"], "invalid choice: 'fp8'"),
+    (["doctor", "all"], "it has no option all"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of many kinds, most of them bad."""
+    root = tmp_path_factory.mktemp("bad")
+    arrays = {"lengths": [30, 7, 55], "negative": [4, -7], "empty": [], "floats": [1.5]}
+    for name, values in arrays.items():
+        np.save(root / f"{name}.npy", np.array(values, dtype=None if name == "floats" else np.int64))
+    (root / "text.npy").write_text("no array")
+    (root / "short.idx").write_bytes(b"MMIDIDX")
+    (root / "bad.json").write_text('{"a": 1}')
+    (root / "not.json").write_text("{")
+    (root / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    (root / "lines.jsonl").write_text('{"text": "one"}\n')
+    (root / "broken.jsonl").write_text("{\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path) -> Path:
+    """A plan, and the same one without its first micro-batch."""
+    parser = OneLineParser()
+    cli.plan.add_arguments(parser)
+    args = parser.parse_args([word.format(**{"in": folder}) for word in PLAN[1:]])
+    plan = cli.plan.planner_of(args, cli.plan.model_cost(None))(read_lengths(args.lengths)).to_json()
+    (folder / "plan.json").write_text(json.dumps(plan))
+    broken = {**plan, "lengths": [*plan["lengths"][:-1], 10**6]}
+    (folder / "broken.json").write_text(json.dumps(broken))
+    return folder
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line with which a command line is refused."""
+    assert cli.main(words) == 2
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"bytescale[a-z -]*: error: .+\n", shown.err), shown.err
+    assert shown.out == ""
+    return shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), CASES, ids=lambda value: "" if isinstance(value, str) else " ".join(value)[:60]
+)
+def test_one_line(words: list[str], message: str, plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(plans.rglob("*"))
+    line = refusal([word.replace("{in}", str(plans)) for word in words], capsys)
+    assert re.search(message.replace("{in}", str(plans)), line), line
+    assert sorted(plans.rglob("*")) == before
+
+
+def test_the_table_is_long() -> None:
+    assert len(CASES) >= 120
+
+
+VALUES = st.one_of(
+    st.integers(-3, 3).map(str),
+    st.sampled_from(
+        ["", "8K", "1e9", "nan", "inf", "auto", "none", "time", "1,2", ",", "x" * 50, "/dev/null", "/", "\0"]
+    ),
+    st.text(max_size=4),
+)
+FAST = {"plan": PLAN[3:], "simulate": SIMULATE[1:], "schedule": SCHEDULE[1:], "activations": []}
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_random_options_never_end_in_a_traceback(folder: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FAST)))
+    (command,) = (row for row in cli.COMMANDS if name == row.NAME)
+    parser = OneLineParser()
+    command.add_arguments(parser)
+    options = [action for action in parser._actions if action.option_strings]
+    words = [name, *FAST[name]]
+    if name == "plan":
+        words += ["--lengths", str(folder / "lengths.npy")]
+    for option in data.draw(st.lists(st.sampled_from(options), max_size=3)):
+        if option.dest not in ("help", "plot", "output"):
+            words += [option.option_strings[0], *([] if option.nargs == 0 else [data.draw(VALUES)])]
+    assert cli.main(words) in (0, 2)
