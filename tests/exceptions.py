@@ -50,6 +50,7 @@ ANY_FILES = {
     "megatron/bytescale/features/hdp.py",
     "megatron/bytescale/features/loss_chunks.py",
     "megatron/bytescale/features/memory_plan.py",
+    "megatron/bytescale/features/memory_record.py",
     "megatron/bytescale/features/ray.py",
     "megatron/bytescale/features/slices.py",
     "megatron/bytescale/registry.py",

@@ -73,6 +73,7 @@ FLAGS = [
     "--link-gb-per-second",
     "--gpus-per-link",
     "--memory-plan",
+    "--record-memory-plan",
 ]
 SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",

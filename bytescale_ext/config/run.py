@@ -34,6 +34,7 @@ class Process:
         timeout_minutes: timeout of a process group.
         log_interval: steps between log lines.
         stage: its pipeline stage.
+        hdp_rank: its pipeline, among those that train side by side.
     """
 
     rank: int
@@ -44,6 +45,12 @@ class Process:
     timeout_minutes: float = 10.0
     log_interval: int = 100
     stage: int = 0
+    hdp_rank: int = 0
+
+    @property
+    def tensor_rank(self) -> int:
+        """Its number among the ranks that share its layers, as Megatron numbers ranks."""
+        return self.rank % self.tensor_parallel
 
 
 @dataclass(frozen=True)

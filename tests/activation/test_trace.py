@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from bytescale_ext.activation.trace import GRANULE_BYTES, AllocationTrace
+from bytescale_ext.activation.trace import GRANULE_BYTES, AllocationTrace, watch_passes
 from bytescale_ext.plan.memory.placement import liveness_bound, requests_within
 
 
@@ -29,13 +31,56 @@ def test_a_backward_pass_is_seen() -> None:
     x = torch.ones(256, requires_grad=True)
     trace = AllocationTrace([x.detach()])
     with trace:
-        trace.mark("forward")
+        trace.begin_pass("forward", 0)
         loss = (x.sin() * 3).sum()
-        trace.mark("backward")
+        trace.begin_pass("backward", 0)
         loss.backward()
-        trace.mark("end")
+        trace.end_pass("forward", 0)  # not the pass that runs
+        trace.end_pass("backward", 0)
     requests = trace.requests()
-    in_backward = requests_within(requests, trace.marks["backward"], trace.marks["end"])
+    assert [one.kind for one in trace.passes] == ["forward", "backward"]
+    in_backward = requests_within(requests, trace.passes[1].start, trace.passes[1].stop)
     assert any("cos" in request.name for request in in_backward)
     assert not any("sin" in request.name for request in in_backward)
     assert [r.start for r in requests] == sorted(r.start for r in requests)
+
+
+class Double(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return hidden_states.sin() * 2, None
+
+
+def test_passes_of_layers_follow_each_other() -> None:
+    layers, traces = [Double(), Double()], []
+    for number, layer in enumerate(layers):
+        watch_passes(layer, number, lambda: traces[0] if traces else None)
+    x = torch.ones(64, requires_grad=True)
+
+    def step() -> None:
+        hidden = x * 1
+        for layer in layers:
+            hidden, _ = layer(hidden_states=hidden)
+        hidden.sum().backward()
+
+    step()  # before a trace runs, nothing is noted
+    traces.append(AllocationTrace([x.detach()]))
+    with traces[0]:
+        step()
+        step()
+    passes = traces[0].passes
+    assert [(one.kind, one.layer) for one in passes] == 2 * [
+        ("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0),
+    ]  # fmt: skip
+    assert all(one.start < one.stop <= other.start for one, other in itertools.pairwise(passes))
+
+
+def test_what_was_received_before_is_a_request() -> None:
+    received = torch.ones(1024)
+    trace = AllocationTrace([])
+    with trace:
+        trace.note_input(received)
+        trace.note_input(received)
+        received.mul_(2)
+        del received
+    assert [(one.name, one.num_bytes) for one in trace.requests()] == [("0 received", 4096)]
+    assert trace.requests()[0].stop == 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, NoReturn
 
 from bytescale_ext.errors import PlanError
-from bytescale_ext.plan.memory.plan import MemoryPlan, TwoLevelPlan
+from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
 
 _MAX_ROWS: Final = 40
 
@@ -79,6 +79,38 @@ def check_two_level_plan(plan: TwoLevelPlan) -> None:
         if block.stop - block.start < lives:
             law = f"{block.name} exists for {block.stop - block.start} events, its pass takes {lives}"
             _fail(plan.model, law, [index])
+
+
+def check_covers(plan: TwoLevelPlan, requests: Sequence[Request]) -> None:
+    """Replay a recorded step at the addresses of its plan; raise PlanError unless they serve it.
+
+    1. Each request of the step has one address, in a pass or in the model, at the time and with the size recorded.
+    2. Requests that exist together share no memory, whatever pass they belong to.
+    3. The replay's peak is the planned one.
+    """
+    recorded = {request.start: request for request in requests}
+    if len(recorded) != len(requests):
+        raise PlanError(">> two requests of the step begin at one time")
+    found: list[tuple[Request, int]] = []
+    for index, (one, base) in enumerate(zip(plan.model.requests, plan.model.addresses, strict=True)):
+        words = one.name.split()
+        level = plan.levels.get(words[2]) if len(words) == 3 and words[0] == "layer" else None
+        parts = [(one, base, 0)]
+        if level is not None:
+            pairs = zip(level.requests, level.addresses, strict=True)
+            parts = [(part, base + address, one.start) for part, address in pairs]
+        for part, address, since in parts:
+            request = recorded.pop(part.start + since, None)
+            if request is None or (request.num_bytes, request.stop) != (part.num_bytes, part.stop + since):
+                _fail(plan.model, f"{part.name} of {one.name} is not in the step, or has another size or life", [index])
+            found.append((request, address))
+    if recorded:
+        raise PlanError(f">> {next(iter(recorded.values())).name} of the step has no address")
+    found.sort(key=lambda pair: pair[0].start)
+    whole = MemoryPlan(tuple(request for request, _ in found), tuple(address for _, address in found), 0, False)
+    _check_disjoint(whole)
+    if whole.peak != plan.model.peak:
+        raise PlanError(f">> the step needs {whole.peak} bytes at its addresses, and {plan.model.peak} are planned")
 
 
 def _fail(plan: MemoryPlan, law: str, marked: Collection[int] = ()) -> NoReturn:

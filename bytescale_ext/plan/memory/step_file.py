@@ -1,4 +1,4 @@
-"""The plan file of ``bytescale memory-plan``: the recorded step, and the address of each of its tensors."""
+"""The memory plan of one rank as a file holds it: the recorded step, and the address of each of its tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bytescale_ext.plan.cost.entries import entries_of, from_entries
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.check import check_two_level_plan
 from bytescale_ext.plan.memory.plan import TwoLevelPlan, TwoLevelPlanJson
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 SHARE_TOLERANCE = 0.01
 """Shares that differ by at most this are equal, because shares are rounded to rows."""
@@ -49,17 +50,62 @@ class ModelTraits:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLayout:
+    """How the ranks of a pipeline share a step; the defaults are one process that runs micro-batches one by one.
+
+    Attributes:
+        tensor_parallel: ranks that share each layer.
+        sequence_parallel: they share the norms too.
+        stage_layers: layers of each pipeline stage; () for one stage.
+        virtual_stages: model chunks of each stage.
+        group_size: micro-batches, or slices, that pass a virtual stage together; 0 for one chunk.
+        overlapped_messages: virtual stages receive ahead.
+        micro_batches: of a step in each pipeline, which hold several at a time; 1 for one stage.
+        slices: tokens of each slice of a micro-batch; () where it runs whole.
+        slicing: the order in which stages run them.
+    """
+
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] = ()
+    virtual_stages: int = 1
+    group_size: int = 0
+    overlapped_messages: bool = False
+    micro_batches: int = 1
+    slices: tuple[int, ...] = ()
+    slicing: Slicing = ONE_SLICE
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return max(1, len(self.stage_layers))
+
+    @classmethod
+    def from_json(cls, value: object) -> StepLayout:
+        """Invert ``asdict`` after JSON, which has lists for tuples. Raises KeyError or TypeError otherwise."""
+        known = entries_of(value)
+        tuples: dict[str, object] = {}
+        for name in ("stage_layers", "slices"):
+            numbers = known[name]
+            if not isinstance(numbers, list | tuple):
+                raise TypeError(f"{name} is a {type(numbers).__name__} where a list is expected")
+            tuples[name] = tuple(numbers)
+        return from_entries(cls, {**known, **tuples, "slicing": from_entries(Slicing, known["slicing"])})
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The settings of a recorded forward and backward pass: one micro-batch on one process.
+    """The settings of a recorded step: one micro-batch on one process, or the step of one rank of a pipeline.
 
     Attributes:
         shape: of the model, with the vocabulary that was built.
-        num_tokens: of the micro-batch.
+        num_tokens: of the micro-batch, or of the largest slice.
         dtype: of the parameters, for example "bfloat16".
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``), or None.
         activations: the shares kept, swapped and recomputed.
         traits: of the model.
         device: "cuda" or "cpu": kernels keep different tensors.
+        layout: the ranks that share the step, and its order of work.
     """
 
     shape: ModelShape
@@ -69,6 +115,7 @@ class StepRecord:
     activations: ActivationPlan
     traits: ModelTraits
     device: str
+    layout: StepLayout = StepLayout()
 
     def differences(self, other: StepRecord) -> list[str]:
         """Return the reasons why a plan of this record cannot be used for ``other``; fewer tokens are allowed."""
@@ -86,12 +133,13 @@ class StepRecord:
     def _compared(self) -> dict[str, object]:
         """Return what must be equal, by the names that messages use."""
         step = {"dtype": self.dtype, "device": self.device, "--chunked-cross-entropy": self.loss_tokens}
-        return {**asdict(self.shape), **asdict(self.traits), **step}
+        layout = asdict(self.layout)
+        return {**asdict(self.shape), **asdict(self.traits), **step, **layout.pop("slicing"), **layout}
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The content of a plan file.
+    """The plan of one rank, or of all ranks that record the same: the whole file of ``bytescale memory-plan``.
 
     Attributes:
         record: the step that was recorded.
@@ -115,7 +163,8 @@ class StepMemory:
             shape = from_entries(ModelShape, known["shape"])
             activations = from_entries(ActivationPlan, known["activations"])
             traits = from_entries(ModelTraits, known["traits"])
-            made = {"shape": shape, "activations": activations, "traits": traits}
+            layout = StepLayout.from_json(known["layout"])
+            made = {"shape": shape, "activations": activations, "traits": traits, "layout": layout}
             record = from_entries(StepRecord, {**known, **made})
             memory = cls(record, int(value["buffer_bytes"]), TwoLevelPlan.from_json(value))
             check_two_level_plan(memory.plan)
@@ -131,5 +180,5 @@ class StepMemory:
         if found:
             raise ValueError(
                 f"--memory-plan {where} is for another model or step: {'; '.join(found)}; record one with "
-                "`bytescale memory-plan` and these sizes"
+                "--record-memory-plan, or with `bytescale memory-plan` and these sizes"
             )

@@ -103,6 +103,7 @@ def process(args: Any) -> Process:
         timeout_minutes=args.distributed_timeout_minutes,
         log_interval=args.log_interval,
         stage=stage_of(args),
+        hdp_rank=hdp_rank_of(args),
     )
 
 
@@ -111,3 +112,11 @@ def stage_of(args: Any) -> int:
     num_stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     distance = tensor_ranks if args.use_tp_pp_dp_mapping else args.world_size // num_stages
     return int(args.rank // distance % num_stages)
+
+
+def hdp_rank_of(args: Any) -> int:
+    """Return the pipeline of this process among those that train side by side, as Megatron numbers ranks."""
+    num_stages, tensor_ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if args.use_tp_pp_dp_mapping:
+        return int(args.rank // (tensor_ranks * num_stages))
+    return int(args.rank // tensor_ranks % (args.world_size // (tensor_ranks * num_stages)))

@@ -112,7 +112,6 @@ def _recomputes_what_policies_recompute(args: Any) -> bool:
 _NO_GRAPH = "remove it: a graph's memory cannot be swapped"
 _NOT_STANDARD = "remove it: its layers are not Megatron's TransformerLayer"
 _NEW_SHAPES = "remove it: micro-batches differ in shape"
-_ONE_PROCESS = "leave it at 1: a plan covers the whole model in one process"
 _PLAIN_CAUSAL = "remove it, or use --transformer-impl transformer_engine: policies run local layers with our attention"
 _SECOND_SWAP = "choose one: the policy swaps too"
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
@@ -125,11 +124,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            lambda a: a.transformer_impl == "local" and a.context_parallel_size > 1),
     refuse("--hybrid-context-parallel", "hdp slices always", "use --hybrid-data-parallel in its place",
            hdp="choose one: --hybrid-data-parallel takes its place"),
-    refuse("--tensor-model-parallel-size > 1", "memory_plan", _ONE_PROCESS, _above("tensor_model_parallel_size", 1)),
-    refuse("--pipeline-model-parallel-size > 1", "memory_plan", _ONE_PROCESS,
-           _above("pipeline_model_parallel_size", 1)),
-    refuse("--seq1f1b-slices > 1", "memory_plan", "leave it at 1: a plan covers whole micro-batches",
-           lambda a: a.seq1f1b_slices not in (None, 1)),
     refuse("--microbatch-group-size-per-virtual-pipeline-stage", "hdp", "give at least --pipeline-model-parallel-size",
            lambda a: (a.microbatch_group_size_per_vp_stage or 1 << 30) < a.pipeline_model_parallel_size),
     refuse("--defer-embedding-wgrad-compute", "hdp slices loss_chunks",

@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +16,16 @@ from bytescale_ext.plan.activation.load import RESIDENT_LAYERS
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import given_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
-from bytescale_ext.plan.memory.check import check_two_level_plan
+from bytescale_ext.plan.memory.check import check_covers, check_two_level_plan
 from bytescale_ext.plan.memory.exact import improve
-from bytescale_ext.plan.memory.placement import plan_memory, requests_within
-from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
+from bytescale_ext.plan.memory.passes import plan_step
+from bytescale_ext.plan.memory.placement import plan_memory
+from bytescale_ext.plan.memory.plan import MemoryPlan, Request
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepMemoryJson, StepRecord
 from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.shared.inputs import check_writable, size
 
 if TYPE_CHECKING:
-    import torch
-
     from bytescale_ext.activation.trace import AllocationTrace
 
 NAME = "memory-plan"
@@ -37,7 +37,6 @@ DEFAULT_FLAGS = (
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights"
 )
-PASSES = ("forward", "backward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,21 +75,23 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--solver-seconds must be positive, got {args.solver_seconds}")
     activations = activations_of(args)
     traits = traits_of_flags(args.model_flags, args.seq_length)
-    requests, marks, record, buffer_bytes = record_step(args, shape, traits, activations)
-    plans: dict[str, tuple[MemoryPlan, float]] = {}
-    levels = {}
-    middle = max(0, shape.num_layers - activations.resident_layers) // 2  # of the layers that the policy applies to
-    for name in PASSES:
-        windows = [(marks[f"{name} {i} begin"], marks[f"{name} {i} end"]) for i in range(shape.num_layers)]
-        plans[f"layer, {name}"] = timed(requests_within(requests, *windows[middle]), args.solver_seconds)
-        levels[name] = plans[f"layer, {name}"][0]
-    plans["model, two levels"] = timed(with_passes_as_blocks(requests, marks, shape, levels), args.solver_seconds)
-    plans["model, one level"] = timed(requests, args.solver_seconds)
+    trace, record, buffer_bytes = record_step(args, shape, traits, activations)
+    timed: list[tuple[MemoryPlan, float]] = []
+
+    def place(requests: Sequence[Request]) -> MemoryPlan:
+        begun = time.perf_counter()
+        timed.append((improve(plan_memory(requests), args.solver_seconds), time.perf_counter() - begun))
+        return timed[-1][0]
+
+    requests = trace.requests()
+    found = plan_step(requests, trace.passes, place)
+    names = [f"layer, {name}" for name in found.two.levels]
+    plans = dict(zip([*names, "model, two levels", "model, one level"], timed, strict=True))
     print(json.dumps(figures(plans)) if args.json else table(plans))
     if args.output is not None:
-        two = TwoLevelPlan(levels, plans["model, two levels"][0])
-        check_two_level_plan(two)
-        write(args.output, StepMemory(record, buffer_bytes, two).to_json())
+        check_two_level_plan(found.two)
+        check_covers(found.two, requests)
+        write(args.output, StepMemory(record, buffer_bytes, found.two).to_json())
     return 0
 
 
@@ -142,15 +143,11 @@ def traits_of_flags(flags: str, length: int) -> ModelTraits:
 
 def record_step(
     args: argparse.Namespace, shape: ModelShape, traits: ModelTraits, activations: ActivationPlan
-) -> tuple[list[Request], dict[str, int], StepRecord, int]:
-    """Run a forward and a backward pass and record their allocations.
-
-    Returns the requests, the times at which each layer's passes begin and end, the settings, and the bytes of a
-    rounding buffer.
-    """
+) -> tuple[AllocationTrace, StepRecord, int]:
+    """Run a forward and a backward pass; return their allocations, the settings, and the bytes of a rounding buffer."""
     import torch
 
-    from bytescale_ext.activation.trace import AllocationTrace
+    from bytescale_ext.activation.trace import AllocationTrace, watch_passes
     from megatron.bytescale.training.one_device import build_model
 
     on_cuda = torch.cuda.is_available() and not args.cpu
@@ -168,55 +165,12 @@ def record_step(
     states = [tensor for p in built.model.parameters() for tensor in (p.detach(), p.grad) if tensor is not None]
     trace = AllocationTrace([*states, tokens, built.store.link.arena.memory])
     for number, layer in enumerate(built.model.decoder.layers):
-        mark_passes(trace, layer, number)
+        watch_passes(layer, number, lambda: trace)
     with trace:
         built.loss(tokens).backward()
     name = str(dtype).removeprefix("torch.")
     record = StepRecord(shape, length, name, loss_tokens, activations, traits, "cuda" if on_cuda else "cpu")
-    return trace.requests(), trace.marks, record, built.store.counts.restored_bytes
-
-
-def mark_passes(trace: AllocationTrace, layer: torch.nn.Module, number: int) -> None:
-    """Mark when a layer's passes begin and end, by hooks on the module and on gradients of its input and output."""
-
-    def begin(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        hidden.register_hook(lambda _: trace.mark(f"backward {number} end"))
-        trace.mark(f"forward {number} begin")
-
-    def end(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
-        trace.mark(f"forward {number} end")
-        output[0].register_hook(lambda _: trace.mark(f"backward {number} begin"))
-
-    layer.register_forward_pre_hook(begin, with_kwargs=True)
-    layer.register_forward_hook(end)
-
-
-def with_passes_as_blocks(
-    requests: list[Request], marks: dict[str, int], shape: ModelShape, levels: dict[str, MemoryPlan]
-) -> list[Request]:
-    """Replace the transient tensors of each layer's pass by one block (MEMO Fig. 7).
-
-    A pass keeps its requests if they differ from the planned pass.
-    """
-    rest, blocks = set(requests), []
-    for name in PASSES:
-        planned = [(r.num_bytes, r.start, r.stop) for r in levels[name].requests]
-        for number in range(shape.num_layers):
-            start, stop = marks[f"{name} {number} begin"], marks[f"{name} {number} end"]
-            inside = requests_within(requests, start, stop)
-            if not inside or [(r.num_bytes, r.start, r.stop) for r in inside] != planned:
-                continue
-            rest.difference_update(r for r in requests if r.start >= start and r.stop <= stop)
-            blocks.append(Request(TwoLevelPlan.block_name(number, name), levels[name].peak, start, stop))
-    return sorted([*rest, *blocks], key=lambda r: (r.start, r.name))
-
-
-def timed(requests: list[Request], solver_seconds: float) -> tuple[MemoryPlan, float]:
-    """Place requests by best fit, then by the solver if a gap to the bound remains; return the plan and the seconds."""
-    begun = time.perf_counter()
-    plan = improve(plan_memory(requests), solver_seconds)
-    return plan, time.perf_counter() - begun
+    return trace, record, built.store.counts.restored_bytes
 
 
 def figures(plans: dict[str, tuple[MemoryPlan, float]]) -> dict[str, dict[str, float]]:

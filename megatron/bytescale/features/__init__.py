@@ -18,13 +18,14 @@ from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.hdp import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory_plan import MEMORY_PLAN
+from megatron.bytescale.features.memory_record import MEMORY_RECORD
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.slices import SLICES
 
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Patch
 
-FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN)
+FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN, MEMORY_RECORD)
 """In the order in which they resolve and build: each may use the results of the features before it."""
 
 

@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def is_on(args: Any) -> bool:
     """Return whether activations follow a plan; a memory plan needs one too."""
     shares = (args.swap_fraction, args.recompute_fraction)
-    return args.activation_policy != "none" or shares != (None, None) or args.memory_plan is not None
+    has_plan = args.memory_plan is not None or args.record_memory_plan is not None
+    return args.activation_policy != "none" or shares != (None, None) or has_plan
 
 
 def before_checks(args: Any) -> None:

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from bytescale_ext.config.activations import ActivationConfig
+from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.activation.plan import ActivationPlan
-from bytescale_ext.plan.memory.step_file import StepMemory
+from bytescale_ext.plan.memory.plan_file import PlanFile
+from bytescale_ext.plan.memory.step_file import StepLayout, StepMemory
+from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features import refusals
-from megatron.bytescale.features.memory_plan import MEMORY_PLAN
+from megatron.bytescale.features.memory_plan import MEMORY_PLAN, layout_of
 from tests.bytescale.features.test_activations import MEMO, parsed
 from tests.bytescale.training.test_activation_memory import MEMORY, RECORD
 
@@ -86,9 +89,19 @@ def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size > 1: leave it at 1: a plan covers the whole"),
-        ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size > 1: leave it at 1"),
-        ({"seq1f1b_slices": 2}, "--seq1f1b-slices > 1: leave it at 1: a plan covers whole micro-batches"),
+        (
+            {"hybrid_data_parallel": True, "tensor_model_parallel_size": 2},
+            "--hybrid-data-parallel over tensor-parallel ranks, stages or slices: remove it: steps of documents differ",
+        ),
+        (
+            {"hybrid_data_parallel": True, "pipeline_model_parallel_size": 2},
+            "--hybrid-data-parallel over tensor-parallel ranks, stages or slices: remove it",
+        ),
+        (
+            {"hybrid_data_parallel": True, "seq1f1b_slices": 2},
+            "--hybrid-data-parallel over tensor-parallel ranks, stages or slices: remove it",
+        ),
+        ({"rampup_batch_size": [2, 2, 10]}, "--rampup-batch-size: remove it: steps would have different numbers"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine: use local"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection: remove it"),
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: remove it"),
@@ -98,3 +111,53 @@ def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> No
 def test_steps_that_cannot_be_recorded_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"--memory-plan does not work with {message}"):
         refuse_conflicts(parsed(*POLICY, **settings), {"memory_plan": "--memory-plan"}, refusals())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"seq1f1b_slices": 2},
+     {"hybrid_data_parallel": True}],
+)  # fmt: skip
+def test_samples_may_be_on_any_ranks_and_documents_on_single_ones(settings: dict[str, Any]) -> None:
+    refuse_conflicts(parsed(*POLICY, **settings), {"memory_plan": "--memory-plan"}, refusals())
+
+
+PIPELINE = {
+    "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8, "data_parallel_size": 2,
+    "global_batch_size": 8, "sequence_parallel": True,
+}  # fmt: skip
+LAYOUT = StepLayout(2, True, (4, 4), micro_batches=4)
+
+
+def test_the_layout_is_that_of_a_pipeline() -> None:
+    args = parsed(*POLICY, "--memory-plan", "plan.json", **PIPELINE)
+    run = resolve(parsed(*POLICY, **PIPELINE))
+    assert layout_of(args, run) == LAYOUT
+    args.virtual_pipeline_model_parallel_size, args.overlap_p2p_comm = 2, True
+    args.microbatch_group_size_per_vp_stage = 4
+    assert layout_of(args, run) == replace(LAYOUT, virtual_stages=2, group_size=4, overlapped_messages=True)
+    eager = Slicing(2, eager=True)
+    sliced = run.with_feature("slices", SliceConfig(eager, (4096, 4096), 2))
+    assert layout_of(parsed(*POLICY, **PIPELINE), sliced) == replace(LAYOUT, slices=(4096, 4096), slicing=eager)
+    alone = parsed(*POLICY, global_batch_size=8)
+    assert layout_of(alone, resolve(alone)) == StepLayout()  # one by one, however many
+
+
+def test_each_rank_takes_the_plan_of_its_stage(tmp_path: Path) -> None:
+    record = replace(RECORD, layout=LAYOUT)
+    last = replace(MEMORY, record=record, buffer_bytes=99)
+    waiting = replace(RECORD.activations, resident_layers=0)  # other micro-batches run before the backward pass
+    first = replace(MEMORY, record=replace(record, activations=waiting))
+    file = PlanFile(((0, 0), (1, 1)), (first, last))
+    (tmp_path / "plans.json").write_text(json.dumps(file.to_json()))
+    words = (*POLICY, "--memory-plan", str(tmp_path / "plans.json"))
+    for rank, plan in ((0, first), (3, first), (4, last), (7, last)):  # the first four processes are stage 0
+        assert resolve(parsed(*words, **PIPELINE, rank=rank)).get(StepMemory).buffer_bytes == plan.buffer_bytes
+    for change, message in (
+        ({"global_batch_size": 16}, "micro_batches is 4 there and 8 here"),
+        ({"sequence_parallel": False}, "sequence_parallel is True there and False here"),
+        ({"tensor_model_parallel_size": 1, "data_parallel_size": 4}, "tensor_parallel is 2 there and 1 here"),
+        ({"pipeline_model_parallel_size": 1}, r"stage_layers is \(4, 4\) there and \(\) here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(parsed(*words, **{**PIPELINE, **change}))

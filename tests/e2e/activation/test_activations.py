@@ -18,6 +18,7 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.placement import plan_memory
 from bytescale_ext.plan.memory.plan import Request, TwoLevelPlan
+from bytescale_ext.plan.memory.plan_file import PlanFile
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepRecord
 from tests.e2e.corpora import VOCAB, write_documents
 from tests.e2e.oracle import gradients, relative_error
@@ -201,6 +202,43 @@ def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
     assert counts(planned)["swapped_bytes"] > 0 < counts(planned)["recomputed_flops"]
     assert len(re.findall(r"memory plan: 3\.000 MB planned, \d\.\d+ MB at most in the first step", planned.text)) == 1
     assert re.search(r"activations kept \d+\.\d swapped \d+\.\d recomputed \d+\.\d MB/step", planned.text)
+
+
+PLANNED = {
+    "tensor-pipeline-slices": (
+        4,
+        [*MODEL, *STEPS, *SLICES, *TWO_STAGES, *TP_SP, "--train-iters", "1"],
+        POLICIES["keep-attention"],
+    ),
+    "virtual-pipeline": (2, [*CASES["plain-virtual-pipeline"][1], "--train-iters", "1"], POLICIES["memo"]),
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_memory_plan_of_a_pipeline(case: str, corpus: Path, tmp_path: Path) -> None:
+    """Each rank records its own step and uses its own plan; nothing that is learned changes."""
+    num_ranks, flags, policy = PLANNED[case]
+    words = [*flags, *policy, "--data-path", corpus]
+    file = tmp_path / "plan.json"
+    recorded = train_ranks(num_ranks, *words, "--record-memory-plan", file, entry=train_and_digest)
+    planned = train_ranks(num_ranks, *words, "--memory-plan", file, entry=train_and_digest)
+    plans = PlanFile.from_json(json.loads(file.read_text()))
+    for one, other in zip(recorded, planned, strict=True):
+        assert one.code is other.code is None, other.text[-2000:]
+        assert digests(one) == digests(other) != []
+        assert one.losses == other.losses
+    for rank, (one, other) in enumerate(zip(recorded, planned, strict=True)):
+        memory = plans.plan_of(*divmod(rank, num_ranks // 2))
+        peak = memory.plan.model.peak
+        (planned_mb, live_mb) = re.findall(r"memory plan of .* ([\d.]+) MB planned, ([\d.]+) MB live", one.text)[0]
+        assert planned_mb == f"{peak / 1e6:.3f}"
+        assert float(planned_mb) <= 1.1 * float(live_mb)
+        (again_mb, used_mb) = re.findall(r"memory plan of .* ([\d.]+) MB planned, ([\d.]+) MB at most", other.text)[0]
+        assert again_mb == planned_mb
+        buffers = 2 * memory.buffer_bytes / 1e6
+        assert float(live_mb) - buffers <= float(used_mb) <= float(live_mb) + buffers + 1e-3
+        assert (memory.buffer_bytes > 0) == (policy == POLICIES["memo"])
+    assert len(plans.plans) >= 2  # stages differ
 
 
 def test_an_arena_that_is_too_small_keeps_the_rest_on_the_device(corpus: Path) -> None:

@@ -1,0 +1,92 @@
+"""A file of memory plans: one for each stage and tensor-parallel rank of a pipeline, equal ones once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, cast
+
+from bytescale_ext.plan.memory.step_file import StepMemory, StepMemoryJson, StepRecord
+
+
+class PlanFileJson(TypedDict):
+    """The JSON format of the plans of a pipeline."""
+
+    roles: list[list[int]]
+    plans: list[StepMemoryJson]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordTo:
+    """A step that is to be recorded.
+
+    Attributes:
+        path: the file of the plans.
+        record: the settings of this rank's step.
+    """
+
+    path: Path
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """The plans of all ranks of a pipeline; pipelines of other HDP ranks have the same.
+
+    Attributes:
+        roles: which of ``plans`` each tensor-parallel rank of each stage has: ``roles[stage][tensor rank]``.
+        plans: without repetition.
+    """
+
+    roles: tuple[tuple[int, ...], ...]
+    plans: tuple[StepMemory, ...]
+
+    @classmethod
+    def of(cls, ranks: Mapping[tuple[int, int], StepMemory]) -> PlanFile:
+        """Return the file of the plans of each (stage, tensor rank)."""
+        plans: list[StepMemory] = []
+        roles: dict[int, list[int]] = {}
+        for stage, tensor_rank in sorted(ranks):
+            plan = ranks[stage, tensor_rank]
+            if plan not in plans:
+                plans.append(plan)
+            roles.setdefault(stage, []).append(plans.index(plan))
+        return cls(tuple(map(tuple, roles.values())), tuple(plans))
+
+    def plan_of(self, stage: int, tensor_rank: int) -> StepMemory:
+        """Return the plan of a rank; that of the last rank there is where the file is for fewer ranks.
+
+        A run on more ranks differs in its layout too, which ``StepMemory.check_serves`` names.
+        """
+        ranks = self.roles[min(stage, len(self.roles) - 1)]
+        return self.plans[ranks[min(tensor_rank, len(ranks) - 1)]]
+
+    def to_json(self) -> PlanFileJson:
+        """Return plain sequences and dicts."""
+        return {"roles": [list(ranks) for ranks in self.roles], "plans": [plan.to_json() for plan in self.plans]}
+
+    @classmethod
+    def from_json(cls, value: object) -> PlanFile:
+        """Read the plans of a pipeline, or the plan of one process, and check them.
+
+        Raises ValueError for another format, a broken plan, or roles that do not fit the recorded layout.
+        """
+        if not (isinstance(value, Mapping) and "roles" in value and "plans" in value):
+            return cls(((0,),), (StepMemory.from_json(cast(StepMemoryJson, value)),))
+        try:
+            plans = tuple(StepMemory.from_json(plan) for plan in value["plans"])
+            roles = tuple(tuple(int(number) for number in ranks) for ranks in value["roles"])
+        except TypeError as error:
+            raise ValueError(f"not a memory plan ({error})") from None
+        layouts = {plan.record.layout for plan in plans}
+        if len(layouts) != 1:
+            raise ValueError(f"a broken memory plan: its {len(plans)} plans are of {len(layouts)} layouts")
+        (layout,) = layouts
+        if [len(ranks) for ranks in roles] != [layout.tensor_parallel] * layout.num_stages:
+            raise ValueError(
+                f"a broken memory plan: its roles are not {layout.num_stages} stages of {layout.tensor_parallel} ranks"
+            )
+        if {number for ranks in roles for number in ranks} != set(range(len(plans))):
+            raise ValueError(f"a broken memory plan: its roles do not name each of its {len(plans)} plans")
+        return cls(roles, plans)
