@@ -4,10 +4,11 @@
     in the order in which stages run two forwards ahead. The arms run in turn.
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
+(d) as (a), 1F1B and slices of equal time alone, for several numbers of micro-batches beside the bound.
 
-(a) and (b) train with Megatron in real processes. 1F1B runs as one slice, by the code and kernel of the other arms.
+(a), (b) and (d) train with Megatron in real processes. 1F1B runs as one slice, by the same code and kernel.
 
-    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abc]
+    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abcd]
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts  
 from bytescale_ext.attention.ring import Backend  # noqa: E402
 from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention  # noqa: E402
 from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
-from bytescale_ext.plan.schedule.actions import seq1f1b_schedule  # noqa: E402
+from bytescale_ext.plan.schedule.actions import bubble_of_equal_costs, seq1f1b_schedule  # noqa: E402
 from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing  # noqa: E402
 from megatron.bytescale import features  # noqa: E402
@@ -176,22 +177,61 @@ def arms_of(num_tokens: int, num_slices: int, cost: CostModel) -> dict[str, Slic
     }
 
 
-def speed(sizes: Sizes, num_tokens: int, num_slices: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
+def measured_arms(sizes: Sizes, num_tokens: int, num_slices: int) -> dict[str, Slices]:
+    """Return ``arms_of`` with slices of equal measured time."""
     torch.set_num_threads(1)
-    arms = arms_of(num_tokens, num_slices, measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens))
+    return arms_of(num_tokens, num_slices, measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens))
+
+
+def step_seconds(pipeline: Pipeline, arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every step of each arm but the first of a run; the arms take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, slices in arms.items():
-            text = train(Pipeline(2, 2, 2), slices, steps, sizes)
+            text = train(pipeline, slices, steps, Sizes())
             found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
             seconds[name] += [float(value) / 1000 for value in found[1:]]
+    return seconds
+
+
+def speed(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Any]:
+    """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
+    seconds = step_seconds(Pipeline(2, 2, 2), arms, steps, rounds)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "slices": {name: list(slices.lengths) for name, slices in arms.items()},
         "step_seconds": median,
         **{f"speedup_{name}": median["1f1b"] / median[name] for name in arms if name != "1f1b"},
     }
+
+
+def bound(num_stages: int, num_micro_batches: int, num_slices: int) -> float:
+    """Return the most that slices can gain over 1F1B: all cost the same, and neither messages nor cuts cost anything.
+
+    The ratio of m k + p - 1 and m + p - 1 slots of a k-th and of a whole micro-batch (Seq1F1B, section 3.4).
+    """
+    shares = [1 - bubble_of_equal_costs(num_stages, num_micro_batches, k) for k in (1, num_slices)]
+    return shares[1] / shares[0]
+
+
+def by_micro_batches(
+    arms: dict[str, Slices], counts: tuple[int, ...], steps: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Measure part (d): for each number of micro-batches the bound, and the median of what each round has gained."""
+    figures: dict[str, dict[str, Any]] = {}
+    ratios: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(rounds):
+        for count in counts:
+            seconds = step_seconds(Pipeline(2, count, 2), arms, steps, 1)
+            ratios[count].append(statistics.median(seconds["1f1b"]) / statistics.median(seconds["time"]))
+            print(f"{count} micro-batches: {ratios[count][-1]:.3f}", file=sys.stderr, flush=True)
+    for count, values in ratios.items():
+        figures[str(count)] = {
+            "bound": round(bound(2, count, arms["time"].slicing.num_slices), 3),
+            "measured": round(statistics.median(values), 3),
+            "rounds": [round(value, 3) for value in values],
+        }
+    return figures
 
 
 def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
@@ -227,19 +267,25 @@ def overheads(sizes: Sizes, lengths: tuple[int, ...], device: str, dtype: torch.
 def main() -> int:
     """Measure and print; with --json the last line is a JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="abc", help="which parts to measure (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence in (a) (%(default)s)")
+    parser.add_argument("--parts", default="abcd", help="which parts to measure (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence in (a) and (d) (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first not counted (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a) (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a) and (d) (%(default)s)")
+    parser.add_argument("--micro-batches", default="2,4,8,16", help="numbers of micro-batches in (d) (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()
     sizes, figures = Sizes(), {}
+    arms = measured_arms(sizes, args.tokens, 4) if set("ad") & set(args.parts) else {}
     if "a" in args.parts:
-        figures |= speed(sizes, args.tokens, 4, args.steps, args.rounds)
+        figures |= speed(arms, args.steps, args.rounds)
     if "b" in args.parts:
         figures |= activations(Sizes(64, 2, 256), 2048)
     if "c" in args.parts:
         figures["split_overhead"] = overheads(sizes, (16384,), "cpu", torch.float32)
+    if "d" in args.parts:
+        two = {name: arms[name] for name in ("1f1b", "time")}
+        counts = tuple(map(int, args.micro_batches.split(",")))
+        figures["micro_batches"] = by_micro_batches(two, counts, args.steps, args.rounds)
     for name, value in figures.items():
         print(f"{name:28} {value}")
     if args.json:

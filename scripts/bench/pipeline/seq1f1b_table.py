@@ -15,10 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
-from bytescale_ext.plan.schedule.actions import seq1f1b_schedule  # noqa: E402
-from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared, lengths_of  # noqa: E402
+from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared  # noqa: E402
 from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
-from scripts.bench.pipeline.zero_bubble import split_costs, zero_bubble_share  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "seq1f1b.md"
 BEGIN, END = "<!-- tables: scripts/bench/pipeline/seq1f1b_table.py -->", "<!-- end of tables -->"
@@ -84,22 +82,6 @@ def throughput_rows() -> Iterator[str]:
             )
 
 
-def zero_bubble_rows() -> Iterator[str]:
-    """Yield rows with the gain of weight gradients in idle time on top of slices of equal time."""
-    yield _head("model", "tokens", "idle, Seq1F1B", "idle, with weight gradients in gaps", "gain of a step",
-                "weight gradients' share of the work")  # fmt: skip
-    for name, paper in PAPER_MODELS.items():
-        seq_length = paper.seq_lengths[-1]
-        model = SliceModel(paper.shape, seq_length, paper.tensor_parallel)
-        sizes = (paper.num_stages, 2 * paper.num_stages, Slicing(NUM_SLICES))
-        idle = compared(model, *sizes)[-1].bubble
-        costs = split_costs(model, lengths_of(model, NUM_SLICES, "time"))
-        less = zero_bubble_share(seq1f1b_schedule(*sizes), costs)
-        share = sum(costs.weights) / sum(map(sum, (costs.forward, costs.inputs, costs.weights)))
-        gain = 1 - (1 - idle) / (1 - less)
-        yield f"| {name} | {seq_length // 1024}K | {idle:.3f} | {less:.3f} | {gain:.1%} | {share:.0%} |"
-
-
 def tables() -> str:
     """Return all tables with their headings."""
     parts = (
@@ -108,7 +90,6 @@ def tables() -> str:
             memory_rows(),
         ),
         ("### 7B on 32 GPUs: speed", throughput_rows()),
-        ("### What a zero-bubble variant would gain", zero_bubble_rows()),
     )
     return "\n\n".join(f"{heading}\n\n" + "\n".join(rows) for heading, rows in parts)
 

@@ -17,7 +17,8 @@ PRINTED = "".join(f" elapsed time per iteration (ms): {ms} |\n" for ms in (900, 
 def test_every_arm_trains_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or PRINTED)
-    figures = seq1f1b.speed(seq1f1b.Sizes(16, 2, 32), 64, 4, steps=3, rounds=1)
+    arms = seq1f1b.measured_arms(seq1f1b.Sizes(16, 2, 32), 64, 4)
+    figures = seq1f1b.speed(arms, steps=3, rounds=1)
     assert set(figures["step_seconds"].values()) == {0.1}  # the first step is left out
     assert [name for name in figures if name.startswith("speedup")] == ["speedup_even", "speedup_time", "speedup_eager"]
     slices = [command[command.index("--seq1f1b-slices") + 1] for command in commands]
@@ -27,6 +28,19 @@ def test_every_arm_trains_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands[1][-1] == "--seq1f1b-partition=16,16,16,16"
     lengths = [arm.lengths for arm in seq1f1b.arms_of(64, 2, CostModel(1.0, 1.0)).values()]
     assert lengths == [(64,), (32, 32), (45, 19), (45, 19)]
+
+
+def test_micro_batches_beside_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With p = 2 and k = 4: (m + 1) / (m + 1 / 4)."""
+    found = [seq1f1b.bound(2, count, 4) for count in (2, 4, 8, 16)]
+    assert found == pytest.approx([3 / 2.25, 5 / 4.25, 9 / 8.25, 17 / 16.25])
+    commands: list[list[str]] = []
+    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or PRINTED)
+    arms = {name: arm for name, arm in seq1f1b.arms_of(64, 4, CostModel(1.0, 1.0)).items() if name in ("1f1b", "time")}
+    figures = seq1f1b.by_micro_batches(arms, (2, 8), steps=3, rounds=2)
+    assert figures["8"] == {"bound": 1.091, "measured": 1.0, "rounds": [1.0, 1.0]}
+    sizes = [next(word for word in command if word.startswith("--global-batch-size")) for command in commands]
+    assert sizes == [f"--global-batch-size={count}" for count in (2, 2, 8, 8)] * 2
 
 
 def test_1f1b_is_one_slice_by_our_code() -> None:
