@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -210,7 +211,18 @@ def _imbalance(work: Iterable[float]) -> float:
 
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append one JSON line per row, creating the folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    """Append one JSON line per row, creating the folder if needed.
+
+    A file that cannot be written, on a full disk for example, gives one warning and never ends a training.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        if path not in _TOLD:
+            print(f"warning: {path} is no longer written ({error.strerror}); the training goes on", file=sys.stderr)
+            _TOLD.add(path)
+
+
+_TOLD: set[Path] = set()

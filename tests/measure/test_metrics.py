@@ -184,3 +184,10 @@ def test_append_jsonl_makes_the_folder_and_appends(tmp_path: Path) -> None:
     append_jsonl(path, [{"a": 1}, {"a": 2}])
     append_jsonl(path, [{"a": 3}])
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_full_disk_is_a_warning_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        append_jsonl(Path("/dev/full"), [{"iteration": 1}])
+    warning = "warning: /dev/full is no longer written (No space left on device); the training goes on\n"
+    assert capsys.readouterr().err == warning

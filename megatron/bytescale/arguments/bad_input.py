@@ -25,7 +25,7 @@ def refusals_of_megatron() -> Iterator[None]:
     """Turn the errors that Megatron raises over arguments, of several types, into a ValueError of one line."""
     try:
         yield
-    except (AssertionError, RuntimeError, OSError) as error:
+    except (AssertionError, RuntimeError, OSError, ImportError, KeyError, TypeError) as error:
         broken = traceback.extract_tb(error.__traceback__)[-1].line  # many of its asserts have no message
         said = " ".join((str(error) or f"this must hold: {broken}").split())
         raise ValueError(f"Megatron refuses these arguments: {said}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.values import check_values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -72,19 +73,6 @@ def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: b
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def check_checkpoint_folder(folder: str | None) -> None:
-    """Raise ValueError at start, not at the first save, if ``--save`` cannot be written."""
-    if folder is None:
-        return
-    probe = Path(folder) / f".writable-{os.environ.get('RANK', '0')}"
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--save {folder} cannot be written ({error.strerror}); choose another folder") from error
-
-
 def parse(
     argv: Sequence[str], on_cpu: bool, settle: Callable[[argparse.Namespace], None] | None = None
 ) -> argparse.Namespace:
@@ -104,9 +92,9 @@ def parse(
         args = parse_args(add_arguments)
     if settle is not None:
         settle(args)
+    check_values(args)
     set_device_defaults(args, argv, on_cpu)
     features.check(args)
-    check_checkpoint_folder(args.save)
     with refusals_of_megatron():
         validate_args(args)
         for feature in features.enabled(args):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
 
-from megatron.bytescale.arguments.parse import NEEDS, check_checkpoint_folder, set_device_defaults
+from megatron.bytescale.arguments.parse import NEEDS, set_device_defaults
 from tests.bytescale.arguments.resolving import refused, resolved
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -55,18 +54,6 @@ def test_transformer_engine_by_name_is_refused_on_cpu() -> None:
 def test_flags_need_the_feature_that_they_belong_to(words: str, needed: str) -> None:
     attention = ["--attention-dropout", 0]
     assert refused(4, *MODEL, *TRAIN, *attention, *words.split()) == f"{words.split()[0]} needs {needed}"
-
-
-def test_checkpoint_folder_is_made_and_left_empty(tmp_path: Path) -> None:
-    check_checkpoint_folder(str(tmp_path / "new" / "folder"))
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
-    check_checkpoint_folder(None)
-
-
-def test_checkpoint_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--save .*file/checkpoints cannot be written \(.+\); choose another folder"):
-        check_checkpoint_folder(str(tmp_path / "file" / "checkpoints"))
 
 
 ENGINE, APEX = "transformer_engine", ("apex", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda")

@@ -174,7 +174,6 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "best"), "choose one of auto, none, dp, pp, bytescale"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp is for 1 stage, not 2"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 5), "5 stages do not divide the 32 layers"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--slices", 2), "--slices 2 needs a pipeline"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--cost-file", "none.json"), "none.json"),
     ],
 )

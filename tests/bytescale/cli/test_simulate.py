@@ -132,7 +132,6 @@ def test_a_cost_file_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--sampler", "sft", *SMALL, "--schedulers", "ours,best"], "scheduler 'best' is unknown; choose from static,"),
         (["--sampler", "sft", *SMALL, "--stages", "3"], "3 stages do not divide the 32 layers"),
         (["--sampler", "sft", *SMALL, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),
-        (["--sampler", "sft", *SMALL, "--slices", "2"], "--slices 2 needs a pipeline: give --stages"),
         (["--sampler", "sft", *SMALL, "--ranks", "3"], "--context 32768 does not fit on 3 ranks.*at least 10923"),
         (["--sampler", "sft", *SMALL, "--global-tokens", "1K"], "context 32768 and 1024 tokens of a step"),
         (["--sampler", "sft", *SMALL, "--cost-file", "none.json"], "none.json"),

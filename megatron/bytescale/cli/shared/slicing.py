@@ -61,8 +61,6 @@ def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
         ValueError: fewer than 1 slice, or options that need slices or stages and have none.
     """
     slicing = slices_of(args)
-    if slicing.num_slices > 1 and args.stages == 1:
-        raise ValueError(f"--slices {args.slices} needs a pipeline: give --stages of 2 or more")
     if args.slices == AUTO:
         return slicing
     if args.device_memory_gb is not None:

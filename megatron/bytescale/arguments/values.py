@@ -1,0 +1,120 @@
+"""Values of Megatron's flags that Megatron lets through, or refuses in words that name no flag."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any, Final
+
+MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
+POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train-samples")
+MOST: Final = 1 << 40  # tokens, layers and samples beyond it are typing errors
+FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
+WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
+# The package that Megatron's tokenizer of a type imports.
+PACKAGES: Final = {
+    "HuggingFaceTokenizer": "transformers",
+    "GPT2BPETokenizer": "transformers",
+    "BertWordPieceLowerCase": "transformers",
+    "BertWordPieceCase": "transformers",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+}
+
+
+def check_values(args: Any) -> None:
+    """Check sizes, shares, folders and the tokenizer, before anything is built. Raises ValueError naming the flag."""
+    _check_sizes(args)
+    _check_split(args)
+    _check_folders(args)
+    _check_tokenizer(args)
+
+
+def value_of(args: Any, flag: str) -> Any:
+    """Return the value of a flag; None where it was not given."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+
+
+def _check_sizes(args: Any) -> None:
+    missing = [flag for flag in MODEL[:3] if value_of(args, flag) is None]
+    reads_sizes = args.use_checkpoint_args or args.yaml_cfg is not None
+    if missing and not reads_sizes:
+        raise ValueError(f"no {', '.join(missing)}: give the model; the README has a whole launch line to begin with")
+    for flag in POSITIVE:
+        value = value_of(args, flag)
+        if value is not None and not 1 <= value <= MOST:
+            raise ValueError(f"{flag} {value} must be at least 1" + (" and at most 2^40" if value > MOST else ""))
+    tokens = args.hdp_tokens_per_rank
+    if tokens is not None and tokens > MOST:
+        raise ValueError(f"--hdp-tokens-per-rank {tokens} must be at most 2^40")
+    iterations = args.train_iters
+    if iterations is not None and iterations < (0 if args.skip_train else 1):
+        raise ValueError(f"--train-iters {iterations}: nothing to train; give at least 1")
+    step = args.hdp_timeline_step
+    if step is not None and (step < 1 or (iterations is not None and step > iterations)):
+        raise ValueError(f"--hdp-timeline-step {step} is no iteration of this run, which has 1 to {iterations}")
+
+
+def _check_split(args: Any) -> None:
+    """Raise ValueError for a ``--split`` that is not up to three shares."""
+    if args.split is None:
+        return
+    try:
+        shares = [float(part) for part in args.split.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or not sum(shares):
+        raise ValueError(f"--split {args.split}: give the shares of training, validation and test, such as 99,1,0")
+
+
+def _check_folders(args: Any) -> None:
+    """Raise ValueError if a folder is a file, or cannot be written at start, not at the first save."""
+    for flag in FOLDERS:
+        folder = value_of(args, flag)
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(f"{flag} {folder} is a file; give a folder")
+    for flag in WRITTEN:
+        folder = value_of(args, flag)
+        if folder is not None:
+            _check_writable(flag, Path(folder))
+
+
+def _check_writable(flag: str, folder: Path) -> None:
+    probe = folder / f".writable-{os.environ.get('RANK', '0')}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def _check_tokenizer(args: Any) -> None:
+    kind = args.tokenizer_type
+    if kind is None:
+        raise ValueError("no --tokenizer-type: give the tokenizer that wrote the data (`bytescale corpus` prints it)")
+    package = PACKAGES.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install '.[tokenizers]'")
+    if kind == "NullTokenizer" and args.vocab_size is None:
+        raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (`bytescale corpus` prints it)")
+    by_files = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+    if package is not None and not by_files and args.tokenizer_model is None:
+        raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
+    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
+        path = value_of(args, flag)
+        is_hub_name = flag == "--tokenizer-model" and kind == "HuggingFaceTokenizer" and not str(path).startswith("/")
+        if path is not None and not is_hub_name and not Path(path).exists():
+            raise ValueError(f"{flag} {path}: no such file")
+    if kind == "TikTokenizer":
+        _check_tiktoken(Path(args.tokenizer_model))
+
+
+def _check_tiktoken(path: Path) -> None:
+    """Raise ValueError if a file is not a vocabulary of TikTokenizer, before Megatron's assertions do."""
+    if path.suffix != ".json":
+        raise ValueError(f"--tokenizer-model {path}: a TikTokenizer's vocabulary is a .json file")

@@ -1,0 +1,208 @@
+"""Bad launch lines: one line that names the flag, exit code 2, before anything is built or written."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.bytescale.arguments import values
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+COMMON = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--data-path", "{in}/docs"]
+MARK = "pretrain_gpt_hdp.py: error: "
+
+
+def without(flag: str, num_values: int = 1) -> list[str]:
+    """Return the common flags without one of them."""
+    at = COMMON.index(flag)
+    return [*COMMON[:at], *COMMON[at + 1 + num_values :]]
+
+
+UNTOKENIZED = without("--tokenizer-type", 3)
+# (launch line, words of the message); {in} is a folder with the files that ``folder`` makes.
+CASES: list[tuple[list[str], str]] = [
+    ([], "no --num-layers, --hidden-size, --num-attention-heads: give the model"),
+    (without("--num-layers"), "no --num-layers: give the model"),
+    *(
+        ([*COMMON, f"{flag}={value}"], f"{flag} {value} must be at least 1")
+        for flag, value in (
+            ("--seq-length", 0), ("--seq-length", -5), ("--num-layers", 0), ("--hidden-size", -1),
+            ("--num-attention-heads", 0), ("--global-batch-size", 0), ("--max-position-embeddings", -1),
+            ("--seq-length", 10**24),
+        )
+    ),
+    ([*COMMON, "--hdp-tokens-per-rank", "0"], "--hdp-tokens-per-rank must be positive, got 0"),
+    ([*COMMON, "--hdp-tokens-per-rank", str(10**20)], "must be at most 2^40"),
+    ([*COMMON, "--hdp-tokens-per-rank", str(10**24)], "must be at most 2^40"),
+    ([*COMMON, "--hdp-tokens-per-rank", "8K"], "invalid int value: '8K'"),
+    ([*COMMON, "--train-iters", "0"], "--train-iters 0: nothing to train"),
+    ([*COMMON, "--train-iters=-1"], "--train-iters -1: nothing to train"),
+    ([*COMMON, "--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
+    ([*COMMON, "--split", "a,b,c"], "--split a,b,c: give the shares of training, validation and test"),
+    ([*COMMON, "--split=-1,2,3"], "--split -1,2,3: give the shares"),
+    ([*COMMON, "--split", "1,1,1,1"], "--split 1,1,1,1: give the shares"),
+    ([*COMMON, "--split", "0,0,0"], "--split 0,0,0: give the shares"),
+    ([*COMMON, "--split", "nan,1,1"], "--split nan,1,1: give the shares"),
+    *(([*COMMON, flag, "{in}/file"], f"{flag} {{in}}/file is a file; give a folder") for flag in values.FOLDERS),
+    *(([*COMMON, flag, "{in}/file/sub"], f"{flag} {{in}}/file/sub cannot be written") for flag in values.WRITTEN),
+    ([*COMMON, "--hdp-timeline-step", "2"], "--hdp-timeline-step needs --hdp-log-dir"),
+    ([*COMMON, "--hdp-log-dir", "{in}/log", "--hdp-timeline-step", "999"], "999 is no iteration of this run"),
+    ([*COMMON, "--hdp-log-dir", "{in}/log", "--hdp-timeline-step", "0"], "0 is no iteration of this run"),
+    (without("--data-path"), "no data: give --data-path PREFIX"),
+    ([*COMMON, "--data-path", "{in}/none"], "{in}/none.idx: no such file"),
+    (UNTOKENIZED, "no --tokenizer-type: give the tokenizer that wrote the data"),
+    ([*UNTOKENIZED, "--tokenizer-type", "NullTokenizer"], "NullTokenizer needs --vocab-size"),
+    ([*UNTOKENIZED, "--tokenizer-type", "Other"], "invalid choice: 'Other'"),
+    *(
+        ([*UNTOKENIZED, "--tokenizer-type", kind], f"{kind}: {package} is not installed; run pip")
+        for kind, package in values.PACKAGES.items()
+        if importlib.util.find_spec(package) is None
+    ),
+    ([*COMMON, "--hdp-foo"], "unrecognized arguments: --hdp-foo"),
+    ([*COMMON, "--cost-file", "{in}/file"], "is not JSON"),
+    ([*COMMON, "--activation-policy", "auto", "--device-memory-gb", "1", "--host-memory-gb", "nan"],
+     "--host-memory-gb nan is not an amount"),
+    ([*COMMON, "--activation-policy", "best"], "invalid choice: 'best'"),
+    ([*COMMON, "--seq1f1b-slices", "0"], "0"),
+    ([*COMMON, "--seq1f1b-slices", "some"], "--seq1f1b-slices"),
+    ([*COMMON, "--hdp-kept-keys", "5"], "--hdp-kept-keys needs"),
+    ([*COMMON, "--chunked-cross-entropy", "0"], "--chunked-cross-entropy"),
+    ([*COMMON, "--memory-plan", "{in}/none"], "{in}/none"),
+    ([*COMMON, "--tensor-model-parallel-size", "3"], "start 3 processes, or lower it"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("launch")
+    write_documents(root / "docs", copies=1)
+    (root / "file").write_text("neither a folder nor JSON")
+    return root
+
+
+def launch(words: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a launch up to where training would begin, in a child of this process."""
+    mine, of_child = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            text = io.StringIO()
+            with redirect_stdout(text), redirect_stderr(text):
+                code = _main(words)
+            os.write(of_child, text.getvalue()[-4000:].encode())
+        finally:
+            os._exit(code)
+    os.close(of_child)
+    with open(mine, errors="replace") as stream:
+        output = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output
+
+
+def _main(words: Sequence[str]) -> int:
+    import traceback
+
+    import pretrain_gpt_hdp
+    from megatron import training
+
+    def begin(*_: object, **__: object) -> None:
+        raise SystemExit(0)
+
+    training.pretrain = begin
+    sys.argv = ["pretrain_gpt_hdp.py", *words]
+    try:
+        pretrain_gpt_hdp.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        print(traceback.format_exc())
+        return 98
+    return 97
+
+
+def all_launches(rank: int, world: int, lines: list[list[str]]) -> list[tuple[int, str]]:
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    return [launch(words) for words in lines[rank::world]]
+
+
+def test_each_is_one_line_that_names_the_flag(folder: Path) -> None:
+    lines = [[word.replace("{in}", str(folder)) for word in words] for words, _ in CASES]
+    before = sorted(folder.rglob("*"))
+    halves = run_ranks(all_launches, 2, lines, init_group=False)
+    for number, (words, message) in enumerate(CASES):
+        code, output = halves[number % 2][number // 2]
+        assert code == 2, (words, output)
+        assert "Traceback" not in output
+        (line,) = [line for line in output.splitlines() if MARK in line]
+        assert output.endswith(line + "\n")
+        assert any(part.replace("{in}", str(folder)) in line for part in message.split("|")), (words, line)
+    assert sorted(folder.rglob("*")) == before
+
+
+VALUES = [
+    "0",
+    "-1",
+    "1",
+    "3",
+    "x",
+    "",
+    "nan",
+    "inf",
+    "1e30",
+    "8K",
+    "/dev/null",
+    "auto",
+    "even",
+    "1,2",
+    "ray",
+    "NullTokenizer",
+]
+SEPARATE = {"--help", "--hdp-loader", "--cpu"}  # ends the parser; starts processes; is on anyway
+
+
+def random_launches(rank: int, world: int, folder: str) -> int:
+    """Launch with random values of our flags and of those that ``check_values`` reads; return how many were refused."""
+    import argparse
+
+    from megatron.bytescale.arguments.parse import add_arguments
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    takes_value = {action.option_strings[0]: action.nargs != 0 for action in actions}
+    takes_value |= dict.fromkeys(
+        [*values.POSITIVE, *values.FOLDERS, "--split", "--train-iters", "--tokenizer-type"], True
+    )
+    flags = sorted(takes_value.keys() - SEPARATE)
+    refused = []
+
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None)
+    @given(st.lists(st.tuples(st.sampled_from(flags), st.sampled_from(VALUES)), min_size=1, max_size=3))
+    def one(given_flags: list[tuple[str, str]]) -> None:
+        words = [word.replace("{in}", folder) for word in COMMON]
+        words += [f"{flag}={value}" if takes_value[flag] else flag for flag, value in given_flags]
+        code, output = launch(words)
+        assert code in (0, 2), (given_flags, output)
+        assert len(re.findall(MARK, output)) == (code == 2), (given_flags, output)
+        refused.append(code == 2)
+
+    one()
+    return sum(refused)
+
+
+def test_random_flags_never_end_in_a_traceback(folder: Path) -> None:
+    (num_refused,) = run_ranks(random_launches, 1, str(folder), init_group=False)
+    assert num_refused > 10
