@@ -28,6 +28,7 @@ TESTED_ELSEWHERE = {
 ANY_FILES = {
     "megatron/bytescale/arguments/model_shape.py",
     "megatron/bytescale/arguments/refusals.py",
+    "megatron/bytescale/arguments/values.py",
     "megatron/bytescale/arguments/resolve.py",
     "megatron/bytescale/core/datasets/corpus.py",
     "megatron/bytescale/core/datasets/document_dataset.py",

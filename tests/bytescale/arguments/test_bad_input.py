@@ -153,7 +153,6 @@ def test_no_data_path() -> None:
         ("--recompute-granularity full --recompute-method uniform", ["recompute"]),
         ("--min-lr 1", ["Megatron refuses", "min_lr"]),
         ("--no-position-embedding --position-embedding-type none", ["Megatron refuses", "--position-embedding-type"]),
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model missing/folder", ["missing/folder"]),
         ("--data-path 0.3 a b", ["0.3.idx: no such file"]),
     ],
 )
