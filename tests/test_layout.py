@@ -72,6 +72,7 @@ FLAGS = [
     "--device-memory-gb",
     "--link-gb-per-second",
     "--gpus-per-link",
+    "--no-measured-speeds",
     "--memory-plan",
     "--record-memory-plan",
 ]

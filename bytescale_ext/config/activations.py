@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bytescale_ext.config.offload import PlannedOffload
+from bytescale_ext.config.offload import PlannedOffload, planned_offload
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, load_of_tokens
 from bytescale_ext.plan.activation.plan import ActivationPlan
@@ -29,6 +29,7 @@ class ActivationConfig:
         layers: the layers of this process's pipeline stage (of all its model chunks).
         offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
         assumed: a log line about unmeasured speeds that plans assume, with how to measure them; empty: none.
+        measures: what is measured when the model is built and replaces what is assumed: "link", "layers".
     """
 
     policy: str
@@ -42,6 +43,7 @@ class ActivationConfig:
     layers: LayerSettings
     offload: PlannedOffload | None = None
     assumed: str = ""
+    measures: tuple[str, ...] = ()
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
         """Return the load of one micro-batch of a rank, by its tokens and the times of one layer."""
@@ -73,6 +75,15 @@ class ActivationConfig:
         if self.swap is None and self.recompute is None:
             return make_plan(self.policy, load, self.machine)
         return given_plan(self.policy, self.swap, self.recompute, resident)
+
+    def with_speeds(self, cost: ModelCost, link_bytes_per_second: float) -> ActivationConfig:
+        """Return this policy with measured speeds. Raises ValueError where a sequence or micro-batch does not fit."""
+        machine = replace(self.machine, link_bytes_per_second=link_bytes_per_second)
+        found = replace(self, machine=machine, cost=cost, assumed="", measures=())
+        if self.offload is not None:
+            found = replace(found, offload=planned_offload(self.offload.hdp, machine, cost, found.largest))
+        found.check_fits()
+        return found
 
     def check_fits(self) -> None:
         """Raise ValueError where the largest micro-batch exceeds a budget, naming a sufficient budget."""

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from bytescale_ext.measure.speeds import Timer, copy_seconds_per_byte
 from bytescale_ext.parallel.p2p import RingComm
 
 MESSAGE_BYTES: Final = 1 << 23
@@ -89,17 +90,9 @@ def bytes_per_second_of_two_processes(on_cuda: bool) -> float:
 
 
 def host_copy_bytes_per_second() -> float:
-    """Return the rate from the GPU to page-locked host memory, over the bus that a network card also uses."""
-    source = torch.zeros(MESSAGE_BYTES * 8, dtype=torch.uint8, device="cuda")
-    target = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
-    fastest = float("inf")
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        fastest = min(fastest, time.perf_counter() - begun)
-    return source.numel() / fastest
+    """Return the rate between the GPU and page-locked host memory, over the bus that a network card also uses."""
+    host = torch.empty(MESSAGE_BYTES * 8, dtype=torch.uint8, pin_memory=True)
+    return 1.0 / copy_seconds_per_byte(host, torch.device("cuda"), Timer(synchronize=torch.cuda.synchronize))
 
 
 def _rank(rank: int, store: str, on_cuda: bool, sender: Connection) -> None:

@@ -45,7 +45,7 @@ class Runtime:
     """One process of a run.
 
     Attributes:
-        run: everything that is decided; never changes.
+        run: everything that is decided; replaced only once, when speeds are measured at start.
         clock: marks the phases of the running step.
         kernel: the attention kernel; set when the model is built.
         kernel_calls: calls of the kernel since the last step.

@@ -215,18 +215,22 @@ def cost_of_rates(
     attention_forward_flops: float,
     attention_backward_flops: float,
     tensor_parallel: int = 1,
+    *,
+    collective: float | None = None,
 ) -> ModelCost:
     """Return the cost of a model on a device that was not profiled, from its FLOPs per second in three kinds of work.
 
-    Tensor-parallel ranks share the work evenly and wait for their collectives, which receive
-    ``COLLECTIVE_BYTES_PER_SECOND`` in each direction of a layer. Causal attention of s tokens takes
-    ``2 s^2 head_dim num_heads`` FLOPs forward and 2.5 times as many backward (FlashAttention-2, Dao 2023, section 4.1).
+    Tensor-parallel ranks share the work evenly and wait for their collectives, which take ``collective`` seconds for
+    each byte received in each direction of a layer; None: ``COLLECTIVE_BYTES_PER_SECOND``. Causal attention of s tokens
+    takes ``2 s^2 head_dim num_heads`` FLOPs forward and 2.5 times as many backward (FlashAttention-2, Dao 2023, section
+    4.1).
     """
     head = 2.0 * shape.hidden * shape.vocab / tensor_parallel
     layer = (linear_flops_per_token(shape) / tensor_parallel - head) / shape.num_layers
     attention = 2.0 * shape.num_heads * shape.head_dim / tensor_parallel
     tensors = layer_tensors(shape, tensor_parallel=tensor_parallel)
-    collective = 1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0
+    if collective is None:
+        collective = 1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0
     waiting = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel) * collective
     return ModelCost(
         shape=shape,

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="Plan with the costs that `bytescale profile` measured for this model on this hardware. Default: plans "
-        "balance FLOPs, and activation policies use the rates of an H200.",
+        "balance FLOPs, and activation policies measure one layer when training starts.",
     )
     for feature in features.FEATURES:
         feature.add_arguments(parser)

@@ -85,7 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="GPUs of this run that share one link to host memory, as behind a PCIe switch: each is planned with a "
-        "share of its speed (1). scripts/bench/activation/gpu_activations_calibrate.py measures it.",
+        "share of its speed (1). What is measured at start is shared already. "
+        "scripts/bench/activation/gpu_activations_calibrate.py measures it.",
+    )
+    group.add_argument(
+        "--no-measured-speeds",
+        action="store_true",
+        help="Plan with assumed speeds where none are given, equal in every run. Default: a policy that chooses shares "
+        "measures the link and one layer when training starts, in about two seconds, on all ranks together.",
     )
 
 
@@ -121,6 +128,7 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         slices=_slices(run),
         layers=stage_settings(args, run, 0),
         assumed=assumptions(args, run),
+        measures=measures(args, run),
     )
     if hdp is not None and hdp.plans_offload:  # all stages offload the same share: what the fullest stage needs
         _check_planned_offload(args, min(run.stage_layers))
@@ -197,6 +205,19 @@ def assumptions(args: Any, run: RunConfig) -> str:
             "them)"
         )
     return f"> bytescale: assumed, not measured: {'; '.join(speeds)}" if speeds else ""
+
+
+def measures(args: Any, run: RunConfig) -> tuple[str, ...]:
+    """Return what is measured at start: what was not given, where the policy chooses shares by it.
+
+    Memory plans need the same shares in two runs, so they plan with what is assumed or given.
+    """
+    is_fixed = args.activation_policy == "none" or (args.swap_fraction, args.recompute_fraction) != (None, None)
+    has_plan = args.memory_plan is not None or args.record_memory_plan is not None
+    if args.no_measured_speeds or is_fixed or has_plan:
+        return ()
+    found = ["layers"] * (run.cost is None)
+    return (*found, "link") if args.link_gb_per_second is None and args.host_memory_gb else tuple(found)
 
 
 def _slices(run: RunConfig) -> tuple[int, ...]:

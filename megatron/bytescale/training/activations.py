@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.measure.metrics import activations_text
 from bytescale_ext.plan.activation.load import LayerLoad
+from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.schedule.actions import Action, seq1f1b_schedule
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_sample_attention
 from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
+from megatron.bytescale.training.speeds import measure_speeds
 
 
 def plan_activations(training: Training, runtime: Runtime) -> Training:
@@ -46,10 +48,12 @@ def plan_activations(training: Training, runtime: Runtime) -> Training:
     training.wrap_layer_spec(partial(planned_layer_spec, activations=store)).wrap_finalize(
         partial(with_check, store=store, log=log)
     )
-    if run.process.rank == 0:
+    if config.measures:
+        training.model.pre_wrap_hooks.append(partial(measure_speeds, runtime))
+    elif run.process.rank == 0:
         print(config.described(), flush=True)
     if has_documents:
-        return training.wrap_forward_step(partial(planned_forward_step, config, store))
+        return training.wrap_forward_step(partial(planned_forward_step, runtime, store))
     order = None if run.find(SliceConfig) is not None else partial(order_of_stage, training.model.transformer)
     return training.wrap_forward_step(partial(ordered_forward_step, store, order))
 
@@ -117,12 +121,17 @@ class StepLog:
 
 
 def planned_forward_step(
-    config: ActivationConfig, store: ActivationStore, forward_step: Callable[..., Any]
+    runtime: Runtime, store: ActivationStore, forward_step: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Wrap the forward step of documents: set the plan of its micro-batch before the model runs."""
-    plan_of = lru_cache(maxsize=4096)(config.plan)
+
+    @cache
+    def planner() -> tuple[ActivationConfig, Callable[..., ActivationPlan]]:
+        config = runtime.run.get(ActivationConfig)  # now with measured speeds
+        return config, lru_cache(maxsize=4096)(config.plan)
 
     def forward(data_iterator: Any, model: Any) -> Any:
+        config, plan_of = planner()
         item = next(data_iterator)
         store.plan = plan_of(*load_of_micro_batch(config, item[1]))
         if model.training:

@@ -66,12 +66,14 @@ POLICIES: dict[str, list[str]] = {
     "memo": ["--activation-policy", "memo", "--swap-fraction", "0.4", *HOST],
     "priced": ["--activation-policy", "priced", "--swap-fraction", "0.3", "--recompute-fraction", "0.5", *HOST],
     "keep-attention": ["--recompute-fraction", "1"],
-    "auto": ["--activation-policy", "auto", *HOST, "--device-memory-gb", "0.0006"],
+    "auto": ["--activation-policy", "auto", *HOST, "--device-memory-gb", "0.0006", "--no-measured-speeds"],
+    "measured": ["--activation-policy", "memo", *HOST],
 }
 # What runs: every policy once with HDP, and of the two that differ most at least one everywhere.
 RUNS = [
     *(("hdp", policy) for policy in POLICIES),
     ("hdp-tensor-sequence-parallel", "priced"),
+    ("hdp-tensor-sequence-parallel", "measured"),
     ("hdp-pipeline", "memo"),
     ("hdp-experts", "priced"),
     ("hdp-slices-pipeline", "priced"),
@@ -166,7 +168,7 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
         done = counts(other)
         assert done["peak"] <= 0.02e9
         assert done["overflowed_bytes"] == 0
-        if policy == "auto":
+        if policy in ("auto", "measured"):  # which choose
             assert done["swapped_bytes"] + done["recomputed_flops"] > 0
             continue
         assert (done["swapped_bytes"] > 0) == (policy != "keep-attention")
@@ -174,6 +176,8 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
             assert done["late_reads"] == 0 < done["reads"]
         assert (done["recomputed_flops"] > 0) == (done["recomputed_bytes"] > 0) == (policy != "swap-only")
     assert sum("> bytescale: activations" in outcome.text for outcome in planned) == 1
+    for line, is_there in (("assumed, not measured", policy == "auto"), ("measured at start in", policy == "measured")):
+        assert sum(f"> bytescale: {line}" in outcome.text for outcome in planned) == is_there
 
 
 @pytest.mark.parametrize("case", ["plain-classic", "plain-grouped-pipeline"])
@@ -261,7 +265,7 @@ def test_recompute_of_experts_alone_combines(corpus: Path) -> None:
 
 def test_offload_by_the_plan_widens_shards_and_keeps_the_gradients(corpus: Path, tmp_path: Path) -> None:
     """C of 64 tokens on 2 ranks: documents of up to 256 tokens fit only where a share of them is in host memory."""
-    link = ["--link-gb-per-second", "1e9"]  # a toy layer computes next to nothing for its bytes
+    link = ["--link-gb-per-second", "1e9", "--no-measured-speeds"]  # a toy layer computes next to nothing for its bytes
     flags = {
         "plain": ["--hdp-tokens-per-rank", "128"],
         "offload": ["--hdp-tokens-per-rank", "64", "--activation-policy", "offload", *HOST, *link],
