@@ -53,7 +53,8 @@ class LayerSettings:
         sequence_parallel: tensor-parallel ranks share the norms.
         fused_norms: see ``layer_tensors``.
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
-        slices: what a stage holds while it runs each of its slices; empty without slices.
+        slices: what a stage holds while it runs each of its slices, or each chunk of virtual stages, in the chunks'
+            mean; empty where ``in_flight`` says it all.
     """
 
     num_layers: int | None = None
@@ -193,7 +194,12 @@ def load_of_tokens(
     logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
     return LayerLoad(
         tensors=layer_tensors(
-            cost.shape, how.element_bytes, ranks, how.sequence_parallel, how.fused_norms, bool(how.slices)
+            cost.shape,
+            how.element_bytes,
+            ranks,
+            how.sequence_parallel,
+            how.fused_norms,
+            any(moment.bytes for moment in how.slices),
         ),
         num_tokens=num_tokens,
         forward_seconds=forward_seconds,

@@ -34,15 +34,53 @@ class Held:
         tokens: tokens of the rank whose activations are held; with virtual stages, in all their layers.
         kept_keys: tokens of other ranks whose keys are held from slice to slice.
         layer_bytes: of both and of the sums of key gradients, in one layer.
+        parts: what these bytes are when they are most: activations, keys of other ranks, sums: [3, p, num_ranks].
     """
 
     tokens: Floats
     kept_keys: Floats
     layer_bytes: Floats
+    parts: Floats
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the device that takes most, on stages of this memory."""
         return memory.most_bytes(self.layer_bytes.max(axis=1).tolist())
+
+    def device_parts(self, memory: StageMemory) -> DeviceParts:
+        """Return what the bytes of the device that takes most are."""
+        ranks = self.layer_bytes.argmax(axis=1)
+        parts = self.parts * np.array(memory.num_layers)[:, None]
+        of_stages = [
+            DeviceParts(*parts[:, stage, rank].tolist(), *ends)
+            for stage, (rank, *ends) in enumerate(
+                zip(ranks.tolist(), memory.state_bytes, memory.working_bytes, strict=True)
+            )
+        ]
+        return max(of_stages, key=lambda parts: parts.total)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """Bytes of a device at its peak.
+
+    Attributes:
+        activations: with each slice's own keys.
+        keys: kept, of other ranks.
+        sums: of key gradients.
+        states: parameters, gradients, optimizer states.
+        working: gradients of a layer, or logits.
+    """
+
+    activations: float
+    keys: float
+    sums: float
+    states: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.activations + self.keys + self.sums + self.states + self.working
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +139,21 @@ def held(
     """
     slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
     summed = slices.summed(slicing.num_slices)
-    weighted = layer.activations * slices.own + layer.keys * slices.kept
-    found = np.zeros((3, num_stages, table.num_ranks))
+    found, parts = np.zeros((3, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
     for ranks, stage, units, is_forward in _orders(table, slicing, num_stages, num_chunks):
         if stages is not None and stage not in stages:
             continue
         sign = np.where(is_forward, 1.0, -1.0)
         sums = np.where(is_forward, 0.0, summed[units])
-        for number, changes in enumerate(
-            (slices.own[units] * sign, slices.kept[units] * sign, weighted[units] * sign + layer.key_sums * sums)
-        ):
-            found[number, stage, ranks] = np.cumsum(changes, axis=1).max(axis=1) / num_chunks
-    return Held(*found)
+        changes = np.stack((slices.own[units] * sign, slices.kept[units] * sign, sums))
+        over_time = np.cumsum(changes, axis=2) / num_chunks
+        of_parts = over_time * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
+        found[:2, stage, ranks] = over_time[:2].max(axis=2)
+        peak = of_parts.sum(axis=0).argmax(axis=1)
+        parts[:, stage, ranks] = np.take_along_axis(of_parts, peak[None, :, None], axis=2)[:, :, 0]
+        found[2, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
+    tokens, kept_keys, layer_bytes = found
+    return Held(tokens, kept_keys, layer_bytes, parts)
 
 
 def held_slices(
@@ -128,6 +169,7 @@ def held_slices(
         layer: bytes of a token's key and value, and of the sums of their gradients.
     """
     others = 1.0 + kept_tokens / sum(lengths)
+    copies = 4 if kept_tokens else 2  # keys and gradients of a kernel call; in rings a sum here, and one that travels
     sums = [others * layer.key_sums * length for length in lengths]
     tokens = of_sums = 0.0
     found = set()
@@ -139,7 +181,7 @@ def held_slices(
         before = of_sums  # of the layers that the backward pass has not reached yet
         of_sums += sum(sums[:index]) if index == len(lengths) - 1 else -sums[index]
         of_keys = others * layer.keys * tokens
-        share, gathered = 1 / schedule.num_chunks, 2 * layer.keys * sum(lengths[: index + 1])
+        share, gathered = 1 / schedule.num_chunks, copies * layer.keys * sum(lengths[: index + 1])
         held_bytes = share * (of_keys + max(before, of_sums))
         found.add(HeldSlices(lengths[index], share * tokens, held_bytes, gathered))
         tokens -= lengths[index]

@@ -156,7 +156,8 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
     if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         in_flight = min(in_flight, micro_batches * slices.num_slices)
-    held = _held_slices(args, run, stage) if slices.num_slices > 1 else ()
+    held = _held_slices(args, run, stage) if slices.num_slices > 1 or virtual > 1 else ()
+    loss_tokens = None if chunks is None else chunks.num_tokens
     return LayerSettings(
         num_layers=run.stage_layers[stage],
         resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
@@ -164,24 +165,25 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
         element_bytes=args.params_dtype.itemsize,
         sequence_parallel=args.sequence_parallel,
         fused_norms=args.transformer_impl == "transformer_engine",
-        loss_tokens=None if chunks is None else chunks.num_tokens,
+        loss_tokens=loss_tokens if stage == num_stages - 1 else 0,
         slices=held,
     )
 
 
 def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...]:
-    """Return what a stage holds at most of slices: of micro-batches that are full, and of the longest kept document."""
-    samples, documents, slices = run.find(SliceConfig), run.find(DocumentSliceConfig), _slices(run)
+    """Return what a stage holds at most: of micro-batches that are full, and of the longest document that is kept."""
+    documents, slices, kept_tokens = run.find(DocumentSliceConfig), _slices(run), 0.0
     num_stages, virtual = len(run.stage_layers), args.virtual_pipeline_model_parallel_size or 1
-    if samples is not None:
+    count = MANY_GROUPS * max(num_stages, slice_group_size(num_stages, len(slices)) // len(slices))
+    if run.find(HdpConfig) is None:
         count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-        kept_tokens = 0.0
-    else:
-        assert documents is not None, f"{run=}"
-        count = MANY_GROUPS * max(num_stages, documents.group_size // len(slices))
+        count = count if len(slices) > 1 else -(-count // num_stages) * num_stages  # whole groups hold as much
+    if documents is not None:
         others = 1 - 1 / run.cluster.num_ranks
         kept_tokens = min(documents.slicing.kept_tokens, args.seq_length) * others
     schedule = seq1f1b_schedule(num_stages, count, slicing(run), virtual)
+    if len(slices) == 1:  # a micro-batch holds its keys as activations
+        return held_slices(schedule, stage, [run.cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
     lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
     keys = key_value_bytes(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
     sums = key_value_bytes(run.shape, run.process.tensor_parallel, KEY_SUM_BYTES)

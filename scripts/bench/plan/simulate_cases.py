@@ -14,7 +14,7 @@ from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.evaluate.schedulers import Outcome, Scenario, stage_costs
-from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
@@ -125,18 +125,41 @@ def default_kept_keys(num_stages: int, slicing: Slicing) -> int:
     return affordable_tokens(num_stages, slicing, TOKENS_PER_RANK, cost.layer_bytes, key_value_bytes(cost.shape))
 
 
-def planning_seconds(num_ranks: int, num_sequences: int, num_seeds: int) -> tuple[int, int, list[float]]:
-    """Return (ranks, sequences, seconds of each plan) of GitHub's lengths at 2M tokens."""
+@dataclass(frozen=True)
+class PlanningSpeed:
+    """How long plans take: processor seconds of each, of steps of this many sequences."""
+
+    num_ranks: int
+    num_sequences: int
+    pipeline: str
+    seconds: list[float]
+
+
+def planning_speeds(num_seeds: int) -> list[PlanningSpeed]:
+    """Return the processor seconds of plans of GitHub's lengths at 2M tokens."""
+    return [
+        _planning_seconds(512, 15_000, num_seeds),
+        _planning_seconds(12_288, 500_000, num_seeds),
+        _planning_seconds(512, 15_000, num_seeds, 4, ONE_SLICE),
+        _planning_seconds(512, 15_000, num_seeds, 4, SLICINGS[-1]),
+    ]
+
+
+def _planning_seconds(
+    num_ranks: int, num_sequences: int, num_seeds: int, num_stages: int = 1, slicing: Slicing = ONE_SLICE
+) -> PlanningSpeed:
     cluster = Cluster(num_ranks, TOKENS_PER_RANK)
-    planner = HdpPlanner(cluster, stage_costs(shipped("bytescale_7b"), 1))
+    stages = stage_costs(shipped("bytescale_7b"), num_stages)
+    planner = HdpPlanner(cluster, stages, slicing, balance=auto_balance(num_stages > 1))
     seconds = []
     for seed in range(num_seeds):
         lengths = sample_lengths("github", 2 * M, 2600 * num_sequences, seed)[:num_sequences].tolist()
         assert len(lengths) == num_sequences, f"{len(lengths)=} {num_sequences=}"
-        began = time.perf_counter()
+        began = time.process_time()
         planner(lengths)
-        seconds.append(time.perf_counter() - began)
-    return num_ranks, num_sequences, seconds
+        seconds.append(time.process_time() - began)
+    pipeline = f"{num_stages} stages, {str(slicing).split(',')[0]}" if num_stages > 1 else "none"
+    return PlanningSpeed(num_ranks, num_sequences, pipeline, seconds)
 
 
 def small_gaps() -> list[tuple[str, list[float], list[float]]]:

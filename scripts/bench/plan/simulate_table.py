@@ -1,6 +1,7 @@
 """Write docs/performance.md: schedulers against each other, planning speed, gaps to the true optimum.
 
     python scripts/bench/plan/simulate_table.py
+    python scripts/bench/plan/simulate_table.py --only budgets speed      # these sections of the page that is there
 
 All of it is simulated: plans are replayed under the shipped costs of a 7B model, nothing is trained. Needs no GPU and
 some minutes on one core.
@@ -15,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -28,20 +30,30 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: 
 from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit  # noqa: E402
 from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402
 from bytescale_ext.plan.step.sizes import Cluster, Slicing  # noqa: E402
+from scripts.bench.plan.simulate_budgets import (  # noqa: E402
+    GIGABYTES,
+    LIMIT,
+    STAGES,
+    Chosen,
+    run_all,
+    section,
+)
 from scripts.bench.plan.simulate_cases import (  # noqa: E402
     CASES,
     ORDER_NOTE,
     TOKENS_PER_RANK,
     M,
+    PlanningSpeed,
     Scores,
     default_kept_keys,
     middle_gaps,
-    planning_seconds,
+    planning_speeds,
     run_case,
     small_gaps,
 )
 
 OUT = ROOT / "docs" / "performance.md"
+RESULTS = Path("simulate_budgets.jsonl")
 
 
 @dataclass(frozen=True)
@@ -65,18 +77,79 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps of each case (5)")
     parser.add_argument("--solver-seconds", type=float, default=30.0, metavar="S", help="of each middle case (30)")
+    parser.add_argument(
+        "--only", nargs="+", choices=("budgets", "speed"), help="run these sections alone, and put them into the page"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FILE",
+        help="steps within budgets that have run, a line of JSON each; the others are added (simulate_budgets.jsonl)",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=OUT, metavar="FILE", help="page to write (docs/performance.md)")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.only is not None:
+        text = args.output.read_text(encoding="utf-8")
+        if "budgets" in args.only:
+            text = with_budgets(text, run_all(args.results, args.seeds))
+        if "speed" in args.only:
+            text = with_speeds(text, planning_speeds(args.seeds))
+        args.output.write_text(text, encoding="utf-8")
+        return
     scores = [run_case(case, num_stages, args.seeds) for num_stages in (1, 4, 8) for case in CASES]
-    speeds = [planning_seconds(512, 15_000, args.seeds), planning_seconds(12_288, 500_000, args.seeds)]
-    text = page(scores, speeds, [*small_gaps(), *middle_gaps(args.solver_seconds)], args)
+    text = page(scores, [*small_gaps(), *middle_gaps(args.solver_seconds)], args)
+    text = with_speeds(with_budgets(text, run_all(args.results, args.seeds)), planning_speeds(args.seeds))
     args.output.write_text(text, encoding="utf-8")
     print(text)
 
 
-def targets(scores: Sequence[Scores], speeds: Sequence[tuple[int, int, list[float]]]) -> list[Target]:
-    """Return the targets and what was reached."""
+def with_budgets(text: str, found: Sequence[Chosen]) -> str:
+    """Return the page with the section of choices within a budget, and their targets."""
+    rows = []
+    for gigabytes, num_stages, case in product(GIGABYTES, STAGES, CASES):
+        over = [one.over_bound for one in found if one.key[:3] == (case.name, num_stages, gigabytes)]
+        what = f"{case.name} x {num_stages} stages: time / pipeline bound, mean, chosen within {gigabytes} GB"
+        rows.append(Target(what, statistics.mean(over), LIMIT, True).row)
+    return _with_section(_with_targets(text, ", chosen within ", rows), section(found), "## What 1F1B allows")
+
+
+def with_speeds(text: str, speeds: Sequence[PlanningSpeed]) -> str:
+    """Return the page with the section of planning speed, and its targets."""
+    rows = []
+    for speed, limit in zip(speeds, (0.1, 3.0), strict=False):
+        what = f"plan of {speed.num_sequences:,} documents on {speed.num_ranks:,} ranks, processor seconds, median"
+        rows.append(Target(what, statistics.median(speed.seconds), limit, True).row)
+    lines = ["## Planning speed", "", f"Processor seconds, {platform.machine()}, GitHub's lengths at 2M tokens.", ""]
+    lines += ["| ranks | documents | pipeline | median s | worst s |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {one.num_ranks:,} | {one.num_sequences:,} | {one.pipeline} | {statistics.median(one.seconds):.3f} | "
+        f"{max(one.seconds):.3f} |"
+        for one in speeds
+    ]
+    return _with_section(_with_targets(text, "| plan of ", rows), [*lines, ""], "## Distance from the true optimum")
+
+
+def _with_targets(text: str, mark: str, rows: Sequence[str]) -> str:
+    """Replace the rows of the first table that have ``mark`` in them, or add them at its end."""
+    lines = text.split("\n")
+    start = lines.index("## Targets")
+    stop = lines.index("", start + 2)
+    others = [line for line in lines[start:stop] if mark not in line]
+    return "\n".join([*lines[:start], *others, *rows, *lines[stop:]])
+
+
+def _with_section(text: str, lines: Sequence[str], before: str) -> str:
+    """Replace the section with the heading of ``lines``, or put it before another section."""
+    head, _, rest = text.partition(f"{lines[0]}\n")
+    if rest:
+        rest = rest[rest.index(f"{before}\n") :]
+    else:
+        head, _, after = text.partition(f"{before}\n")
+        rest = f"{before}\n{after}"
+    return head + "\n".join(lines) + "\n" + rest
+
+
+def targets(scores: Sequence[Scores]) -> list[Target]:
+    """Return the targets of the schedulers and what was reached."""
     rows = []
     for score in scores:
         over, name = score.over_bound("ours"), score.case.name
@@ -98,15 +171,11 @@ def targets(scores: Sequence[Scores], speeds: Sequence[tuple[int, int, list[floa
         if is_hardest and score.of("static"):
             faster = statistics.mean(score.faster_than("ours", "static"))
             rows.append(Target(f"{name}: over static", faster, 7.89, False))
-    for (num_ranks, num_sequences, seconds), limit in zip(speeds, (0.1, 3.0), strict=True):
-        text = f"plan of {num_sequences:,} documents on {num_ranks:,} ranks, seconds, median"
-        rows.append(Target(text, statistics.median(seconds), limit, True))
     return rows
 
 
 def page(
     scores: Sequence[Scores],
-    speeds: Sequence[tuple[int, int, list[float]]],
     gaps: Sequence[tuple[str, list[float], list[float]]],
     args: argparse.Namespace,
 ) -> str:
@@ -147,7 +216,7 @@ def page(
         "",
         "| figure | target | reached | |",
         "|---|---|---|---|",
-        *(target.row for target in targets(scores, speeds)),
+        *(target.row for target in targets(scores)),
     ]
     for num_stages in sorted({score.num_stages for score in scores}):
         title = "Without pipelines" if num_stages == 1 else f"{num_stages} pipeline stages (ranks are pipelines)"
@@ -156,10 +225,7 @@ def page(
             if score.num_stages == num_stages:
                 lines += [*_case_table(score), ""]
     lines += limits(scores)
-    lines += ["## Planning speed", "", f"One core, {platform.machine()}, GitHub's lengths at 2M tokens.", ""]
-    lines += ["| ranks | documents | median s | worst s |", "|---|---|---|---|"]
-    lines += [f"| {r:,} | {n:,} | {statistics.median(s):.3f} | {max(s):.3f} |" for r, n, s in speeds]
-    lines += ["", "## Distance from the true optimum", "", _GAP_TEXT, ""]
+    lines += ["## Distance from the true optimum", "", _GAP_TEXT, ""]
     lines += ["| case | plan / optimum | optimum / bound of this page |", "|---|---|---|"]
     lines += [f"| {name} | {_spread(plans, 4)} | {_spread(bounds, 4)} |" for name, plans, bounds in gaps]
     return "\n".join(lines) + "\n"
@@ -214,12 +280,12 @@ def _case_table(score: Scores) -> list[str]:
         f"**{score.case.name}**, {score.case.global_tokens // M}M tokens a step",
         "",
         "| scheduler | time / bound | own bound | over static | over megatron-hybrid | idle % | exposed % | "
-        "forwards | peak tokens | kept keys | GB | peers | planning s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "forwards | peak tokens | kept keys | GB | peers |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, outcomes in score.outcomes.items():
         if isinstance(outcomes, str):
-            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | | | |")
+            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | | |")
             continue
         cells = [_spread(score.over_bound(name)), _spread(score.over_own_bound(name))]
         for other in ("static", "megatron-hybrid"):
@@ -232,7 +298,6 @@ def _case_table(score: Scores) -> list[str]:
             _spread([one.kept_keys for one in outcomes], 0),
             _spread([1e-9 * one.device_bytes for one in outcomes], 1),
             _spread([one.distinct_peers for one in outcomes], 0),
-            _spread([one.planning_seconds for one in outcomes]),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

@@ -280,11 +280,12 @@ def test_slices_count_their_keys_and_the_sums_of_their_gradients() -> None:
     plan = config.plan(load)
     with_keys = forecast(plan, load, config.machine).device_bytes
     without = forecast(plan, replace(load, slices=()), config.machine).device_bytes
-    assert with_keys - without == pytest.approx(4 * 5 * 4096 * key, rel=0.01)
-    fits = _resolved(*keep, "--device-memory-gb", f"{with_keys / 1e9 + 1e-6}", **sizes)
-    assert fits.layers == config.layers
+    assert with_keys - without == pytest.approx(4 * 5 * 4096 * key, rel=0.03)  # and copies of keys in attention
+    stages = [_resolved(*keep, rank=rank, **sizes) for rank in (0, 1)]
+    needed = max(forecast(plan, one.largest, one.machine).device_bytes for one in stages)
+    assert _resolved(*keep, "--device-memory-gb", f"{needed / 1e9 + 1e-6}", **sizes).layers == config.layers
     with pytest.raises(ValueError, match="of device memory, and --device-memory-gb is"):
-        _resolved(*keep, "--device-memory-gb", f"{without / 1e9}", **sizes)
+        _resolved(*keep, "--device-memory-gb", f"{0.99 * needed / 1e9}", **sizes)
 
 
 def test_slices_of_documents_count_the_keys_that_they_keep() -> None:

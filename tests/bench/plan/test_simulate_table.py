@@ -1,0 +1,67 @@
+"""Parts of docs/performance.md that are run alone take their place in the page, and leave the rest as it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+from bytescale_ext.plan.step.sizes import ALL_SUMS
+from scripts.bench.plan.simulate_budgets import GIGABYTES, STAGES, Chosen, read
+from scripts.bench.plan.simulate_cases import CASES, PlanningSpeed
+from scripts.bench.plan.simulate_table import with_budgets, with_speeds
+
+PAGE = """# Performance
+
+## Targets
+
+| figure | target | reached | |
+|---|---|---|---|
+| of another kind | at most 1 | 0.5 | met |
+
+## Without pipelines
+
+text
+
+## What 1F1B allows
+
+more
+
+## Distance from the true optimum
+
+end
+"""
+PARTS = {"activations": 20.0, "keys": 30.0, "sums": 5.0, "states": 9.0, "working": 1.0}
+
+
+def chosen(over_bound: float) -> list[Chosen]:
+    return [
+        Chosen(case.name, stages, gigabytes, seed, over_bound + seed, (8, 1 << 20, True, ALL_SUMS), 99, PARTS, 2.0)
+        for case, stages, gigabytes, seed in product(CASES, STAGES, GIGABYTES, (0, 1))
+    ]
+
+
+def test_sections_are_added_once_and_replaced() -> None:
+    once = with_speeds(with_budgets(PAGE, chosen(0.5)), [PlanningSpeed(512, 15_000, "none", [0.04, 0.05, 0.06])])
+    assert once.count("## Within the memory of a device") == once.count("## Planning speed") == 1
+    rows = [line for line in once.splitlines() if line.startswith("| byted 2M, 512 ranks x 4 stages | ")]
+    assert len(rows) == len(GIGABYTES)
+    cells = "1.000 (1.500) | 8 slices, eager, all keys | 65.0 | 20.0 | 30.0 | 5.0 | 9.0 | 1.0 | 2.0 (2.0) | met |"
+    assert rows[0].endswith(cells)
+    assert f"**80 GB**: {len(CASES) * len(STAGES)} of {len(CASES) * len(STAGES)} cases meet 1.10" in once
+    for part in PAGE.split("\n\n"):
+        assert part.strip() in once
+    again = with_speeds(with_budgets(once, chosen(3.0)), [PlanningSpeed(512, 15_000, "none", [0.2])])
+    assert len(again.splitlines()) == len(once.splitlines())
+    assert f"**80 GB**: 0 of {len(CASES) * len(STAGES)} cases meet 1.10" in again
+    assert again.count("chosen within 80 GB | at most 1.1 | 3.500 | **missed** |") == len(CASES) * len(STAGES)
+    assert "processor seconds, median | at most 0.1 | 0.200 | **missed** |" in again
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    found = chosen(1.0)[:3]
+    file = tmp_path / "results.jsonl"
+    assert read(file) == []
+    file.write_text("".join(json.dumps(asdict(one)) + "\n" for one in found), encoding="utf-8")
+    assert read(file) == found

@@ -1,0 +1,230 @@
+"""The memory of each stage of a whole pipeline is the one that is predicted: uneven layouts, virtual stages, kept keys.
+
+One process runs the order of work of one stage after another, with that stage's layers, and with the embedding or the
+output layer where it has them. What a neighbour sends is allocated when it arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.activation.trace import AllocationTrace
+from bytescale_ext.attention.layouts.layout import attention_layout
+from bytescale_ext.attention.layouts.slices import slice_layouts
+from bytescale_ext.attention.slices import MicroBatchPrefix
+from bytescale_ext.parallel.p2p import RingComm
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, load_of_tokens
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes
+from bytescale_ext.plan.memory.held import held_slices
+from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
+from bytescale_ext.plan.memory.placement import liveness_bound
+from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
+from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+SHAPE = ModelShape(8, 256, 8, 4, 32, 688, True, 128)
+LENGTH = 384  # on each rank
+NONE, SWAP = ActivationPlan("none"), ActivationPlan("shares", 1.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline: layers of the chunks of each stage, and what runs on it; ``width``: ranks of a document's ring."""
+
+    chunks: tuple[tuple[int, ...], ...]
+    plan: ActivationPlan = NONE
+    slicing: Slicing = ONE_SLICE
+    width: int = 1
+    micro_batches: int = 3
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunks[0])
+
+    def schedule(self) -> Any:
+        return seq1f1b_schedule(len(self.chunks), self.micro_batches, self.slicing, self.num_chunks)
+
+
+UNEVEN, VIRTUAL = ((7,), (1,)), ((2, 2), (2, 2))
+CASES = {
+    "7 + 1": Case(UNEVEN),
+    "7 + 1, swap all": Case(UNEVEN, SWAP),
+    "virtual, swap all": Case(VIRTUAL, SWAP, micro_batches=4),
+}
+KEPT = Slicing(4, 2 * LENGTH)
+RINGS = {
+    "sums travel": Case(((3,), (2,)), slicing=replace(KEPT, summed_tokens=0), width=2, micro_batches=2),
+    "keys kept, swap all": Case(((3,), (2,)), SWAP, KEPT, width=2, micro_batches=2),
+}
+
+
+def cut_of(case: Case) -> Any:
+    """The one document of each micro-batch in slices, and the tokens of each of them on a rank."""
+    cost = cost_of_rates(SHAPE, 1e12, 1e12, 1e12)
+    length = case.width * LENGTH
+    rule = SliceRule(case.slicing, cost.forward + cost.backward)
+    micro_batch = MicroBatch((Shard(0, zigzag_ranges(length, case.width, 0), tuple(range(case.width))),))
+    return rule, [tokens // case.width for tokens in rule.sequence_slices(length, case.width)], micro_batch
+
+
+def predicted(case: Case, stage: int) -> float:
+    """Model states, and the forecast of the stage's layers, with what the end of the model keeps."""
+    last = len(case.chunks) - 1
+    shape, schedule = replace(SHAPE, num_layers=sum(case.chunks[stage])), case.schedule()
+    lengths = cut_of(case)[1] if case.slicing.num_slices > 1 else [LENGTH]
+    in_flight = -(-schedule.peak_slices(stage) // case.num_chunks)
+    keys = key_value_bytes(SHAPE, element_bytes=FLOAT_BYTES)  # as large as their sums, which are float32 too
+    slices = ()
+    if len(lengths) > 1:
+        of_sums = keys if case.slicing.summed_tokens else 0.5 * keys  # of its own half alone
+        others = float(LENGTH * (case.width - 1))
+        slices = held_slices(schedule, stage, lengths, others, LayerBytes(0.0, keys, of_sums))
+    elif case.num_chunks > 1:
+        slices = held_slices(schedule, stage, lengths, 0.0, LayerBytes(0.0, 0.0, 0.0))
+    settings = LayerSettings(
+        resident_layers=2 if in_flight == 1 else 0, in_flight=in_flight, element_bytes=FLOAT_BYTES,
+        loss_tokens=LOSS_TOKENS if stage == last else 0, slices=slices,
+    )  # fmt: skip
+    load = load_of_tokens(cost_of_rates(shape, 1e12, 1e12, 1e12), max(lengths), 1.0, 1.0, settings)
+    states = stage_parameters(shape, 1, stage == 0, stage == last) * parameter_bytes(FLOAT_BYTES, 1)
+    return states + forecast(case.plan, load, Machine(1e12, 1e12)).device_bytes
+
+
+def build_stage(case: Case, stage: int, comm: Any) -> list[Any]:
+    """Build the chunks of a stage, which share the store of the first."""
+    from megatron.core.models.gpt import gpt_model
+
+    original, last, built = gpt_model.GPTModel, len(case.chunks) - 1, []
+    for chunk, num_layers in enumerate(case.chunks[stage]):
+        first = (stage, chunk) == (0, 0)
+        gpt_model.GPTModel = functools.partial(
+            original, pre_process=first, post_process=(stage, chunk) == (last, case.num_chunks - 1)
+        )
+        built.append(build_fused(replace(SHAPE, num_layers=num_layers)))
+    gpt_model.GPTModel = original
+    store, number = built[0].store, 1
+    store._numbers = []
+    for one in built:
+        for layer in one.model.decoder.layers:
+            layer.activations, layer.layer_number = store, number
+            store.add_layer(number)
+            layer.self_attention.core_attention.runtime.comm = comm
+            number += 1
+        number += 1  # the layers between are on other stages
+    return built
+
+
+def measure(rank: int, world: int, cases: dict[str, Case]) -> dict[tuple[str, int], int]:
+    """Return the most live bytes of every stage, model states included."""
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    if torch.distributed.is_initialized():
+        parallel_state.initialize_model_parallel()
+    comm = RingComm(None, rank, world) if world > 1 else None
+    found = {}
+    for name, case in cases.items():
+        for stage in range(len(case.chunks)):
+            run = StageRun(case, stage, rank, comm)
+            found[name, stage] = run.step()
+    return found
+
+
+class StageRun:
+    """The order of work of one stage, on its own layers."""
+
+    def __init__(self, case: Case, stage: int, rank: int, comm: Any) -> None:
+        self.case, self.stage = case, stage
+        self.built = build_stage(case, stage, comm)
+        self.store, self.store.plan = self.built[0].store, case.plan
+        parameters = [one for built in self.built for one in built.model.parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.existing = [*parameters, *[parameter.grad for parameter in parameters], self.store.link.arena.memory]
+        self.states = parameter_bytes(FLOAT_BYTES, 1) * sum(parameter.numel() for parameter in parameters)
+        rule, self.lengths, micro_batch = cut_of(case)
+        if len(self.lengths) == 1:
+            micro_batch = MicroBatch((Shard(0, ((0, LENGTH),), (0,)),))
+            self.layouts: Any = [attention_layout(micro_batch, 0, (LENGTH,), LENGTH)]
+        else:
+            ring = tuple(range(case.width))
+            mine = MicroBatch((Shard(0, zigzag_ranges(case.width * LENGTH, case.width, rank), ring),))
+            self.layouts = slice_layouts(rule(mine, (case.width * LENGTH,)), rank, self.lengths)
+
+    def step(self) -> int:
+        """Run a step; return the most live bytes."""
+        from megatron.core.pipeline_parallel.schedules import custom_backward
+
+        actions = self.case.schedule().stages[self.stage]
+        self.store.begin_step(actions)
+        prefixes: dict[Any, MicroBatchPrefix] = {}
+        held: dict[Any, tuple[Any, Any]] = {}
+        with AllocationTrace(self.existing) as trace:
+            for kind, number, index, chunk in actions:
+                key = number, index, chunk
+                if kind == "F":
+                    prefix = prefixes.setdefault((number, chunk), MicroBatchPrefix())
+                    held[key] = self.forward(index, chunk, prefix)
+                    continue
+                inputs, output = held.pop(key)
+                gradient = torch.ones(self.lengths[index], 1, SHAPE.hidden) if output.dim() else None
+                if gradient is None:
+                    output.backward()
+                else:
+                    custom_backward(output, gradient)
+                del inputs, output, gradient
+        self.store.check_empty()
+        return int(self.states) + liveness_bound(trace.requests())
+
+    def forward(self, index: int, chunk: int, prefix: MicroBatchPrefix) -> tuple[Any, Any]:
+        """Run a forward pass; return its input and its output, which has been sent."""
+        from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+        from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+        model, tokens = self.built[chunk].model, self.lengths[index]
+        self.store.begin_forward()
+        positions = torch.arange(tokens)
+        is_sliced = len(self.lengths) > 1
+        params = DocumentSeqParams(
+            positions=positions, layout=self.layouts[index], prefix=prefix if is_sliced else None
+        )
+        inputs = None
+        if not model.pre_process:
+            inputs = torch.randn(tokens, 1, SHAPE.hidden).requires_grad_()
+            model.set_input_tensor(inputs)
+        labels = torch.ones(1, tokens, dtype=torch.long) if model.post_process else None
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        output = model(ids, positions[None], None, labels=labels, packed_seq_params=params)
+        if model.post_process:
+            return inputs, output.float().sum()
+        deallocate_output_tensor(output, True)
+        return inputs, output
+
+
+def check(found: dict[tuple[str, int], int], cases: dict[str, Case]) -> None:
+    assert len(found) == sum(len(case.chunks) for case in cases.values())
+    for (name, stage), live in found.items():
+        assert predicted(cases[name], stage) == pytest.approx(live, rel=0.05), (name, stage)
+
+
+def test_every_stage_takes_what_is_predicted() -> None:
+    check(run_ranks(measure, 1, CASES, init_group=False)[0], CASES)
+
+
+def test_every_stage_takes_what_is_predicted_where_rings_keep_keys() -> None:
+    for found in run_ranks(measure, 2, RINGS):
+        check(found, RINGS)
