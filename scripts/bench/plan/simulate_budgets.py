@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from scripts.bench.plan.simulate_cases import CASES, TOKENS_PER_RANK, Case
 
 GIGABYTES = (80, 141)
@@ -42,7 +42,7 @@ class Chosen:
     Attributes:
         case, num_stages, gigabytes, seed: the step and the budget of a device.
         over_bound: time over the bound of 1F1B.
-        slicing: number of slices, longest kept document, whether eager, longest document with kept sums.
+        slicing: fields of a ``Slicing``.
         longest: tokens of the longest document.
         parts: gigabytes of the device that takes most, by name.
         planning_seconds: processor time of the planner.
@@ -66,12 +66,13 @@ class Chosen:
     @property
     def described(self) -> str:
         """The slicing, in words."""
-        count, kept, eager, summed = self.slicing
-        if count == 1:
+        slicing = Slicing(*self.slicing)
+        if slicing.num_slices == 1:
             return "1 slice"
+        kept, summed = slicing.kept_tokens, slicing.summed_tokens
         keys = "all keys" if kept >= self.longest else f"keys to {kept // 1024}K" if kept else "no keys"
-        sums = "" if summed >= kept else f", sums to {summed // 1024}K" if summed else ", no sums"
-        return f"{count} slices{', eager' if eager else ''}, {keys}{sums}"
+        sums = "" if summed >= kept else f"sums to {summed // 1024}K" if summed else "no sums"
+        return ", ".join(filter(None, (f"{slicing.num_slices} slices", slicing.order, keys, sums)))
 
 
 def run_step(case: Case, num_stages: int, gigabytes: int, seed: int) -> Chosen:
@@ -96,7 +97,7 @@ def run_step(case: Case, num_stages: int, gigabytes: int, seed: int) -> Chosen:
         gigabytes,
         seed,
         replay_stages(table, scenario.stages, slicing).makespan / bound,
-        (slicing.num_slices, slicing.kept_tokens, slicing.eager, slicing.summed_tokens),
+        astuple(slicing),
         max(lengths),
         {name: num_bytes / 1e9 for name, num_bytes in asdict(most).items()},
         seconds,
