@@ -8,18 +8,29 @@
 #
 # Arguments go to pretrain_gpt_hdp.py after the flags of this script and override them. DRY_RUN=1 only prints the
 # command. A run continues from the last checkpoint in $OUT; on SIGTERM it saves and ends.
-# Exit code: torchrun's, or 2 when arguments or data were refused (torchrun turns every exit code of a rank into 1).
+# Exit code: 0 also after a save on SIGTERM, 2 when arguments or data were refused, else torchrun's.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bin=$root/.venv/bin
-if [[ ! -x $bin/torchrun ]]; then
-  echo "train_local.sh: error: there is no $bin/torchrun; run 'make setup' first" >&2
+fail() {
+  echo "train_local.sh: error: $1" >&2
   exit 2
-fi
+}
+# Replaces the variable of this name by a whole number; 32K is 32768, 2M is 2097152.
+whole_number() {
+  local -n value=$1
+  [[ $value =~ ^[0-9]+[KM]?$ ]] || fail "$1=$value is not a whole number, such as 8 or 32K"
+  value=${value/K/ * 1024} value=${value/M/ * 1048576}
+  value=$((value))
+}
+[[ -x $bin/python ]] || fail "there is no $bin/python; run 'make setup' first"
 
 # The devices. GPUS defaults to the number that torch sees; GPUS=0 trains on CPU.
 GPUS=${GPUS:-$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')}
+whole_number GPUS
 RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 4))}
+whole_number RANKS
+((RANKS > 0)) || fail "RANKS=0: give at least 1"
 # The model.
 LAYERS=${LAYERS:-12}
 HIDDEN=${HIDDEN:-768}
@@ -30,6 +41,7 @@ KV_HEADS=${KV_HEADS:-4}
 DATA=${DATA:-$root/data/python}
 TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size 257}
 SEQ_LENGTH=${SEQ_LENGTH:-32768}
+whole_number SEQ_LENGTH
 # C, the most tokens of a micro-batch on one rank: 8192, or more where the longest sample needs it.
 smallest=$(((SEQ_LENGTH + RANKS - 1) / RANKS))
 TOKENS_PER_RANK=${TOKENS_PER_RANK:-$((smallest > 8192 ? smallest : 8192))}
@@ -37,17 +49,17 @@ TOKENS_PER_RANK=${TOKENS_PER_RANK:-$((smallest > 8192 ? smallest : 8192))}
 BATCH=${BATCH:-$((16 * RANKS))}
 ITERS=${ITERS:-1000}
 OUT=${OUT:-$root/runs/local}
+for name in LAYERS HIDDEN FFN HEADS KV_HEADS TOKENS_PER_RANK BATCH ITERS; do whole_number "$name"; done
 
 if ((GPUS > 0 && RANKS > GPUS)); then
-  echo "train_local.sh: error: RANKS=$RANKS, but there are $GPUS GPUs; lower RANKS, or set GPUS=0 to train on CPU" >&2
-  exit 2
+  fail "RANKS=$RANKS, but there are $GPUS GPUs; lower RANKS, or set GPUS=0 to train on CPU"
 fi
 read -r -a tokenizer <<<"$TOKENIZER"
 device=(--bf16)
 ((GPUS > 0)) || device=(--cpu)
 
 command=(
-  "$bin/torchrun" --standalone --nproc-per-node="$RANKS" --shutdown-timeout=120
+  "$bin/python" -m megatron.bytescale.launch --standalone --nproc-per-node="$RANKS" --shutdown-timeout=120
   "$root/pretrain_gpt_hdp.py"
   --hybrid-data-parallel --hdp-tokens-per-rank "$TOKENS_PER_RANK" --hdp-log-dir "$OUT"
   --num-layers "$LAYERS" --hidden-size "$HIDDEN" --ffn-hidden-size "$FFN"
@@ -69,10 +81,15 @@ if [[ ${DRY_RUN:-0} != 0 ]]; then
   exit 0
 fi
 
+if ((GPUS > 0)); then
+  present=$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')
+  ((GPUS <= present)) || fail "GPUS=$GPUS, but torch sees $present; lower GPUS, or set GPUS=0 to train on CPU"
+fi
+mkdir -p "$OUT" 2>/dev/null && [[ -w $OUT ]] || fail "OUT=$OUT cannot be written; choose another folder"
+
 # Micro-batches differ in size; segments that grow leave less memory unused between them.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # with more threads than cores, ranks wait for each other
-mkdir -p "$OUT"
 log=$OUT/train-$(date +%Y%m%d-%H%M%S).log
 mkfifo "$log.pipe"
 (trap '' TERM INT HUP && exec tee "$log" <"$log.pipe") & # ends when the last writer has closed the pipe
@@ -90,8 +107,8 @@ while kill -0 "$torchrun" 2>/dev/null; do # a trap ended the wait while torchrun
 done
 wait "$copy"
 rm "$log.pipe"
-# Printed again, because torchrun prints much after it.
+# Printed again, because torchrun prints more after it.
 if ((status)) && grep -m 1 '^pretrain_gpt_hdp.py: error: ' "$log" >&2; then
-  exit 2
+  status=2
 fi
 exit "$status"

@@ -69,14 +69,15 @@ def test_shell_is_clean(script: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the launchers, beside a torchrun that does what the variable FAKE says."""
+    """A copy of the launchers, beside a Python whose launch does what the variable FAKE says."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for script in (LOCAL, SLURM):
         shutil.copy(script, tmp_path / "scripts")
-    torchrun = tmp_path / ".venv" / "bin" / "torchrun"
-    torchrun.write_text('#!/usr/bin/env bash\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n')
-    torchrun.chmod(0o755)
+    python = tmp_path / ".venv" / "bin" / "python"
+    fake = '[[ $1 == -c ]] && { echo 2; exit; }\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n'  # torch sees 2 GPUs
+    python.write_text(f"#!/usr/bin/env bash\n{fake}")
+    python.chmod(0o755)
     return tmp_path
 
 
@@ -89,7 +90,7 @@ def dry_run(checkout: Path, *arguments: str, **variables: str) -> list[str]:
 @pytest.mark.ranks
 def test_local_prints_its_command_and_runs_nothing(checkout: Path) -> None:
     words = dry_run(checkout, *EXTRA, GPUS="0", FAKE="touch ran")
-    assert words[0] == str(checkout / ".venv" / "bin" / "torchrun")
+    assert words[:3] == [str(checkout / ".venv" / "bin" / "python"), "-m", "megatron.bytescale.launch"]
     assert "--nproc-per-node=4" in words
     assert words[-len(EXTRA) :] == EXTRA
     assert "--cpu" in words
@@ -187,7 +188,23 @@ def test_local_refuses_what_cannot_run(checkout: Path) -> None:
     assert too_many.returncode == 2
     assert "RANKS=4" in too_many.stderr
     assert "2 GPUs" in too_many.stderr
-    (checkout / ".venv" / "bin" / "torchrun").unlink()
+    absent = run([script], GPUS="4", FAKE="exit 0")
+    assert (absent.returncode, "GPUS=4, but torch sees 2" in absent.stderr) == (2, True)
+    bad = {"RANKS": "abc", "SEQ_LENGTH": "32KB", "GPUS": "-1", "ITERS": "1e4", "HIDDEN": "wide"}
+    for name, value in bad.items():
+        refused = run([script], **{"GPUS": "0", name: value})
+        assert refused.returncode == 2
+        assert refused.stderr == f"train_local.sh: error: {name}={value} is not a whole number, such as 8 or 32K\n"
+    (checkout / "file").write_text("")
+    for variables, words in (
+        ({"RANKS": "0"}, "RANKS=0"),
+        ({"OUT": str(checkout / "file" / "out")}, "cannot be written"),
+    ):
+        refused = run([script], GPUS="0", FAKE="exit 0", **variables)
+        assert (refused.returncode, words in refused.stderr) == (2, True)
+        assert refused.stderr.count("\n") == 1
+    assert "--seq-length 65536 " in run([script], GPUS="0", SEQ_LENGTH="64K", DRY_RUN="1").stdout
+    (checkout / ".venv" / "bin" / "python").unlink()
     not_set_up = run([script], GPUS="0")
     assert not_set_up.returncode == 2
     assert "make setup" in not_set_up.stderr
@@ -209,7 +226,9 @@ def slurm_job(checkout: Path) -> tuple[Path, dict[str, str]]:
     commands = checkout / "slurm"
     commands.mkdir()
     fakes = {
-        "scontrol": '[[ "$*" == "show hostnames node[7-9]" ]] && printf "node7\\nnode8\\nnode9\\n"',
+        "scontrol": '[[ "$*" == "show hostnames node[7-9]" ]] && printf "node7\\nnode8\\nnode9\\n"\n'
+        f'[[ "$*" == "show job 1234567" ]] && echo "   Command={checkout}/scripts/{SLURM.name} --lr 1"; true',
+        "sbatch": 'echo "submitted $*"',
         "srun": 'echo "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK" >&2; printf "%q " "$@"',
     }
     for name, body in fakes.items():
@@ -219,7 +238,7 @@ def slurm_job(checkout: Path) -> tuple[Path, dict[str, str]]:
     spool.mkdir()
     shutil.copy(checkout / "scripts" / SLURM.name, spool / "slurm_script")
     environment = {
-        "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(checkout), "SLURM_JOB_ID": "1234567",
+        "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "1234567",
         "SLURM_JOB_NAME": "a-job", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[7-9]",
         "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
@@ -233,10 +252,13 @@ def test_slurm_starts_one_torchrun_per_node_that_meet_on_the_first(
     script, environment = slurm_job
     done = run(["bash", script, *EXTRA], **environment)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.split() == ["8", "64"]
-    words = shlex.split(done.stdout)
+    log = checkout / "runs" / "a-job" / "slurm-1234567.log"
+    assert done.stdout == f"log: {log}\n"
+    resources, launch_line = log.read_text().splitlines()
+    assert resources.split() == ["8", "64"]
+    words = shlex.split(launch_line)
     launch = words[: -len(after_entry(words))]
-    assert words[1] == str(checkout / ".venv" / "bin" / "torchrun")
+    assert words[1:4] == [str(checkout / ".venv" / "bin" / "python"), "-m", "megatron.bytescale.launch"]
     assert {"--nnodes=3", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-id=1234567"} <= set(launch)
     assert "--rdzv-endpoint=node7:24567" in launch
     assert launch[-1] == str(checkout / ENTRY)
@@ -253,3 +275,20 @@ def test_slurm_needs_to_know_the_processors_of_a_task(slurm_job: tuple[Path, dic
     done = run(["bash", script], **environment)
     assert done.returncode != 0
     assert "--cpus-per-task" in done.stderr
+
+
+@pytest.mark.ranks
+def test_slurm_says_before_the_queue_what_a_job_would_lack(
+    slurm_job: tuple[Path, dict[str, str]], checkout: Path, tmp_path: Path
+) -> None:
+    _, environment = slurm_job
+    outside = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
+    script = checkout / "scripts" / SLURM.name
+    no_data = run(["bash", script], **outside)
+    assert (no_data.returncode, "data/python.idx" in no_data.stderr) == (2, True)
+    (checkout / "mine.idx").write_text("")
+    sent = run(["bash", script, "--lr", "1"], DATA=str(checkout / "mine"), **outside)
+    assert sent.stdout == f"submitted {script} --lr 1\n"
+    (checkout / ".venv" / "bin" / "python").unlink()
+    not_set_up = run(["bash", script], **outside)
+    assert (not_set_up.returncode, "make setup" in not_set_up.stderr) == (2, True)

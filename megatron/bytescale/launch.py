@@ -1,0 +1,130 @@
+"""``python -m megatron.bytescale.launch``: torchrun with exit codes that a job script can use.
+
+torchrun ends with 1 and a traceback after SIGTERM, also where all ranks have saved, and with 1 where they have refused
+their flags with 2. This ends with 0 after a save on SIGTERM, or before the first iteration; with 2 after bad input,
+whose line is the last one; else as torchrun does. All arguments are torchrun's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
+SECONDS_TO_APPEAR = 30.0  # a file that another node wrote to a shared file system
+
+
+@dataclass
+class Progress:
+    """What a run has written: its last checkpoint and its steps.
+
+    Attributes:
+        save: folder of checkpoints, or None.
+        metrics: the file that grows with each logged iteration, or None.
+        at_start, at_signal: state of each of them at the start, and when SIGTERM came.
+    """
+
+    save: Path | None
+    metrics: Path | None
+    at_start: list[object] = field(default_factory=list)
+    at_signal: list[object] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Progress:
+        """Return the progress of a launch line, read from its ``--save`` and ``--hdp-log-dir``."""
+        save, log = value_of(words, "--save"), value_of(words, "--hdp-log-dir")
+        progress = cls(Path(save) if save else None, Path(log) / "metrics.jsonl" if log else None)
+        progress.at_start = progress.state()
+        return progress
+
+    def state(self) -> list[object]:
+        """Return what identifies the present checkpoint and the present metrics."""
+        return [_identity(self.save and self.save / TRACKER), _identity(self.metrics)]
+
+    def ended(self) -> tuple[int, str]:
+        """Return (exit code, message) of a run that has ended after SIGTERM."""
+        if self.metrics is not None and self.state()[1] == self.at_start[1]:
+            return 0, "ended on SIGTERM before the first iteration; there was nothing to save"
+        if self.save is None:
+            return 1, "error: ended on SIGTERM, and there is no --save to continue from"
+        deadline = time.monotonic() + SECONDS_TO_APPEAR
+        while self.state()[0] == self.at_signal[0]:
+            if time.monotonic() > deadline:
+                return 1, f"error: ended on SIGTERM without a new checkpoint in {self.save}; read the log of rank 0"
+            time.sleep(0.2)
+        iteration = (self.save / TRACKER).read_text().strip()
+        return 0, f"ended on SIGTERM with the checkpoint of iteration {iteration} in {self.save}"
+
+
+def _identity(path: Path | None) -> object:
+    try:
+        return None if path is None else (path.stat().st_mtime_ns, path.stat().st_size)
+    except OSError:
+        return None
+
+
+def value_of(words: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a flag, as ``--flag value`` or ``--flag=value``."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def watch_sigterm(progress: Progress) -> None:
+    """Note the state of the run when SIGTERM comes, whoever handles the signal."""
+    mine, of_signals = os.pipe()
+    os.set_blocking(of_signals, False)
+    signal.set_wakeup_fd(of_signals, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(mine, 1)[0] != signal.SIGTERM:
+            pass
+        progress.at_signal = progress.state()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run torchrun with these arguments; return the exit code."""
+    words = sys.argv[1:] if words is None else words
+    signal.signal(signal.SIGTERM, _end_before_ranks)
+    progress = Progress.of(words)
+    watch_sigterm(progress)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(list(words))
+    except SignalException as error:
+        if error.sigval != signal.SIGTERM:
+            return 128 + error.sigval
+        code, message = progress.ended()
+        print(f"bytescale launch: {message}", file=sys.stderr)
+        return code
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode == 2:  # the rank has said why in its last line
+            return 2
+        raise
+    return 0
+
+
+def _end_before_ranks(*_: object) -> None:
+    """End the process; torchrun replaces this handler when it starts the ranks."""
+    print("bytescale launch: ended on SIGTERM before the ranks were started", file=sys.stderr)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

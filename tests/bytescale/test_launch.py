@@ -1,0 +1,102 @@
+"""torchrun with exit codes for job scripts: real torchrun, over a rank of a few lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale.launch import TRACKER, Progress, value_of
+
+RANK = """
+import pathlib, signal, sys, time
+folder, saves, code = pathlib.Path(sys.argv[1]), sys.argv[2] == "saves", int(sys.argv[3])
+def end(*_):
+    if saves:
+        (folder / "latest_checkpointed_iteration.txt").write_text("12")
+    sys.exit(0)
+if code:
+    print("pretrain_gpt_hdp.py: error: why", file=sys.stderr)
+    sys.exit(code)
+signal.signal(signal.SIGTERM, end)
+if "trains" in sys.argv:
+    (folder / "metrics.jsonl").write_text("{}\\n")
+(folder / "ready").write_text("")
+time.sleep(600)
+"""
+
+
+def launched(folder: Path, *words: str) -> subprocess.Popen[str]:
+    (folder / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "megatron.bytescale.launch", "--standalone", "--nproc-per-node=1"]
+    command += ["--shutdown-timeout=60", str(folder / "rank.py"), str(folder), *words]
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.Popen(
+        [*command, "--save", str(folder), f"--hdp-log-dir={folder}"],
+        env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def ended_on_sigterm(folder: Path, *words: str) -> tuple[int, str]:
+    process = launched(folder, *words)
+    try:
+        deadline = time.monotonic() + 300
+        while not (folder / "ready").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, errors
+
+
+@pytest.mark.ranks
+def test_a_save_on_sigterm_is_a_success(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("7")
+    code, errors = ended_on_sigterm(tmp_path, "saves", "0", "trains")
+    assert code == 0, errors
+    assert errors.splitlines()[-1] == (
+        f"bytescale launch: ended on SIGTERM with the checkpoint of iteration 12 in {tmp_path}"
+    )
+    assert "Traceback" not in errors
+
+
+@pytest.mark.ranks
+def test_bad_input_of_a_rank_is_exit_code_2(tmp_path: Path) -> None:
+    process = launched(tmp_path, "saves", "2")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "pretrain_gpt_hdp.py: error: why\n" in errors
+    assert "Traceback" not in errors
+
+
+def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("an earlier run\n")
+    progress = Progress.of(["--save", str(tmp_path), "--hdp-log-dir", str(tmp_path)])
+    assert progress.ended() == (0, "ended on SIGTERM before the first iteration; there was nothing to save")
+
+
+def test_a_run_that_has_not_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.bytescale.launch.SECONDS_TO_APPEAR", 0.0)
+    (tmp_path / TRACKER).write_text("7")
+    for words in (["--save", str(tmp_path)], ["--hdp-log-dir", str(tmp_path)]):
+        progress = Progress.of(words)
+        progress.at_signal = progress.state()
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        code, message = progress.ended()
+        assert code == 1
+        assert message.startswith("error: ended on SIGTERM")
+
+
+def test_flags_are_read_in_both_spellings() -> None:
+    assert value_of(["--save", "a", "--save=b"], "--save") == "b"
+    assert value_of(["--save=a", "--save", "b"], "--save") == "b"
+    assert value_of(["--load", "a"], "--save") is None
