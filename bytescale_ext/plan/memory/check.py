@@ -43,18 +43,22 @@ def check_memory_plan(plan: MemoryPlan) -> None:
 
 def _check_disjoint(plan: MemoryPlan) -> int:
     """Return the most bytes that exist at one time, after comparing each request with all that exist when it starts."""
-    most = 0
+    most = total = 0
     alive: list[int] = []
     for index in sorted(range(len(plan.requests)), key=lambda i: plan.requests[i].start):
         begin, end = plan.addresses[index], plan.addresses[index] + plan.requests[index].num_bytes
-        alive = [other for other in alive if plan.requests[other].stop > plan.requests[index].start]
+        gone = [other for other in alive if plan.requests[other].stop <= plan.requests[index].start]
+        if gone:
+            total -= sum(plan.requests[one].num_bytes for one in gone)
+            alive = [other for other in alive if plan.requests[other].stop > plan.requests[index].start]
         for other in alive:
             low, high = plan.addresses[other], plan.addresses[other] + plan.requests[other].num_bytes
             if begin < high and low < end:
                 names = f"{plan.requests[other].name} and {plan.requests[index].name}"
                 _fail(plan, f"{names} share memory at {max(begin, low)}", [other, index])
         alive.append(index)
-        most = max(most, sum(plan.requests[one].num_bytes for one in alive))
+        total += plan.requests[index].num_bytes
+        most = max(most, total)
     return most
 
 

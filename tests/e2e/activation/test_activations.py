@@ -176,7 +176,10 @@ def test_gradients_are_those_of_no_policy(case: str, policy: str, corpus: Path) 
             assert done["late_reads"] == 0 < done["reads"]
         assert (done["recomputed_flops"] > 0) == (done["recomputed_bytes"] > 0) == (policy != "swap-only")
     assert sum("> bytescale: activations" in outcome.text for outcome in planned) == 1
-    for line, is_there in (("assumed, not measured", policy == "auto"), ("measured at start in", policy == "measured")):
+    for line, is_there in (
+        ("assumed, not measured", policy != "measured"),
+        ("measured at start in", policy == "measured"),
+    ):
         assert sum(f"> bytescale: {line}" in outcome.text for outcome in planned) == is_there
 
 
@@ -236,7 +239,7 @@ def test_a_memory_plan_of_a_pipeline(case: str, corpus: Path, tmp_path: Path) ->
         peak = memory.plan.model.peak
         (planned_mb, live_mb) = re.findall(r"memory plan of .* ([\d.]+) MB planned, ([\d.]+) MB live", one.text)[0]
         assert planned_mb == f"{peak / 1e6:.3f}"
-        assert float(planned_mb) <= 1.1 * float(live_mb)
+        assert float(live_mb) <= float(planned_mb) <= 1.25 * float(live_mb)  # small steps leave gaps
         (again_mb, used_mb) = re.findall(r"memory plan of .* ([\d.]+) MB planned, ([\d.]+) MB at most", other.text)[0]
         assert again_mb == planned_mb
         buffers = 2 * memory.buffer_bytes / 1e6
