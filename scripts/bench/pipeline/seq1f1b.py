@@ -4,7 +4,9 @@
     in the order in which stages run two forwards ahead. The arms run in turn.
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
-(d) as (a), 1F1B and slices of equal time alone, for several numbers of micro-batches beside the bound.
+(d) as (a), 1F1B and slices of equal time alone, for several numbers of micro-batches beside the bound; also replayed:
+    the least processor time of each pass in that training, in the order of the schedule with free messages, which
+    holds on a machine at work too.
 
 (a), (b) and (d) train with Megatron in real processes. 1F1B runs as one slice, by the same code and kernel.
 
@@ -22,10 +24,10 @@ import runpy
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,13 +40,16 @@ from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts  
 from bytescale_ext.attention.ring import Backend  # noqa: E402
 from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention  # noqa: E402
 from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
-from bytescale_ext.plan.schedule.actions import bubble_of_equal_costs, seq1f1b_schedule  # noqa: E402
+from bytescale_ext.plan.schedule.actions import Action, bubble_of_equal_costs, seq1f1b_schedule  # noqa: E402
+from bytescale_ext.plan.schedule.simulate import simulate_slices  # noqa: E402
 from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing  # noqa: E402
 from megatron.bytescale import features  # noqa: E402
 from megatron.bytescale.features.slices import flags_of  # noqa: E402
 from scripts.bench.pipeline.saved_bytes import SavedBytes  # noqa: E402
 from scripts.bench.plan.launch import printed_by  # noqa: E402
+
+NUM_SLICES = 4
 
 
 @dataclass(frozen=True)
@@ -156,13 +161,50 @@ def one_slice_counts() -> Iterator[None]:
 
 
 def rank_main(argv: list[str]) -> None:
-    """Run one process of ``train``: pretrain_gpt_hdp.py, counting the bytes that it saves for backward."""
+    """Run one process of ``train``: pretrain_gpt_hdp.py, counting its bytes saved for backward and its passes' time."""
     sys.argv = ["pretrain_gpt_hdp.py", *argv]
     saved = SavedBytes()
-    with saved, one_slice_counts():
+    with saved, one_slice_counts(), timed_passes() as seconds:
         runpy.run_path(str(ROOT / "pretrain_gpt_hdp.py"), run_name="__main__")
     if os.environ["RANK"] == "0":
         print(f"\nSAVED {saved.peak_bytes}", flush=True)
+    passes = [[*action, min(values[1:] or values)] for action, values in seconds.items()]
+    print(f"\nPASSES {json.dumps([int(os.environ['RANK']), passes])}", flush=True)
+
+
+@contextlib.contextmanager
+def timed_passes() -> Iterator[dict[Action, list[float]]]:
+    """Note the processor time of every pass in every step. Other work on the machine hardly changes it."""
+    from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep
+
+    seconds: dict[Action, list[float]] = {}
+
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_note(step: SliceStep, *args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            result = run(step, *args, **kwargs)
+            assert step.action is not None
+            seconds.setdefault(step.action, []).append(time.thread_time() - began)
+            return result
+
+        return run_and_note
+
+    passes = {name: timed(getattr(SliceStep, name)) for name in ("forward_step", "backward_step")}
+    with patch.multiple(SliceStep, **passes):
+        yield seconds
+
+
+def replayed_seconds(pipeline: Pipeline, slicing: Slicing, text: str) -> float:
+    """Return how long a step takes with the passes that a training printed, each on a core of its own.
+
+    Micro-batches are alike, so each takes the least processor time of any: other work only adds to it.
+    """
+    least: dict[tuple[int, str, int], float] = {}
+    for stage, rows in map(json.loads, re.findall(r"^PASSES (.*)$", text, re.MULTILINE)):
+        for kind, _, index, _, seconds in rows:
+            least[stage, kind, index] = min(seconds, least.get((stage, kind, index), seconds))
+    schedule = seq1f1b_schedule(pipeline.num_stages, pipeline.num_micro_batches, slicing)
+    return simulate_slices(schedule, lambda stage, action: least[stage, action.kind, action.slice_index]).makespan
 
 
 def arms_of(num_tokens: int, num_slices: int, cost: CostModel) -> dict[str, Slices]:
@@ -183,21 +225,29 @@ def measured_arms(sizes: Sizes, num_tokens: int, num_slices: int) -> dict[str, S
     return arms_of(num_tokens, num_slices, measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens))
 
 
-def step_seconds(pipeline: Pipeline, arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every step of each arm but the first of a run; the arms take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+class Seconds(NamedTuple):
+    """Seconds of the steps of one arm, but the first of a run: as they passed, and replayed from each run's passes."""
+
+    measured: list[float]
+    replayed: list[float]
+
+
+def step_seconds(pipeline: Pipeline, arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Seconds]:
+    """Train every arm, in turns."""
+    seconds: dict[str, Seconds] = {name: Seconds([], []) for name in arms}
     for _ in range(rounds):
         for name, slices in arms.items():
             text = train(pipeline, slices, steps, Sizes())
             found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
-            seconds[name] += [float(value) / 1000 for value in found[1:]]
+            seconds[name].measured.extend(float(value) / 1000 for value in found[1:])
+            seconds[name].replayed.append(replayed_seconds(pipeline, slices.slicing, text))
     return seconds
 
 
 def speed(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Any]:
     """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
     seconds = step_seconds(Pipeline(2, 2, 2), arms, steps, rounds)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    median = {name: statistics.median(arm.measured) for name, arm in seconds.items()}
     return {
         "slices": {name: list(slices.lengths) for name, slices in arms.items()},
         "step_seconds": median,
@@ -217,20 +267,18 @@ def bound(num_stages: int, num_micro_batches: int, num_slices: int) -> float:
 def by_micro_batches(
     arms: dict[str, Slices], counts: tuple[int, ...], steps: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Measure part (d): for each number of micro-batches the bound, and the median of what each round has gained."""
+    """Measure part (d): for each number of micro-batches the bound, and what each round has gained."""
     figures: dict[str, dict[str, Any]] = {}
-    ratios: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(rounds):
         for count in counts:
             seconds = step_seconds(Pipeline(2, count, 2), arms, steps, 1)
-            ratios[count].append(statistics.median(seconds["1f1b"]) / statistics.median(seconds["time"]))
-            print(f"{count} micro-batches: {ratios[count][-1]:.3f}", file=sys.stderr, flush=True)
-    for count, values in ratios.items():
-        figures[str(count)] = {
-            "bound": round(bound(2, count, arms["time"].slicing.num_slices), 3),
-            "measured": round(statistics.median(values), 3),
-            "rounds": [round(value, 3) for value in values],
-        }
+            row = figures.setdefault(str(count), {"bound": round(bound(2, count, NUM_SLICES), 3)})
+            for kind in Seconds._fields:
+                medians = [statistics.median(getattr(seconds[name], kind)) for name in ("1f1b", "time")]
+                row.setdefault(kind, []).append(round(medians[0] / medians[1], 3))
+            print(f"{count} micro-batches: {row}", file=sys.stderr, flush=True)
+    for row in figures.values():
+        row |= {f"median {kind}": round(statistics.median(row[kind]), 3) for kind in Seconds._fields}
     return figures
 
 
@@ -275,7 +323,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()
     sizes, figures = Sizes(), {}
-    arms = measured_arms(sizes, args.tokens, 4) if set("ad") & set(args.parts) else {}
+    arms = measured_arms(sizes, args.tokens, NUM_SLICES) if set("ad") & set(args.parts) else {}
     if "a" in args.parts:
         figures |= speed(arms, args.steps, args.rounds)
     if "b" in args.parts:

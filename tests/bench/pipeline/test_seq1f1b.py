@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
 
@@ -14,9 +15,17 @@ from scripts.bench.pipeline import seq1f1b
 PRINTED = "".join(f" elapsed time per iteration (ms): {ms} |\n" for ms in (900, 100, 100))
 
 
+def printed(command: list[str]) -> str:
+    """What a training prints whose passes take 1 second forward and 1 backward for a whole micro-batch."""
+    k = int(command[command.index("--seq1f1b-slices") + 1])
+    count = int(next(word for word in command if word.startswith("--global-batch-size")).split("=")[1])
+    passes = [[kind, unit // k, unit % k, 0, 1 / k] for kind in "FB" for unit in range(count * k)]
+    return PRINTED + "".join(f"PASSES {json.dumps([stage, passes])}\n" for stage in (0, 1))
+
+
 def test_every_arm_trains_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or PRINTED)
+    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or printed(command))
     arms = seq1f1b.measured_arms(seq1f1b.Sizes(16, 2, 32), 64, 4)
     figures = seq1f1b.speed(arms, steps=3, rounds=1)
     assert set(figures["step_seconds"].values()) == {0.1}  # the first step is left out
@@ -35,10 +44,11 @@ def test_micro_batches_beside_the_bound(monkeypatch: pytest.MonkeyPatch) -> None
     found = [seq1f1b.bound(2, count, 4) for count in (2, 4, 8, 16)]
     assert found == pytest.approx([3 / 2.25, 5 / 4.25, 9 / 8.25, 17 / 16.25])
     commands: list[list[str]] = []
-    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or PRINTED)
+    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or printed(command))
     arms = {name: arm for name, arm in seq1f1b.arms_of(64, 4, CostModel(1.0, 1.0)).items() if name in ("1f1b", "time")}
     figures = seq1f1b.by_micro_batches(arms, (2, 8), steps=3, rounds=2)
-    assert figures["8"] == {"bound": 1.091, "measured": 1.0, "rounds": [1.0, 1.0]}
+    assert figures["8"] == {"bound": 1.091, "measured": [1.0, 1.0], "median measured": 1.0,
+                            "replayed": [1.091, 1.091], "median replayed": 1.091}  # fmt: skip
     sizes = [next(word for word in command if word.startswith("--global-batch-size")) for command in commands]
     assert sizes == [f"--global-batch-size={count}" for count in (2, 2, 8, 8)] * 2
 

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
     "ep2-pp2": (4, [*EP2, *PP2, "--overlap-grad-reduce"]),  # the first stage has no experts
     "slices-pp2": (4, [*PP2, *SLICES, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
-    "slices-ep2-pp2-empty-ranks": (8, [*EP2, *PP2, "--hdp-tokens-per-rank", 256, *SLICES]),
+    "slices-ep2-pp2-empty-slots": (4, [*EP2, *PP2, "--hdp-tokens-per-rank", 512, *SLICES]),
     "slices-ep2-policy": (
         4,
         [*EP2, *SLICES, "--activation-policy", "memo", "--host-memory-gb", 0.05, "--no-measured-speeds"],

@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(2, 2, 2), Case(2, 4, 3, 3), Case(3, 3, 3), Case(3, 2, 2), Case(3, 4, 8), Case(4, 4, 3), Case(4, 2, 2, 4),
-    Case(4, 8, 4), Case(5, 4, 3, 2), Case(8, 8, 2, 2), Case(8, 3, 8, 3),
+    Case(4, 8, 4), Case(5, 2, 3), Case(8, 4, 2, 2), Case(8, 2, 8),
 ]  # fmt: skip
 
 
@@ -259,4 +259,4 @@ def exchange(rank: int, world: int, seeds: list[int]) -> int:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_every_pass_gets_its_message_under_random_delays(num_stages: int) -> None:
-    assert min(run_ranks(exchange, num_stages, list(range(16)))) > 100
+    assert min(run_ranks(exchange, num_stages, list(range(8)))) > 100
