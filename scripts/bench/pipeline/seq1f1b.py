@@ -5,7 +5,7 @@
 (b) 4 stages: the most that stage 0 saves for backward, for 1, 2, 4 and 8 even slices, against (p + k - 1) / k.
 (c) forward and backward of one layer in slices against the whole sequence, in this process.
 (d) as (a), 1F1B and slices of equal time alone, for several numbers of micro-batches beside the bound; also replayed:
-    the least processor time of each pass in that training, in the order of the schedule with free messages, which
+    the least processor time of each pass in the first training, in the order of the schedule with free messages, which
     holds on a machine at work too.
 
 (a), (b) and (d) train with Megatron in real processes. 1F1B runs as one slice, by the same code and kernel.
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -225,29 +225,18 @@ def measured_arms(sizes: Sizes, num_tokens: int, num_slices: int) -> dict[str, S
     return arms_of(num_tokens, num_slices, measured_cost(Layer(sizes, "cpu", torch.float32), sizes, num_tokens))
 
 
-class Seconds(NamedTuple):
-    """Seconds of the steps of one arm, but the first of a run: as they passed, and replayed from each run's passes."""
-
-    measured: list[float]
-    replayed: list[float]
-
-
-def step_seconds(pipeline: Pipeline, arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Seconds]:
-    """Train every arm, in turns."""
-    seconds: dict[str, Seconds] = {name: Seconds([], []) for name in arms}
-    for _ in range(rounds):
-        for name, slices in arms.items():
-            text = train(pipeline, slices, steps, Sizes())
-            found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)
-            seconds[name].measured.extend(float(value) / 1000 for value in found[1:])
-            seconds[name].replayed.append(replayed_seconds(pipeline, slices.slicing, text))
-    return seconds
+def measured_seconds(text: str) -> list[float]:
+    """Return the seconds of every step but the first that a training printed."""
+    return [float(value) / 1000 for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", text)[1:]]
 
 
 def speed(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, Any]:
     """Measure part (a): seconds of a step of each arm, and its speed over 1F1B."""
-    seconds = step_seconds(Pipeline(2, 2, 2), arms, steps, rounds)
-    median = {name: statistics.median(arm.measured) for name, arm in seconds.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, slices in arms.items():
+            seconds[name] += measured_seconds(train(Pipeline(2, 2, 2), slices, steps, Sizes()))
+    median = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "slices": {name: list(slices.lengths) for name, slices in arms.items()},
         "step_seconds": median,
@@ -265,21 +254,23 @@ def bound(num_stages: int, num_micro_batches: int, num_slices: int) -> float:
 
 
 def by_micro_batches(
-    arms: dict[str, Slices], counts: tuple[int, ...], steps: int, rounds: int
-) -> dict[str, dict[str, Any]]:
+    arms: dict[str, Slices], counts: tuple[int, ...], trained: tuple[int, ...], steps: int, rounds: int
+) -> dict[int, dict[str, Any]]:
     """Measure part (d): for each number of micro-batches the bound, and what each round has gained."""
-    figures: dict[str, dict[str, Any]] = {}
+    rows: dict[int, dict[str, Any]] = {}
+    for count in counts:
+        rows[count] = {"bound": round(bound(2, count, NUM_SLICES), 3), "replayed": [], "measured": []}
     for _ in range(rounds):
-        for count in counts:
-            seconds = step_seconds(Pipeline(2, count, 2), arms, steps, 1)
-            row = figures.setdefault(str(count), {"bound": round(bound(2, count, NUM_SLICES), 3)})
-            for kind in Seconds._fields:
-                medians = [statistics.median(getattr(seconds[name], kind)) for name in ("1f1b", "time")]
-                row.setdefault(kind, []).append(round(medians[0] / medians[1], 3))
-            print(f"{count} micro-batches: {row}", file=sys.stderr, flush=True)
-    for row in figures.values():
-        row |= {f"median {kind}": round(statistics.median(row[kind]), 3) for kind in Seconds._fields}
-    return figures
+        for number, count in enumerate(trained):
+            texts = {name: train(Pipeline(2, count, 2), arms[name], steps, Sizes()) for name in ("1f1b", "time")}
+            medians = [statistics.median(measured_seconds(text)) for text in texts.values()]
+            rows[count]["measured"].append(round(medians[0] / medians[1], 3))
+            for other in counts if number == 0 else ():  # the passes do not depend on the count
+                pipeline = Pipeline(2, other, 2)
+                both = [replayed_seconds(pipeline, arms[name].slicing, text) for name, text in texts.items()]
+                rows[other]["replayed"].append(round(both[0] / both[1], 3))
+            print(f"after {count} micro-batches: {rows}", file=sys.stderr, flush=True)
+    return rows
 
 
 def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
@@ -320,6 +311,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first not counted (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a) and (d) (%(default)s)")
     parser.add_argument("--micro-batches", default="2,4,8,16", help="numbers of micro-batches in (d) (%(default)s)")
+    parser.add_argument("--trained", default="2,4,8,16", help="of these, the ones to train with (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()
     sizes, figures = Sizes(), {}
@@ -331,9 +323,8 @@ def main() -> int:
     if "c" in args.parts:
         figures["split_overhead"] = overheads(sizes, (16384,), "cpu", torch.float32)
     if "d" in args.parts:
-        two = {name: arms[name] for name in ("1f1b", "time")}
-        counts = tuple(map(int, args.micro_batches.split(",")))
-        figures["micro_batches"] = by_micro_batches(two, counts, args.steps, args.rounds)
+        counts, trained = (tuple(map(int, text.split(","))) for text in (args.micro_batches, args.trained))
+        figures["micro_batches"] = by_micro_batches(arms, counts, trained, args.steps, args.rounds)
     for name, value in figures.items():
         print(f"{name:28} {value}")
     if args.json:
