@@ -33,6 +33,7 @@ class Process:
         tensor_parallel: ranks that share each layer.
         timeout_minutes: timeout of a process group.
         log_interval: steps between log lines.
+        train_iters: steps of the whole run; 0 where that is not known.
         stage: its pipeline stage.
         hdp_rank: its pipeline, among those that train side by side.
     """
@@ -44,6 +45,7 @@ class Process:
     tensor_parallel: int = 1
     timeout_minutes: float = 10.0
     log_interval: int = 100
+    train_iters: int = 0
     stage: int = 0
     hdp_rank: int = 0
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -176,6 +176,13 @@ class IntervalMetrics:
             host_peak_megabytes=max(rank.host_peak_bytes for rank in ranks) / 1e6,
             slices_per_micro_batch=max(1.0, ranks[0].num_slices / num_steps),
         )
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures that are numbers, without those of features that are off."""
+        off = {
+            one.name for one in fields(self) if one.default is not MISSING and getattr(self, one.name) == one.default
+        }
+        return {name: value for name, value in asdict(self).items() if isinstance(value, float) and name not in off}
 
     def line(self) -> str:
         """Return the line for the log."""

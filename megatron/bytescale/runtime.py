@@ -17,6 +17,7 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.parallel.p2p import RingComm
+from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
@@ -31,12 +32,14 @@ class Totals:
         figures: sums over steps.
         num_steps: how many.
         seconds: of these steps together.
+        model_flops: of these steps on all ranks.
         step_started: when the running step began, or None once its time is counted.
     """
 
     figures: RankStep = field(default_factory=RankStep)
     num_steps: int = 0
     seconds: float = 0.0
+    model_flops: float = 0.0
     step_started: float | None = None
 
 
@@ -57,6 +60,7 @@ class Runtime:
         expert_loads: in a step of slices, what their routers note for each other; else None.
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
+        tokens_so_far: of the whole run, on the rank that writes the log.
         plans_compared: the ranks have compared their plans once.
         warned_of_time: the user was told that a planner ran out of time.
     """
@@ -72,6 +76,7 @@ class Runtime:
     expert_loads: ExpertLoads | None = None
     step: StepBatch | None = None
     totals: Totals = field(default_factory=Totals)
+    tokens_so_far: int = 0
     plans_compared: bool = False
     warned_of_time: bool = False
 
@@ -131,3 +136,4 @@ class Runtime:
             num_slices=self.slicing.num_slices,
         )
         self.totals.num_steps += 1
+        self.totals.model_flops += model_flops(self.run.shape, step.lengths)

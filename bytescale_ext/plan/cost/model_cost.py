@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.entries import from_entries
 from bytescale_ext.plan.cost.model_shape import (
@@ -110,4 +112,5 @@ def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
 
     Recomputed work is not model FLOPs (PaLM, Chowdhery et al. 2022, appendix B, "MFU").
     """
-    return sum(flops_cost(shape).sequence_cost(length, 1) for length in lengths)
+    tokens, cost = np.fromiter(lengths, dtype=np.float64), flops_cost(shape)
+    return float(cost.a * (tokens @ tokens) + cost.b * tokens.sum())

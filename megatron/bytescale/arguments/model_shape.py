@@ -102,6 +102,7 @@ def process(args: Any) -> Process:
         tensor_parallel=args.tensor_model_parallel_size,
         timeout_minutes=args.distributed_timeout_minutes,
         log_interval=args.log_interval,
+        train_iters=args.train_iters or 0,
         stage=stage_of(args),
         hdp_rank=hdp_rank_of(args),
     )

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_tensorboard_writer
+from megatron.training import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import print_rank_last
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
+from bytescale_ext.measure.progress import Progress, peak_flops
 from megatron.bytescale.runtime import Runtime, Totals
 
 
 def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
     """Follow Megatron's log line with ours: tokens/s, micro-batches, imbalance, padding, time waited for plans."""
 
-    def training_log(
-        loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    signature = inspect.signature(original)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        iteration = given["iteration"]
         totals = runtime.totals
         if totals.step_started is not None:
             totals.seconds += time.perf_counter() - totals.step_started
             totals.step_started = None
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        result = original(*args, **kwargs)
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
-            losses = {key: float(value) for key, value in loss_dict.items()}
-            report(runtime, collect(runtime, iteration), losses)
+            losses = {key: float(value) for key, value in given["loss_dict"].items()}
+            metrics = collect(runtime, iteration)
+            report(runtime, metrics, progress(runtime, totals, metrics, given), losses)
         return result
 
     return training_log
@@ -57,15 +62,38 @@ def _gather(runtime: Runtime, mine: RankStep, group: torch.distributed.ProcessGr
     return [RankStep(*row.tolist()) for row in everyones]
 
 
-def report(runtime: Runtime, metrics: IntervalMetrics, losses: dict[str, float]) -> None:
-    """Print the line, and write TensorBoard scalars and metrics.jsonl, on the last rank as Megatron does."""
+def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: Mapping[str, Any]) -> Progress:
+    """Return how far the run is. ``given``: the arguments of Megatron's ``training_log`` by name."""
+    process = runtime.run.process
+    step_seconds = totals.seconds / totals.num_steps
+    runtime.tokens_so_far += round(metrics.tokens_per_second * totals.seconds)
+    peak = peak_flops(torch.cuda.get_device_name()) if process.on_cuda else None
+    world_size = torch.distributed.get_world_size()
+    return Progress(
+        step_seconds=step_seconds,
+        loss=next((float(value) for value in given["loss_dict"].values()), None),
+        learning_rate=given["learning_rate"],
+        gradient_norm=None if given["grad_norm"] is None else float(given["grad_norm"]),
+        tokens_so_far=runtime.tokens_so_far,
+        eta_seconds=max(0, process.train_iters - metrics.iteration) * step_seconds,
+        mfu=None if peak is None else totals.model_flops / totals.seconds / world_size / peak,
+    )
+
+
+def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: dict[str, float]) -> None:
+    """Print both lines, and write metrics.jsonl and the scalars of TensorBoard and W&B, on the last rank as Megatron.
+
+    A figure of a feature that is off, and therefore at its default, is no scalar.
+    """
     print_rank_last(metrics.line())
+    print_rank_last(run.line())
     if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
         return
-    writer = get_tensorboard_writer()
-    if writer:
-        for name, value in asdict(metrics).items():
-            if isinstance(value, float):
-                writer.add_scalar(f"hdp/{name}", value, metrics.iteration)
+    scalars = {f"hdp/{name}": value for name, value in {**metrics.scalars(), **run.scalars()}.items()}
+    if writer := get_tensorboard_writer():
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, metrics.iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(scalars, metrics.iteration)
     if runtime.hdp.log_dir is not None:
-        append_jsonl(runtime.hdp.log_dir / "metrics.jsonl", [{**asdict(metrics), **losses}])
+        append_jsonl(runtime.hdp.log_dir / "metrics.jsonl", [{**asdict(metrics), **run.scalars(), **losses}])

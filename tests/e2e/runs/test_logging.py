@@ -152,6 +152,25 @@ def test_flops_are_counted_from_the_lengths(logged: Run) -> None:
         assert squares == sum(length**2 for length in plan.lengths)
 
 
+def test_how_far_the_run_is(logged: Run) -> None:
+    lines = re.findall(r"^ run: .*$", logged.outcomes[-1].text, re.MULTILINE)
+    tokens = 0
+    for line, row, plans in zip(lines, logged.metrics, intervals(logged), strict=True):
+        tokens += sum(sum(plan.lengths) for plan in plans)
+        assert row["tokens_so_far"] == tokens
+        assert row["loss"] == row["lm loss"]
+        assert row["eta_seconds"] == pytest.approx((6 - row["iteration"]) * row["step_seconds"])
+        assert (
+            f"learning rate {row['learning_rate']:.2e} | gradient norm {row['gradient_norm']:.3f} | {tokens:,} " in line
+        )
+        assert "mfu" not in row  # the peak of a CPU is not in the table
+
+
+# Figures of features that are off: zero or one in every step, so they are no scalars.
+OFF = ("kept_megabytes_per_step", "swapped_megabytes_per_step", "recomputed_megabytes_per_step", "host_peak_megabytes",
+       "slices_per_micro_batch")  # fmt: skip
+
+
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
     """TensorBoard's values by tag and step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -163,11 +182,12 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 def test_tensorboard_has_the_loss_our_figures_and_the_true_throughput(logged: Run) -> None:
     values = scalars(logged.folder)
+    assert not [name for name in OFF if f"hdp/{name}" in values]
     assert set(values["lm loss"]) == set(range(1, 7))
     for row in logged.metrics:
         step = row["iteration"]
         for name, value in row.items():
-            if isinstance(value, float) and name != "lm loss":
+            if isinstance(value, float) and name not in ("lm loss", *OFF):
                 assert values[f"hdp/{name}"][step] == pytest.approx(value, rel=1e-5)
         assert values["lm loss"][step] == pytest.approx(row["lm loss"], rel=1e-5)
         # Megatron divides the FLOPs of the interval's last step by the mean time of its steps.

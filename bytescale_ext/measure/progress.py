@@ -1,0 +1,65 @@
+"""How far a training is: the figures of its last steps that do not depend on how documents were placed."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+# Dense bfloat16 FLOP/s of one device, by a part of its name, from NVIDIA's data sheets; the first that matches counts.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a device, or None for one that is not in the table, such as a CPU."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The figures of a log interval; ``step_seconds`` is its mean, the others are those of its last step.
+
+    Attributes:
+        loss: "lm loss" of the last step, not Megatron's mean over the interval.
+        learning_rate, gradient_norm: None where Megatron has none.
+        tokens_so_far: of this process's run; a resumed run counts anew.
+        eta_seconds: until ``--train-iters`` at this speed.
+        mfu: model FLOP/s over the device's (PaLM, appendix B), or None where the device's are not known.
+    """
+
+    step_seconds: float
+    loss: float | None
+    learning_rate: float | None
+    gradient_norm: float | None
+    tokens_so_far: int
+    eta_seconds: float
+    mfu: float | None
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures that are known, by name."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: float(value) for name, value in known.items()}
+
+    def line(self) -> str:
+        """Return the line for the log."""
+        parts = [f"{self.step_seconds:.3g} s/step"]
+        if self.loss is not None:
+            parts.append(f"loss of the last step {self.loss:.4f}")
+        if self.learning_rate is not None:
+            parts.append(f"learning rate {self.learning_rate:.2e}")
+        if self.gradient_norm is not None:
+            parts.append(f"gradient norm {self.gradient_norm:.3f}")
+        parts.append(f"{self.tokens_so_far:,} tokens so far")
+        parts.append(f"ETA {datetime.timedelta(seconds=round(self.eta_seconds))}")
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu:.1%}")
+        return f" run: {' | '.join(parts)}"
