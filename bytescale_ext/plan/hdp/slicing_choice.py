@@ -72,6 +72,11 @@ class SlicingChoice:
             placed = place(replace(problem, slicing=slicing))
             fitted = self._fitted(problem, _table(problem, placed), slicing)
             found += [_timed(problem, placed, one) for one in fitted]
+        if (
+            ONE_SLICE in self.options and min(found).slicing.kept_tokens < longest
+        ):  # keys that travel again may cost more
+            whole = place(replace(problem, slicing=ONE_SLICE))
+            found += [_timed(problem, whole, one) for one in self._fitted(problem, _table(problem, whole), ONE_SLICE)]
         best = min(found)
         return best.slicing, best.placed
 
