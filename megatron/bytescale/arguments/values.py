@@ -55,8 +55,12 @@ def _check_sizes(args: Any) -> None:
     if iterations is not None and iterations < (0 if args.skip_train else 1):
         raise ValueError(f"--train-iters {iterations}: nothing to train; give at least 1")
     step = args.hdp_timeline_step
-    if step is not None and (step < 1 or (iterations is not None and step > iterations)):
-        raise ValueError(f"--hdp-timeline-step {step} is no iteration of this run, which has 1 to {iterations}")
+    if step is not None and step < 1:
+        raise ValueError(f"--hdp-timeline-step {step}: iterations begin with 1")
+    if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: --hdp-timeline-step {step} is after the last iteration, {iterations}: there will be no timeline"
+        )
 
 
 def _check_split(args: Any) -> None:

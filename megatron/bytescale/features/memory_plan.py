@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
@@ -63,7 +64,8 @@ def step_record(args: Any, run: RunConfig, flag: str) -> StepRecord:
     load = activations.largest
     dtype = str(args.params_dtype).removeprefix("torch.")
     device = "cuda" if run.process.on_cuda else "cpu"
-    shares, loss_tokens = activations.plan(load), activations.layers.loss_tokens
+    chunks = run.find(LossChunks)
+    shares, loss_tokens = activations.plan(load), None if chunks is None else chunks.num_tokens
     traits, layout = traits_of(args), layout_of(args, run)
     return StepRecord(run.shape, load.num_tokens, dtype, loss_tokens, shares, traits, device, layout)
 

@@ -31,13 +31,16 @@ def build(words: list[str], with_documents: bool = False) -> Any:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron.bytescale.arguments.parse import parse
+    from megatron.bytescale.arguments.resolve import resolve
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
+    from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.build import stock_training
 
     sys.argv = ["pretrain_gpt_hdp.py", *words]
-    config = stock_training(parse(sys.argv, on_cpu=True)).model
+    args = parse(sys.argv, on_cpu=True)
+    config = stock_training(args).model
     if with_documents:
-        config.transformer_layer_spec = document_layer_spec(None)
+        config.transformer_layer_spec = document_layer_spec(Runtime.of(resolve(args)))
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()

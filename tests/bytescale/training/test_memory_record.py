@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +22,14 @@ from tests.harness import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-def record(rank: int, world: int, folder: str) -> None:
+def record(rank: int, world: int, folder: str) -> str:
+    """Record two steps; return what this rank printed."""
+    with redirect_stdout(io.StringIO()) as printed:
+        _record(rank, folder)
+    return printed.getvalue()
+
+
+def _record(rank: int, folder: str) -> None:
     store = make_store(PLANS["memo-0.4"])
     layers = torch.nn.ModuleList(make_layers(store))
     for number, layer in enumerate(layers):
@@ -46,10 +55,7 @@ def record(rank: int, world: int, folder: str) -> None:
         assert any("received" in request.name for request in model_plan.requests)
 
 
-def test_the_first_step_is_planned_and_written_by_the_first_rank(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_ranks(record, 2, str(tmp_path))
-    text = capfd.readouterr().out
+def test_the_first_step_is_planned_and_written_by_the_first_rank(tmp_path: Path) -> None:
+    text = "".join(run_ranks(record, 2, str(tmp_path)))
     assert text.count("> bytescale: memory plan of stage 0: ") == 1
     assert text.count(f"> bytescale: memory plans written to {tmp_path / 'plan.json'}") == 1
