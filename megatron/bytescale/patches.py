@@ -14,6 +14,7 @@ from megatron.bytescale.core.optimizer.distrib_optimizer import (
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
 from megatron.bytescale.registry import Patch
+from megatron.bytescale.training.checkpointing import wrap_check_checkpoint_args
 from megatron.bytescale.training.initialize import (
     wrap_compile_helpers,
     wrap_set_jit_fusion_options,
@@ -59,6 +60,13 @@ PATCHES: tuple[Patch, ...] = (
         why="its warm-up makes tensors of --seq-length rows, the longest context; no flag turns it off",
         source_hash="fe3ec3dcf2af",
         aliases=("megatron.training.training",),
+    ),
+    Patch(
+        target="megatron.training.checkpointing:check_checkpoint_args",
+        wrap=wrap_check_checkpoint_args,
+        features=(HDP,),
+        why="it alone sees what a checkpoint has counted; a hook after loading sees only the sum",
+        source_hash="4c636308e56b",
     ),
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
