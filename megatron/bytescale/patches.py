@@ -14,13 +14,12 @@ from megatron.bytescale.core.optimizer.distrib_optimizer import (
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_get_forward_backward_func
 from megatron.bytescale.core.tensor_parallel.random import wrap_get_cuda_rng_state, wrap_set_cuda_rng_state
 from megatron.bytescale.registry import Patch
-from megatron.bytescale.training.checkpointing import wrap_check_checkpoint_args
 from megatron.bytescale.training.initialize import (
     wrap_compile_helpers,
     wrap_set_jit_fusion_options,
     wrap_warmup_jit_function,
 )
-from megatron.bytescale.training.training import wrap_training_log
+from megatron.bytescale.training.training import wrap_check_checkpoint_args, wrap_training_log
 
 ALWAYS, CPU, HDP, SLICES = "always", "cpu", "hdp", "slices"
 

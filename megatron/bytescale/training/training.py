@@ -1,4 +1,4 @@
-"""Wraps Megatron's log line."""
+"""Wraps Megatron's log line and its check of a checkpoint's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.training import get_tensorboard_writer, get_wandb_writer
-from megatron.training.utils import print_rank_last
+from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
 from bytescale_ext.measure.progress import Progress, peak_flops
@@ -97,3 +97,22 @@ def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: di
         wandb.log(scalars, metrics.iteration)
     if runtime.hdp.log_dir is not None:
         append_jsonl(runtime.hdp.log_dir / "metrics.jsonl", [{**asdict(metrics), **run.scalars(), **losses}])
+
+
+def wrap_check_checkpoint_args(original: Callable[..., Any], runtime: object) -> Callable[..., Any]:
+    """Warn where consumed samples of a run without hybrid data parallelism go on as documents.
+
+    Megatron calls it when it restores the counters of a checkpoint, so not with ``--finetune``.
+    """
+
+    def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+        consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
+        if consumed and not getattr(checkpoint_args, "hybrid_data_parallel", False):
+            print_rank_0(
+                f"WARNING: the checkpoint counts {consumed:,} windows of {checkpoint_args.seq_length:,} tokens; they "
+                "count as documents from now on, and data and learning-rate schedule go on after them. Add --finetune "
+                "to begin anew with its weights (docs/recipes.md)."
+            )
+        return original(checkpoint_args, *args, **kwargs)
+
+    return check_checkpoint_args
