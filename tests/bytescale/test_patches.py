@@ -35,6 +35,7 @@ FEATURES = {
     "compile_helpers": "always",
     **CPU_ROWS,
     "set_jit_fusion_options": "hdp",
+    "check_checkpoint_args": "hdp",
     "get_forward_backward_func": "hdp, slices",
     **SCHEDULE_ROWS,
     "training_log": "hdp",
@@ -51,6 +52,7 @@ SLICES_REPLACED = ALWAYS_REPLACED | {
 REPLACED = SLICES_REPLACED | {
     "megatron.training.initialize.set_jit_fusion_options",
     "megatron.training.training.set_jit_fusion_options",
+    "megatron.training.checkpointing.check_checkpoint_args",
     "megatron.training.training.training_log",
     "megatron.core.optimizer.get_megatron_optimizer",
     "megatron.training.training.get_megatron_optimizer",
