@@ -15,6 +15,7 @@ from megatron.bytescale import cli
 from megatron.bytescale.arguments.parse import add_arguments
 from megatron.bytescale.arguments.refusals import REFUSALS
 from scripts import flags_page
+from tests.e2e.docs.pages import code_lines
 from tests.harness import run_ranks
 from tests.tree import patch_rows
 
@@ -30,13 +31,6 @@ REFUSED_FLAGS = {FLAG.match(refusal.flag).group() for refusal in REFUSALS}  # ty
 def our_flags() -> set[str]:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     return {option for action in parser._actions for option in action.option_strings}
-
-
-def code_lines(text: str) -> list[str]:
-    """Return the commands of the ``bash`` blocks, with continued lines joined and without comments."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    joined = "".join(blocks).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if shlex.split(line, comments=True)]
 
 
 def test_readme_is_short_and_names_no_figure_without_its_place() -> None:

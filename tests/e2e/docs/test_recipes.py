@@ -8,19 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.corpora import VOCAB, write_documents
+from tests.e2e.corpora import write_documents
+from tests.e2e.docs.pages import ROOT, code_lines, small_training
 from tests.e2e.training import documents_in_order, record_steps, step_losses, train, train_ranks
-from tests.test_readme import code_lines
 
 pytestmark = pytest.mark.ranks
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
-SMALL = {
-    "--hdp-tokens-per-rank": "128", "--global-batch-size": "4", "--seq-length": "256", "--vocab-size": str(VOCAB),
-    "--max-position-embeddings": "256", "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4",
-    "--train-iters": "2", "--lr-warmup-iters": "1", "--split": "100,0,0",
-}  # fmt: skip
-OFF_ON_CPU = {"--bf16"}
+PAGE = ROOT / "docs" / "recipes.md"
 
 
 def recipe(**places: Path) -> list[str]:
@@ -28,16 +22,8 @@ def recipe(**places: Path) -> list[str]:
     (line,) = code_lines(PAGE.read_text())
     words = shlex.split(line)
     flags = words[words.index("pretrain_gpt_hdp.py") + 1 :]
-    values = {**SMALL, **{f"--{name.replace('_', '-')}": str(path) for name, path in places.items()}}
-    shrunk = [values.get(flag, word) for flag, word in zip(["", *flags], flags, strict=False)]
-    return [word for word in shrunk if word not in OFF_ON_CPU] + [
-        "--eval-iters",
-        "0",
-        "--ckpt-format",
-        "torch",
-        "--num-workers",
-        "0",
-    ]
+    values = {"--split": "100,0,0", **{f"--{name.replace('_', '-')}": str(path) for name, path in places.items()}}
+    return [*small_training(flags, values), "--eval-iters", "0"]
 
 
 @pytest.fixture(scope="module")

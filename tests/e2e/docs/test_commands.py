@@ -1,0 +1,151 @@
+"""Every command of README, the docs and ``--help`` runs, page by page and in the order of the page.
+
+Only sizes change. The commands of a page share a folder, so that one finds what an earlier one has written. A command
+that cannot run here has a row in ``ELSEWHERE`` with the reason; a new one without either fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale import cli
+from tests.e2e.corpora import VOCAB, write_documents
+from tests.e2e.docs.pages import PAGES, ROOT, code_lines, small_training, with_values
+from tests.e2e.training import MODEL, train
+from tests.harness import run_ranks
+
+ELSEWHERE = {  # how a command begins: why it is not run here, or the test that runs it
+    "make ": "they run the demo and this test",
+    ".venv/bin/pre-commit ": "it changes the hooks of the repository",
+    ".venv/bin/python -m pytest ": "they run this test",
+    "bytescale profile ": "tests/bytescale/cli/test_profile.py",
+    "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --load checkpoints/8k ": "tests/e2e/docs/test_recipes.py",
+}
+SIZES = {
+    "corpus": {"--tokens": "20000"},
+    "plan": {"--num-sequences": "8"},
+    "simulate": {"--context": "64K", "--ranks": "8", "--global-tokens": "256K", "--seeds": "1"},
+    "memory-plan": {"--seq-length": "64"},
+}
+# A tokenizer of numbers: transformers is not installed here. Few ranks, and no context parallelism, which needs a GPU.
+TRAINING = {
+    "--tokenizer-type": "NullTokenizer", "--context-parallel-size": "1", "--pipeline-model-parallel-size": "2",
+    "--host-memory-gb": "1",
+}  # fmt: skip
+MAX_RANKS = 2
+# What a page's reader puts in place of these.
+FIXED_LENGTH = [
+    *MODEL, "--data-path", "data/text_document", "--split", "99,1,0", "--micro-batch-size", "1",
+    "--global-batch-size", "8", "--train-iters", "2", "--lr", "1e-3", "--eval-interval", "1000",
+]  # fmt: skip
+HDP = ["--hybrid-data-parallel", "--hdp-tokens-per-rank", "256"]
+FILLED_IN = {
+    "$TRAINING_FLAGS": shlex.join(FIXED_LENGTH), '"$MODEL_FLAGS"': shlex.quote(shlex.join(MODEL)),
+    "--hybrid-data-parallel ...": shlex.join([*HDP, *FIXED_LENGTH]), "...": shlex.join(FIXED_LENGTH),
+}  # fmt: skip
+
+
+def examples() -> list[str]:
+    """Return the commands in the examples of ``--help``."""
+    return [
+        line for command in cli.COMMANDS for line in re.findall(r"\b(?:bytescale|torchrun) [^;()]*", command.EXAMPLE)
+    ]
+
+
+COMMANDS = {**{page.name: code_lines(page.read_text()) for page in PAGES}, "--help": examples()}
+
+
+def is_elsewhere(line: str) -> bool:
+    return any(" ".join(line.split()).startswith(start) for start in ELSEWHERE)
+
+
+def test_reasons_are_needed_and_tests_exist() -> None:
+    lines = [" ".join(line.split()) for lines in COMMANDS.values() for line in lines]
+    assert len(lines) > 35
+    for start, reason in ELSEWHERE.items():
+        assert any(line.startswith(start) for line in lines), f"no page has {start}"
+        assert not reason.startswith("tests/") or (ROOT / reason).is_file()
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that the pages take for granted."""
+    for name in ("lib/site-packages", "texts", "data"):
+        (folder / name).mkdir(parents=True)
+    for number in range(20):
+        (folder / "lib" / "site-packages" / f"{number}.py").write_text("x" * 40 * (number + 1))
+    (folder / "texts" / "one.txt").write_text("one")
+    (folder / "more.jsonl").write_text('{"text": "two"}\n')
+    write_documents(folder / "data" / "text_document", copies=5)
+    (folder / "corpus_text_document.idx").symlink_to(folder / "data" / "text_document.idx")
+    shard = {"seq": 0, "length": 9, "tokens": 9, "ring": [0]}
+    span = {"step": 12, "rank": 0, "kind": "forward", "micro_batch": 0, "start": 0, "stop": 1, "shards": [shard]}
+    for run in ("run", "runs/demo"):
+        (folder / run / "timeline").mkdir(parents=True)
+        (folder / run / "timeline" / "rank0.jsonl").write_text(json.dumps(span) + "\n")
+
+
+def run_console(rank: int, world: int, folder: str, words: list[str]) -> tuple[int, str, str]:
+    """Return (exit code, standard output, standard error) of ``bytescale`` in a folder, over a small environment."""
+    os.chdir(folder)
+    library = f"{folder}/lib"
+    places = {"stdlib": library, "purelib": f"{library}/site-packages", "platlib": f"{library}/site-packages"}
+    sysconfig.get_paths = lambda: places  # type: ignore[assignment]
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        code = cli.main(words)
+    return code, printed.getvalue(), errors.getvalue()
+
+
+def run_training(words: list[str], folder: Path) -> None:
+    """Train two steps as a launch line says, on at most ``MAX_RANKS`` ranks, and evaluate."""
+    script = next(place for place, word in enumerate(words) if word.endswith((".py", "bytescale.train", "train")))
+    ranks = int(words[2]) if words[0] == "torchrun" else 1
+    files = {"--data-path": str(folder / "data" / "text_document")}
+    files |= {flag: str(folder / "plan.json") for flag in ("--record-memory-plan", "--memory-plan")}
+    flags = small_training(words[script + 1 :], {**TRAINING, **files})
+    if "--tokenizer-model" in flags:
+        place = flags.index("--tokenizer-model")
+        flags[place : place + 2] = ["--vocab-size", str(VOCAB)]
+    outcome = train(min(ranks, MAX_RANKS), *flags, "--log-interval", 1, "--eval-iters", 1)
+    assert outcome.code is None, shlex.join(words)
+    assert len(outcome.losses) == int(flags[flags.index("--train-iters") + 1])
+    assert outcome.validation_losses
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of a command, with flags in place of what a reader fills in."""
+    for gap, flags in FILLED_IN.items():
+        command = command.replace(gap, flags)
+    return shlex.split(command, comments=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_run(page: str, tmp_path: Path) -> None:
+    lines = [line for line in COMMANDS[page] if not is_elsewhere(line)]
+    if lines:
+        write_inputs(tmp_path)
+    for line in lines:
+        command, _, to_file = line.partition(" > ")
+        words = words_of(command)
+        if words[0] == "torchrun" or words[:2] == ["bytescale", "train"]:
+            run_training(words, tmp_path)
+            continue
+        assert words[0] == "bytescale", f"{line}: run it here, or say in ELSEWHERE why not"
+        sizes = SIZES.get(words[1], {})
+        code, printed, errors = run_ranks(
+            run_console, 1, str(tmp_path), with_values(words[1:], sizes), init_group=False
+        )[0]
+        assert code == 0, f"{line}: {errors}"
+        if to_file:
+            (tmp_path / shlex.split(to_file)[0]).write_text(printed)
