@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bytescale_ext.draw.figure import BLUE, DARK_BLUE, GRID, INK, new_figure, save, set_title
+from bytescale_ext.draw.figure import BLUE, DARK_BLUE, GRID, INK, LINES, new_figure, save, set_title
 
 
 def draw_loss(steps: Sequence[int], losses: Sequence[float], path: Path, title: str = "loss") -> None:
@@ -66,6 +66,46 @@ def draw_bars(bars: dict[str, tuple[float, float]], path: Path, title: str, xlab
     axes.set_xlabel(xlabel)
     axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     set_title(axes, title)
+    save(figure, path)
+
+
+def draw_dots(rows: dict[str, list[float]], names: Sequence[str], path: Path, words: tuple[str, str]) -> None:
+    """Draw a row of dots for each case on a logarithmic axis: a dot for each of ``names``, in its own marker.
+
+    Args:
+        rows: values by case, top to bottom; each has one value for each name.
+        names: what the dots of a row are.
+        path: file to write.
+        words: (title, label of the axis).
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    if not rows:
+        raise ValueError("there are no rows to draw")
+    figure, (axes,) = new_figure(8.5, 1.4 + 0.36 * len(rows))
+    for number, name in enumerate(names):
+        colour, marker, _, _ = LINES[number % len(LINES)]
+        of_rows = [row[number] for row in rows.values()]
+        axes.plot(of_rows, range(len(rows)), linestyle="none", marker=marker, markersize=7, markeredgecolor=INK,
+                  color=colour, label=name, zorder=3 + number)  # fmt: skip
+    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    values = [value for row in rows.values() for value in row]
+    ticks = (0.5, 1, 1.5, 2, 3, 5, 8, 12, 20)
+    axes.set_xticks([tick for tick in ticks if min(values) <= 1.3 * tick and tick <= 1.3 * max(values)])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.grid(axis="both", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(axis="y", length=0)
+    set_title(axes, words[0])
+    axes.set_xlabel(words[1])
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=len(names))
     save(figure, path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.draw.charts import draw_bars, draw_loss, running_mean
+from bytescale_ext.draw.charts import draw_bars, draw_dots, draw_loss, running_mean
 from tests.draw.png import png_size
 
 
@@ -36,3 +36,14 @@ def test_more_bars_make_a_higher_picture(tmp_path: Path) -> None:
     assert heights[0] < heights[1]
     with pytest.raises(ValueError, match="no bars"):
         draw_bars({}, tmp_path / "none.png", "title", "time / bound")
+
+
+def test_more_rows_of_dots_make_a_higher_picture(tmp_path: Path) -> None:
+    heights = []
+    for num_rows in (1, 9):
+        rows = {f"case {number}": [1.0, 2.0 + number, 0.5] for number in range(num_rows)}
+        draw_dots(rows, ["ours", "static", "other"], tmp_path / "dots.png", ("title", "time / bound"))
+        heights.append(png_size(tmp_path / "dots.png")[1])
+    assert heights[0] < heights[1]
+    with pytest.raises(ValueError, match="no rows"):
+        draw_dots({}, ["ours"], tmp_path / "none.png", ("title", "time / bound"))

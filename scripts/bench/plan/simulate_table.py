@@ -2,6 +2,7 @@
 
     python scripts/bench/plan/simulate_table.py
     python scripts/bench/plan/simulate_table.py --only budgets speed      # these sections of the page that is there
+    python scripts/bench/plan/simulate_table.py --only summary            # its head and figures, from its tables
 
 All of it is simulated: plans are replayed under the shipped costs of a 7B model, nothing is trained. Needs no GPU and
 some minutes on one core.
@@ -51,6 +52,7 @@ from scripts.bench.plan.simulate_cases import (  # noqa: E402
     run_case,
     small_gaps,
 )
+from scripts.bench.plan.simulate_summary import draw_figures, with_summary  # noqa: E402
 
 OUT = ROOT / "docs" / "performance.md"
 RESULTS = Path("simulate_budgets.jsonl")
@@ -78,8 +80,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, metavar="n", help="steps of each case (5)")
     parser.add_argument("--solver-seconds", type=float, default=30.0, metavar="S", help="of each middle case (30)")
     parser.add_argument(
-        "--only", nargs="+", choices=("budgets", "speed"), help="run these sections alone, and put them into the page"
-    )
+        "--only", nargs="+", choices=("budgets", "speed", "summary"),
+        help="run these sections alone, and put them into the page",
+    )  # fmt: skip
     parser.add_argument(
         "--results", type=Path, default=RESULTS, metavar="FILE",
         help="steps within budgets that have run, a line of JSON each; the others are added (simulate_budgets.jsonl)",
@@ -93,13 +96,19 @@ def main() -> None:
             text = with_budgets(text, run_all(args.results, args.seeds))
         if "speed" in args.only:
             text = with_speeds(text, planning_speeds(args.seeds))
-        args.output.write_text(text, encoding="utf-8")
+        write_page(text, args.output)
         return
     scores = [run_case(case, num_stages, args.seeds) for num_stages in (1, 4, 8) for case in CASES]
     text = page(scores, [*small_gaps(), *middle_gaps(args.solver_seconds)], args)
     text = with_speeds(with_budgets(text, run_all(args.results, args.seeds)), planning_speeds(args.seeds))
-    args.output.write_text(text, encoding="utf-8")
+    write_page(text, args.output)
     print(text)
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write a page with its summary, and the figures beside it."""
+    path.write_text(with_summary(text), encoding="utf-8")
+    draw_figures(text, path.parent)
 
 
 def with_budgets(text: str, found: Sequence[Chosen]) -> str:
@@ -187,6 +196,8 @@ def page(
         "This page is written by one command; do not edit it:",
         "",
         f"    python scripts/bench/plan/simulate_table.py{options}",
+        "",
+        "## What the figures are",
         "",
         f"Everything here is simulated: {args.seeds} steps of each case (seeds 0 to {args.seeds - 1}) are planned, and "
         "the plans are replayed under the costs of `bytescale_ext/measure/costs/bytescale_7b.json`, with C = 8K tokens "

@@ -1,0 +1,105 @@
+"""The summary and the two figures at the head of docs/performance.md, made from the tables of that page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytescale_ext.draw.charts import draw_dots
+
+HEADING, NEXT = "## Summary", "## What the figures are"
+STAGES = (4, 8)
+BUDGET = 80  # GB
+SCHEDULERS = {"static": "static", "megatron-hybrid": "megatron-hybrid", "bytescale": "the paper's Algorithm 2",
+              "ours": "ours"}  # fmt: skip
+FIGURES = ("performance.png", "performance_pipelines.png")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Mean figures of one case: time / bound by (stages, scheduler), and how much faster our plan is than others."""
+
+    case: str
+    over_bound: dict[tuple[int, str], float]
+    faster: dict[str, float]
+
+    def chosen(self, num_stages: int) -> float:
+        """Return time / bound of the plans chosen within the budget."""
+        return self.over_bound[num_stages, "chosen"]
+
+
+def read_figures(text: str) -> list[Figures]:
+    """Return the figures of each case of a page. Raises ValueError if the page has none."""
+    found: dict[str, Figures] = {}
+    num_stages, case = 1, ""
+    for line in text.splitlines():
+        if heading := re.match(r"## (?:Without pipelines|(\d+) pipeline stages)", line):
+            num_stages, case = int(heading[1] or 1), ""
+        elif heading := re.match(r"\*\*(.+ ranks)\*\*, ", line):
+            case = heading[1]
+            found.setdefault(case, Figures(case, {}, {}))
+        elif line.startswith("## "):
+            case = ""
+        elif case and (row := re.match(r"\| ([\w-]+) \| ([\d.]+) \(", line)):
+            found[case].over_bound[num_stages, row[1]] = float(row[2])
+            cells = line.split("|")
+            if (num_stages, row[1]) == (1, "ours"):
+                found[case].faster.update(
+                    zip(SCHEDULERS, (float(cell.split()[0]) for cell in cells[4:6]), strict=False)
+                )
+    target = rf"\| (.+ ranks) x (\d+) stages: .* chosen within {BUDGET} GB \| .* \| ([\d.]+) \|"
+    for name, stages, value in re.findall(target, text):
+        found[name].over_bound[int(stages), "chosen"] = float(value)
+    if not found:
+        raise ValueError("the page has no table of a case")
+    return list(found.values())
+
+
+def with_summary(text: str) -> str:
+    """Return the page with its summary before the explanation of its figures."""
+    head, _, rest = text.partition(f"{NEXT}\n")
+    head = head.partition(f"{HEADING}\n")[0]
+    return head + "\n".join(summary(text)) + f"\n{NEXT}\n{rest}"
+
+
+def summary(text: str) -> list[str]:
+    """Return the lines of the summary."""
+    targets = text.partition("## Targets\n")[2].partition("\n## ")[0]
+    met, missed = targets.count("| met |"), targets.count("| **missed** |")
+    lines = [
+        HEADING, "",
+        "*Over static*, *over megatron-hybrid*: how many times faster our plans are. *Time / bound*: at 1, no plan is "
+        "faster. With pipelines the first figure is that of whole micro-batches, the second that of the slices which "
+        f"the planner chooses within {BUDGET} GB; it may be below 1, because the bound is that of 1F1B. Of "
+        f"{met + missed} targets {met} are met; the others are marked below. Times of steps are simulated, "
+        "not measured.", "",
+        "| case | over static | over megatron-hybrid | time / bound | "
+        + " | ".join(f"{stages} stages: 1F1B, slices" for stages in STAGES) + " |",
+        "|---|---|---|---|" + "---|" * len(STAGES),
+    ]  # fmt: skip
+    for one in read_figures(text):
+        faster = [f"{one.faster[other]:.2f}" for other in ("static", "megatron-hybrid")]
+        piped = [f"{one.over_bound[stages, 'ours']:.2f}, {one.chosen(stages):.2f}" for stages in STAGES]
+        lines.append(f"| {' | '.join([one.case, *faster, f'{one.over_bound[1, "ours"]:.3f}', *piped])} |")
+    texts = ("Time of a step over the lower bound, without pipelines", "The same with pipelines")
+    return [*lines, "", *(f"![{words}]({name})\n" for words, name in zip(texts, FIGURES, strict=True))]
+
+
+def draw_figures(text: str, folder: Path) -> None:
+    """Write the two figures of a page to its folder."""
+    found = read_figures(text)
+    plain = {one.case: [one.over_bound[1, name] for name in SCHEDULERS] for one in found}
+    axis = "time of a step / lower bound (1: nothing is faster)"
+    draw_dots(plain, list(SCHEDULERS.values()), folder / FIGURES[0], ("without pipelines, simulated", axis))
+    piped = {
+        f"{one.case}, {stages} stages": [
+            *(one.over_bound[stages, name] for name in ("static", "ours")),
+            one.chosen(stages),
+        ]
+        for stages in STAGES
+        for one in found
+    }
+    names = ["static", "ours, whole micro-batches", f"ours, slices within {BUDGET} GB"]
+    axis = "time of a step / lower bound of 1F1B"
+    draw_dots(piped, names, folder / FIGURES[1], ("with pipelines, simulated", axis))
