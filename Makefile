@@ -53,7 +53,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck scripts/*.sh scripts/*.sbatch .ci/run
+	$(BIN)/shellcheck scripts/*.sh scripts/*/*.sh scripts/*.sbatch .ci/run
 
 # Not a part of `make test`: what happens with the newest torch, which pyproject.toml caps. Reports, in .venv-newest.
 newest:

@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL = ROOT / "scripts" / "train_local.sh"
 SLURM = ROOT / "scripts" / "train_slurm.sbatch"
-SHELL_FILES = [LOCAL, SLURM, ROOT / ".ci" / "run"]
+SHELL_FILES = [LOCAL, SLURM, ROOT / "scripts" / "slurm" / "local_cluster.sh", ROOT / ".ci" / "run"]
 EXTRA = ["--lr", "1e-3", "--wandb-exp-name", "a b"]
 ENTRY = "pretrain_gpt_hdp.py"
 
