@@ -114,11 +114,5 @@ def _check_tokenizer(args: Any) -> None:
         is_hub_name = flag == "--tokenizer-model" and kind == "HuggingFaceTokenizer" and not str(path).startswith("/")
         if path is not None and not is_hub_name and not Path(path).exists():
             raise ValueError(f"{flag} {path}: no such file")
-    if kind == "TikTokenizer":
-        _check_tiktoken(Path(args.tokenizer_model))
-
-
-def _check_tiktoken(path: Path) -> None:
-    """Raise ValueError if a file is not a vocabulary of TikTokenizer, before Megatron's assertions do."""
-    if path.suffix != ".json":
-        raise ValueError(f"--tokenizer-model {path}: a TikTokenizer's vocabulary is a .json file")
+    if kind == "TikTokenizer" and not args.tokenizer_model.endswith(".json"):
+        raise ValueError(f"--tokenizer-model {args.tokenizer_model}: a TikTokenizer's vocabulary is a .json file")
