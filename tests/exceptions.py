@@ -12,6 +12,7 @@ FOREIGN_SIGNATURES = {
 TESTED_ELSEWHERE = {
     "bytescale_ext/errors.py": "exceptions without code",
     "bytescale_ext/data/loading/plan_worker.py": "the program of a process that test_planning.py starts",
+    "megatron/bytescale/cli/dry_run.py": "tests/bytescale/cli/shared/test_launch_line.py types the command",
     "megatron/bytescale/core/models/gpt/gpt_layer_specs.py": "tests/e2e/hdp, with every model",
     "megatron/bytescale/core/packed_seq_params.py": "tests/e2e/hdp, with every model",
     "megatron/bytescale/core/pipeline_parallel/p2p_communication.py": "tests/e2e/hdp/test_pipelines.py",
@@ -37,6 +38,7 @@ ANY_FILES = {
     "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",
     "megatron/bytescale/core/optimizer/distrib_optimizer.py",
     "megatron/bytescale/core/pipeline_parallel/p2p_communication.py",
+    "megatron/bytescale/cli/shared/launch_line.py",
     "megatron/bytescale/core/pipeline_parallel/schedules.py",
     "megatron/bytescale/core/pipeline_parallel/seq1f1b.py",
     "megatron/bytescale/core/pipeline_parallel/stand_in.py",

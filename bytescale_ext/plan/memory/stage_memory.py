@@ -45,17 +45,24 @@ class StageMemory:
     working_bytes: tuple[float, ...]
 
     @classmethod
-    def of(cls, cost: ModelCost, num_layers: Sequence[int], cluster: Cluster, element_bytes: int = 2) -> StageMemory:
+    def of(
+        cls,
+        cost: ModelCost,
+        num_layers: Sequence[int],
+        cluster: Cluster,
+        element_bytes: int = 2,
+        loss_tokens: int | None = None,
+    ) -> StageMemory:
         """Return the memory of a model whose stages have these layers, with the optimizer shared by all HDP ranks.
 
-        The logits of a whole micro-batch exist together (no ``--chunked-cross-entropy``).
+        ``loss_tokens``: whose logits exist together; None: those of a whole micro-batch.
         """
         shape, ranks = cost.shape, cost.tensor_parallel
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         keys = key_value_bytes(shape, ranks, element_bytes)
         layer = LayerBytes(cost.layer_bytes, keys, keys * KEY_SUM_BYTES / element_bytes)
         working = cluster.tokens_per_rank * (max(tensors) + 2 * tensors[0] + 2 * keys)
-        logits = cluster.tokens_per_rank * LOGIT_BYTES * shape.vocab / ranks
+        logits = (loss_tokens or cluster.tokens_per_rank) * LOGIT_BYTES * shape.vocab / ranks
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
             stage_parameters(replace(shape, num_layers=layers), ranks, stage == 0, stage == last)

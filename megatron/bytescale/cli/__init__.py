@@ -17,6 +17,7 @@ from megatron.bytescale.cli import (
     activations,
     corpus,
     doctor,
+    dry_run,
     memory_plan,
     plan,
     profile,
@@ -27,7 +28,7 @@ from megatron.bytescale.cli import (
 )
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 
-COMMANDS = (train, corpus, profile, plan, simulate, schedule, activations, memory_plan, timeline, doctor)
+COMMANDS = (train, corpus, profile, dry_run, plan, simulate, schedule, activations, memory_plan, timeline, doctor)
 
 
 def parser() -> OneLineParser:

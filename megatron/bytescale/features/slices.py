@@ -195,18 +195,23 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
 
 def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceConfig:
     """Return the choice of slices within the device memory for activations. Raises ValueError where none fits."""
-    hdp, num_stages, element = run.get(HdpConfig), args.pipeline_model_parallel_size, args.params_dtype.itemsize
-    cost = cost_in_seconds(run)
+    hdp, num_stages = run.get(HdpConfig), args.pipeline_model_parallel_size
+    memory = stage_memory(args, run).without_states()
+    choice = SlicingChoice(memory, args.device_memory_gb * 1e9)
+    choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
+    note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"
+    return DocumentSliceConfig(rule, num_stages, note, choice)
+
+
+def stage_memory(args: Any, run: RunConfig) -> StageMemory:
+    """Return the device memory of the stages, without experts and activation policies."""
+    cost, element = cost_in_seconds(run), args.params_dtype.itemsize
     if args.recompute_granularity:  # of a slice that waits, its keys too
         kept = _layer_bytes(args, run) * element / 2 + key_value_bytes(run.shape, cost.tensor_parallel, element)
         cost = replace(cost, layer_bytes=kept)
     elif run.cost is None:
         cost = replace(cost, layer_bytes=_layer_bytes(args, run) * element / 2)
-    memory = StageMemory.of(cost, run.stage_layers, run.cluster, element).without_states()
-    choice = SlicingChoice(memory, args.device_memory_gb * 1e9)
-    choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
-    note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"
-    return DocumentSliceConfig(rule, num_stages, note, choice)
+    return StageMemory.of(cost, run.stage_layers, run.cluster, element, args.chunked_cross_entropy)
 
 
 def _affordable_tokens(args: Any, run: RunConfig) -> int:

@@ -128,7 +128,7 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
     Raises:
         ValueError: a flag that cannot be profiled, or a number of processes that does not fit it.
     """
-    with _command_line(["bytescale profile", *flags]):
+    with command_line(["bytescale profile", *flags]):
         args = parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens))
     _join(args, on_cpu)
     run = resolve(args)
@@ -161,7 +161,7 @@ def _settle(args: argparse.Namespace, max_tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def _command_line(argv: list[str]) -> Iterator[None]:
+def command_line(argv: list[str]) -> Iterator[None]:
     """Megatron's parser reads ``sys.argv``."""
     own, sys.argv = sys.argv, argv
     try:

@@ -22,6 +22,7 @@ MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 MEMORY = ["memory-plan", "--model-flags"]
 ACTIVATIONS = ["activations", "--model-flags"]
 CORPUS = ["corpus", "--output", "{in}/out"]
+DRY_RUN = ["dry-run", "--world-size", "8"]
 PROFILE = ["profile", "--output", "{in}/cost.json"]
 
 # (command line, words of the message); {in} is a folder with the files that ``folder`` makes.
@@ -183,6 +184,15 @@ CASES: list[tuple[list[str], str]] = [
     ([*PROFILE, "--ring-bytes-per-second", "0", "--", "--num-layers", "2"], "give a positive number"),
     (["profile", "--output", "{in}/none/c.json", "--", "--num-layers", "2"], "there is no folder"),
     (["profile", "--output", "{in}", "--", "--num-layers", "2"], "cannot be written"),
+    # dry-run
+    (["dry-run"], "required: --world-size"),
+    (DRY_RUN, "give the flags of the training command after a --"),
+    (["dry-run", "--world-size", "0", "--", "--num-layers", "2"], "'0' is not a whole number"),
+    ([*DRY_RUN, "--rank", "8", "--", "--num-layers", "2"], "processes are numbered from 0 to 7"),
+    ([*DRY_RUN, "--sampler", "none", "--", "--num-layers", "2"], "--sampler none is unknown"),
+    ([*DRY_RUN, "--seed", "-1", "--", "--num-layers", "2"], "--seed -1 must be at least 0"),
+    ([*DRY_RUN, "--lengths", "{in}/none.idx", "--", "--num-layers", "2"], "no such file"),
+    ([*DRY_RUN, "--sampler", "github", "--lengths", "a.npy", "--", "--cpu"], "not allowed with"),
     # doctor
     (["doctor", "--head-dim", "0"], "'0' is not a whole number"),
     (["doctor", "--head-dim", "wide"], "'wide' is not a whole number"),

@@ -25,8 +25,8 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_subcommands() -> None:
     assert [command.NAME for command in cli.COMMANDS] == [
-        "train", "corpus", "profile", "plan", "simulate", "schedule", "activations", "memory-plan", "timeline",
-        "doctor",
+        "train", "corpus", "profile", "dry-run", "plan", "simulate", "schedule", "activations", "memory-plan",
+        "timeline", "doctor",
     ]  # fmt: skip
 
 

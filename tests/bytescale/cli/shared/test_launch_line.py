@@ -1,0 +1,124 @@
+"""A dry run against real runs: the same groups, the same ring traffic, the refusals of the training command."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN, record_steps, train_ranks
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ONE_STEP = [*MODEL, *TRAIN, *HDP, "--train-iters", "1"]
+PIPELINES = ["--pipeline-model-parallel-size", "2", "--seq1f1b-slices", "2"]
+BIG = [
+    *ONE_STEP,
+    "--use-distributed-optimizer",
+    "--ckpt-format",
+    "torch_dist",
+    "--tensor-model-parallel-size",
+    "2",
+    *PIPELINES,
+]
+
+
+def dry_run(rank: int, world: int, flags: list[str], world_size: int, lengths: list[int], of: int) -> Any:
+    from megatron.bytescale.cli.shared.launch_line import prepare
+
+    launch = prepare([*flags, "--cpu"], world_size, of, 8, on_cpu=True)
+    return dataclasses.asdict(launch.plan(lengths))
+
+
+def predicted(flags: list[str], world_size: int, lengths: list[int], of: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(dry_run, 1, flags, world_size, lengths, of, init_group=False)[0]
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "more"), [(2, []), (4, PIPELINES)], ids=["rings", "rings in slices"])
+def test_ring_traffic_is_that_of_the_run(num_ranks: int, more: list[str], tmp_path: Path) -> None:
+    corpus = write_documents(tmp_path / "docs", copies=1)
+    flags = [*ONE_STEP, "--hdp-tokens-per-rank", "128", *more]
+    outcomes = train_ranks(
+        num_ranks, *flags, "--data-path", corpus, "--hdp-log-dir", tmp_path / "log", entry=record_steps
+    )
+    (record,) = outcomes[0].records()
+    (row,) = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    found = predicted(flags, num_ranks, record["lengths"])
+    assert row["megabytes_sent_per_step"] > 0
+    traffic = float(found["step"]["ring traffic"].removesuffix(" MB").replace(",", ""))
+    assert traffic == pytest.approx(row["megabytes_sent_per_step"], rel=0.01)
+    assert len(found["memory_gb"]) == num_ranks // 2
+
+
+def test_groups_are_those_of_the_process() -> None:
+    found = predicted([*BIG, "--global-batch-size", "256"], 1024, [64] * 256, of=517)
+    assert found["groups"]["tensor parallel"] == [516, 517]
+    assert found["groups"]["pipeline"] == [5, 517]
+    assert found["groups"]["HDP"] == list(range(513, 1024, 2))
+    assert [row["stage"] for row in found["memory_gb"]] == [0, 1]
+    assert all(row["total"] == pytest.approx(sum(list(row.values())[2:-1])) for row in found["memory_gb"])
+
+
+def test_memory_under_a_policy_is_its_forecast() -> None:
+    deep = [*ONE_STEP, "--num-layers", "4"]
+    flags = [*deep, "--activation-policy", "memo", "--swap-fraction", "0.5", "--host-memory-gb", "0.01"]
+    found, plain = predicted(flags, 4, [60] * 8), predicted(deep, 4, [60] * 8)
+    (row,), (whole,) = found["memory_gb"], plain["memory_gb"]
+    assert 0 < row["host"] <= 0.01
+    assert row["states"] == whole["states"]
+    assert row["total"] == pytest.approx(row["states"] + row["activations"])
+
+
+def type_command(rank: int, world: int, words: list[str]) -> str:
+    from megatron.bytescale import cli
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert cli.main(words) == 0
+    return text.getvalue()
+
+
+def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
+    """Lengths of a published distribution, and those of the data set of the launch line."""
+    sizes = "--seq-length 65536 --max-position-embeddings 65536 --hdp-tokens-per-rank 1024 --global-batch-size 512"
+    flags = [*BIG, *sizes.split(), "--cpu"]
+    text = run_ranks(type_command, 1, ["dry-run", "--world-size", "1024", "--sampler", "github", "--", *flags],
+                     init_group=False)[0]  # fmt: skip
+    assert "1,024 = 2 tensor-parallel x 2 stages x 256 HDP ranks, of up to 1,024 tokens each" in text
+    assert "0, 2, ..., 510 (256 ranks)" in text
+    assert "512 of " in text
+    corpus = write_documents(tmp_path / "docs", copies=1)
+    words = ["dry-run", "--world-size", "4", "--json", "--", *ONE_STEP, "--data-path", str(corpus), "--cpu"]
+    found = json.loads(run_ranks(type_command, 1, words, init_group=False)[0])
+    assert found["step"]["documents"].startswith("8 of ")
+    assert found["groups"]["HDP"] == [0, 1, 2, 3]
+
+
+def refuse(rank: int, world: int, flags: list[str], world_size: int) -> str:
+    from megatron.bytescale.cli.shared.launch_line import prepare
+
+    with pytest.raises(ValueError, match=r"\S") as refusal:
+        prepare([*flags, "--cpu"], world_size, 0, 8, on_cpu=True)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "reason"),
+    [
+        ([*MODEL, *TRAIN], 8, "add --hybrid-data-parallel"),
+        (BIG, 6, "6 processes cannot be divided among --tensor-model-parallel-size 2"),
+        (ONE_STEP, 16, "--global-batch-size 8 is not a multiple of the 16 data-parallel ranks"),
+        ([*ONE_STEP, "--context-parallel-size", "2"], 8, "--context-parallel-size"),
+        ([*ONE_STEP, "--seq-length", "1024", "--max-position-embeddings", "1024"], 8, "--seq-length 1024"),
+    ],
+)
+def test_what_training_refuses_is_refused(flags: list[str], world_size: int, reason: str) -> None:
+    assert reason in run_ranks(refuse, 1, flags, world_size, init_group=False)[0]
