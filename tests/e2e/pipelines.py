@@ -18,7 +18,7 @@ from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, tra
 from tests.e2e.training import MODEL, TRAIN, Outcome, train_ranks
 
 TOLERANCE = 1e-5
-STEPS = 4
+STEPS = 3
 LAYERS = ["--num-layers", 4, "--train-iters", STEPS]
 ONE_BY_ONE = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
 BALANCE = "--hdp-balance none --hdp-tokens-per-rank 128".split()

@@ -40,7 +40,7 @@ CLASSIC_MODEL = (
     f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --seq-length 256 --max-position-embeddings 256"
 ).split()
 TRAIN = (
-    "--global-batch-size 8 --train-iters 5 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-decay-iters 10 "
+    "--global-batch-size 8 --train-iters 3 --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-decay-iters 10 "
     "--clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --save-interval 1000 "
     "--num-workers 0 --split 100,0,0 --no-one-logger --ckpt-format torch"
 ).split()
