@@ -27,6 +27,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "make ": "they run the demo and this test",
     ".venv/bin/pre-commit ": "it changes the hooks of the repository",
     ".venv/bin/python -m pytest ": "they run this test",
+    "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --load checkpoints/8k ": "tests/e2e/docs/test_recipes.py",
