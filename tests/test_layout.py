@@ -64,6 +64,7 @@ FLAGS = [
     "--seq1f1b-partition",
     "--seq1f1b-eager",
     "--hdp-kept-keys",
+    "--seq1f1b-zero-bubble",
     "--chunked-cross-entropy",
     "--activation-policy",
     "--swap-fraction",
@@ -79,7 +80,7 @@ FLAGS = [
 SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",
     "megatron/bytescale/cpu.py",
-    "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",  # on a deep copy of a layer spec
+    "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",  # on a layer spec of its own
 }
 DECISIONS = (ast.If, ast.For, ast.While, ast.Match)  # with and try decide nothing
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -1,4 +1,4 @@
-"""Settings of pipelines in slices (Seq1F1B): of samples of one length, and of documents."""
+"""Settings of pipelines in slices (Seq1F1B): of samples of one length, and of documents; and of zero bubble."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DocumentSliceConfig:
     Attributes:
         rule: how a micro-batch is cut.
         num_stages: pipeline stages.
-        note: what to tell the user once about keys that are kept between slices.
+        note: what to tell the user once about keys that are kept between slices; "" where micro-batches run whole.
         choice: chooses the slices of each step, instead of those of the rule.
     """
 
@@ -85,3 +85,10 @@ class DocumentSliceConfig:
     def group_size(self) -> int:
         """Slices that pass a virtual stage together."""
         return slice_group_size(self.num_stages, self.slicing.num_slices)
+
+
+@dataclass(frozen=True)
+class ZeroBubble:
+    """Weight gradients run where a stage would be idle; no stage holds more than ``most_slices`` slices."""
+
+    most_slices: int

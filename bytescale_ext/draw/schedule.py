@@ -17,8 +17,8 @@ _ROW = 0.8  # height of a box; stages are 1 apart
 def draw_schedule(result: Simulated, path: Path, title: str) -> None:
     """Draw stages (down) over time (right) into a file; its suffix names the format.
 
-    A colour for each micro-batch, light for forward and full for backward; later slices and chunks are paler. Boxes
-    that are wide enough name micro-batch and slice. White is idle.
+    A colour for each micro-batch, light for forward, full for backward, dark for weight gradients; later slices and
+    chunks are paler. Boxes that are wide enough name micro-batch and slice. White is idle.
     """
     num_stages = len(result.busy)
     figure, (axes,) = new_figure(14.0, 1.3 + 0.5 * num_stages)
@@ -44,5 +44,5 @@ def _draw_action(axes: Axes, timed: TimedAction, makespan: float) -> None:
 
 def _colour(timed: TimedAction) -> Colour:
     action = timed.action
-    lightness = (0.78 if action.kind == "F" else 0.56) + min(0.04 * (action.slice_index + action.chunk), 0.12)
+    lightness = {"F": 0.78, "B": 0.56, "W": 0.4}[action.kind] + min(0.04 * (action.slice_index + action.chunk), 0.12)
     return hue_colour(action.micro_batch, lightness, 0.55)

@@ -169,8 +169,8 @@ def write_perfetto(spans: Sequence[Span], path: str | Path) -> None:
     for span in spans:
         events.append(_slice(_span_name(span), span.kind, span.rank, (span.start - origin, span.stop - origin), {}))
         for shard, start, stop in shard_parts(span):
-            name = f"document {shard.seq}"
-            args = {"document": shard.seq, "length": shard.length, "tokens": shard.tokens, "ring": list(shard.ring)}
+            name = f"seq {shard.seq}"
+            args = {"sequence": shard.seq, "length": shard.length, "tokens": shard.tokens, "ring": list(shard.ring)}
             events.append(_slice(name, span.kind, span.rank, (start - origin, stop - origin), args))
             if len(shard.ring) > 1:
                 joins.setdefault((span.step, span.kind, shard.seq), []).append((start - origin, span.rank))
@@ -248,9 +248,9 @@ def _metadata(name: str, tid: int, text: str) -> dict[str, object]:
     return {"ph": "M", "name": name, "pid": 0, "tid": tid, "args": {"name": text}}
 
 
-def _micros(seconds: float) -> int:
-    """Return whole microseconds: Perfetto cuts fractions, and an inner event would end after the one around it."""
-    return round(seconds * 1e6)
+def _micros(seconds: float) -> float:
+    """Return microseconds, rounded to nanoseconds so that an inner event never exceeds the one around it."""
+    return round(seconds * 1e9) / 1e3
 
 
 def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: dict[str, object]) -> dict[str, object]:
@@ -262,7 +262,7 @@ def _slice(name: str, kind: str, rank: int, times: tuple[float, float], args: di
         "pid": 0,
         "tid": rank,
         "ts": start,
-        "dur": stop - start,
+        "dur": round(stop - start, 3),
         "args": args,
     }
 
@@ -274,6 +274,6 @@ def _flows(joins: dict[tuple[int, str, int], list[tuple[float, int]]]) -> Iterat
         members = sorted(members)
         for one, other in itertools.pairwise(members):
             number += 1
-            base = {"name": f"ring of document {seq}", "cat": kind, "id": number, "pid": 0}
+            base = {"name": f"ring of seq {seq}", "cat": kind, "id": number, "pid": 0}
             yield {**base, "ph": "s", "tid": one[1], "ts": _micros(one[0])}
             yield {**base, "ph": "f", "bp": "e", "tid": other[1], "ts": _micros(other[0])}

@@ -21,6 +21,7 @@ from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
+from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
 from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 
 
@@ -57,6 +58,7 @@ class Runtime:
             model is built.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: the shared state of layers under an activation policy, or None.
+        weight_gradients: in a step that runs by our schedule, those that wait for idle time (zero bubble); else None.
         expert_loads: in a step of slices, what their routers note for each other; else None.
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
@@ -73,6 +75,7 @@ class Runtime:
     links: StageLinks | VirtualLinks | None = None
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]] | None = None
     activations: ActivationStore | None = None
+    weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
     step: StepBatch | None = None
     totals: Totals = field(default_factory=Totals)

@@ -18,7 +18,7 @@ from tests.activation.test_run import assert_equal, inputs_of, make_store
 from tests.activation.toy_layer import ToyLayer
 
 TWO_STAGES = """
-num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 0
+num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 0 zero_bubble 0
 stage 0   F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0
 stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0
 """

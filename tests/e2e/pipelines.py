@@ -76,10 +76,12 @@ def record_actions() -> None:
     from megatron.training import training
 
     from megatron.bytescale.core.pipeline_parallel import schedules as ours
+    from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
     from megatron.bytescale.registry import Installation
 
     install = Installation.install
     forward_step, backward_step = schedules.forward_step, schedules.backward_step
+    run_weights = WeightGradients.run
     end_step, consume = ours.end_step, training.consume_seqlen_stats_in_iteration
     done: list[tuple[str, int, int]] = []
     of_output: dict[int, tuple[int, int]] = {}
@@ -94,9 +96,15 @@ def record_actions() -> None:
         done.append(("B", *of_output[id(output_tensor)]))
         return backward_step(input_tensor, output_tensor, *args)
 
+    def run_and_note(gradients: WeightGradients, action: Any, is_last: bool) -> None:
+        done.append(("W", action.micro_batch, action.slice_index))
+        run_weights(gradients, action, is_last)
+
     def end_and_print(runtime: Any, training: bool) -> None:
         if training:
-            print(f"ACTIONS {json.dumps(done)}")
+            k = runtime.slicing.num_slices
+            rows = [(kind, *((one * k + two, 0) if kind == "W" else (one, two))) for kind, one, two in done]
+            print(f"ACTIONS {json.dumps(rows)}")
             print(f"PLAN {json.dumps(runtime.step.plan.to_json())}")
         done.clear()
         end_step(runtime, training)
@@ -109,6 +117,7 @@ def record_actions() -> None:
     def install_and_note(*args: Any) -> None:
         install(*args)  # it checks that these two are Megatron's own
         schedules.forward_step, schedules.backward_step = forward_and_note, backward_and_note
+        WeightGradients.run = run_and_note  # type: ignore[method-assign]
 
     Installation.install = install_and_note
     ours.end_step = end_and_print

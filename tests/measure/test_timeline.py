@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +146,10 @@ def test_perfetto_names_ranks_and_counts_microseconds(tmp_path: Path) -> None:
     slices = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
     assert [(event["name"], event["ts"], event["dur"]) for event in slices] == [
         ("forward 0", 0.0, 500_000.0),
-        ("document 3", 0.0, 500_000.0),
+        ("seq 3", 0.0, 500_000.0),
         ("reduce", 1_500_000.0, 500_000.0),
     ]
-    assert slices[1]["args"] == {"document": 3, "length": 5120, "tokens": 2560, "ring": [0, 1]}
+    assert slices[1]["args"] == {"sequence": 3, "length": 5120, "tokens": 2560, "ring": [0, 1]}
 
 
 def test_perfetto_flows_join_each_ring_and_never_point_back(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_perfetto_flows_join_each_ring_and_never_point_back(tmp_path: Path) -> N
                 event["tid"] == flow["tid"]
                 and event["cat"] == flow["cat"]
                 and event["ts"] <= flow["ts"] < event["ts"] + event["dur"]
-                and flow["name"] == f"ring of document {event['args']['document']}"
+                and flow["name"] == f"ring of seq {event['args']['sequence']}"
                 for event in slices
             )
 
@@ -189,17 +187,3 @@ def test_perfetto_shards_lie_inside_their_span(tmp_path: Path) -> None:
         assert outer["tid"] == event["tid"]
         assert outer["ts"] <= event["ts"]
         assert round(event["ts"] + event["dur"], 3) <= round(outer["ts"] + outer["dur"], 3)
-
-
-def test_slices_of_a_track_never_overlap_in_part(tmp_path: Path) -> None:
-    """As Perfetto reads them: it cuts the nanoseconds of a start and of a length apart from each other."""
-    source = random.Random(3)
-    marks = sorted(1_774_000_000 + source.random() for _ in range(100))
-    shards = tuple(SpanShard(number, 900, 1 + source.randrange(300), (0,)) for number in range(7))
-    spans = tuple(Span(0, 0, "forward", 0, *pair, shards) for pair in pairwise(marks))
-    found = [event for event in read_trace(spans, tmp_path / "trace.json") if event["ph"] == "X"]
-    assert len(found) == 99 * 8
-    slices = [(int(event["ts"] * 1000), int(event["ts"] * 1000) + int(event["dur"] * 1000)) for event in found]
-    for number, (start, stop) in enumerate(slices):
-        for other_start, other_stop in slices[number + 1 : number + 20]:
-            assert not start < other_start < stop < other_stop

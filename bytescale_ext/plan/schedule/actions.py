@@ -15,6 +15,9 @@ of the group size. That is why rings between pipelines cannot wait for each othe
 
 The eager order lets a stage be two forwards ahead of the next stage, not one (eager 1F1B, Zhuang et al. 2023, "On
 Optimizing the Communication of Model Parallelism", section 4). A slice that takes long then delays its neighbours less.
+
+With ``Slicing.zero_bubble`` a stage also runs the weight gradients of each slice (W), where ``plan.schedule.deferred``
+puts them. They change no other action's place.
 """
 
 from __future__ import annotations
@@ -27,17 +30,23 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.plan.schedule.deferred import defer
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 Ints = npt.NDArray[np.int64]
-Kind = Literal["F", "B"]
+Kind = Literal["F", "B", "W"]
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
+KINDS: Final[tuple[Kind, ...]] = ("F", "B", "W")
+"""The kind of each way: FORWARD, BACKWARD, WEIGHTS."""
 
 
 class Action(NamedTuple):
-    """Forward ("F") or backward ("B") of one slice of a micro-batch through one chunk of a stage's layers."""
+    """Forward ("F") or backward ("B") of one slice of a micro-batch through one chunk of a stage's layers.
+
+    Where backward passes are split, "B" computes input gradients and "W" the weight gradients of linear layers.
+    """
 
     kind: Kind
     micro_batch: int
@@ -89,14 +98,16 @@ class SliceSchedule:
         """Return the most slices (times chunks) whose activations a stage holds at once.
 
         Without virtual stages p - stage + k - 1, so (p - stage + k - 1) / k micro-batches (Seq1F1B, section 3.4); in
-        the eager order 2 (p - stage) + k - 2.
+        the eager order 2 (p - stage) + k - 2. With ``Slicing.zero_bubble`` slices are held until their weight
+        gradients, and every stage may hold as many as the first.
         """
-        return min(self.num_first_forwards(stage) + 1, self.num_forwards)
+        return min(self.num_first_forwards(0 if self.slicing.zero_bubble else stage) + 1, self.num_forwards)
 
     def __str__(self) -> str:
         """Return a table that ``parse_schedule`` reads back: a line of sizes, then a line of actions for each stage."""
-        values = (self.num_stages, self.num_micro_batches, self.num_slices, self.num_chunks, self.group_size)
-        sizes = " ".join(f"{name} {int(n)}" for name, n in zip(_SIZES, (*values, self.slicing.eager), strict=True))
+        counts = (self.num_stages, self.num_micro_batches, self.num_slices, self.num_chunks, self.group_size)
+        values = (*counts, self.slicing.eager, self.slicing.zero_bubble)
+        sizes = " ".join(f"{name} {int(n)}" for name, n in zip(_SIZES, values, strict=True))
         width = max(len(str(action)) for stage in self.stages for action in stage)
         rows = (
             f"stage {index:<3} {' '.join(f'{action!s:<{width}}' for action in stage).rstrip()}"
@@ -105,8 +116,8 @@ class SliceSchedule:
         return "\n".join((sizes, *rows))
 
 
-_SIZES: Final = ("num_stages", "num_micro_batches", "num_slices", "num_chunks", "group_size", "eager")
-_ACTION: Final = re.compile(r"([FB])(\d+)\.(\d+)(?:/(\d+))?")
+_SIZES: Final = ("num_stages", "num_micro_batches", "num_slices", "num_chunks", "group_size", "eager", "zero_bubble")
+_ACTION: Final = re.compile(r"([FBW])(\d+)\.(\d+)(?:/(\d+))?")
 
 
 def seq1f1b_schedule(
@@ -128,9 +139,12 @@ def seq1f1b_schedule(
     orders = stage_orders(num_stages, num_micro_batches, slicing, num_chunks, group_size)
     group = (group_size or slice_group_size(num_stages, slicing.num_slices)) if num_chunks > 1 else 1
     k = slicing.num_slices
+    if slicing.zero_bubble:
+        if num_chunks > 1:
+            raise ValueError("zero bubble does not work with virtual stages")
+        orders = defer(orders, num_warm_up(num_stages, 0, slicing) + 1)
     stages = tuple(
-        tuple(Action("B" if way else "F", unit // k, unit % k, chunk) for way, unit, chunk in order.tolist())
-        for order in orders
+        tuple(Action(KINDS[way], unit // k, unit % k, chunk) for way, unit, chunk in order.tolist()) for order in orders
     )
     return SliceSchedule(num_stages, num_micro_batches, slicing, num_chunks, group, stages)
 
@@ -229,7 +243,7 @@ def parse_schedule(text: str) -> SliceSchedule:
     words = lines[0].split() if lines else []
     if tuple(words[0::2]) != _SIZES or not all(word.isdigit() for word in words[1::2]):
         raise ValueError(f"not a schedule: its first line must give {', '.join(_SIZES)}, each with a number")
-    num_stages, num_micro_batches, num_slices, num_chunks, group_size, eager = map(int, words[1::2])
+    num_stages, num_micro_batches, num_slices, num_chunks, group_size, eager, zero_bubble = map(int, words[1::2])
     stages = []
     for index, line in enumerate(lines[1:]):
         found = line.split()
@@ -241,13 +255,13 @@ def parse_schedule(text: str) -> SliceSchedule:
         stages.append(tuple(_action(match) for match in matches if match is not None))
     if len(stages) != num_stages:
         raise ValueError(f"not a schedule: {num_stages} stages are named and {len(stages)} are given")
-    slicing = Slicing(num_slices, eager=bool(eager))
+    slicing = Slicing(num_slices, eager=bool(eager), zero_bubble=bool(zero_bubble))
     return SliceSchedule(num_stages, num_micro_batches, slicing, num_chunks, group_size, tuple(stages))
 
 
 def _action(match: re.Match[str]) -> Action:
     kind, micro_batch, slice_index, chunk = match.groups()
-    return Action("F" if kind == "F" else "B", int(micro_batch), int(slice_index), int(chunk or 0))
+    return Action(KINDS["FBW".index(kind)], int(micro_batch), int(slice_index), int(chunk or 0))
 
 
 def bubble_of_equal_costs(num_stages: int, num_micro_batches: int, num_slices: int = 1, num_chunks: int = 1) -> float:

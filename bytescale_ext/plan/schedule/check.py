@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from bytescale_ext.errors import PlanError
-from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, seq1f1b_schedule
+from bytescale_ext.plan.schedule.actions import KINDS, Action, SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.messages import check_messages, incoming
 from bytescale_ext.plan.schedule.simulate import peak_held, simulate_slices
 from bytescale_ext.plan.step.sizes import Slicing
@@ -34,6 +34,8 @@ def check_slice_schedule(schedule: SliceSchedule) -> None:
     4. Both ends of a connection see the same slices in the same order, so they agree on every shape.
     5. No stage waits for ever, whether messages wait in a buffer or block both ends.
     6. No stage holds more slices than ``SliceSchedule.peak_slices``.
+    7. Where backward passes are split, their weight gradients run later on the same stage, in the order of the
+       backward passes.
     """
     if len(schedule.stages) != schedule.num_stages:
         raise PlanError(f"{len(schedule.stages)} rows for {schedule.num_stages} stages\n{schedule}")
@@ -59,7 +61,7 @@ def _broken(schedule: SliceSchedule, stage: int, what: str) -> PlanError:
 def _check_complete(schedule: SliceSchedule, stage: int) -> None:
     expected = {
         Action(kind, micro_batch, index, chunk)
-        for kind in ("F", "B")
+        for kind in KINDS[: 2 + schedule.slicing.zero_bubble]
         for micro_batch in range(schedule.num_micro_batches)
         for index in range(schedule.num_slices)
         for chunk in range(schedule.num_chunks)
@@ -83,15 +85,23 @@ def _check_order(schedule: SliceSchedule, stage: int) -> None:
             before = [action._replace(kind="F")]
             if action.slice_index < schedule.num_slices - 1:
                 before.append(action._replace(slice_index=action.slice_index + 1))
+        if action.kind == "W":
+            before = [action._replace(kind="B")]
         for need in before:
             if need not in done:
                 raise _broken(schedule, stage, f"{action} runs before {need}")
         done.add(action)
     num_first, num_forwards = schedule.num_first_forwards(stage), schedule.num_forwards
     kinds = "F" * num_first + "FB" * (num_forwards - num_first) + "B" * num_first
-    for action, kind in zip(schedule.stages[stage], kinds, strict=True):
+    passes = [action for action in schedule.stages[stage] if action.kind != "W"]
+    for action, kind in zip(passes, kinds, strict=True):
         if action.kind != kind:
             raise _broken(schedule, stage, f"Megatron's schedule has a {kind} where {action} is")
+    backwards = [action for action in passes if action.kind == "B"]
+    weights = [action for action in schedule.stages[stage] if action.kind == "W"]
+    for action, backward in zip(weights, backwards, strict=False):
+        if action._replace(kind="B") != backward:
+            raise _broken(schedule, stage, f"{action} runs where the weight gradients of {backward} are due")
 
 
 def _check_connections(schedule: SliceSchedule, stage: int) -> None:

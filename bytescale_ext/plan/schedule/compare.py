@@ -48,6 +48,9 @@ PAPER_MODELS: Final = {
     "gpt-30b": PaperModel(_gpt(64, 6144, 64), 8, 8, (32768, 49152, 65536)),
 }
 
+WEIGHT_SHARE: Final = 0.5
+"""Weight gradients' share of the linear part of a backward pass: one of two matrix products of equal size."""
+
 SHAPES: Final = {"llama-7b": LLAMA_7B, **{name: model.shape for name, model in PAPER_MODELS.items()}}
 """Model shapes by name, for the command line."""
 
@@ -87,7 +90,7 @@ class ScheduleFigures:
         name: "1F1B", "1F1B-I", "Seq1F1B" or "Seq1F1B-I", with the partition where there are slices, and the order.
         slices: tokens of each slice.
         bubble: simulated share of idle time; slices are costed by time whatever the partition.
-        bubble_of_equal_costs: by the formula.
+        bubble_of_equal_costs: by the formula; with zero bubble simulated, with equal times of the three passes.
         relative_time: simulated, against the same work without any idle time.
         peak_slices: most slices (times chunks) held by stage 0.
         peak_micro_batches: the same in whole micro-batches of the stage's layers, by tokens.
@@ -114,16 +117,21 @@ def schedule_name(slicing: Slicing, num_chunks: int, partition: Partition) -> st
     name = f"1F1B{interleaved}"
     if slicing.num_slices > 1:
         name = f"Seq{name} {partition if isinstance(partition, str) else 'explicit'}"
-    return f"{name} {slicing.order}".rstrip()
+    words = (name, slicing.order, "zero bubble" if slicing.zero_bubble else "")
+    return " ".join(word for word in words if word)
 
 
 def simulated(model: SliceModel, schedule: SliceSchedule, lengths: tuple[int, ...]) -> Simulated:
     """Return the schedule with times: seconds of a measured model, else FLOPs. Stages have equally many layers."""
     cost = layer_cost(model.shape, "time", model.measured)
     num_layers = model.shape.num_layers / (schedule.num_stages * schedule.num_chunks)
+    backward = slice_costs(lengths, cost.backward.scaled(num_layers))
+    split = WEIGHT_SHARE * num_layers * cost.backward.b if schedule.slicing.zero_bubble else 0.0
+    weights = [split * length for length in lengths]
     times = {
         "F": slice_costs(lengths, cost.forward.scaled(num_layers)),
-        "B": slice_costs(lengths, cost.backward.scaled(num_layers)),
+        "B": [seconds - later for seconds, later in zip(backward, weights, strict=True)],
+        "W": weights,
     }
     return simulate_slices(schedule, lambda stage, action: times[action.kind][action.slice_index])
 
@@ -151,11 +159,15 @@ def evaluate(
     tokens = peak_held(schedule, 0, [float(length) for length in lengths])
     held, sums = ([length * each for length in lengths] for each in (model.layer_bytes(), model.sum_bytes()))
     layers = model.shape.num_layers / (num_stages * num_chunks)
+    if slicing.zero_bubble:
+        equal = simulate_slices(schedule, lambda stage, action: 1.0).bubble
+    else:
+        equal = bubble_of_equal_costs(num_stages, num_micro_batches, slicing.num_slices, num_chunks)
     return ScheduleFigures(
         name=schedule_name(slicing, num_chunks, partition),
         slices=lengths,
         bubble=result.bubble,
-        bubble_of_equal_costs=bubble_of_equal_costs(num_stages, num_micro_batches, slicing.num_slices, num_chunks),
+        bubble_of_equal_costs=equal,
         relative_time=1.0 / (1.0 - result.bubble),
         peak_slices=int(peak_held(schedule, 0)),
         peak_micro_batches=tokens / (model.seq_length * num_chunks),
@@ -174,13 +186,13 @@ def compared(
     """Return the figures of 1F1B and Seq1F1B, each without and with ``num_chunks`` virtual stages.
 
     Seq1F1B with even slices is added for comparison. Rows of virtual stages are left out with one chunk or up to two
-    stages, which Megatron does not interleave. A slicing in the eager order adds a row.
+    stages, which Megatron does not interleave. A slicing in the eager order, or with zero bubble, adds a row.
     """
     chunks = (1, num_chunks) if num_chunks > 1 and num_stages > 2 else (1,)
     plain = Slicing(slicing.num_slices)
     partitions = dict.fromkeys(("even", partition)) if plain.num_slices > 1 else {}
     rows: list[tuple[Slicing, int, Partition]] = [(Slicing(), count, "even") for count in chunks]
     rows += [(plain, count, kind) for count in chunks for kind in partitions]
-    if slicing.order:
+    if slicing.order or slicing.zero_bubble:
         rows.append((slicing, 1, partition))
     return tuple(evaluate(model, num_stages, num_micro_batches, *row) for row in rows)

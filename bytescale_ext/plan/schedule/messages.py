@@ -8,6 +8,8 @@ With ``Slicing.receives_ahead`` a stage posts each receive one batch earlier tha
 Megatron asks for it (``p2p_communication.ReceiveAheadP2PCommunicator``). With virtual stages messages overlap with
 passes (``OverlappedP2PCommunicator``): each is posted no later, and waited for no earlier, than in these batches.
 ``check_messages`` assumes that stages wait at once, which is stricter.
+
+Weight gradients (W) send and receive nothing. They run between posting the messages of the pass before and waiting.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ def _batches(schedule: SliceSchedule, stage: int) -> Iterator[Batch]:
 
 def _batches_of_one_chunk(schedule: SliceSchedule, stage: int) -> Iterator[Batch]:
     """Yield the batches of ``forward_backward_pipelining_without_interleaving``."""
-    actions = schedule.stages[stage]
+    actions = [action for action in schedule.stages[stage] if action.kind != "W"]
     own = _Stage(schedule, stage)
     num_first = schedule.num_first_forwards(stage)
     steady, last = actions[num_first : len(actions) - num_first], actions[len(actions) - num_first :]

@@ -120,9 +120,13 @@ def simulate_slices(schedule: SliceSchedule, cost: ActionCost) -> Simulated:
 def needs(schedule: SliceSchedule, stage: int, action: Action) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of the outputs that an action takes: its neighbour's, and for a backward its own forward's.
 
+    Weight gradients take what the backward pass of their slice leaves.
     Keys and values of earlier slices, and their gradients from later slices, are on the same stage, whose order covers
     them.
     """
+    if action.kind == "W":
+        yield stage, action._replace(kind="B")
+        return
     last = schedule.num_stages - 1
     step = -1 if action.kind == "F" else 1
     neighbour, chunk = stage + step, action.chunk
@@ -145,15 +149,17 @@ def peak_held(
     Args:
         schedule: what the stages run.
         stage: the stage.
-        weights: of what each slice holds between its forward and its backward pass; None: 1 each.
+        weights: of what each slice holds from its forward to its backward pass, or to its weight gradients where these
+            run by themselves; None: 1 each.
         sum_weights: of the sums of key gradients of each slice, from the backward pass of the micro-batch's last slice
             to its own; None: 0 each.
     """
     held = peak = 0.0
+    last = "W" if schedule.slicing.zero_bubble else "B"
     for action in schedule.stages[stage]:
         index = action.slice_index
         weight = 1.0 if weights is None else weights[index]
-        held += weight if action.kind == "F" else -weight
+        held += {"F": weight, last: -weight}.get(action.kind, 0.0)
         if sum_weights is not None and action.kind == "B":
             held += sum(sum_weights[:index]) if index == schedule.num_slices - 1 else -sum_weights[index]
         peak = max(peak, held)

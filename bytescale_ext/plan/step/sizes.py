@@ -20,12 +20,15 @@ class Slicing:
         eager: each stage runs two forwards ahead of the next stage instead of one (see ``plan.schedule.actions``).
         summed_tokens: of kept keys, each rank also keeps the sums of their gradients where the sequence has at most
             this many tokens; sums of longer ones travel home with each slice.
+        zero_bubble: backward passes compute input gradients alone, and weight gradients run where a stage would be idle
+            (see ``plan.schedule.deferred``).
     """
 
     num_slices: int = 1
     kept_tokens: int = 0
     eager: bool = False
     summed_tokens: int = ALL_SUMS
+    zero_bubble: bool = False
 
     def __post_init__(self) -> None:
         if self.num_slices < 1:

@@ -21,7 +21,7 @@ from megatron.bytescale.cli.shared.inputs import check_picture, count, size
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
-EXAMPLE = "bytescale activations --seq-length 131072 --policy priced --optimizer-ranks 64 --chunked-cross-entropy 4096"
+EXAMPLE = "bytescale activations --seq-length 131072 --policy priced"
 
 LENGTHS = tuple(8192 << power for power in range(8))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from bytescale_ext.plan.schedule.actions import SliceSchedule, bubble_of_equal_costs, seq1f1b_schedule
+from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.check import check_slice_schedule
 from bytescale_ext.plan.schedule.compare import (
     SHAPES,
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=count, required=True, metavar="P", help="pipeline stages")
     parser.add_argument("--microbatches", type=count, required=True, metavar="M", help="micro-batches of a step")
     add_slices_arguments(parser, "slices of each micro-batch (default: 1)")
+    parser.add_argument(
+        "--zero-bubble", action="store_true", help="weight gradients fill idle time, as --seq1f1b-zero-bubble"
+    )
     parser.add_argument("--vpp", type=count, default=1, metavar="V", help="virtual stages of each stage (default: 1)")
     parser.add_argument(
         "--seq1f1b-partition",
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             f"--vpp {args.vpp} needs --stages of 3 or more, not {args.stages}: Megatron does not interleave two stages"
         )
     model = _model(args)
-    sizes = (args.stages, args.microbatches, slices_of(args), args.vpp)
+    sizes = (args.stages, args.microbatches, replace(slices_of(args), zero_bubble=args.zero_bubble), args.vpp)
     schedule = seq1f1b_schedule(*sizes)
     check_slice_schedule(schedule)
     rows = compared(model, *sizes, partition) if args.compare else (evaluate(model, *sizes, partition),)
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         print(table_text(rows))
     else:
-        print(f"{schedule}\n\n{figures_text(rows[0], schedule)}")
+        print(f"{schedule}\n\n{figures_text(rows[0])}")
     if args.plot is not None:
         print(f"wrote {args.plot}")
     return 0
@@ -93,11 +97,9 @@ def _model(args: argparse.Namespace) -> SliceModel:
     return SliceModel(measured.shape, args.seq_length, measured.tensor_parallel, measured)
 
 
-def figures_text(figures: ScheduleFigures, schedule: SliceSchedule) -> str:
+def figures_text(figures: ScheduleFigures) -> str:
     """Return the figures of one schedule, one on each line."""
-    formula = bubble_of_equal_costs(
-        schedule.num_stages, schedule.num_micro_batches, schedule.num_slices, schedule.num_chunks
-    )
+    formula = figures.bubble_of_equal_costs
     return "\n".join(
         (
             f"schedule              {figures.name}",

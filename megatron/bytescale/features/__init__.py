@@ -21,11 +21,12 @@ from megatron.bytescale.features.memory_plan import MEMORY_PLAN
 from megatron.bytescale.features.memory_record import MEMORY_RECORD
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.slices import SLICES
+from megatron.bytescale.features.zero_bubble import ZERO_BUBBLE
 
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Patch
 
-FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN, MEMORY_RECORD)
+FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, ZERO_BUBBLE, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN, MEMORY_RECORD)
 """In the order in which they resolve and build: each may use the results of the features before it."""
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 ORDER_FLAG: Final = "--seq1f1b-eager"
+ZERO_BUBBLE_FLAG: Final = "--seq1f1b-zero-bubble"
 AUTO: Final = "auto"
 """The planner chooses the slices of each step."""
 
@@ -70,12 +71,14 @@ def slices_value(text: str) -> int | str:
 
 
 def is_on(args: Any) -> bool:
-    """Return whether micro-batches are cut into slices."""
-    return args.seq1f1b_slices not in (None, 1)
+    """Return whether the schedule is ours: micro-batches are cut into slices, or backward passes are split."""
+    return args.seq1f1b_slices not in (None, 1) or args.seq1f1b_zero_bubble
 
 
 def before_checks(args: Any) -> None:
     """Check the flags of slices, and set the Megatron arguments that slices need."""
+    if args.seq1f1b_slices is None:
+        args.seq1f1b_slices = 1
     if args.seq1f1b_slices == AUTO:
         _check_auto(args)
     elif args.seq1f1b_slices < 1:
@@ -99,12 +102,13 @@ def slicing_of(args: Any) -> Slicing:
     """Return the slices of the flags, without kept keys; the most slices where the planner chooses."""
     if args.seq1f1b_slices == AUTO:
         return OPTIONS[-1]
-    return Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager)
+    return Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager, zero_bubble=args.seq1f1b_zero_bubble)
 
 
 def flags_of(slicing: Slicing) -> list[str]:
     """Return the flags that ``slicing_of`` reads."""
-    return ["--seq1f1b-slices", str(slicing.num_slices), *([ORDER_FLAG] if slicing.order else ())]
+    flags = ((ORDER_FLAG, slicing.eager), (ZERO_BUBBLE_FLAG, slicing.zero_bubble))
+    return ["--seq1f1b-slices", str(slicing.num_slices), *(flag for flag, is_on in flags if is_on)]
 
 
 def _check_auto(args: Any) -> None:
@@ -189,6 +193,8 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
     kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
     slicing = replace(slicing_of(args), kept_tokens=kept_tokens)
     config = DocumentSliceConfig(SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages)
+    if slicing.num_slices == 1:
+        return config
     key_bytes = key_value_bytes(run.shape, args.tensor_model_parallel_size)
     return config.with_note(kept_note(config, hdp.longest_sequence, [key_bytes * n for n in run.stage_layers]))
 

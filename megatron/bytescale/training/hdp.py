@@ -117,7 +117,7 @@ def dataset_provider(runtime: Runtime, remote: RemoteData | None = None) -> Call
                 rows_multiple=runtime.hdp.rows_multiple,
                 vocab_size=args.padded_vocab_size,
                 pin_memory=runtime.clock.on_cuda,
-                slice_rule=None if slices is None else slices.rule,
+                slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
             )
             loaders.append(None if source is None else step_loader(runtime, source, settings))
         return tuple(loaders)

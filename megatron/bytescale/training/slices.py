@@ -45,7 +45,8 @@ def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> 
     """Prepare the stages, and print which keys are kept. Collective; called before DDP wraps the model."""
     config = runtime.run.get(DocumentSliceConfig)
     _prepare_stages(runtime, config)
-    print_rank_0(f"> bytescale: {config.note}")
+    if config.note:
+        print_rank_0(f"> bytescale: {config.note}")
     return model_chunks
 
 

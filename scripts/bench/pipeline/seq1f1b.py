@@ -7,10 +7,11 @@
 (d) as (a), 1F1B and slices of equal time alone, for several numbers of micro-batches beside the bound; also replayed:
     the least processor time of each pass in the first training, in the order of the schedule with free messages, which
     holds on a machine at work too.
+(e) as (a), 1F1B and slices of equal time, each with zero bubble and without.
 
 (a), (b) and (d) train with Megatron in real processes. 1F1B runs as one slice, by the same code and kernel.
 
-    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abcd]
+    .venv/bin/python scripts/bench/pipeline/seq1f1b.py [--json] [--parts abcde]
 """
 
 from __future__ import annotations
@@ -273,6 +274,14 @@ def by_micro_batches(
     return rows
 
 
+def zero_bubble(arms: dict[str, Slices], steps: int, rounds: int) -> dict[str, float]:
+    """Measure part (e): how many times as fast zero bubble makes 1F1B and slices of equal time."""
+    arms = {name: arms[name] for name in ("1f1b", "time")}
+    split = {f"{name} split": Slices(replace(arm.slicing, zero_bubble=True), arm.lengths) for name, arm in arms.items()}
+    seconds = speed(arms | split, steps, rounds)["step_seconds"]
+    return {name: seconds[name] / seconds[f"{name} split"] for name in arms}
+
+
 def activations(sizes: Sizes, num_tokens: int) -> dict[str, Any]:
     """Measure part (b): the most bytes that stage 0 of 4 saves for backward, and the formula's figure."""
     saved = {}
@@ -306,16 +315,16 @@ def overheads(sizes: Sizes, lengths: tuple[int, ...], device: str, dtype: torch.
 def main() -> int:
     """Measure and print; with --json the last line is a JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="abcd", help="which parts to measure (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence in (a) and (d) (%(default)s)")
+    parser.add_argument("--parts", default="abcde", help="which parts to measure (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence in (a), (d), (e) (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run, the first not counted (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a) and (d) (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each arm of (a), (d), (e) (%(default)s)")
     parser.add_argument("--micro-batches", default="2,4,8,16", help="numbers of micro-batches in (d) (%(default)s)")
     parser.add_argument("--trained", default="2,4,8,16", help="of these, the ones to train with (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
     args = parser.parse_args()
     sizes, figures = Sizes(), {}
-    arms = measured_arms(sizes, args.tokens, NUM_SLICES) if set("ad") & set(args.parts) else {}
+    arms = measured_arms(sizes, args.tokens, NUM_SLICES) if set("ade") & set(args.parts) else {}
     if "a" in args.parts:
         figures |= speed(arms, args.steps, args.rounds)
     if "b" in args.parts:
@@ -325,6 +334,8 @@ def main() -> int:
     if "d" in args.parts:
         counts, trained = (tuple(map(int, text.split(","))) for text in (args.micro_batches, args.trained))
         figures["micro_batches"] = by_micro_batches(arms, counts, trained, args.steps, args.rounds)
+    if "e" in args.parts:
+        figures["zero_bubble"] = zero_bubble(arms, args.steps, args.rounds)
     for name, value in figures.items():
         print(f"{name:28} {value}")
     if args.json:

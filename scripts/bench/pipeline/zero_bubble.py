@@ -1,10 +1,10 @@
-"""Simulate what zero bubble would gain on pipelines in slices, within the same device memory (Qi et al. 2023, ZB-H1).
+"""Simulate what zero bubble gains on pipelines in slices, within the same device memory (Qi et al. 2023, ZB-H1).
 
     .venv/bin/python scripts/bench/pipeline/zero_bubble.py
 
 The backward pass of a slice is split into input gradients, which the previous stage needs, and weight gradients, which
-can wait and fill idle time. Attention has no weights, so long sequences leave little work to move. Training has no such
-schedule: docs/seq1f1b.md says what it would take.
+can wait and fill idle time. Attention has no weights, so long sequences leave little work to move. The schedules are
+those that training runs with ``--seq1f1b-zero-bubble``.
 
 The model is the 7B of ByteScale with the costs of its figures, launches included (``bytescale_7b``), on 4 and 8 stages.
 Samples are of one length; documents are drawn from Byted's and GitHub's lengths and placed on 16 pipelines by our
@@ -23,7 +23,7 @@ import argparse
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +41,8 @@ from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402
 from bytescale_ext.plan.hdp.aligned.clock import slot_seconds  # noqa: E402
 from bytescale_ext.plan.hdp.planner import HdpPlanner  # noqa: E402
 from bytescale_ext.plan.hdp.slicing_choice import OPTIONS  # noqa: E402
-from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, seq1f1b_schedule  # noqa: E402
+from bytescale_ext.plan.schedule.actions import KINDS, Action, SliceSchedule, seq1f1b_schedule  # noqa: E402
+from bytescale_ext.plan.schedule.compare import WEIGHT_SHARE  # noqa: E402
 from bytescale_ext.plan.schedule.simulate import needs  # noqa: E402
 from bytescale_ext.plan.step.placed import PlacedRanks  # noqa: E402
 from bytescale_ext.plan.step.sizes import Cluster, Slicing  # noqa: E402
@@ -56,11 +57,6 @@ COUNTS: Final = (2, 4, 8, 16)
 TARGET: Final = 0.03
 LEAN: Final = 4
 EPSILON: Final = 1e-9
-WEIGHT_SHARE: Final = 0.5
-"""Weight gradients' share of the linear part of a backward pass: one of two matrix products of equal size."""
-
-Stops = dict[tuple[int, Action], float]
-"""When each action of each stage stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,61 +78,21 @@ class Unit:
         return Unit(self.forward, self.inputs + self.weights, 0.0, self.tokens)
 
 
-def zero_bubble_seconds(schedule: SliceSchedule, units: Sequence[Unit], most_held: float) -> float:
-    """Return how long a step takes when weight gradients fill gaps; those of 0 seconds fill none.
-
-    Each stage keeps the schedule's order. While it waits for an action's input it runs deferred weight gradients,
-    oldest first, as long as half of one fits. It also runs them before a forward that would make it hold more than
-    ``most_held`` tokens. A unit holds its tokens until its weight gradients are done: they need the inputs of all
-    products, and the gradients of their outputs, which take the place of the other activations.
-    """
-    stages = [_Stage(most_held) for _ in schedule.stages]
-    stops: Stops = {}
-    num_done = -1
-    while num_done < len(stops):
-        num_done = len(stops)
-        for number, stage in enumerate(stages):
-            _run_what_can(schedule, number, stage, stops, units)
-    return max(stage.clock + sum(unit.weights for unit in stage.waiting) for stage in stages)
-
-
-def _run_what_can(schedule: SliceSchedule, number: int, stage: _Stage, stops: Stops, units: Sequence[Unit]) -> None:
-    """Run the actions of a stage until the inputs of one are missing."""
-    for action in schedule.stages[number][stage.num_done :]:
-        before = list(needs(schedule, number, action))
-        if not all(need in stops for need in before):
-            return
-        ready = max((stops[need] for need in before), default=0.0)
-        unit = units[action.micro_batch * schedule.num_slices + action.slice_index]
-        stops[number, action] = stage.run(action.kind == "F", unit, ready)
-
-
-class _Stage:
-    """The clock of one stage and its deferred weight gradients."""
-
-    def __init__(self, most_held: float) -> None:
-        self.clock = 0.0
-        self.num_done = 0
-        self.held = 0.0
-        self.most_held = most_held
-        self.waiting: deque[Unit] = deque()
-
-    def run(self, is_forward: bool, unit: Unit, ready: float) -> float:
-        """Run the next action after weight gradients that fit before it, and return when it stops."""
-        while self.waiting and (
-            self.clock + self.waiting[0].weights / 2 < ready
-            or (is_forward and self.held + unit.tokens > self.most_held * (1 + EPSILON))
-        ):
-            done = self.waiting.popleft()
-            self.clock += done.weights
-            self.held -= done.tokens
-        self.clock = max(self.clock, ready) + (unit.forward if is_forward else unit.inputs)
-        self.num_done += 1
-        if is_forward:
-            self.held += unit.tokens
-        else:
-            self.waiting.append(unit)
-        return self.clock
+def step_seconds(schedule: SliceSchedule, units: Sequence[Unit]) -> float:
+    """Return how long a step of one pipeline takes: ``simulate_slices`` in less time, for schedules that end."""
+    columns = np.array([astuple(unit) for unit in units]).T.tolist()
+    seconds = dict(zip(KINDS, columns, strict=False))
+    left = [deque(row) for row in schedule.stages]
+    clocks = [0.0] * len(left)
+    stops: dict[tuple[int, Action], float] = {}
+    while any(left):
+        for stage, row in enumerate(left):
+            while row and all(need in stops for need in needs(schedule, stage, row[0])):
+                action = row.popleft()
+                ready = max((stops[need] for need in needs(schedule, stage, action)), default=0.0)
+                length = seconds[action.kind][action.micro_batch * schedule.num_slices + action.slice_index]
+                clocks[stage] = stops[stage, action] = max(clocks[stage], ready) + length
+    return max(clocks)
 
 
 @dataclass(frozen=True)
@@ -147,21 +103,20 @@ class Arm:
     slicing: Slicing
     pipelines: tuple[tuple[Unit, ...], ...]
 
-    def schedule(self, units: Sequence[Unit]) -> SliceSchedule:
+    def schedule(self, units: Sequence[Unit], zero_bubble: bool = False) -> SliceSchedule:
         """Return what the stages of one pipeline run."""
-        return seq1f1b_schedule(self.num_stages, len(units) // self.slicing.num_slices, self.slicing)
+        slicing = replace(self.slicing, zero_bubble=zero_bubble)
+        return seq1f1b_schedule(self.num_stages, len(units) // slicing.num_slices, slicing)
 
     @property
     def held_tokens(self) -> float:
-        """The most that the first stage of any pipeline holds with whole backward passes."""
+        """The most that the first stage of any pipeline holds, and with zero bubble any stage."""
         return max(_most_tokens(self.schedule(units), units) for units in self.pipelines)
 
-    def seconds(self, most_held: float | None = None) -> float:
-        """Return how long a step takes; within a budget of tokens weight gradients fill gaps."""
-        if most_held is None:
-            whole = [[unit.whole() for unit in units] for units in self.pipelines]
-            return max(zero_bubble_seconds(self.schedule(units), units, float("inf")) for units in whole)
-        return max(zero_bubble_seconds(self.schedule(units), units, most_held) for units in self.pipelines)
+    def seconds(self, zero_bubble: bool = False) -> float:
+        """Return how long a step takes."""
+        units = self.pipelines if zero_bubble else [[unit.whole() for unit in one] for one in self.pipelines]
+        return max(step_seconds(self.schedule(one, zero_bubble), one) for one in units)
 
 
 def _most_tokens(schedule: SliceSchedule, units: Sequence[Unit]) -> float:
@@ -229,15 +184,15 @@ def gains_of(placed: PlacedRanks, num_stages: int, stage: StageCost) -> Gains:
     kept = [replace(option, kept_tokens=2 * M) if option.num_slices > 1 else option for option in OPTIONS]
     arms = [arm_of(placed, num_stages, stage, option) for option in kept]
     held = {arm: arm.held_tokens for arm in arms}
-    plain = {arm: arm.seconds() for arm in arms}
+    plain, split = ({arm: arm.seconds(zero_bubble) for arm in arms} for zero_bubble in (False, True))
     whole = next(arm for arm in arms if arm.slicing.num_slices == 1)
     lean = next(arm for arm in arms if arm.slicing.num_slices == LEAN and not arm.slicing.eager)
 
     def gain(budget: float) -> float:
         fitting = [arm for arm in arms if held[arm] <= budget * (1 + EPSILON)]
-        return 1 - min(arm.seconds(budget) for arm in fitting) / min(plain[arm] for arm in fitting)
+        return 1 - min(split[arm] for arm in fitting) / min(plain[arm] for arm in fitting)
 
-    return Gains(gain(held[lean]), gain(held[whole]), 1 - whole.seconds(held[whole]) / plain[whole])
+    return Gains(gain(held[lean]), gain(held[whole]), 1 - split[whole] / plain[whole])
 
 
 def rows() -> Iterator[tuple[str, int, int, Gains]]:

@@ -39,6 +39,16 @@ def test_every_arm_trains_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths == [(64,), (32, 32), (45, 19), (45, 19)]
 
 
+def test_zero_bubble_beside_whole_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(seq1f1b, "printed_by", lambda command: commands.append(command) or printed(command))
+    arms = seq1f1b.arms_of(64, 4, CostModel(1.0, 1.0))
+    assert seq1f1b.zero_bubble(arms, steps=3, rounds=1) == {"1f1b": 1.0, "time": 1.0}
+    slices = [command[command.index("--seq1f1b-slices") + 1] for command in commands]
+    split = ["--seq1f1b-zero-bubble" in command for command in commands]
+    assert list(zip(slices, split, strict=True)) == [("1", False), ("4", False), ("1", True), ("4", True)]
+
+
 def test_micro_batches_beside_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """With p = 2 and k = 4: (m + 1) / (m + 1 / 4)."""
     found = [seq1f1b.bound(2, count, 4) for count in (2, 4, 8, 16)]

@@ -14,16 +14,17 @@ from bytescale_ext.plan.schedule.simulate import peak_held
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from scripts.bench.pipeline import zero_bubble
-from scripts.bench.pipeline.zero_bubble import Unit, zero_bubble_seconds
+from scripts.bench.pipeline.zero_bubble import Unit, step_seconds
 
 STAGE = stage_costs(shipped("bytescale_7b"), 4)[0]
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "seq1f1b.md"
 
 
 def idle_share(num_stages: int, num_micro_batches: int, num_slices: int, unit: Unit) -> float:
-    schedule = seq1f1b_schedule(num_stages, num_micro_batches, Slicing(num_slices))
+    slicing = Slicing(num_slices, zero_bubble=unit.weights > 0)
+    schedule = seq1f1b_schedule(num_stages, num_micro_batches, slicing)
     units = [unit] * (num_micro_batches * num_slices)
-    return 1 - len(units) * unit.seconds / zero_bubble_seconds(schedule, units, peak_held(schedule, 0))
+    return 1 - len(units) * unit.seconds / step_seconds(schedule, units)
 
 
 def test_weight_gradients_fill_gaps() -> None:
@@ -42,13 +43,6 @@ def test_waiting_weight_gradients_never_make_it_slower(num_stages: int, num_slic
     assert num_stages == 1 or shares[-1] < shares[0]
 
 
-def test_less_memory_makes_weight_gradients_run_earlier() -> None:
-    schedule = seq1f1b_schedule(4, 8)
-    units = [Unit(1.0, 1.0, 1.0)] * 8
-    seconds = [zero_bubble_seconds(schedule, units, held) for held in (1, 2, 4)]
-    assert seconds[0] > seconds[1] > seconds[2]
-
-
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).two_ahead()])
 def test_arms_are_those_of_the_replay(slicing: Slicing) -> None:
     placed = zero_bubble.samples(8192, 3)
@@ -63,7 +57,7 @@ def test_arms_are_those_of_the_replay(slicing: Slicing) -> None:
 
 
 def test_the_document_has_these_gains() -> None:
-    gains = zero_bubble.gains_of(zero_bubble.samples(32 * zero_bubble.K, 4), 4, STAGE)
-    row = "| samples of 32K | 4 | 4 | " + " | ".join(f"{gain:.1%}" for gain in (gains.lean, gains.roomy, gains.whole))
+    gains = zero_bubble.gains_of(zero_bubble.samples(32 * zero_bubble.K, 2), 4, STAGE)
+    row = "| samples of 32K | 4 | 2 | " + " | ".join(f"{gain:.1%}" for gain in (gains.lean, gains.roomy, gains.whole))
     assert row in DOCUMENT.read_text()
     assert gains.lean >= zero_bubble.TARGET

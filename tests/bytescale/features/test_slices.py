@@ -12,6 +12,7 @@ from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B, key_value_bytes
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features import zero_bubble
 from megatron.bytescale.features.slices import add_arguments, document_slices, flags_of, kept_note, slicing_of
 from tests.bytescale.arguments.resolving import Resolved, resolve_lines, resolved
 from tests.config.runs import hdp_of, run_of
@@ -38,6 +39,7 @@ def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -
         "seq1f1b_partition": None,
         "seq1f1b_slices": 4,
         "seq1f1b_eager": False,
+        "seq1f1b_zero_bubble": False,
         "hdp_kept_keys": None,
         "recompute_granularity": None,
         "swap_fraction": None,
@@ -58,9 +60,10 @@ def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -
 
 
 def test_flags_and_slices_follow_from_each_other() -> None:
-    for slicing in (Slicing(3), Slicing(2).two_ahead()):
+    for slicing in (Slicing(3), Slicing(2).two_ahead(), Slicing(1, zero_bubble=True)):
         parser = argparse.ArgumentParser()
         add_arguments(parser)
+        zero_bubble.add_arguments(parser)
         assert slicing_of(parser.parse_args(flags_of(slicing))) == slicing
 
 

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.ranks
 
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 BUDGET = "0.00095"  # some keys are kept, not all
+ZERO_BUBBLE = "--seq1f1b-zero-bubble"
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
 
 
@@ -68,6 +69,8 @@ CASES = {
                           kept_keys="up to 150 tokens"),
     "pp2-chosen": Case(0, 4, 2, ["--device-memory-gb", BUDGET], balance="pp",
                        kept_keys=f"fastest within {BUDGET} GB"),
+    "pp2-zero-bubble": Case(3, 4, 2, [ZERO_BUBBLE, *UNALIGNED], num_evaluations=2),
+    "pp2-zero-bubble-whole": Case(1, 4, 2, [ZERO_BUBBLE], balance="pp", kept_keys="a stage holds up to 2 slices"),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT[:-1], *UNALIGNED], num_chunks=2, num_evaluations=2),
 }  # fmt: skip
 
@@ -107,7 +110,8 @@ def check_order(case: Case, outcomes: list[Outcome]) -> None:
         assert len(plans) == len(actions) == 2
         for plan, done in zip(plans, actions, strict=True):
             assert (plan.slicing is None) == bool(case.num_slices)
-            slicing = plan.slicing or Slicing(case.num_slices, eager="--seq1f1b-eager" in case.flags)
+            orders = {"eager": "--seq1f1b-eager" in case.flags, "zero_bubble": ZERO_BUBBLE in case.flags}
+            slicing = plan.slicing or Slicing(case.num_slices, **orders)
             group = slice_group_size(case.num_stages, slicing.num_slices) // slicing.num_slices
             count = micro_batch_counts(plan, multiple=group if case.num_chunks > 1 else 1)[hdp_rank]
             schedule = seq1f1b_schedule(case.num_stages, count, slicing, case.num_chunks)

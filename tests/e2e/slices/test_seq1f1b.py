@@ -58,10 +58,10 @@ class Runs:
         return outcome
 
 
-def read_gradients(save: Path) -> Gradients:
-    """Every gradient of the first step, of all stages and tensor-parallel ranks."""
+def read_gradients(save: Path, iteration: int = 1) -> Gradients:
+    """Every gradient of a step, of all stages and tensor-parallel ranks."""
     found: Gradients = {}
-    for file in sorted((save / "wgrads" / "iter_0000001").glob("mp_rank_*")):
+    for file in sorted((save / "wgrads" / f"iter_{iteration:07}").glob("mp_rank_*")):
         for chunk, of_chunk in torch.load(file, weights_only=False).items():
             found |= {f"{file.name} {chunk} {name}": gradient for name, gradient in of_chunk.items()}
     return found

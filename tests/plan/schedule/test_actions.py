@@ -33,7 +33,7 @@ def equal(schedule: SliceSchedule) -> Simulated:
 
 def test_the_order_of_two_stages() -> None:
     assert str(seq1f1b_schedule(2, 2, Slicing(2))).splitlines() == [
-        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 0",
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 0 zero_bubble 0",
         "stage 0   F0.0 F0.1 F1.0 B0.1 F1.1 B0.0 B1.1 B1.0",
         "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
     ]
@@ -132,7 +132,7 @@ def test_the_eager_order_of_two_stages() -> None:
     """Stage 0 is two forwards ahead of stage 1, and holds a slice more."""
     schedule = seq1f1b_schedule(2, 2, Slicing(2, eager=True))
     assert str(schedule).splitlines() == [
-        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 1",
+        "num_stages 2 num_micro_batches 2 num_slices 2 num_chunks 1 group_size 1 eager 1 zero_bubble 0",
         "stage 0   F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0",
         "stage 1   F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0",
     ]

@@ -59,11 +59,13 @@ def stage_communicator(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     from_previous, from_next = (tuple(map(num_rows, actions)) for actions in received_actions(schedule, stage))
     expected = Expected(from_previous, from_next, batch, schedule.num_first_forwards(stage))
-    if links is None:
-        return ShapedP2PCommunicator(group, config, expected, clock)
     if isinstance(links, VirtualLinks):
         return OverlappedP2PCommunicator(group, config, expected, clock, links)
-    return ReceiveAheadP2PCommunicator(group, config, expected, clock, links)
+    if links is not None:
+        return ReceiveAheadP2PCommunicator(group, config, expected, clock, links)
+    if schedule.slicing.zero_bubble:
+        return NeighbourP2PCommunicator(group, config, expected, clock, StageLinks(group, group))
+    return ShapedP2PCommunicator(group, config, expected, clock)
 
 
 class ShapedP2PCommunicator(P2PCommunicator):
@@ -131,12 +133,13 @@ class ShapedP2PCommunicator(P2PCommunicator):
         assert left == ([], []), f"{left=}"
 
 
-class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
-    """The communicator where the previous stage is two forwards ahead (``Slicing.receives_ahead``).
+class NeighbourP2PCommunicator(ShapedP2PCommunicator):
+    """The communicator whose stage may work while messages travel, without virtual stages.
 
-    Megatron receives an input in the same exchange in which it sends a gradient back, and waits for both. The stage
-    would lose one of the two forwards. This communicator posts the receive of an input one exchange early, and waits
-    for it where Megatron asks for it. There are no virtual stages, so each exchange is with one neighbour.
+    Then each exchange is with one neighbour.
+
+    Attributes:
+        while_waiting: runs after each exchange is posted, before the stage waits for it.
     """
 
     def __init__(
@@ -149,23 +152,22 @@ class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
     ) -> None:
         super().__init__(pp_group, config, expected, clock)
         self._links = links
-        self._posted: _Exchange | None = None
+        self.while_waiting: Callable[[], None] = lambda: None
 
     def _communicate(self, **kwargs: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         self._mark_wait()
         output, gradient = kwargs["tensor_send_next"], kwargs["tensor_send_prev"]
         if output is not None or kwargs["recv_next"]:
             assert gradient is None and not kwargs["recv_prev"], "an exchange with both neighbours"
-            return None, self._with_next(output, kwargs["recv_next"]).wait(), None
-        if not kwargs["recv_prev"]:
-            self._with_previous(gradient, False).wait()
-            return None, None, None
-        due = self._posted or self._with_previous(None, True)
-        self._posted = self._with_previous(gradient, True)
-        if self._posted.received is None:  # there is no further input
-            self._posted.wait()
-            self._posted = None
-        return due.wait(), None, None
+            return None, self._finish(self._with_next(output, kwargs["recv_next"])), None
+        return self._exchange_with_previous(gradient, kwargs["recv_prev"]), None, None
+
+    def _exchange_with_previous(self, gradient: torch.Tensor | None, receives: bool) -> torch.Tensor | None:
+        return self._finish(self._with_previous(gradient, receives))
+
+    def _finish(self, exchange: _Exchange) -> torch.Tensor | None:
+        self.while_waiting()
+        return exchange.wait()
 
     def _with_previous(self, gradient: torch.Tensor | None, receives: bool) -> _Exchange:
         rows = next(self._from_previous, None) if receives else None
@@ -173,6 +175,27 @@ class ReceiveAheadP2PCommunicator(ShapedP2PCommunicator):
 
     def _with_next(self, output: torch.Tensor | None, receives: bool) -> _Exchange:
         return self._start(self._links.after, self.next_rank, output, next(self._from_next) if receives else None)
+
+
+class ReceiveAheadP2PCommunicator(NeighbourP2PCommunicator):
+    """The communicator where the previous stage is two forwards ahead (``Slicing.receives_ahead``).
+
+    Megatron receives an input in the same exchange in which it sends a gradient back, and waits for both. The stage
+    would lose one of the two forwards. This communicator posts the receive of an input one exchange early, and waits
+    for it where Megatron asks for it.
+    """
+
+    _posted: _Exchange | None = None
+
+    def _exchange_with_previous(self, gradient: torch.Tensor | None, receives: bool) -> torch.Tensor | None:
+        if not receives:
+            return self._finish(self._with_previous(gradient, False))
+        due = self._posted or self._with_previous(None, True)
+        self._posted = self._with_previous(gradient, True)
+        if self._posted.received is None:  # there is no further input
+            self._finish(self._posted)
+            self._posted = None
+        return self._finish(due)
 
     def check_all_received(self, training: bool) -> None:
         """Assert at the end of a step that every expected tensor was received and waited for."""

@@ -74,9 +74,10 @@ def run_units(
     config = get_model_config(chunks[0])
     schedule = schedule_of(runtime, chunks, len(units) // num_slices)
     step, stage = None, parallel_state.get_pipeline_model_parallel_rank()
-    if num_slices > 1:
-        step = SliceStep(schedule, stage, training)
-        runtime.expert_loads = step.expert_loads
+    if num_slices > 1 or schedule.slicing.zero_bubble:
+        step = SliceStep(schedule, stage, training, mark=runtime.clock.mark)
+        runtime.weight_gradients = step.weight_gradients
+        runtime.expert_loads = step.expert_loads if num_slices > 1 else None
     if training and runtime.activations is not None:
         runtime.activations.begin_step(schedule.stages[stage])
     shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
@@ -87,7 +88,7 @@ def run_units(
         runtime.links if schedule.num_chunks > 1 or schedule.slicing.receives_ahead else None,
         clock=runtime.clock if training else None,
     )
-    inputs = [inputs_of(units, step) for _ in chunks]
+    inputs = [inputs_of(units, step if num_slices > 1 else None) for _ in chunks]
     return run_schedule(megatron, schedule, communicator, step, data_iterator=inputs, model=chunks, **options)
 
 
@@ -122,7 +123,7 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
 def schedule_of(runtime: Runtime, chunks: Chunks, num_micro_batches: int) -> SliceSchedule:
     """Return what the stages of this rank's pipeline run: Megatron's own order without slices, else a checked one."""
     num_stages, slicing = runtime.hdp.num_stages, runtime.slicing
-    if slicing.num_slices > 1:
+    if slicing.num_slices > 1 or slicing.zero_bubble:
         return checked_schedule(num_stages, num_micro_batches, slicing, len(chunks))
     group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
     return seq1f1b_schedule(num_stages, num_micro_batches, slicing, len(chunks), group)

@@ -6,10 +6,13 @@ changes, all of which are made from outside:
 - a stage runs more forwards before its first backward;
 - a backward pass takes the slice that the schedule names, not the oldest;
 - sender and receiver take the size of each slice from the schedule.
+
+Weight gradients that the schedule names by themselves run once the messages of the pass before are posted.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +29,12 @@ from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.schedule.actions import Action, Kind, SliceSchedule
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
-from megatron.bytescale.core.pipeline_parallel.p2p_communication import ShapedP2PCommunicator, stage_communicator
+from megatron.bytescale.core.pipeline_parallel.p2p_communication import (
+    NeighbourP2PCommunicator,
+    ShapedP2PCommunicator,
+    stage_communicator,
+)
+from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
 from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 from megatron.bytescale.registry import copy_with_names
 from megatron.bytescale.runtime import Runtime
@@ -41,25 +49,29 @@ class SliceStep:
         stage: this pipeline stage.
         training: with backward passes; an evaluation runs the forward passes alone.
         wait_for: waits until a received tensor may be read.
+        mark: marks a phase of the step.
         actions: the actions that have not run yet.
         action: the running action.
         runs: (input, output) of each slice between its forward and its backward pass, by its forward action.
         prefixes: keys and values of each unfinished micro-batch, by (micro-batch, model chunk).
         expert_loads: what routers of experts note for the other slices of a micro-batch.
+        weight_gradients: those that the schedule names by themselves, until it does.
     """
 
     schedule: SliceSchedule
     stage: int
     training: bool
     wait_for: Callable[[torch.Tensor | None], None] = lambda tensor: None
-    actions: Iterator[Action] = field(init=False)
+    mark: Callable[[str], None] = lambda kind: None
+    actions: deque[Action] = field(init=False)
     action: Action | None = None
     runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
     prefixes: dict[tuple[int, int], MicroBatchPrefix] = field(default_factory=dict)
     expert_loads: ExpertLoads = field(init=False)
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
     def __post_init__(self) -> None:
-        self.actions = (one for one in self.schedule.stages[self.stage] if self.training or one.kind == "F")
+        self.actions = deque(one for one in self.schedule.stages[self.stage] if self.training or one.kind == "F")
         self.expert_loads = ExpertLoads(self.schedule.num_slices)
 
     def in_slices(self, megatron: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +103,8 @@ class SliceStep:
         action = self._next("B")
         inputs, outputs = self.runs.pop(action._replace(kind="F"))
         self.wait_for(output_grad)
+        if self.schedule.slicing.zero_bubble:
+            self.weight_gradients.collect(action._replace(kind="W"))
         grads = schedules.backward_step(inputs, outputs, output_grad, config)
         for tensor in inputs if isinstance(inputs, list) else [inputs]:
             if tensor is not None:  # Megatron's own list still holds the tensor: free its memory now
@@ -98,7 +112,17 @@ class SliceStep:
                 tensor.data = tensor.new_empty(0)
         if not action.slice_index:
             self._release(action)
+        if not self.stage and all(one.kind == "W" for one in self.actions):  # the first stage sends nothing now
+            self.run_weights()
         return grads
+
+    def run_weights(self) -> None:
+        """Compute the weight gradients that come next in the schedule."""
+        while self.actions and self.actions[0].kind == "W":
+            self.action = self.actions.popleft()
+            self.mark("backward")
+            self.weight_gradients.run(self.action, is_last=not self.actions)
+            self.mark("wait")
 
     def warm_up(self, *_: Any, **__: Any) -> tuple[int, bool, int, int]:
         """Replace ``get_pp_rank_microbatches``.
@@ -123,17 +147,20 @@ class SliceStep:
 
     def check_finished(self) -> None:
         """Assert at the end of a step that every action has run and nothing is held."""
-        left = list(self.actions)
-        assert not left and not self.runs and not self.prefixes, f"{left=} {self.runs.keys()=} {self.prefixes.keys()=}"
+        assert not self.actions and not self.runs and not self.prefixes, (
+            f"{self.actions=} {self.runs.keys()=} {self.prefixes.keys()=}"
+        )
+        assert self.weight_gradients.is_empty
         assert not self.expert_loads.unfinished, f"{self.expert_loads.unfinished.keys()=}"
 
     def _next(self, kind: Kind) -> Action:
-        self.action = self.expert_loads.action = next(self.actions)
+        self.run_weights()  # those that no message has waited for
+        self.action = self.expert_loads.action = self.actions.popleft()
         assert self.action.kind == kind, f"{self.action=} {kind=}"
         return self.action
 
     def _release(self, action: Action) -> None:
-        del self.prefixes[action.micro_batch, action.chunk]
+        self.prefixes.pop((action.micro_batch, action.chunk), None)
         self.expert_loads.release(action)
 
 
@@ -153,8 +180,9 @@ def run_samples(
     config = runtime.run.get(SliceConfig)
     schedule = config.schedule(num_microbatches)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    step = SliceStep(schedule, stage, training=not options.get("forward_only", False))
-    runtime.expert_loads = step.expert_loads
+    training = not options.get("forward_only", False)
+    step = SliceStep(schedule, stage, training)
+    runtime.expert_loads, runtime.weight_gradients = step.expert_loads, step.weight_gradients
     if step.training and runtime.activations is not None:
         runtime.activations.begin_step(schedule.stages[stage])
     layouts = sample_layouts(config.lengths, micro_batch_size)
@@ -213,6 +241,8 @@ def run_schedule(
     run = megatron if step is None else step.in_slices(megatron)
     if step is not None:
         step.wait_for = communicator.wait_for
+    if step is not None and isinstance(communicator, NeighbourP2PCommunicator):
+        communicator.while_waiting = step.run_weights
     options |= {
         "num_microbatches": schedule.num_micro_batches * schedule.num_slices,
         "p2p_communicator": communicator,

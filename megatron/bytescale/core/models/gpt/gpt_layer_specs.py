@@ -16,6 +16,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from bytescale_ext.config.hdp import HdpConfig
+from megatron.bytescale.core.tensor_parallel.weight_gradients import (
+    SplitColumnParallelLinear,
+    SplitRowParallelLinear,
+)
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.moe.slice_router import SampleRouter
@@ -49,6 +53,19 @@ def with_sample_attention(
     layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
     for layer in layers:
         layer.submodules.self_attention.submodules.core_attention = partial(SampleAttention, runtime=runtime)
+    return spec
+
+
+def with_split_products(spec: TransformerBlockSubmodules, runtime: Any) -> TransformerBlockSubmodules:
+    """Change a new spec of a block of local layers: weight gradients run by themselves, but for those of experts."""
+    column, row = (partial(one, runtime=runtime) for one in (SplitColumnParallelLinear, SplitRowParallelLinear))
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_qkv, attention.linear_proj = column, row
+        mlp: Any = layer.submodules.mlp
+        if getattr(mlp, "func", None) is not MoELayer:
+            dense = replace(mlp.keywords["submodules"], linear_fc1=column, linear_fc2=row)
+            layer.submodules.mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": dense})
     return spec
 
 

@@ -1,0 +1,144 @@
+"""Linear layers whose backward pass leaves the weight gradient for later (zero bubble, Qi et al. 2023, section 2).
+
+The layers are Megatron's, with another product. Its backward pass returns the gradient of the input and notes what the
+weight gradient needs. The schedule has it computed later. Under sequence parallelism a layer saves its own rows of the
+input alone, as in Megatron, so the gather that Megatron makes in the backward pass is made then. Inputs are [rows, b,
+in], on this rank under sequence parallelism; weights [out, in]; gradients of outputs [all rows, b, out].
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from bytescale_ext.plan.schedule.actions import Action
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """How one call of a linear layer multiplies.
+
+    Attributes:
+        weight: its parameter [out, in].
+        group: the tensor-parallel group where the ranks' input gradients are summed, or None.
+        shares_rows: each rank of the group has its share of the input's rows (sequence parallelism).
+        gradients: takes the weight gradient.
+    """
+
+    weight: torch.nn.Parameter
+    group: dist.ProcessGroup | None
+    shares_rows: bool
+    gradients: WeightGradients
+
+    def all_rows(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the input's rows of all ranks: [all rows, b, in]."""
+        return gather_from_sequence_parallel_region(inputs, group=self.group) if self.shares_rows else inputs
+
+    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of this rank's input: [rows, b, in]."""
+        partial = gradient @ self.weight
+        if self.shares_rows:
+            return reduce_scatter_to_sequence_parallel_region(partial, group=self.group)
+        if self.group is not None:
+            dist.all_reduce(partial, group=self.group)
+        return partial
+
+
+class WeightGradients:
+    """The weight gradients of a step that wait: per slice, each with the input and the gradient of the output."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Action, deque[tuple[Product, torch.Tensor, torch.Tensor]]] = {}
+        self._running: Action | None = None
+
+    def collect(self, action: Action) -> None:
+        """Note what the next backward pass leaves, for ``action`` to compute."""
+        self._running = action
+        self._waiting[action] = deque()
+
+    def add(self, product: Product, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep input [rows, b, in] and gradient of the output [all rows, b, out] of one product."""
+        assert self._running is not None, "a backward pass outside of a step"
+        self._waiting[self._running].append((product, inputs, gradient))
+
+    @torch.no_grad()
+    def run(self, action: Action, is_last: bool) -> None:
+        """Compute what ``action`` stands for, the last layer first, and free what it held.
+
+        Megatron's DDP starts to reduce a gradient once autograd has delivered it, in the last backward pass of a step.
+        So the last one of a weight is delivered by autograd, and the others are added to its sum directly.
+        """
+        waiting = self._waiting.pop(action)
+        while waiting:
+            product, inputs, gradient = waiting.popleft()
+            rows = product.all_rows(inputs)
+            of_weight = gradient.flatten(0, -2).t() @ rows.flatten(0, -2)
+            if is_last:
+                product.weight.backward(of_weight)
+            else:
+                product.weight.main_grad.add_(of_weight)  # type: ignore[attr-defined]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
+
+
+class _Ctx(torch.autograd.function.FunctionCtx):
+    product: Product
+    has_bias: bool
+    saved_tensors: tuple[torch.Tensor]
+
+
+class SplitProduct(torch.autograd.Function):
+    """``x W^T + bias`` whose backward pass returns the gradients of x and bias, and leaves that of W for later."""
+
+    @staticmethod
+    def forward(ctx: _Ctx, inputs: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:
+        """Return the output [all rows, b, out]. ``inputs``: [rows, b, in]; ``bias``: [out]."""
+        ctx.product, ctx.has_bias = product, bias is not None
+        ctx.save_for_backward(inputs)
+        return torch.nn.functional.linear(product.all_rows(inputs), product.weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: _Ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """Return the gradients of the inputs and the bias, from that of the output [all rows, b, out]."""
+        (inputs,) = ctx.saved_tensors
+        of_bias = gradient.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+        ctx.product.gradients.add(ctx.product, inputs.detach(), gradient)
+        return ctx.product.input_gradient(gradient), of_bias, None
+
+
+class _Split:
+    """Mixed into one of Megatron's linear layers: the product of a training pass is a ``SplitProduct``."""
+
+    def __init__(self, *args: Any, runtime: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.runtime = runtime
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.nn.Parameter, **options: Any) -> torch.Tensor:
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            output: torch.Tensor = super()._forward_impl(input=input, weight=weight, **options)  # type: ignore[misc]
+            return output
+        shares_rows = options["sequence_parallel"]
+        group = options["tp_group"] if shares_rows or options["allreduce_dgrad"] else None
+        product = Product(weight, group, shares_rows, self.runtime.weight_gradients)
+        return SplitProduct.apply(input, options["bias"], product)
+
+
+class SplitColumnParallelLinear(_Split, ColumnParallelLinear):
+    """Megatron's ``ColumnParallelLinear`` with the weight gradient left for later."""
+
+
+class SplitRowParallelLinear(_Split, RowParallelLinear):
+    """Megatron's ``RowParallelLinear`` with the weight gradient left for later."""
