@@ -19,7 +19,8 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
-from bytescale_ext.plan.schedule.actions import FORWARD, SliceSchedule, stage_orders
+from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, SliceSchedule, work_orders
+from bytescale_ext.plan.schedule.deferred import WEIGHTS
 from bytescale_ext.plan.step.sizes import Slicing
 
 Ints = npt.NDArray[np.int64]
@@ -140,12 +141,13 @@ def held(
     slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
     summed = slices.summed(slicing.num_slices)
     found, parts = np.zeros((3, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
-    for ranks, stage, units, is_forward in _orders(table, slicing, num_stages, num_chunks):
+    last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
+    for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks):
         if stages is not None and stage not in stages:
             continue
-        sign = np.where(is_forward, 1.0, -1.0)
-        sums = np.where(is_forward, 0.0, summed[units])
-        changes = np.stack((slices.own[units] * sign, slices.kept[units] * sign, sums))
+        forward, backward = (ways == FORWARD) * 1.0, (ways == BACKWARD) * 1.0
+        of_own, of_kept = slices.own[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
+        changes = np.stack((of_own, of_kept, summed[units] * backward))
         over_time = np.cumsum(changes, axis=2) / num_chunks
         of_parts = over_time * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
         found[:2, stage, ranks] = over_time[:2].max(axis=2)
@@ -190,11 +192,11 @@ def held_slices(
 
 def _orders(
     table: ShardTable, slicing: Slicing, num_stages: int, num_chunks: int
-) -> Iterator[tuple[Ints, int, Ints, npt.NDArray[np.bool_]]]:
-    """Yield for ranks with equal counts: ranks [r], stage, slices that it runs [r, actions], is forward [actions]."""
-    orders = partial(stage_orders, num_stages, slicing=slicing, num_chunks=num_chunks)
+) -> Iterator[tuple[Ints, int, Ints, Ints]]:
+    """Yield for ranks with equal counts: ranks [r], stage, slices that it runs [r, actions], the ways [actions]."""
+    orders = partial(work_orders, num_stages, slicing=slicing, num_chunks=num_chunks)
     for count in np.unique(table.counts[table.counts > 0]).tolist():
         ranks = np.flatnonzero(table.counts == count)
         for stage, order in enumerate(orders(count)):
-            direction, place, _ = order.T
-            yield ranks, stage, table.offsets[ranks][:, None] * slicing.num_slices + place, direction == FORWARD
+            ways, place, _ = order.T
+            yield ranks, stage, table.offsets[ranks][:, None] * slicing.num_slices + place, ways

@@ -136,13 +136,9 @@ def seq1f1b_schedule(
     Raises:
         ValueError: a size is not positive, or the sizes do not fit virtual stages (the message says which do).
     """
-    orders = stage_orders(num_stages, num_micro_batches, slicing, num_chunks, group_size)
+    orders = work_orders(num_stages, num_micro_batches, slicing, num_chunks, group_size)
     group = (group_size or slice_group_size(num_stages, slicing.num_slices)) if num_chunks > 1 else 1
     k = slicing.num_slices
-    if slicing.zero_bubble:
-        if num_chunks > 1:
-            raise ValueError("zero bubble does not work with virtual stages")
-        orders = defer(orders, num_warm_up(num_stages, 0, slicing) + 1)
     stages = tuple(
         tuple(Action(KINDS[way], unit // k, unit % k, chunk) for way, unit, chunk in order.tolist()) for order in orders
     )
@@ -184,6 +180,22 @@ def stage_orders(
         order.flags.writeable = False
         orders.append(order)
     return tuple(orders)
+
+
+def work_orders(
+    num_stages: int,
+    num_micro_batches: int,
+    slicing: Slicing = ONE_SLICE,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> tuple[Ints, ...]:
+    """Return ``stage_orders``, and where backward passes are split also their weight gradients: [2 or 3 m k v, 3]."""
+    orders = stage_orders(num_stages, num_micro_batches, slicing, num_chunks, group_size)
+    if not slicing.zero_bubble:
+        return orders
+    if num_chunks > 1:
+        raise ValueError("zero bubble does not work with virtual stages")
+    return defer(orders, num_warm_up(num_stages, 0, slicing) + 1)
 
 
 def num_warm_up(num_stages: int, stage: int, slicing: Slicing, num_chunks: int = 1, group_size: int = 1) -> int:

@@ -63,6 +63,7 @@ def local(*tokens: int) -> StepPlan:
         (1, ONE_SLICE, [4]),
         (4, Slicing(4), [7, 6, 5, 4]),  # (p - s + k - 1) / k micro-batches
         (4, Slicing(4, eager=True), [10, 8, 6, 4]),
+        (4, Slicing(4, zero_bubble=True), [7, 7, 7, 7]),  # until the weight gradients
     ],
 )
 def test_equal_micro_batches_by_hand(num_stages: int, slicing: Slicing, most: list[int]) -> None:
