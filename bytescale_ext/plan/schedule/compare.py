@@ -112,12 +112,12 @@ class ScheduleFigures:
 
 
 def schedule_name(slicing: Slicing, num_chunks: int, partition: Partition) -> str:
-    """Return the schedule's name in the papers, and how slices are cut."""
+    """Return the schedule's name in the papers (ZB: zero bubble), and how slices are cut."""
     interleaved = "-I" if num_chunks > 1 else ""
     name = f"1F1B{interleaved}"
     if slicing.num_slices > 1:
         name = f"Seq{name} {partition if isinstance(partition, str) else 'explicit'}"
-    words = (name, slicing.order, "zero bubble" if slicing.zero_bubble else "")
+    words = (name, slicing.order, "ZB" if slicing.zero_bubble else "")
     return " ".join(word for word in words if word)
 
 

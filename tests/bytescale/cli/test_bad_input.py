@@ -101,6 +101,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*SCHEDULE, "--microbatches", "-3"], "'-3' is not a whole number|expected one argument"),
     ([*SCHEDULE, "--microbatches", "many"], "'many' is not a whole number"),
     ([*SCHEDULE, "--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
+    ([*SCHEDULE, "--vpp", "2", "--zero-bubble"], "zero bubble does not work with virtual stages"),
     ([*SCHEDULE, "--slices", "4", "--seq1f1b-partition", "1,2"], "there must be 4, of 131072 tokens together"),
     ([*SCHEDULE, "--slices", "4", "--seq-length", "3"], "use at most 3 slices"),
     ([*SCHEDULE, "--seq-length", "0"], "'0' is not a size"),

@@ -37,6 +37,15 @@ def test_schedules_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["peak_slices"] for row in rows] == [4, 11, 7, 7, 14, 14]
 
 
+def test_zero_bubble_beside_whole_backward_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(shown([*WORDS, "--zero-bubble", "--compare", "--json"], capsys))
+    assert [row["name"] for row in rows] == ["1F1B", "Seq1F1B even", "Seq1F1B time", "Seq1F1B time ZB"]
+    whole, split = rows[2:]
+    assert split["bubble"] < whole["bubble"]
+    assert split["bubble_of_equal_costs"] == pytest.approx(3 / (3 * 32 + 3))
+    assert split["activation_bytes"] == whole["activation_bytes"]
+
+
 def test_explicit_slices_and_one_slice(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["schedule", "--stages", "2", "--microbatches", "2", "--slices", "2", "--seq-length", "10"]
     rows = json.loads(shown([*words, "--seq1f1b-partition", "6,4", "--json"], capsys))
