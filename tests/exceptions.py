@@ -31,6 +31,7 @@ ANY_FILES = {
     "megatron/bytescale/arguments/refusals.py",
     "megatron/bytescale/arguments/values.py",
     "megatron/bytescale/arguments/resolve.py",
+    "megatron/bytescale/arguments/stage_layers.py",
     "megatron/bytescale/core/datasets/corpus.py",
     "megatron/bytescale/core/datasets/document_dataset.py",
     "megatron/bytescale/core/datasets/remote.py",

@@ -9,8 +9,9 @@ next, D-1 times, and every member computes one block per step while the next key
 
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of
 their gradients travel one step behind them; after the last step the sums need one more hop to reach their owner. Where
-keys are kept from slice to slice (``KeptKeys``), only the keys of the slice travel, and in the backward pass only the
-sums: those of the slice, to which later slices have already added, or those of all slices up to it.
+keys are kept from slice to slice (``KeptKeys``), a slice sends only its own keys in the forward pass, and only
+gradients in the backward pass. Ranks that keep sums of gradients send those of the slice's own keys, which include the
+gradients from later slices. Ranks that keep no sums send the gradients of all keys up to the end of the slice.
 ``layouts/layout.py`` has the geometry of blocks. Sources: ByteScale sections 5.1 and 7; Liu et al., "Ring Attention".
 
 The algorithm is a generator that yields each exchange at the point where it must be complete. ``drive`` waits for it

@@ -9,9 +9,27 @@ from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, load_of_tokens
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import given_plan, in_gigabytes, make_plan
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.hdp.policy_slicing import PolicyOption
+from bytescale_ext.plan.step.sizes import Slicing
 
 _ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class SlicedStages:
+    """How pipeline stages run their layers in one slicing that the planner may choose for a step.
+
+    Attributes:
+        slicing: with the longest document whose keys are kept.
+        lengths: tokens of each slice of the longest document.
+        stages: the layers of each stage.
+    """
+
+    slicing: Slicing
+    lengths: tuple[int, ...]
+    stages: tuple[LayerSettings, ...]
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,10 @@ class ActivationConfig:
         layers: the layers of this process's pipeline stage (of all its model chunks).
         offload: limits of the shares that HDP plans choose; None where one share is given for all micro-batches.
         assumed: a log line about unmeasured speeds that plans assume, with how to measure them; empty: none.
-        measures: what is measured when the model is built and replaces what is assumed: "link", "layers".
+        measures: the speeds to measure when the model is built, "link" and "layers"; plans then use these speeds
+            instead of the assumed ones.
+        options: what the planner chooses from for each step (``--seq1f1b-slices auto``); empty where slices are given.
+        stage: pipeline stage of this process.
     """
 
     policy: str
@@ -44,6 +65,45 @@ class ActivationConfig:
     offload: PlannedOffload | None = None
     assumed: str = ""
     measures: tuple[str, ...] = ()
+    options: tuple[SlicedStages, ...] = ()
+    stage: int = 0
+
+    def in_slices(self, slicing: Slicing) -> ActivationConfig:
+        """Return the policy of this stage in a step of these slices; the policy itself where slices are given."""
+        found = [option for option in self.options if option.slicing == slicing]
+        return self._in_option(found[0], self.stage) if found else self
+
+    def _in_option(self, option: SlicedStages, stage: int) -> ActivationConfig:
+        return replace(self, slices=option.lengths, layers=option.stages[stage], options=(), stage=stage)
+
+    def fitting_options(self) -> tuple[PolicyOption, ...]:
+        """Return the slicings in which the policy fits on every stage, each with the cost of its slowest stage."""
+        found = []
+        for option in self.options:
+            stages = [self._in_option(option, stage) for stage in range(len(option.stages))]
+            try:
+                for one in stages:
+                    one.check_fits()
+            except ValueError:
+                continue
+            costs = (one.stage_cost(has_head=one is stages[-1]) for one in stages)
+            found.append(PolicyOption(option.slicing, max(costs, key=lambda cost: cost.both.b)))
+        return tuple(found)
+
+    def stage_cost(self, has_head: bool) -> StageCost:
+        """Return the seconds of this stage: the model's, what the policy rebuilds, and copies that nothing hides.
+
+        Rebuilding and copying is charged by the token, as in the largest slice. ``has_head``: it has the output layer.
+        """
+        load = self.largest
+        plan = self.plan(load)
+        predicted = forecast(plan, load, self.machine)
+        planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
+        waits = planned * max(0.0, predicted.transfer_seconds - load.forward_seconds)
+        longer = predicted.step_seconds - load.num_layers * (load.forward_seconds + load.backward_seconds)
+        stage = self.cost.stage(load.num_layers, has_head)
+        forward, backward = (CostModel(0.0, seconds / load.num_tokens) for seconds in (waits, longer - waits))
+        return StageCost(stage.forward + forward, stage.backward + backward)
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
         """Return the load of one micro-batch of a rank, by its tokens and the times of one layer."""
@@ -87,6 +147,9 @@ class ActivationConfig:
 
     def check_fits(self) -> None:
         """Raise ValueError where the largest micro-batch exceeds a budget, naming a sufficient budget."""
+        if self.options:
+            self._check_options()
+            return
         load, machine = self.largest, self.machine
         plan = self.plan(load)
         needed = forecast(plan, load, machine)
@@ -102,6 +165,13 @@ class ActivationConfig:
                 f"{machine.device_bytes / 1e9:.4g}: give at least that, or fewer tokens, or a policy that keeps less"
             )
 
+    def _check_options(self) -> None:
+        """Raise ValueError where the policy fits in no slices, about the ones in which most stages hold least."""
+        if not self.fitting_options():
+            option = next(one for one in self.options if one.slicing.num_slices == self.options[-1].slicing.num_slices)
+            for stage in range(len(option.stages)):
+                self._in_option(option, stage).check_fits()
+
     def described(self) -> str:
         """Return a line about the plan of the largest micro-batch, and one about the speeds that it assumes."""
         return "\n".join(filter(None, (self._plan_described(), self.assumed)))
@@ -109,6 +179,8 @@ class ActivationConfig:
     def _plan_described(self) -> str:
         if self.offload is not None:
             return self.offload.described()
+        if self.options:
+            return self._options_described()
         load = self.largest
         plan = self.plan(load)
         predicted = forecast(plan, load, self.machine)
@@ -117,4 +189,12 @@ class ActivationConfig:
             f"{plan.recompute:.3f}, layer inputs and attention outputs swapped {plan.input_swap:.3f}; predicted for "
             f"{load.num_tokens} tokens: layers {predicted.step_seconds * 1e3:.4g} ms, device "
             f"{predicted.device_bytes / 1e9:.4g} GB, host {predicted.host_bytes / 1e9:.4g} GB"
+        )
+
+    def _options_described(self) -> str:
+        fitting = [option.slicing.num_slices for option in self.fitting_options()]
+        counts = ", ".join(map(str, dict.fromkeys(fitting)))
+        return (
+            f"> bytescale: activations {self.policy}: shares follow from the slices of each step; they fit in {counts} "
+            f"slices, in {len(fitting)} of {len(self.options)} combinations of slices, order and kept keys"
         )

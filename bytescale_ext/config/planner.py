@@ -9,6 +9,8 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.policy_slicing import PolicyChoice
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 
@@ -30,6 +32,14 @@ def step_cost(run: RunConfig) -> StageCost:
     return run.get(HdpConfig).cost if offload is None else offload.cost
 
 
+def slicing_choice(run: RunConfig) -> SlicingChoice | PolicyChoice | None:
+    """Return what chooses the slices of each step, or None where they are given."""
+    slices, activations = run.find(DocumentSliceConfig), run.find(ActivationConfig)
+    if activations is not None and activations.options:
+        return PolicyChoice(activations.fitting_options())
+    return None if slices is None else slices.choice
+
+
 def offload_layers(run: RunConfig) -> int | None:
     """Return the layers of a rank where plans may offload, which their check needs; else None."""
     offload = planned_offload(run)
@@ -38,7 +48,7 @@ def offload_layers(run: RunConfig) -> int | None:
 
 def planner_of(run: RunConfig) -> HdpPlanner:
     """Return the function from the lengths of a step to its plan; pure, equal on every rank."""
-    hdp, offload, slices = run.get(HdpConfig), planned_offload(run), run.find(DocumentSliceConfig)
+    hdp, offload = run.get(HdpConfig), planned_offload(run)
     return HdpPlanner(
         hdp.cluster,
         (step_cost(run),) * hdp.num_stages,
@@ -48,5 +58,5 @@ def planner_of(run: RunConfig) -> HdpPlanner:
         aligned=hdp.aligned,
         static_width=hdp.static_width,
         offload=None if offload is None else offload.limits,
-        choice=None if slices is None else slices.choice,
+        choice=slicing_choice(run),
     )

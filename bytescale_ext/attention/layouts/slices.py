@@ -144,8 +144,8 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
     pieces = [piece for piece in pieces if piece[1] < piece[2]]
     layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces)
     own = Rows.of([*in_keys, (first, last)])
-    held = _with_others(own, [one for one in passes if one.kept is not None])
-    summed = _with_others(own, [one for one in passes if one.kept_sums is not None])
+    held = _with_others(own, [(one.index, one.kept) for one in passes if one.kept is not None])
+    summed = _with_others(own, [(one.index, one.kept_sums) for one in passes if one.kept_sums is not None])
     if before is None:
         return SliceLayout(index, cut.num_slices, layout, own, PartRows((held,)), PartRows((summed,)))
     held_so_far, summed_so_far = (
@@ -154,15 +154,9 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
     return SliceLayout(index, cut.num_slices, layout, own, held_so_far, summed_so_far)
 
 
-def _with_others(own: Rows, passes: Sequence[RingPass]) -> Rows:
-    """Return a slice's own rows and those of the other members of these passes, whose keys are kept."""
-    others = (
-        rows.intervals
-        for one in passes
-        if one.kept is not None
-        for member, rows in enumerate(one.kept.own)
-        if member != one.index
-    )
+def _with_others(own: Rows, rings: Sequence[tuple[int, KeptKeys]]) -> Rows:
+    """Return a slice's own rows and those that it keeps of other members; ``rings``: my place, and what is kept."""
+    others = (rows.intervals for place, kept in rings for member, rows in enumerate(kept.own) if member != place)
     return Rows.of(sorted([*own.intervals, *chain.from_iterable(others)]))
 
 

@@ -77,7 +77,7 @@ class DeviceNeed:
     micro-batches in flight also the last layer of the one that runs backward next, which is read ahead. In the backward
     pass of a planned layer, that layer is whole, and so is the layer that is being read back. Gradients take additional
     memory, or, before them, the rebuilt rows of a tensor, which are copied into it. In slices all layers also hold keys
-    and sums of their gradients.
+    and sums of their gradients, and experts hold what no policy moves, until their own backward pass.
 
     Attributes:
         peaks: (bytes, layers) of each.
@@ -95,10 +95,14 @@ class DeviceNeed:
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
             always = (times - share) * resident * layer + load.num_layers * moment.bytes
-            at_loss = share * (resident + on_its_way) * layer + max(working, load.head_bytes)
+            in_experts = moment.running * load.expert_working_bytes
+            at_loss = share * (resident + on_its_way) * layer + max(working, in_experts, load.head_bytes)
             peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))
             if planned:
                 in_backward = share * whole * layer + max(working, share * copies)
+                if load.expert_bytes:  # first the experts run; then theirs are gone, and the layer is read back
+                    before = share * (whole - 1) * layer + in_experts
+                    in_backward = max(before, in_backward - moment.running * load.expert_bytes)
                 peaks.append((always + in_backward, max(0.0, times * planned - share * whole)))
         return cls(tuple(peaks))
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from bytescale_ext.plan.activation.tensors import LayerTensor, layer_tensors, received_bytes
+from bytescale_ext.plan.activation.tensors import (
+    LayerTensor,
+    expert_bytes,
+    expert_working_bytes,
+    layer_tensors,
+    received_bytes,
+)
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape, linear_flops_per_token
@@ -55,6 +61,8 @@ class LayerSettings:
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
         slices: what a stage holds while it runs each of its slices, or each chunk of virtual stages, in the chunks'
             mean; empty where ``in_flight`` says it all.
+        expert_load: tokens that reach the experts of this rank, over those of an even spread.
+        expert_ranks: ranks that share the experts of a layer.
     """
 
     num_layers: int | None = None
@@ -65,6 +73,8 @@ class LayerSettings:
     fused_norms: bool = False
     loss_tokens: int | None = None
     slices: tuple[HeldSlices, ...] = ()
+    expert_load: float = 1.0
+    expert_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +84,8 @@ class HeldSlices:
     Attributes:
         running: tokens of this slice.
         tokens: of the slices whose backward pass is still to come, this one included.
-        bytes: of their keys and values, those of other ranks too, and of the sums of their gradients. No policy moves
-            them.
+        bytes: of their keys and values, of the keys kept of other ranks, and of the sums of key gradients. No policy
+            moves them.
         gathered: bytes of the keys and values that attention of this slice joins, and of their gradients, in the one
             layer that runs.
     """
@@ -102,6 +112,8 @@ class LayerLoad:
         head_bytes: of the logits.
         slices: see ``LayerSettings``.
         seconds_per_received_byte: of the collectives of tensor parallelism.
+        expert_bytes: of a token in the experts of a layer. No policy moves them.
+        expert_working_bytes: of the gradients of a token in the backward pass of experts.
     """
 
     tensors: tuple[LayerTensor, ...]
@@ -116,11 +128,14 @@ class LayerLoad:
     head_bytes: float = 0.0
     seconds_per_received_byte: float = 0.0
     slices: tuple[HeldSlices, ...] = ()
+    expert_bytes: float = 0.0
+    expert_working_bytes: float = 0.0
 
     @property
     def moments(self) -> tuple[HeldSlices, ...]:
-        """What a layer holds at each moment at which it may hold most."""
-        return self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
+        """What a layer holds at each moment at which it may hold most; its experts' tensors count as held bytes."""
+        held = self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
+        return tuple(replace(one, bytes=one.bytes + one.tokens * self.expert_bytes) for one in held)
 
     @property
     def times_held(self) -> float:
@@ -212,6 +227,8 @@ def load_of_tokens(
         head_bytes=float(LOGIT_BYTES * logits * cost.shape.vocab / ranks),
         seconds_per_received_byte=cost.collective,
         slices=how.slices,
+        expert_bytes=expert_bytes(cost.shape, how.element_bytes, ranks, how.expert_load),
+        expert_working_bytes=expert_working_bytes(cost.shape, how.element_bytes, how.expert_ranks > 1, how.expert_load),
     )
 
 

@@ -15,6 +15,10 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 LSE_BYTES: Final = 4
 """The log-sum-exp of attention is one float32 per token and head."""
 
+EXPERT_LOAD: Final = 1.5
+"""Where ranks share experts, the most tokens that reach the experts of a rank, over those of an even spread, by which
+budgets count. A router that spreads them less evenly exceeds the budget."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
@@ -61,9 +65,9 @@ def layer_tensors(
     Norms and the activation function count as fused kernels, which save only their input. The angles of rotary
     embeddings, about one percent, are left out. With ``fused_norms`` a norm and the matrix product after it are one
     module (TransformerEngine); the norm's output cannot be rebuilt without that product, so its kind is "input". In a
-    model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device; the
-    norm before the experts is always a separate module. In slices (``sliced``) keys and values are a tensor of their
-    own: attention holds a copy for later slices (``HeldSlices``).
+    model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device
+    (``expert_bytes``); the norm before the experts is always a separate module. In slices (``sliced``) keys and values
+    are a tensor of their own: attention holds a copy for later slices (``HeldSlices``).
     """
     into_qkv = "input" if fused_norms else "cheap"
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
@@ -98,3 +102,44 @@ def layer_tensors(
         LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered),
         LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes),
     )
+
+
+def expert_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, load: float = 1.0) -> float:
+    """Return the bytes that the experts of a layer save for the backward pass, for each token before the router.
+
+    It is 0 without experts. Where only some layers have them, the MLP of the others counts if it saves more.
+
+    A token is copied to each of its experts, which save what an MLP saves: the input, the first product and the output
+    of the activation function, here as fused kernels. The router saves scores of 4 bytes, and 48 bytes of places and
+    probabilities for each expert of a token (``MoEAlltoAllTokenDispatcher`` and ``SequentialMLP`` of Megatron 0.19.2).
+
+    Args:
+        shape: of the model.
+        element_bytes: of one element.
+        tensor_parallel: ranks that share each layer.
+        load: tokens that reach the experts of this rank, over those of an even spread.
+    """
+    if not shape.num_expert_layers:
+        return 0.0
+    inner = (3 if shape.gated else 2) * element_bytes / tensor_parallel
+    in_experts = shape.experts_per_token * shape.hidden * element_bytes + inner * shape.expert_ffn_hidden
+    in_mlp = inner * shape.ffn_hidden if shape.num_expert_layers < shape.num_layers else 0.0
+    return max(load * in_experts + 48.0 * shape.experts_per_token + 4.0 * shape.num_experts, in_mlp)
+
+
+def expert_working_bytes(
+    shape: ModelShape, element_bytes: int = 2, exchanged: bool = False, load: float = 1.0
+) -> float:
+    """Return the bytes of gradients that exist together in the backward pass of experts, for each token; else 0.
+
+    They are those of the layer's output and its residual, and of the tokens at their experts; where ranks exchange
+    tokens, these exist three times, because they are sent and sorted too.
+
+    Args:
+        shape: of the model.
+        element_bytes: of one element.
+        exchanged: ranks share the experts.
+        load: see ``expert_bytes``.
+    """
+    copies = 3 * load if exchanged else 1.0
+    return (2 + copies * shape.experts_per_token) * shape.hidden * element_bytes if shape.num_expert_layers else 0.0

@@ -30,6 +30,7 @@ class ModelShape:
         expert_ffn_hidden: in such a layer, the inner width that one token passes: its routed experts plus the shared
             ones.
         num_experts: in such a layer, the experts that the router chooses from.
+        experts_per_token: how many of them it chooses for a token.
     """
 
     num_layers: int
@@ -43,6 +44,7 @@ class ModelShape:
     num_expert_layers: int = 0
     expert_ffn_hidden: int = 0
     num_experts: int = 0
+    experts_per_token: int = 0
 
 
 LLAMA_7B: Final = ModelShape(

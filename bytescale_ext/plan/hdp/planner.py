@@ -16,6 +16,7 @@ from bytescale_ext.plan.hdp.aligned.search import place_pipelined
 from bytescale_ext.plan.hdp.baselines import place_naive, place_static
 from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.free.balance import place_balanced
+from bytescale_ext.plan.hdp.policy_slicing import PolicyChoice
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
 from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -90,7 +91,7 @@ class HdpPlanner:
     aligned: bool = False
     static_width: int | None = None
     offload: OffloadLimits | None = None
-    choice: SlicingChoice | None = None
+    choice: SlicingChoice | PolicyChoice | None = None
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:

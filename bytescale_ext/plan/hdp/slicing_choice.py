@@ -30,7 +30,8 @@ OPTIONS: Final = (
 )
 """Numbers of slices and orders that are tried, without kept keys."""
 
-_TRIES = 3  # of the fastest options are placed by themselves
+TRIES: Final = 3
+"""Of the fastest options, so many are placed by themselves."""
 
 Place = Callable[[Problem], PlacedRanks]
 
@@ -68,24 +69,25 @@ class SlicingChoice:
         if min(found).slicing.kept_tokens < _longest_ring(placed):  # narrower rings keep fewer keys
             placed = place(replace(problem, slicing=self.options[-1]))
             found += self._timed_options(problem, placed)
-        for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:_TRIES]:
+        for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:TRIES]:
             placed = place(replace(problem, slicing=slicing))
             fitted = self._fitted(problem, _table(problem, placed), slicing)
-            found += [_timed(problem, placed, one) for one in fitted]
+            found += [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
         if (
             ONE_SLICE in self.options and min(found).slicing.kept_tokens < longest
         ):  # keys that travel again may cost more
-            whole = place(replace(problem, slicing=ONE_SLICE))
-            found += [_timed(problem, whole, one) for one in self._fitted(problem, _table(problem, whole), ONE_SLICE)]
+            uncut = replace(problem, slicing=ONE_SLICE)
+            whole = place(uncut)
+            found += [Timed.of(uncut, whole) for _ in self._fitted(problem, _table(problem, whole), ONE_SLICE)]
         best = min(found)
         return best.slicing, best.placed
 
-    def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[_Timed]:
+    def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
         """Time a placement in every option that fits, with its longest kept keys; else in the one that holds least."""
         table = _table(problem, placed)
         found = [fitted for option in self.options for fitted in self._fitted(problem, table, option)]
         found = found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
-        return [_timed(problem, placed, option) for option in found]
+        return [Timed.of(replace(problem, slicing=option), placed) for option in found]
 
     def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
         """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
@@ -150,14 +152,15 @@ def _longest_ring(placed: PlacedRanks) -> int:
 
 
 @dataclass(frozen=True, order=True)
-class _Timed:
+class Timed:
     """A placement in slices, and when its last pipeline ends. The earliest is the least."""
 
     seconds: float
     slicing: Slicing = field(compare=False)
     placed: PlacedRanks = field(compare=False)
 
-
-def _timed(problem: Problem, placed: PlacedRanks, slicing: Slicing) -> _Timed:
-    slots = slot_seconds(placed, problem.stage, slicing)
-    return _Timed(float(run_pipelines(slots, len(problem.stages)).max()), slicing, placed)
+    @classmethod
+    def of(cls, problem: Problem, placed: PlacedRanks) -> Timed:
+        """Time a placement in the slices of a problem."""
+        slots = slot_seconds(placed, problem.stage, problem.slicing)
+        return cls(float(run_pipelines(slots, len(problem.stages)).max()), problem.slicing, placed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bytescale_ext.plan.activation.load import LOGIT_BYTES
-from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_working_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
 from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
@@ -61,7 +61,8 @@ class StageMemory:
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         keys = key_value_bytes(shape, ranks, element_bytes)
         layer = LayerBytes(cost.layer_bytes, keys, keys * KEY_SUM_BYTES / element_bytes)
-        working = cluster.tokens_per_rank * (max(tensors) + 2 * tensors[0] + 2 * keys)
+        in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
+        working = cluster.tokens_per_rank * max(max(tensors) + 2 * tensors[0] + 2 * keys, in_experts)
         logits = (loss_tokens or cluster.tokens_per_rank) * LOGIT_BYTES * shape.vocab / ranks
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (

@@ -22,6 +22,7 @@ def model_shape(args: Any) -> ModelShape:
             "expert_ffn_hidden": args.moe_router_topk * args.moe_ffn_hidden_size
             + (args.moe_shared_expert_intermediate_size or 0),
             "num_experts": args.num_experts,
+            "experts_per_token": args.moe_router_topk,
         }
     return ModelShape(
         num_layers=args.num_layers,

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     print(length_table(rows, states))
     print(f"\npeak: device, with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
     if cost.shape.num_expert_layers:
-        print("experts are not planned: their saved tensors and parameters stay on the device and are not counted here")
+        print("experts are not planned: their saved tensors stay on the device; their parameters are not counted here")
     return 0
 
 
@@ -162,8 +162,13 @@ def shape_of_flags(flags: str) -> ModelShape:
     check_divides("--num-attention-heads", heads, "--num-query-groups", found.num_query_groups or heads)
     experts = {}
     if found.num_experts:
-        width = (found.moe_router_topk or 2) * (found.moe_ffn_hidden_size or ffn)
-        experts = {"num_expert_layers": found.num_layers, "expert_ffn_hidden": width, "num_experts": found.num_experts}
+        chosen = found.moe_router_topk or 2
+        experts = {
+            "num_expert_layers": found.num_layers,
+            "expert_ffn_hidden": chosen * (found.moe_ffn_hidden_size or ffn),
+            "num_experts": found.num_experts,
+            "experts_per_token": chosen,
+        }
     return ModelShape(
         num_layers=found.num_layers,
         hidden=found.hidden_size,

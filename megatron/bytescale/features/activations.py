@@ -10,27 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
-from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.offload import planned_offload
-from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.activation.load import (
     COLLECTIVE_BYTES_PER_SECOND,
     RESIDENT_LAYERS,
-    HeldSlices,
-    LayerSettings,
     Machine,
     cost_of_rates,
 )
 from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, ModelShape, key_value_bytes
-from bytescale_ext.plan.memory.held import held_slices
+from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
-from bytescale_ext.plan.memory.stage_memory import LayerBytes
-from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
+from megatron.bytescale.arguments.stage_layers import slice_lengths, sliced_options, stage_settings
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -42,9 +36,6 @@ RATES = (650e12, 600e12, 500e12)
 
 LINK_GB_PER_SECOND = 55.0
 """Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
-
-MANY_GROUPS = 3
-"""A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
 
 OFFLOADED_PARAMETER_BYTES = 16
 """Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
@@ -125,7 +116,7 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         cost=cost_in_seconds(run),
         num_tokens=run.cluster.tokens_per_rank,
         length=args.seq_length,
-        slices=_slices(run),
+        slices=slice_lengths(run),
         layers=stage_settings(args, run, 0),
         assumed=assumptions(args, run),
         measures=measures(args, run),
@@ -134,6 +125,11 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         _check_planned_offload(args, min(run.stage_layers))
         config = replace(config, layers=replace(config.layers, num_layers=max(run.stage_layers)))
         config = replace(config, offload=planned_offload(hdp, machine, config.cost, config.largest))
+        config.check_fits()
+        return config
+    documents = run.find(DocumentSliceConfig)
+    if documents is not None and documents.choice is not None:
+        config = replace(config, options=sliced_options(args, run, documents), stage=run.process.stage)
         config.check_fits()
         return config
     stages = [replace(config, layers=stage_settings(args, run, stage)) for stage in range(len(run.stage_layers))]
@@ -145,49 +141,6 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
 def cost_in_seconds(run: RunConfig) -> ModelCost:
     """Return the measured cost of the model, or one from assumed rates."""
     return run.cost or cost_of_rates(run.shape, *RATES, tensor_parallel=run.process.tensor_parallel)
-
-
-def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
-    """Return how a pipeline stage runs its layers, and how many micro-batches or slices it holds at once."""
-    virtual, chunks = args.virtual_pipeline_model_parallel_size or 1, run.find(LossChunks)
-    slices, num_stages = slicing(run), len(run.stage_layers)
-    group = slice_group_size(num_stages, slices.num_slices) if virtual > 1 else 1
-    in_flight = -(-(num_warm_up(num_stages, stage, slices, virtual, group) + 1) // virtual)
-    if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
-        micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-        in_flight = min(in_flight, micro_batches * slices.num_slices)
-    held = _held_slices(args, run, stage) if slices.num_slices > 1 or virtual > 1 else ()
-    loss_tokens = None if chunks is None else chunks.num_tokens
-    return LayerSettings(
-        num_layers=run.stage_layers[stage],
-        resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
-        in_flight=in_flight,
-        element_bytes=args.params_dtype.itemsize,
-        sequence_parallel=args.sequence_parallel,
-        fused_norms=args.transformer_impl == "transformer_engine",
-        loss_tokens=loss_tokens if stage == num_stages - 1 else 0,
-        slices=held,
-    )
-
-
-def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...]:
-    """Return what a stage holds at most: of micro-batches that are full, and of the longest document that is kept."""
-    documents, slices, kept_tokens = run.find(DocumentSliceConfig), _slices(run), 0.0
-    num_stages, virtual = len(run.stage_layers), args.virtual_pipeline_model_parallel_size or 1
-    count = MANY_GROUPS * max(num_stages, slice_group_size(num_stages, len(slices)) // len(slices))
-    if run.find(HdpConfig) is None:
-        count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-        count = count if len(slices) > 1 else -(-count // num_stages) * num_stages  # whole groups hold as much
-    if documents is not None:
-        others = 1 - 1 / run.cluster.num_ranks
-        kept_tokens = min(documents.slicing.kept_tokens, args.seq_length) * others
-    schedule = seq1f1b_schedule(num_stages, count, slicing(run), virtual)
-    if len(slices) == 1:  # a micro-batch holds its keys as activations
-        return held_slices(schedule, stage, [run.cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
-    lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
-    keys = key_value_bytes(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
-    sums = key_value_bytes(run.shape, run.process.tensor_parallel, KEY_SUM_BYTES)
-    return held_slices(schedule, stage, lengths, kept_tokens, LayerBytes(0.0, keys, sums))
 
 
 def assumptions(args: Any, run: RunConfig) -> str:
@@ -220,17 +173,6 @@ def measures(args: Any, run: RunConfig) -> tuple[str, ...]:
         return ()
     found = ["layers"] * (run.cost is None)
     return (*found, "link") if args.link_gb_per_second is None and args.host_memory_gb else tuple(found)
-
-
-def _slices(run: RunConfig) -> tuple[int, ...]:
-    """Return the tokens of the slices of a sample or of the longest document; a single one without slices."""
-    samples, documents = run.find(SliceConfig), run.find(DocumentSliceConfig)
-    if samples is not None:
-        return samples.lengths
-    if documents is None:
-        return (1,)
-    longest = run.get(HdpConfig).longest_sequence
-    return documents.rule.sequence_slices(longest, -(-longest // run.cluster.tokens_per_rank))
 
 
 def _check_shares(args: Any) -> None:

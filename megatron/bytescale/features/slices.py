@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
-from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
 from bytescale_ext.plan.memory.stage_memory import StageMemory
@@ -18,6 +18,7 @@ from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.arguments.stage_layers import expert_load
 from megatron.bytescale.features.activations import cost_in_seconds
 from megatron.bytescale.features.feature import Feature
 
@@ -123,16 +124,6 @@ def _check_auto(args: Any) -> None:
     for flag, value in (("--hdp-kept-keys", args.hdp_kept_keys), (ORDER_FLAG, args.seq1f1b_eager or None)):
         if value is not None:
             raise ValueError(f"{what} chooses what {flag} sets: remove {flag}, {by_hand}")
-    if args.num_experts:
-        raise ValueError(
-            f"{what} does not work with --num-experts: what experts keep for the backward pass depends on the tokens "
-            f"that they are given, and the budget does not count it; {by_hand.removeprefix('or ')}"
-        )
-    if args.activation_policy != "none" or (args.swap_fraction, args.recompute_fraction) != (None, None):
-        raise ValueError(
-            f"{what} does not work with activation policies, which plan for one number of slices: remove "
-            f"--activation-policy, --swap-fraction and --recompute-fraction, {by_hand}"
-        )
 
 
 def _check_order(args: Any) -> None:
@@ -204,19 +195,22 @@ def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceCo
     hdp, num_stages = run.get(HdpConfig), args.pipeline_model_parallel_size
     memory = stage_memory(args, run).without_states()
     choice = SlicingChoice(memory, args.device_memory_gb * 1e9)
-    choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
+    if not _has_policy(args):  # else the policy checks what it leaves on the device
+        choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
     note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"
     return DocumentSliceConfig(rule, num_stages, note, choice)
 
 
 def stage_memory(args: Any, run: RunConfig) -> StageMemory:
-    """Return the device memory of the stages, without experts and activation policies."""
+    """Return the device memory of the stages, without activation policies."""
     cost, element = cost_in_seconds(run), args.params_dtype.itemsize
-    if args.recompute_granularity:  # of a slice that waits, its keys too
-        kept = _layer_bytes(args, run) * element / 2 + key_value_bytes(run.shape, cost.tensor_parallel, element)
+    tensors = [one.bytes_per_token for one in layer_tensors(run.shape, element, cost.tensor_parallel)]
+    if args.recompute_granularity == "full":  # of a slice that waits, its keys too
+        kept = tensors[0] + key_value_bytes(run.shape, cost.tensor_parallel, element)
         cost = replace(cost, layer_bytes=kept)
     elif run.cost is None:
-        cost = replace(cost, layer_bytes=_layer_bytes(args, run) * element / 2)
+        of_experts = expert_bytes(run.shape, element, cost.tensor_parallel, expert_load(args))
+        cost = replace(cost, layer_bytes=sum(tensors) + of_experts)
     return StageMemory.of(cost, run.stage_layers, run.cluster, element, args.chunked_cross_entropy)
 
 
@@ -237,10 +231,14 @@ def _layer_bytes(args: Any, run: RunConfig) -> float:
     Where activations are recomputed or leave the device, that is only the input of the layer.
     """
     tensors = layer_tensors(run.shape, tensor_parallel=args.tensor_model_parallel_size)
-    shares = (args.swap_fraction, args.recompute_fraction)
-    if args.recompute_granularity or args.activation_policy != "none" or shares != (None, None):
+    if args.recompute_granularity or _has_policy(args):
         tensors = tensors[:1]
     return sum(tensor.bytes_per_token for tensor in tensors)
+
+
+def _has_policy(args: Any) -> bool:
+    """Return whether an activation policy plans what layers keep."""
+    return args.activation_policy != "none" or (args.swap_fraction, args.recompute_fraction) != (None, None)
 
 
 def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[float]) -> str:

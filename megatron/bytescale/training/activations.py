@@ -25,7 +25,7 @@ from bytescale_ext.measure.metrics import activations_text
 from bytescale_ext.plan.activation.load import LayerLoad
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.schedule.actions import Action, seq1f1b_schedule
-from bytescale_ext.plan.step.sizes import ONE_SLICE
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_sample_attention
 from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
 from megatron.bytescale.runtime import Runtime
@@ -126,12 +126,12 @@ def planned_forward_step(
     """Wrap the forward step of documents: set the plan of its micro-batch before the model runs."""
 
     @cache
-    def planner() -> tuple[ActivationConfig, Callable[..., ActivationPlan]]:
-        config = runtime.run.get(ActivationConfig)  # now with measured speeds
+    def planner(slicing: Slicing) -> tuple[ActivationConfig, Callable[..., ActivationPlan]]:
+        config = runtime.run.get(ActivationConfig).in_slices(slicing)  # now with measured speeds
         return config, lru_cache(maxsize=4096)(config.plan)
 
     def forward(data_iterator: Any, model: Any) -> Any:
-        config, plan_of = planner()
+        config, plan_of = planner(runtime.slicing)
         item = next(data_iterator)
         store.plan = plan_of(*load_of_micro_batch(config, item[1]))
         if model.training:

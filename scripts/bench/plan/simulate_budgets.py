@@ -171,6 +171,7 @@ _TEXT = (
     "relative to the bound of 1F1B, the mean of the steps with the worst in brackets; the target is "
     f"{LIMIT:.2f}. Gigabytes are of the device and the step that take most: activations with each slice's own keys, "
     "keys kept of other ranks, sums of key gradients, parameters with their gradients and the optimizer's part, and "
-    "the gradients of a layer or the logits. *sums to* is the longest document whose sums are kept; those of longer "
-    "ones travel home with each slice. `docs/seq1f1b.md` says what is possible where the target is missed."
+    "the gradients of a layer or the logits. *sums to N* means that ranks keep the sums of key gradients of documents "
+    "of up to N tokens; those of longer documents travel home with each slice. `docs/seq1f1b.md` says what is "
+    "possible where the target is missed."
 )

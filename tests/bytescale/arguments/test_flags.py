@@ -126,7 +126,10 @@ def stock_only(feature: str) -> set[str]:
         loaders = (core.parent / "training" / "datasets" / "data_samplers.py").read_text(encoding="utf-8")
         stock = (ours / "training" / "stock.py").read_text(encoding="utf-8")
         read |= names_read(stock, ("data_settings",)) | names_read(loaders)
-    for file in (f"training/{feature}.py", f"features/{feature}.py", "core/transformer/dot_product_attention.py"):
+    files = [f"training/{feature}.py", f"features/{feature}.py", "core/transformer/dot_product_attention.py"]
+    if feature == "activations":
+        files.append("arguments/stage_layers.py")
+    for file in files:
         text = (ours / file).read_text(encoding="utf-8")
         read -= names_read(text) | set(re.findall(r"config\.(\w+)", text))
     return read

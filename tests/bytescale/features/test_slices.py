@@ -142,8 +142,9 @@ BAD_CHOICES = (
     ("-1", "--device-memory-gb -1 is not an amount of memory"),
     ("1 --hdp-kept-keys 9", "chooses what --hdp-kept-keys sets: remove --hdp-kept-keys"),
     ("1 --seq1f1b-eager", "chooses what --seq1f1b-eager sets: remove --seq1f1b-eager"),
-    ("1 --swap-fraction 0.5 --host-memory-gb 0.01", "does not work with activation policies"),
-    ("1 --num-experts 4", "--seq1f1b-slices auto does not work with --num-experts: what experts keep"),
+    ("1e-6 --swap-fraction 0.5 --host-memory-gb 0.01", "GB of device memory, and --device-memory-gb is 1e-06"),
+    ("1 --swap-fraction 0.5 --host-memory-gb 1e-6", "GB of host memory, and --host-memory-gb is 1e-06"),
+    ("0.001 --num-experts 4 --moe-ffn-hidden-size 4096", "take at least"),
     ("1 --pipeline-model-parallel-size 1", "--seq1f1b-slices auto needs a --pipeline-model-parallel-size of 2 or more"),
 )
 

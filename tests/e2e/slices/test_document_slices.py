@@ -37,6 +37,7 @@ pytestmark = pytest.mark.ranks
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 BUDGET = "0.00095"  # some keys are kept, not all
 ZERO_BUBBLE = "--seq1f1b-zero-bubble"
+POLICY = "--activation-policy priced --host-memory-gb 0.01 --no-measured-speeds --link-gb-per-second 1000".split()
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
 
 
@@ -71,6 +72,8 @@ CASES = {
                        kept_keys=f"fastest within {BUDGET} GB"),
     "pp2-zero-bubble": Case(3, 4, 2, [ZERO_BUBBLE, *UNALIGNED], num_evaluations=2),
     "pp2-zero-bubble-whole": Case(1, 4, 2, [ZERO_BUBBLE], balance="pp", kept_keys="a stage holds up to 2 slices"),
+    "pp2-chosen-policy": Case(0, 4, 2, [*POLICY, "--device-memory-gb", "0.0008"], balance="pp",
+                              kept_keys="shares follow from the slices of each step"),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT[:-1], *UNALIGNED], num_chunks=2, num_evaluations=2),
 }  # fmt: skip
 

@@ -202,7 +202,7 @@ class Launch:
         rows = []
         for stage, (layers, count) in enumerate(zip(run.stage_layers, self.parameters(), strict=True)):
             states = {"states": of_parameter * count}
-            held_bytes = self._under_policy(stage) if run.find(ActivationConfig) else self._held(table, cut, stage)
+            held_bytes = self._under_policy(stage, cut) if run.find(ActivationConfig) else self._held(table, cut, stage)
             in_gb = {name: each / 1e9 for name, each in (states | held_bytes).items()}
             total = sum(each for name, each in in_gb.items() if name != "host")
             rows.append({"stage": stage, "layers": layers, **in_gb, "total": total})
@@ -216,10 +216,11 @@ class Launch:
         parts = dict(zip(("activations", "keys", "sums"), most.tolist(), strict=True))
         return {**parts, "working": memory.working_bytes[stage]}
 
-    def _under_policy(self, stage: int) -> dict[str, float]:
+    def _under_policy(self, stage: int, cut: Slicing) -> dict[str, float]:
         """Return the bytes of a stage by the forecast of its activation policy, for full micro-batches."""
         run = self.run
         config = activations.resolve(self.args, replace(run, process=replace(run.process, stage=stage)))
+        config = config.in_slices(cut)
         needed = forecast(config.plan(config.largest), config.largest, config.machine)
         return {"activations": needed.device_bytes, "host": needed.host_bytes}
 

@@ -73,7 +73,7 @@ class ExpertLoads:
     unfinished: dict[tuple[int, int], dict[tuple[object, str], LayerLoads]] = field(default_factory=dict)
 
     def note(self, router: object, kind: str, load: SliceLoad) -> LayerLoads:
-        """Note the loads of the slice that runs, and return those of its micro-batch."""
+        """Store the loads of the running slice; return those of all slices of its micro-batch that have run so far."""
         action = self.action
         assert action is not None
         of_micro_batch = self.unfinished.setdefault((action.micro_batch, action.chunk), {})

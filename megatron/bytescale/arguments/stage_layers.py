@@ -1,0 +1,106 @@
+"""How each pipeline stage runs its layers: what it holds of micro-batches and slices, and resident layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from bytescale_ext.config.activations import SlicedStages
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.loss_chunks import LossChunks
+from bytescale_ext.config.planner import slicing as slicing_of
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings
+from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
+from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
+from bytescale_ext.plan.memory.held import held_slices
+from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
+from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
+
+MANY_GROUPS = 3
+"""A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
+
+KEPT_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""Of the longest document: up to which length keys are kept, where the planner chooses slices under a policy."""
+
+
+def sliced_options(args: Any, run: RunConfig, documents: DocumentSliceConfig) -> tuple[SlicedStages, ...]:
+    """Return the slicings from which the planner chooses under a policy, each with the layers of all stages.
+
+    Keys are kept of no document, of those up to a quarter or a half of ``--seq-length``, or of all.
+    """
+    assert documents.choice is not None, f"{documents=}"
+    found = []
+    for option in documents.choice.options:
+        for share in KEPT_SHARES if option.num_slices > 1 else KEPT_SHARES[:1]:
+            slicing = replace(option, kept_tokens=int(args.seq_length * share))
+            of_option = run.with_feature("slices", replace(documents, rule=replace(documents.rule, slicing=slicing)))
+            stages = tuple(stage_settings(args, of_option, stage) for stage in range(len(run.stage_layers)))
+            found.append(SlicedStages(slicing, slice_lengths(of_option), stages))
+    return tuple(found)
+
+
+def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
+    """Return how a pipeline stage runs its layers, and how many micro-batches or slices it holds at once."""
+    virtual, chunks = args.virtual_pipeline_model_parallel_size or 1, run.find(LossChunks)
+    slices, num_stages = slicing_of(run), len(run.stage_layers)
+    group = slice_group_size(num_stages, slices.num_slices) if virtual > 1 else 1
+    in_flight = -(-(num_warm_up(num_stages, stage, slices, virtual, group) + 1) // virtual)
+    if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
+        micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        in_flight = min(in_flight, micro_batches * slices.num_slices)
+    held = _held_slices(args, run, stage) if slices.num_slices > 1 or virtual > 1 else ()
+    loss_tokens = None if chunks is None else chunks.num_tokens
+    return LayerSettings(
+        num_layers=run.stage_layers[stage],
+        resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
+        in_flight=in_flight,
+        element_bytes=args.params_dtype.itemsize,
+        sequence_parallel=args.sequence_parallel,
+        fused_norms=args.transformer_impl == "transformer_engine",
+        loss_tokens=loss_tokens if stage == num_stages - 1 else 0,
+        slices=held,
+        expert_load=expert_load(args),
+        expert_ranks=ranks_that_share_experts(args),
+    )
+
+
+def expert_load(args: Any) -> float:
+    """Return the most tokens that are expected at the experts of a rank, over those of an even spread.
+
+    Without expert parallelism every token stays on its rank.
+    """
+    return EXPERT_LOAD if ranks_that_share_experts(args) > 1 else 1.0
+
+
+def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...]:
+    """Return what a stage holds at most: of micro-batches that are full, and of the longest document that is kept."""
+    documents, slices, kept_tokens = run.find(DocumentSliceConfig), slice_lengths(run), 0.0
+    num_stages, virtual = len(run.stage_layers), args.virtual_pipeline_model_parallel_size or 1
+    count = MANY_GROUPS * max(num_stages, slice_group_size(num_stages, len(slices)) // len(slices))
+    if run.find(HdpConfig) is None:
+        count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        count = count if len(slices) > 1 else -(-count // num_stages) * num_stages  # whole groups hold as much
+    if documents is not None:
+        others = 1 - 1 / run.cluster.num_ranks
+        kept_tokens = min(documents.slicing.kept_tokens, args.seq_length) * others
+    schedule = seq1f1b_schedule(num_stages, count, slicing_of(run), virtual)
+    if len(slices) == 1:  # a micro-batch holds its keys as activations
+        return held_slices(schedule, stage, [run.cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
+    lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
+    keys = key_value_bytes(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
+    sums = key_value_bytes(run.shape, run.process.tensor_parallel, KEY_SUM_BYTES)
+    return held_slices(schedule, stage, lengths, kept_tokens, LayerBytes(0.0, keys, sums))
+
+
+def slice_lengths(run: RunConfig) -> tuple[int, ...]:
+    """Return the tokens of the slices of a sample or of the longest document; a single one without slices."""
+    samples, documents = run.find(SliceConfig), run.find(DocumentSliceConfig)
+    if samples is not None:
+        return samples.lengths
+    if documents is None:
+        return (1,)
+    longest = run.get(HdpConfig).longest_sequence
+    return documents.rule.sequence_slices(longest, -(-longest // run.cluster.tokens_per_rank))

@@ -1,0 +1,52 @@
+"""Layers of pipeline stages in the slices from which the planner chooses under an activation policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.bytescale.arguments.stage_layers import KEPT_SHARES
+from tests.bytescale.arguments.resolving import resolved
+from tests.bytescale.features.test_slices import CHOSEN
+from tests.e2e.training import MODEL, TRAIN
+
+
+@pytest.mark.ranks
+def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() -> None:
+    """Every option that fits has a cost that includes what is copied and rebuilt; less memory leaves fewer options."""
+    given = [*MODEL, *TRAIN, "--cpu", *f"{CHOSEN} BUDGET --host-memory-gb 0.1 --no-measured-speeds".split()]
+
+    def options(budget: str, words: str) -> Any:
+        words_of_line = [budget if word == "BUDGET" else word for word in given]
+        return resolved(4, *words_of_line, *words.split()).features["activations"]
+
+    ample, tight, swapping = (
+        options("0.01", "--activation-policy priced"),
+        options("0.0009", "--activation-policy priced"),
+        options("0.01", "--swap-fraction 1 --link-gb-per-second 0.001"),
+    )
+    assert 0 < len(tight.fitting_options()) < len(ample.fitting_options()) == len(ample.options)
+    kept = {option.slicing.kept_tokens / 256 for option in ample.options}
+    assert kept == set(KEPT_SHARES)
+    for one in tight.options:
+        fits = one.slicing in {option.slicing for option in tight.fitting_options()}
+        stages = [replace(tight, layers=layers, slices=one.lengths, options=()) for layers in one.stages]
+        assert fits == all(_fits(stage) for stage in stages)
+    free, slow = (config.fitting_options()[0].stage for config in (ample, swapping))
+    assert slow.forward.b > 10 * free.forward.b
+    assert slow.backward.b > 10 * free.backward.b
+    chosen = tight.fitting_options()[-1].slicing
+    of_step = tight.in_slices(chosen)
+    assert of_step.plan(of_step.largest).swap + of_step.plan(of_step.largest).recompute > 0
+    assert of_step.described().startswith("> bytescale: activations priced: swapped")
+    assert f"{len(tight.fitting_options())} of {len(tight.options)} combinations" in tight.described()
+
+
+def _fits(config: Any) -> bool:
+    try:
+        config.check_fits()
+    except ValueError:
+        return False
+    return True

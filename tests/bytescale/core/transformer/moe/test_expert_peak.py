@@ -1,0 +1,100 @@
+"""The memory of a step with experts is the one that is predicted, at the loads that occurred.
+
+Two ranks share the experts, so the tokens that reach those of a rank depend on the router.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.activation.trace import AllocationTrace
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.placement import liveness_bound
+from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+CHOSEN, EXPERTS, WIDTH = 2, 4, 320
+SHAPE = ModelShape(4, 256, 8, 4, 32, 688, True, 256, 4, CHOSEN * WIDTH, EXPERTS, CHOSEN)
+LENGTH = 512
+PLANS = {
+    "none": ActivationPlan("none"),
+    "swap": ActivationPlan("shares", 1.0, 0.0, 1.0),
+    "priced": ActivationPlan("priced", 0.3, 0.3, 1.0, True, 2),
+}
+
+
+def with_experts() -> None:
+    """Give the layers of ``build_fused`` experts."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron.bytescale.training import one_device
+
+    configure, spec = one_device._configuration, gpt_layer_specs.get_gpt_layer_local_spec
+
+    def configuration(*args: Any) -> Any:
+        config = configure(*args)
+        config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size = EXPERTS, CHOSEN, WIDTH
+        config.moe_token_dispatcher_type, config.moe_router_load_balancing_type = "alltoall", "none"
+        config.expert_model_parallel_size = torch.distributed.get_world_size()
+        return config
+
+    one_device._configuration = configuration
+    gpt_layer_specs.get_gpt_layer_local_spec = functools.partial(spec, num_experts=EXPERTS, moe_grouped_gemm=False)
+
+
+def measure(rank: int, world: int) -> dict[str, tuple[list[int], int]]:
+    """Return (tokens that reached the experts of each layer, live bytes at most) of a step, by plan."""
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
+    with_experts()
+    built = build_fused(SHAPE)
+    parameters = list(built.model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    existing = [*parameters, *[parameter.grad for parameter in parameters], built.store.link.arena.memory]
+    loads: list[int] = []
+    for layer in built.model.decoder.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda module, inputs: loads.append(len(inputs[0])))
+    found = {}
+    for name, plan in {"first": PLANS["none"], **PLANS}.items():
+        built.store.plan = plan
+        tokens = built.batch(LENGTH, rank)
+        loads.clear()
+        with AllocationTrace(existing) as trace:
+            built.loss(tokens).backward()
+        built.store.check_empty()
+        found[name] = list(loads), liveness_bound(trace.requests())
+    return found
+
+
+def predicted(plan: ActivationPlan, load: float) -> float:
+    """The forecast, and the two hidden states that the norm and the loss at the end keep."""
+    settings = LayerSettings(
+        element_bytes=FLOAT_BYTES, resident_layers=plan.resident_layers, loss_tokens=LOSS_TOKENS,
+        expert_load=load, expert_ranks=2,
+    )  # fmt: skip
+    of_step = layer_load(cost_of_rates(SHAPE, 1e12, 1e12, 1e12), LENGTH, how=settings)
+    ends = 2.0 * LENGTH * SHAPE.hidden * FLOAT_BYTES
+    return forecast(plan, of_step, Machine(1e12, 1e12)).device_bytes + ends
+
+
+def test_live_bytes_with_experts_are_within_five_percent_of_the_prediction() -> None:
+    ranks = run_ranks(measure, 2)
+    for name, plan in PLANS.items():
+        for found in ranks:
+            loads, live = found[name]
+            assert len(loads) == SHAPE.num_layers
+            load = sum(loads) / len(loads) / (CHOSEN * LENGTH)
+            assert predicted(plan, load) == pytest.approx(live, rel=0.05), (name, load, predicted(plan, load) / live)
+    assert sum(sum(found["none"][0]) for found in ranks) == 2 * SHAPE.num_layers * CHOSEN * LENGTH
