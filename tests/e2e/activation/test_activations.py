@@ -211,13 +211,14 @@ def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
     assert re.search(r"activations kept \d+\.\d swapped \d+\.\d recomputed \d+\.\d MB/step", planned.text)
 
 
+ONE_SMALL_STEP = ["--train-iters", "1", "--global-batch-size", "4"]
 PLANNED = {
     "tensor-pipeline-slices": (
         4,
-        [*MODEL, *STEPS, *SLICES, *TWO_STAGES, *TP_SP, "--train-iters", "1"],
+        [*MODEL, *STEPS, *SLICES, *TWO_STAGES, *TP_SP, *ONE_SMALL_STEP],
         POLICIES["keep-attention"],
     ),
-    "virtual-pipeline": (2, [*CASES["plain-virtual-pipeline"][1], "--train-iters", "1"], POLICIES["memo"]),
+    "virtual-pipeline": (2, [*CASES["plain-virtual-pipeline"][1], *ONE_SMALL_STEP], POLICIES["memo"]),
 }
 
 
