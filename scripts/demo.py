@@ -1,4 +1,7 @@
-"""``make demo``: train on real text with several ranks, draw the loss and a timeline. Writes runs/demo/."""
+"""``make demo``: train on real text with several ranks, draw the loss and a timeline. Writes runs/demo/.
+
+The first steps are trained again with static context parallelism, whose losses must be the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bytescale_ext.draw.charts import draw_loss
+from bytescale_ext.draw.charts import Series, draw_loss
 from bytescale_ext.draw.timeline import draw_timeline
 from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_spans, write_perfetto
 
@@ -27,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # (share of the samples, files, tokens) of each corpus: Python files are long, C headers short.
 CORPORA = {"python": (0.35, "*.py", 20_000_000), "headers": (0.65, "*.h", 8_000_000)}
 TIMELINE_STEP = 8
+STATIC_STEPS = 5
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -43,11 +47,26 @@ QUIET = ("ignore::UserWarning", "ignore::SyntaxWarning", "ignore::FutureWarning"
 
 @dataclass(frozen=True)
 class Demo:
-    """Number of ranks, device and folder of a demo."""
+    """Number of ranks, device and folder of a demo.
+
+    Attributes:
+        is_static: the run beside it, in which every document is cut over all ranks.
+    """
 
     num_ranks: int
     on_cpu: bool
     folder: Path
+    is_static: bool = False
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run writes."""
+        return self.folder / "static" if self.is_static else self.folder
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this run trains."""
+        return STATIC_STEPS if self.is_static else int(TRAIN[TRAIN.index("--train-iters") + 1])
 
     @property
     def device(self) -> str:
@@ -65,8 +84,12 @@ class Demo:
         blend = [str(part) for name, (share, _, _) in CORPORA.items() for part in (share, self.corpus(name))]
         flags = [*MODEL, *CONTEXT, *TRAIN, "--data-path", *blend, "--hybrid-data-parallel"]
         flags += ["--hdp-tokens-per-rank", str(max(context // 4, -(-context // self.num_ranks)))]
-        flags += ["--hdp-log-dir", str(self.folder), "--hdp-timeline-step", str(TIMELINE_STEP)]
-        flags += ["--tensorboard-dir", str(self.folder / "tensorboard")]
+        flags += ["--hdp-log-dir", str(self.run_folder)]
+        if self.is_static:  # the learning rates of the whole run
+            flags += ["--hdp-static-width", str(self.num_ranks), "--exit-interval", str(STATIC_STEPS)]
+        else:
+            flags += ["--hdp-timeline-step", str(TIMELINE_STEP)]
+            flags += ["--tensorboard-dir", str(self.folder / "tensorboard")]
         return [*flags, "--cpu"] if self.on_cpu else [*flags, "--bf16"]
 
     @property
@@ -110,16 +133,17 @@ def build_corpora(demo: Demo, console: Console) -> None:
 
 def train(demo: Demo, console: Console) -> None:
     """Run the training command with a progress bar; Megatron's log goes to the folder of the run."""
-    log, metrics_path = demo.folder / "train.log", demo.folder / "metrics.jsonl"
-    for stale in (metrics_path, *(demo.folder / "timeline").glob("rank*.jsonl")):
+    log, metrics_path = demo.run_folder / "train.log", demo.run_folder / "metrics.jsonl"
+    demo.run_folder.mkdir(parents=True, exist_ok=True)
+    for stale in (metrics_path, *(demo.run_folder / "timeline").glob("rank*.jsonl")):
         stale.unlink(missing_ok=True)
     # With more threads than cores, ranks would wait for each other.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ",".join(QUIET)}
-    total = int(TRAIN[TRAIN.index("--train-iters") + 1])
+    words = "static context parallelism" if demo.is_static else "training"
     columns = ("{task.description}", BarColumn(), "{task.completed:.0f}/{task.total}", TimeRemainingColumn(),
                TextColumn("{task.fields[figures]}"))  # fmt: skip
     with log.open("w") as output, Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting Megatron", total=total, figures="")
+        task = progress.add_task("starting Megatron", total=demo.num_steps, figures="")
         process = subprocess.Popen(demo.command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
         try:
             while process.poll() is None:
@@ -128,7 +152,7 @@ def train(demo: Demo, console: Console) -> None:
                 if steps:
                     last = steps[-1]
                     figures = f"loss {last['lm loss']:.3f}  {last['tokens_per_second']:,.0f} tokens/s"
-                    progress.update(task, description="training", completed=len(steps), figures=figures)
+                    progress.update(task, description=words, completed=len(steps), figures=figures)
         finally:
             process.terminate()
             process.wait()
@@ -144,16 +168,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def draw(demo: Demo, steps: Sequence[dict[str, Any]]) -> None:
-    """Write loss.png, timeline.png and timeline.json."""
-    draw_loss([s["iteration"] for s in steps], [s["lm loss"] for s in steps], demo.folder / "loss.png")
+def draw(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]]) -> None:
+    """Write loss.png, timeline.png and timeline.json. ``static``: the steps of the run beside."""
+    curve, marks = (([s["iteration"] for s in run], [s["lm loss"] for s in run]) for run in (steps, static))
+    beside = Series("static context parallelism, the same documents", *marks)
+    draw_loss(*curve, demo.folder / "loss.png", "loss of hybrid data parallelism", beside)
     spans = read_spans(demo.folder / "timeline", TIMELINE_STEP)
     title = f"step {TIMELINE_STEP} on {demo.num_ranks} {demo.device} ranks"
     draw_timeline(spans, demo.folder / "timeline.png", title)
     write_perfetto(spans, demo.folder / "timeline.json")
 
 
-def summarize(demo: Demo, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(demo: Demo, steps: Sequence[dict[str, Any]], static: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of the run; means leave out the first step, which warms up."""
     steady = steps[1:] or steps
     mean = {name: sum(s[name] for s in steady) / len(steady) for name in
@@ -166,6 +192,9 @@ def summarize(demo: Demo, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "num_steps": len(steps),
         "first_loss": steps[0]["lm loss"],
         "last_loss": steps[-1]["lm loss"],
+        "largest_loss_difference_to_static": max(
+            abs(one["lm loss"] - other["lm loss"]) for one, other in zip(steps, static, strict=False)
+        ),
         **{name: round(value, 4) for name, value in mean.items()},
         "micro_batches_per_rank": [round(sum(counts) / len(steady), 2) for counts in
                                    zip(*(s["micro_batches_per_rank"] for s in steady), strict=True)],
@@ -179,7 +208,9 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     shortest, longest = summary["shortest_and_longest_of_timeline"]
     rows = {
-        "loss": f"{summary['first_loss']:.3f} -> {summary['last_loss']:.3f} in {summary['num_steps']} steps",
+        "loss": f"{summary['first_loss']:.3f} -> {summary['last_loss']:.3f} in {summary['num_steps']} steps; "
+        f"static context parallelism differs by at most {summary['largest_loss_difference_to_static']:.1g} "
+        f"in the first {STATIC_STEPS}",
         "speed": f"{summary['tokens_per_second']:,.0f} tokens/s on {demo.num_ranks} {demo.device} ranks",
         "micro-batches": "  ".join(f"{count:g}" for count in summary["micro_batches_per_rank"])
         + "  (of each rank, mean of a step)",
@@ -188,6 +219,7 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
         "padding": f"{100 * summary['padding_share']:.2f} %",
         f"step {TIMELINE_STEP}": f"documents of {shortest:,} to {longest:,} tokens, "
         f"rings of {', '.join(map(str, summary['ring_widths_of_timeline']))} ranks",
+        "next": "sudo .venv/bin/python scripts/bench/cluster/speed.py compares both on an emulated cluster with links",
         "files": f"{shown(demo.folder)}/: train.log, loss.png, timeline.png, timeline.json (open in ui.perfetto.dev), "
         "tensorboard/, metrics.jsonl, summary.json",
     }
@@ -219,10 +251,12 @@ def main() -> int:
         if summary.get("key") == demo.key:
             console.print(f"training: done already; remove {shown(demo.folder)} to train again")
         else:
-            train(demo, console)
-            steps = read_metrics(demo.folder / "metrics.jsonl")
-            draw(demo, steps)
-            summary = summarize(demo, steps)
+            runs = []
+            for one in (demo, replace(demo, is_static=True)):
+                train(one, console)
+                runs.append(read_metrics(one.run_folder / "metrics.jsonl"))
+            draw(demo, *runs)
+            summary = summarize(demo, *runs)
             summary_path.write_text(json.dumps(summary, indent=2) + "\n")
     except RuntimeError as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)

@@ -59,6 +59,9 @@ def test_flags_are_taken_by_megatron(num_ranks: int, tmp_path: Path) -> None:
     capacity, num_steps = run_ranks(parse_flags, num_ranks, flags)[0]
     assert capacity * num_ranks >= int(demo.CONTEXT[1])
     assert num_steps >= demo.TIMELINE_STEP
+    static = demo.Demo(num_ranks, on_cpu=True, folder=tmp_path, is_static=True)
+    assert run_ranks(parse_flags, num_ranks, static.flags)[0] == (capacity, num_steps)
+    assert static.num_steps < num_steps
 
 
 def test_a_finished_run_is_known_by_its_command(tmp_path: Path) -> None:
@@ -72,13 +75,15 @@ def test_summary_and_pictures(tmp_path: Path) -> None:
     write_timeline(tmp_path)
     run = demo.Demo(2, on_cpu=True, folder=tmp_path)
     steps = [step(1), step(2), step(3)]
-    summary = demo.summarize(run, steps)
+    static = [step(1), step(2, **{"lm loss": 4.25})]
+    summary = demo.summarize(run, steps, static)
+    assert summary["largest_loss_difference_to_static"] == 0.25
     assert (summary["first_loss"], summary["last_loss"]) == (5.0, 3.0)
     assert summary["tokens_per_second"] == 250  # the first step is left out
     assert summary["micro_batches_per_rank"] == [2.5, 5]
     assert summary["ring_widths_of_timeline"] == [1, 2]
     assert summary["shortest_and_longest_of_timeline"] == [7, 90]
-    demo.draw(run, steps)
+    demo.draw(run, steps, static)
     for name in ("loss.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]

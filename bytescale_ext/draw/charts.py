@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bytescale_ext.draw.figure import BLUE, DARK_BLUE, GRID, INK, LINES, new_figure, save, set_title
 
 
-def draw_loss(steps: Sequence[int], losses: Sequence[float], path: Path, title: str = "loss") -> None:
+@dataclass(frozen=True)
+class Series:
+    """Losses of the steps of a run, and what the run is called in a legend."""
+
+    name: str
+    steps: Sequence[int]
+    losses: Sequence[float]
+
+
+def draw_loss(
+    steps: Sequence[int], losses: Sequence[float], path: Path, title: str = "loss", beside: Series | None = None
+) -> None:
     """Draw a loss curve: every step thin, and a running mean over it once there are 50 steps.
+
+    Args:
+        steps, losses: of the curve.
+        path: file to write.
+        title: title of the picture.
+        beside: another run on the same steps, drawn as marks.
 
     Raises:
         ValueError: there are no steps, or the number of losses differs.
@@ -23,6 +41,10 @@ def draw_loss(steps: Sequence[int], losses: Sequence[float], path: Path, title: 
         window = max(5, len(steps) // 50)
         means = running_mean(losses, window)
         axes.plot(steps, means, color=DARK_BLUE, linewidth=1.8, label=f"mean of {window} steps")
+    if beside is not None:
+        axes.plot(beside.steps, beside.losses, linestyle="none", marker="o", markersize=9, markerfacecolor="none",
+                  markeredgecolor=INK, label=beside.name)  # fmt: skip
+    if smooth or beside is not None:
         axes.legend(frameon=False, fontsize=9)
     axes.annotate(
         f"{losses[-1]:.3f}", (steps[-1], losses[-1]), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9

@@ -38,6 +38,7 @@ if [[ $1 == stop ]]; then
 fi
 
 ((EUID == 0)) || fail "slurmd needs root"
+((${#folder} <= 60)) || fail "$folder is too long for the sockets in it; give a folder of at most 60 letters"
 for program in munged slurmctld slurmd; do
   command -v "$program" >/dev/null || fail "there is no $program; Debian: apt-get install slurm-wlm munge"
 done

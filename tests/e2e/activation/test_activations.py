@@ -211,7 +211,7 @@ def test_a_memory_plan_in_training(corpus: Path, tmp_path: Path) -> None:
     assert re.search(r"activations kept \d+\.\d swapped \d+\.\d recomputed \d+\.\d MB/step", planned.text)
 
 
-ONE_SMALL_STEP = ["--train-iters", "1", "--global-batch-size", "4"]
+ONE_SMALL_STEP = ["--train-iters", "1", "--global-batch-size", "2"]
 PLANNED = {
     "tensor-pipeline-slices": (
         4,

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,8 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1] - 3
-    cluster, script = tmp_path / "cluster", str(ROOT / "scripts" / "slurm" / "local_cluster.sh")
+    cluster = Path(tempfile.mkdtemp(prefix="slurm-"))  # short, for the sockets in it
+    script = str(ROOT / "scripts" / "slurm" / "local_cluster.sh")
     variables = {"PATH": PATH, "PORT": str(port), "SLURM_CONF": str(cluster / "slurm.conf"), "HOME": str(tmp_path)}
     started = subprocess.run([script, "start", str(cluster)], env=variables, capture_output=True, text=True)
     assert started.returncode == 0, started.stderr
@@ -47,6 +49,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {**variables, **SIZES, "DATA": str(documents(copies=5)), "OUT": str(tmp_path / "out")}
     finally:
         subprocess.run([script, "stop", str(cluster)], env=variables, check=True)
+        shutil.rmtree(cluster)
 
 
 def wait_for(happened: Callable[[], bool], what: str) -> None:
