@@ -18,6 +18,7 @@ LENGTHS = (256, 3, 190, 1, 17, 64, 40, 100, 33, 129, 8, 300)
 # 12 documents, of which the last one is two samples.
 PIECES = 13
 ONE_LAYER = ["--num-layers", "1"]
+FIVE = ["--train-iters", 5]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def five_steps(corpora: tuple[Path, Path]) -> list[Outcome]:
-    return run("--data-path", corpora[1])
+    return run("--data-path", corpora[1], *FIVE)
 
 
 def run(*flags: object, num_ranks: int = 2, without: Collection[str] = ()) -> list[Outcome]:
@@ -56,13 +57,13 @@ def consumed_samples(outcome: Outcome) -> list[int]:
 
 
 def test_blend_takes_documents_by_weight(corpora: tuple[Path, Path]) -> None:
-    outcomes = run("--data-path", 0.25, corpora[0], 0.75, corpora[1])
+    outcomes = run("--data-path", 0.25, corpora[0], 0.75, corpora[1], *FIVE)
     counts = Counter(map(prefix_of, flat(documents_in_order(outcomes))))
     assert counts == {str(corpora[0]): 10, str(corpora[1]): 30}
 
 
 def test_split_keeps_training_validation_and_test_apart(corpora: tuple[Path, Path]) -> None:
-    outcomes = run("--data-path", corpora[1], "--split", "50,30,20", "--eval-interval", 2, "--eval-iters", 1)
+    outcomes = run("--data-path", corpora[1], *FIVE, "--split", "50,30,20", "--eval-interval", 2, "--eval-iters", 1)
     training = {number_of(document) for document in flat(documents_in_order(outcomes))}
     evaluations = documents_in_order(outcomes, training=False)
     assert len(evaluations) == 4  # after 2 and 4 iterations, at the end, and on the test set
