@@ -7,14 +7,13 @@ whose line is the last one; else as torchrun does. All arguments are torchrun's.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
 SECONDS_TO_APPEAR = 30.0  # a file that another node wrote to a shared file system
@@ -80,18 +79,17 @@ def value_of(words: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def watch_sigterm(progress: Progress) -> None:
-    """Note the state of the run when SIGTERM comes, whoever handles the signal."""
-    mine, of_signals = os.pipe()
-    os.set_blocking(of_signals, False)
-    signal.set_wakeup_fd(of_signals, warn_on_full_buffer=False)
+def note_state_at_signal(progress: Progress) -> None:
+    """Note the state of the run when a signal comes, before torchrun passes it on to the ranks."""
+    from torch.distributed.elastic.multiprocessing import api
 
-    def watch() -> None:
-        while os.read(mine, 1)[0] != signal.SIGTERM:
-            pass
+    handler = api._terminate_process_handler
+
+    def note_and_end(signum: int, frame: FrameType | None) -> None:
         progress.at_signal = progress.state()
+        handler(signum, frame)
 
-    threading.Thread(target=watch, daemon=True).start()
+    api._terminate_process_handler = note_and_end
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -99,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     signal.signal(signal.SIGTERM, _end_before_ranks)
     progress = Progress.of(words)
-    watch_sigterm(progress)
+    note_state_at_signal(progress)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
