@@ -29,7 +29,7 @@ from bytescale_ext.measure.timeline import COMPUTE_KINDS, read_spans, write_perf
 ROOT = Path(__file__).resolve().parent.parent
 # (share of the samples, files, tokens) of each corpus: Python files are long, C headers short.
 CORPORA = {"python": (0.35, "*.py", 20_000_000), "headers": (0.65, "*.h", 8_000_000)}
-TIMELINE_STEP = 8
+TIMELINE_STEP = 14  # rings of 4 and of 2 ranks, and packs
 STATIC_STEPS = 5
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
