@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from bytescale_ext.config.offload import PlannedOffload, planned_offload
 from bytescale_ext.plan.activation.forecast import forecast
@@ -76,8 +77,9 @@ class ActivationConfig:
     def _in_option(self, option: SlicedStages, stage: int) -> ActivationConfig:
         return replace(self, slices=option.lengths, layers=option.stages[stage], options=(), stage=stage)
 
+    @cached_property
     def fitting_options(self) -> tuple[PolicyOption, ...]:
-        """Return the slicings in which the policy fits on every stage, each with the cost of its slowest stage."""
+        """The slicings in which the policy fits on every stage, each with the cost of its slowest stage."""
         found = []
         for option in self.options:
             stages = [self._in_option(option, stage) for stage in range(len(option.stages))]
@@ -167,7 +169,7 @@ class ActivationConfig:
 
     def _check_options(self) -> None:
         """Raise ValueError where the policy fits in no slices, about the ones in which most stages hold least."""
-        if not self.fitting_options():
+        if not self.fitting_options:
             option = next(one for one in self.options if one.slicing.num_slices == self.options[-1].slicing.num_slices)
             for stage in range(len(option.stages)):
                 self._in_option(option, stage).check_fits()
@@ -192,7 +194,7 @@ class ActivationConfig:
         )
 
     def _options_described(self) -> str:
-        fitting = [option.slicing.num_slices for option in self.fitting_options()]
+        fitting = [option.slicing.num_slices for option in self.fitting_options]
         counts = ", ".join(map(str, dict.fromkeys(fitting)))
         return (
             f"> bytescale: activations {self.policy}: shares follow from the slices of each step; they fit in {counts} "

@@ -36,7 +36,7 @@ def slicing_choice(run: RunConfig) -> SlicingChoice | PolicyChoice | None:
     """Return what chooses the slices of each step, or None where they are given."""
     slices, activations = run.find(DocumentSliceConfig), run.find(ActivationConfig)
     if activations is not None and activations.options:
-        return PolicyChoice(activations.fitting_options())
+        return PolicyChoice(activations.fitting_options)
     return None if slices is None else slices.choice
 
 

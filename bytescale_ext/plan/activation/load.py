@@ -61,7 +61,7 @@ class LayerSettings:
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
         slices: what a stage holds while it runs each of its slices, or each chunk of virtual stages, in the chunks'
             mean; empty where ``in_flight`` says it all.
-        expert_load: tokens that reach the experts of this rank, over those of an even spread.
+        expert_load: how many times the tokens of an even spread the experts of this rank get.
         expert_ranks: ranks that share the experts of a layer.
     """
 

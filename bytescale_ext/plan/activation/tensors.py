@@ -16,8 +16,8 @@ LSE_BYTES: Final = 4
 """The log-sum-exp of attention is one float32 per token and head."""
 
 EXPERT_LOAD: Final = 1.5
-"""Where ranks share experts, the most tokens that reach the experts of a rank, over those of an even spread, by which
-budgets count. A router that spreads them less evenly exceeds the budget."""
+"""Where ranks share experts, budgets assume that the experts of a rank get at most this many times the tokens of an
+even spread. A router that spreads tokens less evenly exceeds the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def expert_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int
         shape: of the model.
         element_bytes: of one element.
         tensor_parallel: ranks that share each layer.
-        load: tokens that reach the experts of this rank, over those of an even spread.
+        load: how many times the tokens of an even spread the experts of this rank get.
     """
     if not shape.num_expert_layers:
         return 0.0

@@ -75,9 +75,9 @@ class SliceShares:
     def backward_exchanged(self, stage: StageCost) -> Floats:
         """Return ``exchanged`` of the backward pass: [n, k].
 
-        Kept keys do not travel again, only their gradients do: those of the slice's own keys where ranks keep the sums,
-        else those of all keys up to its end. The backward ``c`` is for keys and gradients together, so gradients alone
-        cost what it exceeds the forward ``c`` by.
+        Kept keys do not travel again, only their gradients do. Where ranks keep the sums, these are the gradients of
+        the slice's own keys, else those of all keys up to its end. The backward ``c`` covers keys and gradients, the
+        forward ``c`` keys alone; so gradients alone cost the difference.
         """
         share = max(0.0, 1.0 - stage.forward.c / stage.backward.c) if stage.backward.c else 1.0
         sums = np.where(self.summed[:, None], self.tokens, np.cumsum(self.tokens, axis=1))

@@ -78,7 +78,8 @@ class SlicingChoice:
         ):  # keys that travel again may cost more
             uncut = replace(problem, slicing=ONE_SLICE)
             whole = place(uncut)
-            found += [Timed.of(uncut, whole) for _ in self._fitted(problem, _table(problem, whole), ONE_SLICE)]
+            if self._fitted(problem, _table(problem, whole), ONE_SLICE):
+                found.append(Timed.of(uncut, whole))
         best = min(found)
         return best.slicing, best.placed
 

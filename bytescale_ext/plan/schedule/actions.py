@@ -195,7 +195,12 @@ def work_orders(
         return orders
     if num_chunks > 1:
         raise ValueError("zero bubble does not work with virtual stages")
-    return defer(orders, num_warm_up(num_stages, 0, slicing) + 1)
+    return defer(orders, most_slices(num_stages, slicing))
+
+
+def most_slices(num_stages: int, slicing: Slicing) -> int:
+    """Return the most slices that any stage holds without virtual stages: the first one does."""
+    return num_warm_up(num_stages, 0, slicing) + 1
 
 
 def num_warm_up(num_stages: int, stage: int, slicing: Slicing, num_chunks: int = 1, group_size: int = 1) -> int:
@@ -273,7 +278,7 @@ def parse_schedule(text: str) -> SliceSchedule:
 
 def _action(match: re.Match[str]) -> Action:
     kind, micro_batch, slice_index, chunk = match.groups()
-    return Action(KINDS["FBW".index(kind)], int(micro_batch), int(slice_index), int(chunk or 0))
+    return Action(KINDS[KINDS.index(kind)], int(micro_batch), int(slice_index), int(chunk or 0))
 
 
 def bubble_of_equal_costs(num_stages: int, num_micro_batches: int, num_slices: int = 1, num_chunks: int = 1) -> float:

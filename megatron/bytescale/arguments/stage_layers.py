@@ -68,7 +68,7 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
 
 
 def expert_load(args: Any) -> float:
-    """Return the most tokens that are expected at the experts of a rank, over those of an even spread.
+    """Return how many times the tokens of an even spread the experts of a rank are expected to get at most.
 
     Without expert parallelism every token stays on its rank.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import ZeroBubble
-from bytescale_ext.plan.schedule.actions import num_warm_up
+from bytescale_ext.plan.schedule.actions import most_slices
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.slices import AUTO, ZERO_BUBBLE_FLAG, slicing_of
@@ -36,11 +36,11 @@ def resolve(args: Any, run: RunConfig) -> ZeroBubble:
         raise ValueError(
             f"{ZERO_BUBBLE_FLAG} does not work with virtual stages: change --pipeline-model-parallel-layout"
         )
-    return ZeroBubble(num_warm_up(args.pipeline_model_parallel_size, 0, slicing_of(args)) + 1)
+    return ZeroBubble(most_slices(args.pipeline_model_parallel_size, slicing_of(args)))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
-    """Split the backward passes of the linear layers, but for those of experts."""
+    """Split the backward passes of all linear layers except those of experts."""
     from megatron.training.utils import print_rank_0
 
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_split_products

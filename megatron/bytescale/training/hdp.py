@@ -214,15 +214,19 @@ def wanted_samples(args: Any) -> tuple[int | None, ...]:
     return sizes
 
 
+def data_prefixes(args: Any) -> list[str]:
+    """Return the data sets of all splits. Raises ValueError for flags that Megatron refuses."""
+    with refusals_of_megatron():
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return [prefix for part in blend_per_split or [blend] if part is not None for prefix in part[0]]
+
+
 def check_data(args: Any, is_text: bool) -> None:
     """Raise ValueError for data sets that are missing, truncated, empty, of another format or of another vocabulary.
 
     Reads the index of each; only the first process scans token ids. ``is_text``: the data are .jsonl files.
     """
-    with refusals_of_megatron():
-        blend, blend_per_split = get_blend_and_blend_per_split(args)
-    blends = [blend] if blend_per_split is None else [part for part in blend_per_split if part is not None]
-    prefixes = [prefix for part in blends if part is not None for prefix in part[0]]
+    prefixes = data_prefixes(args)
     if not prefixes:
         raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
     for prefix in prefixes:

@@ -27,21 +27,21 @@ def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() 
         options("0.0009", "--activation-policy priced"),
         options("0.01", "--swap-fraction 1 --link-gb-per-second 0.001"),
     )
-    assert 0 < len(tight.fitting_options()) < len(ample.fitting_options()) == len(ample.options)
+    assert 0 < len(tight.fitting_options) < len(ample.fitting_options) == len(ample.options)
     kept = {option.slicing.kept_tokens / 256 for option in ample.options}
     assert kept == set(KEPT_SHARES)
     for one in tight.options:
-        fits = one.slicing in {option.slicing for option in tight.fitting_options()}
+        fits = one.slicing in {option.slicing for option in tight.fitting_options}
         stages = [replace(tight, layers=layers, slices=one.lengths, options=()) for layers in one.stages]
         assert fits == all(_fits(stage) for stage in stages)
-    free, slow = (config.fitting_options()[0].stage for config in (ample, swapping))
+    free, slow = (config.fitting_options[0].stage for config in (ample, swapping))
     assert slow.forward.b > 10 * free.forward.b
     assert slow.backward.b > 10 * free.backward.b
-    chosen = tight.fitting_options()[-1].slicing
+    chosen = tight.fitting_options[-1].slicing
     of_step = tight.in_slices(chosen)
     assert of_step.plan(of_step.largest).swap + of_step.plan(of_step.largest).recompute > 0
     assert of_step.described().startswith("> bytescale: activations priced: swapped")
-    assert f"{len(tight.fitting_options())} of {len(tight.options)} combinations" in tight.described()
+    assert f"{len(tight.fitting_options)} of {len(tight.options)} combinations" in tight.described()
 
 
 def _fits(config: Any) -> bool:

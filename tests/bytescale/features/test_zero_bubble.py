@@ -1,4 +1,4 @@
-"""Flags of zero bubble: what it switches on, and what does not work with it."""
+"""The flag of zero bubble: its configuration, and the flags that are refused beside it."""
 
 from __future__ import annotations
 

@@ -21,9 +21,8 @@ from megatron.training import initialize
 from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
-from bytescale_ext.config.planner import planner_of, slicing
+from bytescale_ext.config.planner import offload_layers, planner_of, slicing
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.data.samples.lengths import read_idx_lengths
 from bytescale_ext.measure.fit import ring_bytes_per_token
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.cost.cost_model import CostModel
@@ -40,9 +39,11 @@ from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.cli.plan import cut_lengths, read_lengths
 from megatron.bytescale.features import activations
 from megatron.bytescale.features.activations import cost_in_seconds
 from megatron.bytescale.features.slices import stage_memory
+from megatron.bytescale.training.hdp import data_prefixes
 from megatron.bytescale.training.profile import command_line
 
 Floats = npt.NDArray[np.float64]
@@ -90,13 +91,11 @@ class Launch:
         ``lengths``: of the documents; None: those of ``--data-path``. Raises ValueError where these are not here.
         """
         if lengths is None:
-            names = [word for word in self.args.data_path or [] if not word.replace(".", "", 1).isdigit()]
-            files = [Path(f"{name}.idx") for name in names]
+            files = [Path(f"{prefix}.idx") for prefix in data_prefixes(self.args)]
             if not files or not all(file.exists() for file in files):
                 raise ValueError("no lengths: give --sampler or --lengths, or a --data-path whose .idx files are here")
-            lengths = [int(length) for file in files for length in read_idx_lengths(file)]
-        longest, number = self.args.seq_length, self.args.global_batch_size
-        pieces = [min(longest, length - start) for length in lengths for start in range(0, length, longest)]
+            lengths = [length for file in files for length in read_lengths(file)]
+        pieces, number = cut_lengths(lengths, self.args.seq_length), self.args.global_batch_size
         return [int(one) for one in np.random.default_rng(seed).choice(pieces, number, replace=len(pieces) < number)]
 
     def sample(self, sampler: str, seed: int) -> list[int]:
@@ -112,12 +111,15 @@ class Launch:
         begun = time.process_time()
         plan = planner_of(self.run)(lengths)
         seconds = time.process_time() - begun
-        check_step_plan(plan, lengths, self.run.get(HdpConfig).rows_multiple)
+        check_step_plan(plan, lengths, self.run.get(HdpConfig).rows_multiple, offload_layers(self.run))
         table = ShardTable.of(plan).with_counts(np.array(micro_batch_counts(plan)))
         cut = plan.slicing or slicing(self.run)
+        from_rings = self.ring_bytes(table, cut)
+        step = self.step(table, cut, lengths, seconds)
+        step["ring traffic"] = f"{from_rings.sum() * sum(self.run.stage_layers) / 1e6:,.6g} MB"
         return DryRun(
-            self.about(), self.args.rank, groups_of_this_process(), self.step(table, lengths, cut, seconds),
-            self.received_gb(table, cut), self.memory_gb(table, cut),
+            self.about(), self.args.rank, groups_of_this_process(), step, self.received_gb(table, from_rings),
+            self.memory_gb(table, cut),
         )  # fmt: skip
 
     def about(self) -> dict[str, str]:
@@ -135,7 +137,7 @@ class Launch:
             "features": ", ".join(f"{one.name} ({one.flag})" for one in features.enabled(args)),
         }
 
-    def step(self, table: ShardTable, lengths: Sequence[int], cut: Slicing, seconds: float) -> dict[str, str]:
+    def step(self, table: ShardTable, cut: Slicing, lengths: Sequence[int], seconds: float) -> dict[str, str]:
         """Return figures of the plan in words. ``seconds``: that planning took."""
         run, cost = self.run, cost_in_seconds(self.run)
         last = len(run.stage_layers) - 1
@@ -152,7 +154,6 @@ class Launch:
             "time": f"{replayed.makespan:.4g} s predicted from {'--cost-file' if run.cost else 'assumed rates'}, "
             f"{replayed.makespan / bound:.3f} of the lower bound of any plan",
             "lost": f"{replayed.idle_share:.1%} idle, {replayed.exposed_share:.1%} in exchange that nothing hides",
-            "ring traffic": f"{self.ring_bytes(table, cut).sum() * sum(run.stage_layers) / 1e6:,.6g} MB",
             "planning": f"{seconds:.2f} s of one core, {seconds / replayed.makespan:.1%} of the step, beside training",
         }
 
@@ -165,8 +166,11 @@ class Launch:
         ranks = table.row_ranks[table.rows]
         return np.bincount(ranks, weights=of_keys * keys + (both - of_keys) * sums, minlength=table.num_ranks)
 
-    def received_gb(self, table: ShardTable, cut: Slicing) -> dict[str, float]:
-        """Return what the busiest process of each kind receives in the step."""
+    def received_gb(self, table: ShardTable, from_rings: Floats) -> dict[str, float]:
+        """Return what the busiest process of each kind receives in the step.
+
+        ``from_rings``: what ``ring_bytes`` returned, [num_ranks].
+        """
         args, run = self.args, self.run
         element, layers = args.params_dtype.itemsize, max(run.stage_layers)
         ranks = table.row_ranks[table.rows]
@@ -179,7 +183,7 @@ class Launch:
         reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else element
         gathered = element if args.use_distributed_optimizer else reduced
         return {
-            "keys and gradients in rings": layers * float(self.ring_bytes(table, cut).max()) / 1e9,
+            "keys and gradients in rings": layers * float(from_rings.max()) / 1e9,
             "outputs and gradients of stages": directions * chunks * tokens * output / 1e9,
             "gradients and parameters": (reduced + gathered) * others * max(self.parameters()) / 1e9,
         }
@@ -199,22 +203,26 @@ class Launch:
         args, run = self.args, self.run
         sharers = run.cluster.num_ranks if args.use_distributed_optimizer else 1
         of_parameter = parameter_bytes(args.params_dtype.itemsize, sharers)
+        under_policy = run.find(ActivationConfig) is not None
+        of_plan = [] if under_policy else self._held(table, cut)
         rows = []
         for stage, (layers, count) in enumerate(zip(run.stage_layers, self.parameters(), strict=True)):
             states = {"states": of_parameter * count}
-            held_bytes = self._under_policy(stage, cut) if run.find(ActivationConfig) else self._held(table, cut, stage)
+            held_bytes = self._under_policy(stage, cut) if under_policy else of_plan[stage]
             in_gb = {name: each / 1e9 for name, each in (states | held_bytes).items()}
             total = sum(each for name, each in in_gb.items() if name != "host")
             rows.append({"stage": stage, "layers": layers, **in_gb, "total": total})
         return rows
 
-    def _held(self, table: ShardTable, cut: Slicing, stage: int) -> dict[str, float]:
-        """Return the bytes that a stage holds of the plan, without an activation policy."""
+    def _held(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:
+        """Return the bytes that each stage holds of the plan, without an activation policy."""
         memory, chunks = stage_memory(self.args, self.run), self.args.virtual_pipeline_model_parallel_size or 1
-        found = held(table, cut, self.run.get(HdpConfig).cost.both, memory, chunks, [stage])
-        most = found.parts[:, stage, found.layer_bytes[stage].argmax()] * self.run.stage_layers[stage]
-        parts = dict(zip(("activations", "keys", "sums"), most.tolist(), strict=True))
-        return {**parts, "working": memory.working_bytes[stage]}
+        found = held(table, cut, self.run.get(HdpConfig).cost.both, memory, chunks)
+        rows = []
+        for stage, (layers, working) in enumerate(zip(memory.num_layers, memory.working_bytes, strict=True)):
+            most = found.parts[:, stage, found.layer_bytes[stage].argmax()] * layers
+            rows.append({**dict(zip(("activations", "keys", "sums"), most.tolist(), strict=True)), "working": working})
+        return rows
 
     def _under_policy(self, stage: int, cut: Slicing) -> dict[str, float]:
         """Return the bytes of a stage by the forecast of its activation policy, for full micro-batches."""

@@ -100,7 +100,7 @@ class _Ctx(torch.autograd.function.FunctionCtx):
 
 
 class SplitProduct(torch.autograd.Function):
-    """``x W^T + bias`` whose backward pass returns the gradients of x and bias, and leaves that of W for later."""
+    """``x W^T + bias``. The backward pass returns the gradients of x and bias; that of W is computed later."""
 
     @staticmethod
     def forward(ctx: _Ctx, inputs: torch.Tensor, bias: torch.Tensor | None, product: Product) -> torch.Tensor:

@@ -57,7 +57,7 @@ def with_sample_attention(
 
 
 def with_split_products(spec: TransformerBlockSubmodules, runtime: Any) -> TransformerBlockSubmodules:
-    """Change a new spec of a block of local layers: weight gradients run by themselves, but for those of experts."""
+    """Change a new spec of a block of local layers: weight gradients run by themselves, except those of experts."""
     column, row = (partial(one, runtime=runtime) for one in (SplitColumnParallelLinear, SplitRowParallelLinear))
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules

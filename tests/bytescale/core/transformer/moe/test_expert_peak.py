@@ -1,6 +1,6 @@
 """The memory of a step with experts is the one that is predicted, at the loads that occurred.
 
-Two ranks share the experts, so the tokens that reach those of a rank depend on the router.
+Two ranks share the experts, so the router decides how many tokens the experts of each rank get.
 """
 
 from __future__ import annotations
