@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -31,7 +32,7 @@ class Region:
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the dims of a tensor of any shape from the outermost in memory inwards; dims of size 1 stay in place."""
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-_stride(tensor, dim), dim)))
+    return _memory_order(tensor.shape, tensor.stride())
 
 
 def is_sample_major(tensor: torch.Tensor) -> bool:
@@ -41,31 +42,42 @@ def is_sample_major(tensor: torch.Tensor) -> bool:
     return tensor.stride(1) == tensor.shape[0] * tensor.stride(0)
 
 
-def _stride(tensor: torch.Tensor, dim: int) -> int:
-    """Return the stride of a dim. A dim of size 1 has no meaningful stride: return the extent of the dims inside."""
-    if tensor.shape[dim] != 1:
-        return tensor.stride(dim)
-    inner = [tensor.stride(d) * tensor.shape[d] for d in range(dim + 1, tensor.dim()) if tensor.shape[d] != 1]
-    return max(inner, default=1)
+# Layers save tensors of the same shapes again and again: what follows from a shape is found once.
+@lru_cache(maxsize=4096)
+def _memory_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    def stride_of(dim: int) -> int:
+        """Return the stride of a dim. That of size 1 means nothing: return the extent of the dims inside."""
+        if sizes[dim] != 1:
+            return strides[dim]
+        inside = range(dim + 1, len(sizes))
+        return max((strides[inner] * sizes[inner] for inner in inside if sizes[inner] != 1), default=1)
+
+    return tuple(sorted(range(len(sizes)), key=lambda dim: (-stride_of(dim), dim)))
+
+
+@lru_cache(maxsize=4096)
+def _extents(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
+    """Return (size, stride) of nested runs of elements, as in ``Region``; None if elements share memory."""
+    found: list[tuple[int, int]] = []
+    for dim in _memory_order(sizes, strides):
+        size, stride = sizes[dim], strides[dim]
+        if size == 1:
+            continue
+        if stride == 0 or (found and stride * size > found[-1][1]):
+            return None
+        if found and found[-1][1] == size * stride:
+            found[-1] = (found[-1][0] * size, stride)
+        else:
+            found.append((size, stride))
+    return tuple(found)
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
     """Return the region of a tensor of any shape; None if it is empty, or elements share memory (expanded ones)."""
-    if not tensor.numel():
+    extents = _extents(tensor.shape, tensor.stride())
+    if extents is None or not tensor.numel():
         return None
-    extents: list[tuple[int, int]] = []
-    for dim in memory_order(tensor):
-        size, stride = tensor.shape[dim], tensor.stride(dim)
-        if size == 1:
-            continue
-        if stride == 0 or (extents and stride * size > extents[-1][1]):
-            return None
-        if extents and extents[-1][1] == size * stride:
-            extents[-1] = (extents[-1][0] * size, stride)
-        else:
-            extents.append((size, stride))
-    storage = tensor.untyped_storage().data_ptr()
-    return Region(storage, int(tensor.storage_offset()), tuple(extents), tensor.dtype)
+    return Region(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), extents, tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -108,22 +120,11 @@ class TensorView:
         Gaps between elements decide whether torch runs its vector or its scalar loop, and the two round differently.
         """
         tensor = self.apply(elements)
-        if tensor.device.type != "cpu" or region_extents(self.sizes, self.order, self.strides) == 1:
+        extents = _extents(self.sizes, self.strides)
+        assert extents is not None, f"{self.sizes=} {self.strides=}"
+        if tensor.device.type != "cpu" or len(extents) < 2:
             return tensor
         return torch.empty_strided(self.sizes, self.strides, dtype=tensor.dtype).copy_(tensor)
-
-
-def region_extents(sizes: tuple[int, ...], order: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Count the nested strides of a tensor's elements; 1 when they lie end to end."""
-    found: list[tuple[int, int]] = []
-    for dim in order:
-        if sizes[dim] == 1:
-            continue
-        if found and found[-1][1] == sizes[dim] * strides[dim]:
-            found[-1] = (found[-1][0] * sizes[dim], strides[dim])
-        else:
-            found.append((sizes[dim], strides[dim]))
-    return max(1, len(found))
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,13 @@ of the CPU's generator. Everything replaced is a row of ``_torch_rows``, or of f
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron.bytescale.registry import Installation
 
@@ -38,18 +38,51 @@ def _as_cpu(value: Any) -> Any:
     return value
 
 
-_TAKES_DEVICE = (torch.Tensor.to, torch.device)  # as a positional argument
+class _DeviceType(type):
+    """Make ``_Device`` stand for ``torch.device``, which cannot be subclassed: its instances are torch's own."""
+
+    def __call__(cls, device: Any, *index: Any, **kwargs: Any) -> Any:
+        return _DEVICE(_as_cpu(device), *index, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _DEVICE)
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Replace ``device="cuda"`` by ``"cpu"`` in every torch function (factories, ``Tensor.to``, ...)."""
+_DEVICE = torch.device
+_Device = _DeviceType("device", (), {"__module__": "torch", "__doc__": '"cuda" means "cpu".'})
+# All that make tensors and take ``device``. A ``TorchFunctionMode`` would cost microseconds in every call of torch.
+_FACTORIES = (
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
+    "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+)  # fmt: skip
+_NEW_TENSORS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs and "device" in kwargs:
-            kwargs = {**kwargs, "device": _as_cpu(kwargs["device"])}
-        if func in _TAKES_DEVICE:
-            args = tuple(_as_cpu(value) for value in args)
-        return func(*args, **(kwargs or {}))
+
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes tensors, with ``device="cuda"`` replaced by ``"cpu"``."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _as_cpu(kwargs["device"])
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _to_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``Tensor.to``, whose first argument may be a device."""
+
+    @functools.wraps(original)
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (_as_cpu(args[0]), *args[1:])
+        elif "device" in kwargs:
+            kwargs["device"] = _as_cpu(kwargs["device"])
+        return original(tensor, *args, **kwargs)
+
+    return to
 
 
 class InertStream:
@@ -241,6 +274,10 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
     rows += [
         (cuda, "default_generators", (torch.default_generator,)),
         (torch, "compile", _not_compiled),  # Megatron compiles its fusions for CUDA
+        (torch, "device", _Device),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
+        *((torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name))) for name in _NEW_TENSORS),
+        (torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
         (torch.accelerator, "is_available", lambda: False),
         (torch.Tensor, "cuda", _tensor_to_cuda),
         (torch.Tensor, "record_stream", _returns(None)),
@@ -262,7 +299,6 @@ class CpuStandIns:
     """The stand-ins that are installed, with what they replace."""
 
     originals: list[tuple[Any, str, Any]] = field(default_factory=list)
-    mode: _CudaMeansCpu | None = None
     megatron: Installation = field(default_factory=Installation)
 
     def install_torch(self) -> None:
@@ -270,8 +306,6 @@ class CpuStandIns:
         for owner, name, value in _torch_rows():
             self.originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
             setattr(owner, name, value)
-        self.mode = _CudaMeansCpu()
-        self.mode.__enter__()
 
     def install_megatron(self) -> None:
         """Replace the few Megatron functions that reach CUDA in other ways. Raises ValueError as ``Installation``."""
@@ -286,9 +320,6 @@ class CpuStandIns:
     def uninstall(self) -> None:
         """Put everything back, last replaced first."""
         self.megatron.uninstall()
-        if self.mode is not None:
-            self.mode.__exit__(None, None, None)
-            self.mode = None
         while self.originals:
             owner, name, value = self.originals.pop()
             if value is _INHERITED:
