@@ -8,7 +8,9 @@ next, D-1 times, and every member computes one block per step while the next key
     on the way     keys of 1st    keys of 2nd    -
 
 Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of
-their gradients travel one step behind them; after the last step the sums need one more hop to reach their owner. Where
+their gradients travel one step behind them; after the last step the sums need one more hop to reach their owner. Rings
+over several nodes may be hierarchical: keys and sums travel inside a node and between nodes at once
+(``layouts/route.py``, ``travel.py``). Where
 keys are kept from slice to slice (``KeptKeys``), a slice sends only its own keys in the forward pass, and only
 gradients in the backward pass. Ranks that keep sums of gradients send those of the slice's own keys, which include the
 gradients from later slices. Ranks that keep no sums send the gradients of all keys up to the end of the slice.
@@ -30,7 +32,7 @@ from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
 from bytescale_ext.attention.layouts.rows import Rows
-from bytescale_ext.attention.travel import Computed, Keys, TravellingKeys, add_kept, key_sums
+from bytescale_ext.attention.travel import Computed, Keys, TravellingKeys, TravellingSums, add_kept, key_sums
 from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
 
 type Steps[Result] = Generator[Pending, None, Result]
@@ -266,7 +268,9 @@ def summing_steps(
         block.keys.add_(dv, grads[2])
     for one in returning:
         yield one.pending
-        total = one.others if one.own is None else one.others.add_(one.own)
+        total, *others = one.parts
+        for part in others:
+            total.add_(part)
         one.keys.add_(dk, total[0])
         one.keys.add_(dv, total[1])
     return dq
@@ -278,14 +282,13 @@ class _Returning:
 
     Attributes:
         keys: rows of these keys in the micro-batch.
-        own: my part, or None when it is already in the sums of the micro-batch (kept keys).
-        others: the sum of the other ranks, complete after ``pending``.
-        pending: the exchange that delivers this sum.
+        parts: sums of other ranks, complete after ``pending``, then my own part, unless that is already in the sums of
+            the micro-batch (kept keys).
+        pending: the exchange that delivers the last of them.
     """
 
     keys: Rows
-    own: torch.Tensor | None
-    others: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     pending: Pending
 
 
@@ -298,8 +301,8 @@ def _backward_pass(
 ) -> Steps[tuple[torch.Tensor, _Returning]]:
     """Run one pass: ``dq [rows, heads, dim]`` of my rows, and the gradients of my keys, on their way.
 
-    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. The sum of the other
-    ranks for my keys starts at the next member in step 1, so it makes D-1 hops and the last one ends here.
+    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. ``TravellingSums`` says
+    how they come home; each is posted after the keys of its step.
 
     Args:
         dout: ``[rows, heads, dim]``, of my rows.
@@ -309,35 +312,35 @@ def _backward_pass(
     """
     k, kept = saved.k, ring_pass.kept_sums
     dq = torch.zeros(saved.q.shape, dtype=accumulation_dtype(saved.q.dtype), device=saved.q.device)
-    travelling = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
+    keys_on_way = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
+    sums_on_way = TravellingSums(k, ring_pass, backend.exchange)
+    own: list[torch.Tensor] = []
     arriving_sums: Pending | None = None
-    own: torch.Tensor | None = None
-    sums = key_sums(ring_pass.travelling_sums(ring_pass.source(1)), k)
     for step in range(ring_pass.width):
-        arriving = travelling.post(step) if ring_pass.kept is None else None
-        keys, values = travelling.here(step)
+        arriving = keys_on_way.post(step) if ring_pass.kept is None else None
+        keys, values = keys_on_way.here(step)
         here = saved._replace(k=keys, v=values)
         computed = [(block, backend.backward(dout, here, block)) for block in ring_pass.at(step)]
         for block, grads in computed:
             block.queries.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
-        total = key_sums(len(keys), k) if step == 0 or kept is not None else sums
+        travelling = sums_on_way.here(step) if step else None
+        total = key_sums(len(keys), k) if travelling is None or kept is not None else travelling
         for block, grads in computed:
             block.keys.add_(total[0], grads[1])
             block.keys.add_(total[1], grads[2])
         if kept is not None:
             source = ring_pass.source(step)
-            add_kept(totals, total, sums if step else None, kept.whole[source], kept.own[source])
+            add_kept(totals, total, travelling, kept.whole[source], kept.own[source])
         elif step == 0:
-            own = total
-        if step > 0:
-            # Sends this sum after its keys. Receives the next member's gradient sum; after the last hop, its own.
-            next_sums = key_sums(ring_pass.travelling_sums(ring_pass.source(step + 1)), k, filled=False)
-            arriving_sums = backend.exchange([(sums, ring_pass.next_rank)], [(next_sums, ring_pass.previous_rank)])
-            sums = next_sums
+            own.append(total)
+        arriving_sums = sums_on_way.post(step)
         if arriving is not None:
             yield arriving
-            travelling.arrive(step + 1)
+            keys_on_way.arrive(step + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
-    return dq, _Returning(ring_pass.summed_keys, own, sums, arriving_sums)
+    if ring_pass.route.inner_rings > 1:
+        yield arriving_sums
+        arriving_sums = sums_on_way.post_home()
+    return dq, _Returning(ring_pass.summed_keys, (*sums_on_way.home, *own), arriving_sums)

@@ -28,6 +28,7 @@ class Case:
         num_ranks: HDP ranks.
         heads, kv_heads, dim: of the attention.
         num_padding: rows after the tokens of each micro-batch.
+        inner_width: members of the inner rings of every ring that is a multiple of it; 0: all rings are plain.
     """
 
     lengths: tuple[int, ...]
@@ -37,6 +38,11 @@ class Case:
     kv_heads: int = 2
     dim: int = 8
     num_padding: int = 3
+    inner_width: int = 0
+
+    def inner_rings(self, ring: tuple[int, ...]) -> int:
+        """Return of how many inner rings a ring consists."""
+        return 1 if not self.inner_width or len(ring) % self.inner_width else len(ring) // self.inner_width
 
     @property
     def scale(self) -> float:
@@ -45,7 +51,7 @@ class Case:
     def micro_batch(self, number: int, rank: int) -> MicroBatch:
         """Return the micro-batch of ``rank`` in round ``number``."""
         shards = [
-            Shard(seq, zigzag_ranges(self.lengths[seq], len(ring), ring.index(rank)), ring)
+            Shard(seq, zigzag_ranges(self.lengths[seq], len(ring), ring.index(rank)), ring, self.inner_rings(ring))
             for seq, ring in sorted(self.rounds[number])
             if rank in ring
         ]
@@ -171,9 +177,11 @@ def run_round(
     return [(out, *grad) for (out, _), grad in zip(outputs, grads, strict=True)]
 
 
-def run_virtual(case: Case, name: str, dtype: torch.dtype) -> tuple[Results, list[MailboxComm]]:
-    """Return ``out, dq, dk, dv`` of every round and rank, and the comms that were used."""
-    comms = mailbox_comms(case.num_ranks)
+def run_virtual(
+    case: Case, name: str, dtype: torch.dtype, comms: Sequence[MailboxComm] | None = None
+) -> tuple[Results, Sequence[MailboxComm]]:
+    """Return ``out, dq, dk, dv`` of every round and rank, and the comms that were used: by default new ones."""
+    comms = mailbox_comms(case.num_ranks) if comms is None else comms
     results: Results = {}
     ranks = range(case.num_ranks)
     for number in range(len(case.rounds)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bytescale_ext.attention.layouts.layout import KeptKeys, PrefixKeys, RingPass, ring_pass
+from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.ring import Steps
 from bytescale_ext.attention.travel import TravellingKeys, add_kept, key_sums
@@ -32,7 +33,7 @@ def kept_keys() -> KeptKeys:
 def member_of(index: int, is_kept: bool) -> RingPass:
     kept = kept_keys() if is_kept else None
     keys = kept.whole[index] if kept else Rows.of([(0, 2 + SHARES[index])])
-    member = ring_pass([LENGTH], range(WIDTH), index, prefix=PrefixKeys((PREFIX,), keys, kept))
+    member = ring_pass([LENGTH], Route(tuple(range(WIDTH)), index), prefix=PrefixKeys((PREFIX,), keys, kept))
     assert member.shares == tuple((share,) for share in SHARES)
     return member
 

@@ -9,14 +9,8 @@ The rows ``[0, num_rows)`` of a rank are, in this order::
 
 Shards with the same ring travel together in one *ring pass*: one message holds the keys of all its sequences, and one
 kernel call computes all documents of a step. A pass over D ranks computes D blocks on each of them: step t pairs my
-queries with the keys of the member t places before me on the route (ByteScale section 7, Fig. 14). Keys travel up over
-every second rank and back over the others::
-
-    ring of 7 contiguous ranks    0 -> 2 -> 4 -> 6 -> 5 -> 3 -> 1 -> 0
-
-so a rank exchanges only with ranks at most two places away, whatever the width of the ring: at most four peers in a
-whole training run. This matters because NCCL keeps buffers for each peer. With zigzag shares a block is, for each of
-its sequences, the causal triangle of my own rows or one full rectangle::
+queries with the keys that have come to me on their way round the ring (ByteScale section 7, Fig. 14; ``route.py``).
+With zigzag shares a block is, for each of its sequences, the causal triangle of my own rows or one full rectangle::
 
                keys of an earlier member   my own keys    keys of a later member
                front  back                 front  back    front  back
@@ -36,6 +30,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from bytescale_ext.attention.layouts.blocks import Interval, PlacedBlock, share_values
+from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
@@ -80,9 +75,7 @@ class RingPass:
 
     Attributes:
         seqs: the sequences (indices into the plan's lengths), ascending.
-        ring: HDP ranks in ring order.
-        index: my place in ``ring``.
-        route: places in ``ring`` in the order in which keys travel; the first follows the last.
+        route: the members, my place among them and the way of the keys.
         in_micro_batch: rows of my queries in the micro-batch, or in the slice.
         keys: rows of my keys among the keys of the micro-batch.
         rows: for each member, the number of its keys.
@@ -93,9 +86,7 @@ class RingPass:
     """
 
     seqs: tuple[int, ...]
-    ring: tuple[int, ...]
-    index: int
-    route: tuple[int, ...]
+    route: Route
     in_micro_batch: Rows
     keys: Rows
     rows: tuple[int, ...]
@@ -105,8 +96,18 @@ class RingPass:
     kept: KeptKeys | None = None
 
     @property
+    def ring(self) -> tuple[int, ...]:
+        """HDP ranks in ring order."""
+        return self.route.ring
+
+    @property
+    def index(self) -> int:
+        """My place in ``ring``."""
+        return self.route.index
+
+    @property
     def width(self) -> int:
-        return len(self.ring)
+        return self.route.width
 
     @property
     def num_rows(self) -> int:
@@ -140,19 +141,9 @@ class RingPass:
         """Return of how many rows of a member's keys the gradients travel round the ring."""
         return self.rows[member] if self.kept_sums is None else self.kept_sums.own[member].num_rows
 
-    @property
-    def next_rank(self) -> int:
-        """The HDP rank to which I send."""
-        return self.ring[self.source(-1)]
-
-    @property
-    def previous_rank(self) -> int:
-        """The HDP rank from which I receive."""
-        return self.ring[self.source(1)]
-
     def source(self, step: int) -> int:
-        """Return the place in ``ring`` of the member whose keys are here at a step; after D steps mine are back."""
-        return self.route[(self.route.index(self.index) - step) % self.width]
+        """Return the place in ``ring`` of the member whose keys are here at a step; see ``Route.source``."""
+        return self.route.source(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +184,14 @@ class AttentionLayout:
 def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int], num_rows: int) -> AttentionLayout:
     """Return the layout of one micro-batch. Pure; no communication.
 
-    Ring shards are grouped by their ring, wherever they lie in the micro-batch, and the groups are ordered by their
-    first sequence. All members of a ring find the same groups in the same order, each from its own micro-batch.
-    Proof: let sequences X and Y have the same ring and share a micro-batch on one of its ranks. X couples the
-    micro-batches that hold X, Y couples the micro-batches that hold Y, and the one with both couples them all: they are
-    one coupled group of ``plan/step/check.py``. A rank has at most one micro-batch of a group (law 8), so X and Y are
-    together on every member. A group of shards is thus the same set of sequences on each member. No two groups have the
-    same first sequence, and ranks that run their groups in the order of first sequences cannot wait for each other in a
-    circle.
+    Ring shards are grouped by their ring and its form, wherever they lie in the micro-batch, and the groups are ordered
+    by their first sequence. All members of a ring find the same groups in the same order, each from its own
+    micro-batch. Proof: let sequences X and Y have the same ring and share a micro-batch on one of its ranks. X couples
+    the micro-batches that hold X, Y couples the micro-batches that hold Y, and the one with both couples them all: they
+    are one coupled group of ``plan/step/check.py``. A rank has at most one micro-batch of a group (law 8), so X and Y
+    are together on every member, in one form (law 10). A group of shards is thus the same set of sequences on each
+    member. No two groups have the same first sequence, and ranks that run their groups in the order of first sequences
+    cannot wait for each other in a circle.
 
     Args:
         micro_batch: ring shards first, in ascending order of ``seq``, then local documents.
@@ -219,14 +210,14 @@ def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int],
         raise ValueError(
             f"a micro-batch of {micro_batch.num_tokens} tokens does not fit in {num_rows} rows; give it more rows"
         )
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[Route, list[int]] = {}
     for shard in shared:
-        groups.setdefault(shard.ring, []).append(shard.seq)
+        groups.setdefault(Route(shard.ring, shard.ring.index(rank), shard.inner_rings), []).append(shard.seq)
     offsets = CuSeqlens.of_lengths([shard.num_tokens for shard in shared])
     intervals = dict(zip([shard.seq for shard in shared], pairwise(offsets.offsets), strict=True))
     passes = tuple(
-        ring_pass([lengths[seq] for seq in seqs], ring, ring.index(rank), seqs, Rows.of(intervals[seq] for seq in seqs))
-        for ring, seqs in groups.items()
+        ring_pass([lengths[seq] for seq in seqs], route, seqs, Rows.of(intervals[seq] for seq in seqs))
+        for route, seqs in groups.items()
     )
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
     start = offsets.num_tokens
@@ -235,8 +226,7 @@ def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int],
 
 def ring_pass(
     lengths: Sequence[int],
-    ring: Sequence[int],
-    index: int,
+    route: Route,
     seqs: Sequence[int] | None = None,
     in_micro_batch: Rows | None = None,
     prefix: PrefixKeys | None = None,
@@ -245,27 +235,22 @@ def ring_pass(
 
     Args:
         lengths: tokens of each sequence, or of its slice.
-        ring: HDP ranks in ring order.
-        index: the member.
+        route: the ring and the member.
         seqs: the sequences; by default they are numbered from 0.
         in_micro_batch: rows of its queries in the micro-batch; by default the first ones.
         prefix: the keys before the slice; by default there are none, and the keys have the rows of the queries.
     """
-    width = len(ring)
+    width, index = route.width, route.index
     before = [0] * len(lengths) if prefix is None else [tokens // width for tokens in prefix.tokens]
     shares = tuple(
         tuple(sum(stop - start for start, stop in zigzag_ranges(length, width, member)) for length in lengths)
         for member in range(width)
     )
-    route = folded_route(width)
-    place = route.index(index)
-    sources = [route[(place - step) % width] for step in range(width)]
+    sources = map(route.source, range(width))
     pairs = [_blocks(index, source, shares[index], shares[source], before) for source in sources]
     in_micro_batch = Rows.of([(0, sum(shares[index]))]) if in_micro_batch is None else in_micro_batch
     return RingPass(
         seqs=tuple(range(len(lengths)) if seqs is None else seqs),
-        ring=tuple(ring),
-        index=index,
         route=route,
         in_micro_batch=in_micro_batch,
         keys=in_micro_batch if prefix is None else prefix.keys,
@@ -302,11 +287,6 @@ def _blocks(
         return PlacedBlock.of(mine, seen, source=source), PlacedBlock.of([], [], source=source)
     whole = [(start, begin + n) for start, begin, n in keys]
     return PlacedBlock.of(backs, whole, source=source), PlacedBlock.of(fronts, prefix, source=source)
-
-
-def folded_route(width: int) -> tuple[int, ...]:
-    """Return the places of a ring in the order in which keys travel: 0, 2, 4, ... and back over the odd ones to 1."""
-    return (*range(0, width, 2), *reversed(range(1, width, 2)))
 
 
 def _front(num_rows: int) -> int:

@@ -18,6 +18,7 @@ from itertools import accumulate, chain, pairwise
 
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, KeptKeys, PrefixKeys, RingPass, ring_pass
+from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, PartRows, Rows
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices
 from bytescale_ext.plan.schedule.slices import slice_ranges
@@ -90,6 +91,10 @@ class _KeyRows:
         """Return the ring of a shard."""
         return self.cut.micro_batch.shards[number].ring
 
+    def route(self, number: int) -> Route:
+        """Return the way of keys round the ring of a shard."""
+        return Route(self.ring(number), self.place(number), self.cut.micro_batch.shards[number].inner_rings)
+
     def place(self, number: int) -> int:
         """Return my place in the ring of a shard."""
         return self.ring(number).index(self._rank)
@@ -123,10 +128,10 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
         before: the layout of the slice before it.
     """
     cut, regions = keys.cut, keys.regions
-    groups: dict[tuple[tuple[int, ...], bool, bool], list[int]] = {}
+    groups: dict[tuple[Route, bool, bool], list[int]] = {}
     in_keys, lengths = [], []
     for number in range(keys.num_rings):
-        how = (keys.ring(number), number in cut.kept, number in cut.sent_sums)
+        how = (keys.route(number), number in cut.kept, number in cut.sent_sums)
         groups.setdefault(how, []).append(number)
         _, start, stop = keys.member_keys(index, number, keys.place(number))
         in_keys.append((start, stop))
@@ -163,23 +168,22 @@ def _with_others(own: Rows, rings: Sequence[tuple[int, KeptKeys]]) -> Rows:
 def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
     """Return the pass of slice ``index`` of the shards ``numbers``, which share a ring; all are kept or none."""
     cut = keys.cut
-    ring, place, is_kept = keys.ring(numbers[0]), keys.place(numbers[0]), numbers[0] in cut.kept
+    route, is_kept = keys.route(numbers[0]), numbers[0] in cut.kept
     ranges = [cut.ring_range(number, index) for number in numbers]
     of_members = {
         member: [keys.member_keys(index, number, member) for number in numbers]
-        for member in (range(len(ring)) if is_kept else [place])
+        for member in (range(route.width) if is_kept else [route.index])
     }
     whole = {member: Rows.of((begin, stop) for begin, _, stop in of_member) for member, of_member in of_members.items()}
     own = {member: Rows.of((own, stop) for _, own, stop in of_member) for member, of_member in of_members.items()}
     return ring_pass(
         [stop - start for start, stop in ranges],
-        ring,
-        place,
+        route,
         [cut.micro_batch.shards[number].seq for number in numbers],
         in_slice,
         PrefixKeys(
             tuple(start for start, _ in ranges),
-            whole[place],
+            whole[route.index],
             KeptKeys(tuple(whole.values()), tuple(own.values()), numbers[0] in cut.sent_sums) if is_kept else None,
         ),
     )

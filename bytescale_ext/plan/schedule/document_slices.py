@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -70,7 +70,7 @@ class DocumentSlices:
         for number, shard in enumerate(self.micro_batch.shards[:num_rings]):
             start, stop = self.ring_range(number, index)
             share = zigzag_ranges(stop - start, len(shard.ring), shard.ring.index(rank))
-            shards.append(Shard(shard.seq, tuple((start + a, start + b) for a, b in share), shard.ring))
+            shards.append(replace(shard, ranges=tuple((start + a, start + b) for a, b in share)))
         first, last = self.local_range(index)
         documents = self.micro_batch.shards[num_rings:]
         for document, (begin, end) in zip(documents, pairwise(_line(documents)), strict=True):

@@ -21,7 +21,11 @@ _Ints = npt.NDArray[np.int64]
 
 
 def check_step_plan(
-    plan: StepPlan, lengths: Sequence[int] | None = None, tokens_multiple: int = 1, num_layers: int | None = None
+    plan: StepPlan,
+    lengths: Sequence[int] | None = None,
+    tokens_multiple: int = 1,
+    num_layers: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> None:
     """Raise PlanError unless the plan keeps every law.
 
@@ -40,6 +44,8 @@ def check_step_plan(
        one of a group, and the running orders of all ranks agree, so that no rank waits for ever.
     9. In aligned slots the shards of a sequence have the same micro-batch index on every rank of its ring, so that
        no two pipelines wait for each other for ever.
+    10. All shards of a sequence name the same number of inner rings. If there are several, they have equally many
+        ranks, two or more, begin at multiples of their size, and tile nodes of ``ranks_per_node``.
 
     The message holds the law, the printed plan (at most about 40 rows) and ``>>`` before each bad row.
     """
@@ -53,6 +59,7 @@ def check_step_plan(
     _check_capacity(plan, table, tokens_multiple, num_layers)
     _check_memory_order(plan, table)
     _check_aligned(plan, table)
+    _check_forms(plan, table, ranks_per_node)
     _check_global_order(plan, table)
 
 
@@ -276,6 +283,24 @@ def _check_aligned(plan: StepPlan, table: PlanTable) -> None:
         pair = [table.where(int(shard)) for shard in in_order[bad : bad + 2]]
         text = f"micro-batch {slots[bad]} on rank {pair[0][0]} and {slots[bad + 1]} on rank {pair[1][0]}"
         _fail(plan, f"seq {seqs[bad]} is in {text}; aligned slots need one index on all its ranks", pair)
+
+
+def _check_forms(plan: StepPlan, table: PlanTable, ranks_per_node: int | None) -> None:
+    counts, named = table.inner_rings, np.zeros(len(plan.lengths), dtype=np.int64)
+    named[table.seqs] = counts
+    inner = np.maximum(table.ring_widths // np.maximum(counts, 1), 1)
+    unequal = (counts < 1) | (inner * counts != table.ring_widths) | ((counts > 1) & (inner < 2))
+    node = inner if ranks_per_node is None else ranks_per_node
+    across = (counts > 1) & ((table.ring_firsts % inner != 0) | (node % inner != 0))
+    for is_bad, law in (
+        (counts != named[table.seqs], "ranks name different numbers of inner rings"),
+        (unequal, "the ring has no such number of equal inner rings of two ranks or more"),
+        (across, f"inner rings do not tile {'the ranks' if ranks_per_node is None else f'nodes of {node} ranks'}"),
+    ):
+        bad = _first(is_bad)
+        if bad is not None:
+            text = f"{counts[bad]} inner rings of ring {ring_text(table.ring(bad))} of seq {table.seqs[bad]}"
+            _fail(plan, f"{text}: {law}", [table.where(bad)])
 
 
 def _check_global_order(plan: StepPlan, table: PlanTable) -> None:

@@ -26,11 +26,13 @@ class Shard:
         seq: index into ``StepPlan.lengths``.
         ranges: token ranges ``(start, stop)`` of the sequence, ascending, none empty.
         ring: the HDP ranks that share the sequence, in ring order; ``(rank,)`` when it is local.
+        inner_rings: of how many inner rings of contiguous ranks the ring consists; 1: it is a plain ring.
     """
 
     seq: int
     ranges: tuple[tuple[int, int], ...]
     ring: tuple[int, ...]
+    inner_rings: int = 1
 
     @property
     def num_tokens(self) -> int:

@@ -37,6 +37,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
         aligned: micro-batch ``i`` of a rank has order ``i``; it is empty if no sequence has that order there. Otherwise
             orders that a rank does not use are left out.
         offloads: share of the activations of each sequence that goes to host memory, [n] in 0 to 1; None: nothing.
+        inner_rings: of how many inner rings the ring of each sequence consists, [n]; None: all rings are plain.
     """
 
     num_ranks: int
@@ -46,6 +47,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
     orders: Ints
     aligned: bool = False
     offloads: Floats | None = None
+    inner_rings: Ints | None = None
 
     @cached_property
     def shards(self) -> tuple[Ints, Ints, Ints]:
@@ -91,6 +93,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
             ring_firsts=firsts,
             ring_widths=widths,
             odd_rings={},
+            inner_rings=np.ones_like(seqs) if self.inner_rings is None else self.inner_rings[seqs],
             num_ranges=is_there.sum(axis=1),
             starts=bounds[is_there][:, 0],
             stops=bounds[is_there][:, 1],

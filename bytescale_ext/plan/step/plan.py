@@ -24,6 +24,7 @@ class ShardJson(TypedDict):
     seq: int
     ranges: list[list[int]]
     ring: list[int]
+    inner_rings: NotRequired[int]
 
 
 class MicroBatchJson(TypedDict):
@@ -103,6 +104,7 @@ class StepPlan:
                                 seq=int(shard["seq"]),
                                 ranges=tuple((int(a), int(b)) for a, b in shard["ranges"]),
                                 ring=tuple(int(rank) for rank in shard["ring"]),
+                                inner_rings=int(shard.get("inner_rings", 1)),
                             )
                             for shard in micro_batch["shards"]
                         ),
@@ -125,8 +127,12 @@ class StepPlan:
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> MicroBatchJson:
-    shards: list[ShardJson] = [
-        {"seq": shard.seq, "ranges": [list(pair) for pair in shard.ranges], "ring": list(shard.ring)}
-        for shard in micro_batch.shards
-    ]
+    shards = [_shard_json(shard) for shard in micro_batch.shards]
     return {"shards": shards, "offload": micro_batch.offload} if micro_batch.offload else {"shards": shards}
+
+
+def _shard_json(shard: Shard) -> ShardJson:
+    value: ShardJson = {"seq": shard.seq, "ranges": [list(pair) for pair in shard.ranges], "ring": list(shard.ring)}
+    if shard.inner_rings != 1:
+        value["inner_rings"] = shard.inner_rings
+    return value

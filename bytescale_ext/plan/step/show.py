@@ -12,10 +12,11 @@ _SKIPPED = "     ..."
 
 
 def shard_text(shard: Shard) -> str:
-    """Return for example ``seq 3 [0:512][3584:4096] ring 0-7``; a local shard has no ring."""
+    """Return for example ``seq 3 [0:512][3584:4096] ring 0-7 in 2 inner rings``; a local shard has no ring."""
     ranges = "".join(f"[{start}:{stop}]" for start, stop in shard.ranges)
     ring = "" if len(shard.ring) == 1 else f" ring {ring_text(shard.ring)}"
-    return f"seq {shard.seq} {ranges}{ring}"
+    form = "" if shard.inner_rings == 1 else f" in {shard.inner_rings} inner rings"
+    return f"seq {shard.seq} {ranges}{ring}{form}"
 
 
 def ring_text(ring: tuple[int, ...]) -> str:

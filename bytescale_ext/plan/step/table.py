@@ -31,6 +31,7 @@ class PlanTable:
         seqs: its sequence: [shards].
         ring_firsts, ring_widths: the first rank of its ring and how many it has (-1 and 0 for no ring): [shards].
         odd_rings: shard -> ring, for rings that are not runs of contiguous ascending ranks.
+        inner_rings: of how many inner rings its ring consists: [shards].
         num_ranges: ranges of each shard: [shards].
         starts, stops: of each range: [ranges].
     """
@@ -42,6 +43,7 @@ class PlanTable:
     ring_firsts: Ints
     ring_widths: Ints
     odd_rings: dict[int, tuple[int, ...]]
+    inner_rings: Ints
     num_ranges: Ints
     starts: Ints
     stops: Ints
@@ -93,7 +95,7 @@ class PlanTable:
             ranges = slice(begin, begin + int(self.num_ranges[shard]))
             pairs = zip(self.starts[ranges].tolist(), self.stops[ranges].tolist(), strict=True)
             held[int(self.shard_rows[shard]) - first_row].append(
-                Shard(int(self.seqs[shard]), tuple(pairs), self.ring(shard))
+                Shard(int(self.seqs[shard]), tuple(pairs), self.ring(shard), int(self.inner_rings[shard]))
             )
         offloads = self.offloads[first_row : first_row + len(held)].tolist()
         return tuple(MicroBatch(tuple(shards), offload) for shards, offload in zip(held, offloads, strict=True))
@@ -118,6 +120,8 @@ class PlanTable:
         ``how``: further numbers that say how the micro-batches run.
         """
         odd = [number for shard, ring in sorted(self.odd_rings.items()) for number in (shard, len(ring), *ring)]
+        for shard in np.flatnonzero(self.inner_rings != 1).tolist():
+            odd += [-1 - shard, int(self.inner_rings[shard])]
         columns = (
             self.counts, self.shard_rows, self.seqs, self.ring_firsts, self.ring_widths, self.num_ranges, self.starts,
             self.stops, odd, lengths, (num_ranks, tokens_per_rank, *how),
@@ -210,6 +214,7 @@ def table_of(ranks: Sequence[tuple[MicroBatch, ...]]) -> PlanTable:
         odd_rings={
             number: shard.ring for number, shard in enumerate(shards) if shard.ring != tuple(range(*_span(shard.ring)))
         },
+        inner_rings=_ints([shard.inner_rings for shard in shards]),
         num_ranges=_ints([len(shard.ranges) for shard in shards]),
         starts=bounds[:, 0],
         stops=bounds[:, 1],

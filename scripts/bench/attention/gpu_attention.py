@@ -30,6 +30,7 @@ from bytescale_ext.attention.kernels.reference import reference_backward, refere
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, ring_pass
+from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 from bytescale_ext.attention.ring import Backend, backward_steps, forward_steps
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
@@ -163,7 +164,7 @@ def ring_layouts(length: int, width: int) -> list[AttentionLayout]:
     """Return the layout of each rank for one sequence on a ring (for ``width`` 1: one local document)."""
     if width == 1:
         return [pack_layout([length])]
-    members = [ring_pass([length], range(width), index) for index in range(width)]
+    members = [ring_pass([length], Route(tuple(range(width)), index)) for index in range(width)]
     return [AttentionLayout(m.num_rows, (m,), m.num_rows, CuSeqlens((0,)), Rows(())) for m in members]
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass, attention_layout, ring_pass
+from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
@@ -59,7 +60,7 @@ def test_blocks_of_a_ring_are_the_causal_triangles_once(lengths: list[int], widt
     """Documents shorter than the ring included, of which some members hold nothing."""
     total: Pairs = Counter()
     for index in range(width):
-        total += computed_pairs(ring_pass(lengths, range(width), index), lengths)
+        total += computed_pairs(ring_pass(lengths, Route(tuple(range(width)), index)), lengths)
     triangles = [
         ((seq, query), (seq, key))
         for seq, length in enumerate(lengths)
@@ -72,17 +73,19 @@ def test_blocks_of_a_ring_are_the_causal_triangles_once(lengths: list[int], widt
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=3))
 def test_members_compute_equal_shares_when_the_lengths_divide(width: int, parts: list[int]) -> None:
     lengths = [2 * width * part for part in parts]
-    shares = [computed_pairs(ring_pass(lengths, range(width), index), lengths).total() for index in range(width)]
+    shares = [
+        computed_pairs(ring_pass(lengths, Route(tuple(range(width)), index)), lengths).total() for index in range(width)
+    ]
     assert len(set(shares)) == 1
 
 
 @given(st.integers(2, 7), st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_members_agree_on_what_travels(width: int, lengths: list[int]) -> None:
     ring = tuple(range(10, 10 + width))
-    members = [ring_pass(lengths, ring, index) for index in range(width)]
+    members = [ring_pass(lengths, Route(ring, index)) for index in range(width)]
     for index, member in enumerate(members):
-        following = members[ring.index(member.next_rank)]
-        assert following.previous_rank == ring[index]
+        following = members[ring.index(member.route.next_rank)]
+        assert following.route.previous_rank == ring[index]
         sent = [block.source for block in member.blocks[:-1]]
         assert sent == [block.source for block in following.blocks[1:]]
         assert member.rows == following.rows
@@ -95,13 +98,13 @@ def test_one_sequence_is_never_copied() -> None:
     """Its queries and keys are one interval at every step, so ``take`` is a view."""
     for length in range(1, 40):
         for index in range(4):
-            blocks = ring_pass([length], range(4), index).blocks
+            blocks = ring_pass([length], Route(tuple(range(4)), index)).blocks
             assert all(block.queries.is_view and block.keys.is_view for block in blocks)
 
 
 def test_steps_share_their_rows() -> None:
     """The index of my back rows is copied to a device once, not once for every later member."""
-    blocks = ring_pass([20, 30, 7], range(4), 0).blocks
+    blocks = ring_pass([20, 30, 7], Route(tuple(range(4)), 0)).blocks
     assert not blocks[1].queries.is_view
     assert blocks[1].queries is blocks[2].queries is blocks[3].queries
     assert blocks[1].cu_q is blocks[3].cu_q
@@ -129,7 +132,7 @@ def test_rows_follow_each_other_in_memory_order(case: Case) -> None:
 
 
 def test_example_of_three_ranks() -> None:
-    member = ring_pass([11], (5, 6, 7), 1, seqs=[4], in_micro_batch=Rows.of([(2, 6)]))
+    member = ring_pass([11], Route((5, 6, 7), 1), seqs=[4], in_micro_batch=Rows.of([(2, 6)]))
     assert member.rows == (4, 4, 3)
     assert member.shares == ((4,), (4,), (3,))
     assert member.seqs == (4,)
@@ -139,7 +142,7 @@ def test_example_of_three_ranks() -> None:
         (2, ((2, 4),), ((0, 3),), False),
         (0, ((0, 4),), ((0, 2),), False),
     ]
-    assert (member.next_rank, member.previous_rank) == (5, 7)
+    assert (member.route.next_rank, member.route.previous_rank) == (5, 7)
     assert [b.cu_q.offsets for b in member.blocks] == [(0, 4), (0, 2), (0, 4)]
 
 
@@ -147,18 +150,18 @@ def test_keys_visit_every_member_once_and_never_go_further_than_two_ranks() -> N
     peers: dict[int, set[int]] = {}
     for width in range(2, 17):
         for first in range(0, 40 - width):
-            ring = range(first, first + width)
-            members = [ring_pass([width], ring, index) for index in range(width)]
+            ring = tuple(range(first, first + width))
+            members = [ring_pass([width], Route(ring, index)) for index in range(width)]
             for rank, member in zip(ring, members, strict=True):
                 assert sorted(block.source for block in member.blocks) == list(range(width))
                 assert member.blocks[0].source == member.index == member.source(0) == member.source(width)
-                peers.setdefault(rank, set()).update((member.next_rank, member.previous_rank))
+                peers.setdefault(rank, set()).update((member.route.next_rank, member.route.previous_rank))
     assert all(found <= {rank - 2, rank - 1, rank + 1, rank + 2} for rank, found in peers.items())
     assert max(len(found) for found in peers.values()) == 4
 
 
 def test_example_of_two_sequences() -> None:
-    member = ring_pass([11, 2], (0, 1, 2), 1)
+    member = ring_pass([11, 2], Route((0, 1, 2), 1))
     assert member.rows == (5, 5, 3)
     assert member.shares == ((4, 1), (4, 1), (3, 0))
     described = [(b.source, b.queries.intervals, b.keys.intervals) for b in member.blocks]
@@ -175,7 +178,7 @@ def test_example_of_two_sequences() -> None:
 
 
 def test_an_empty_back_part_computes_nothing_for_later_members() -> None:
-    member = ring_pass([2], (0, 1), 0)
+    member = ring_pass([2], Route((0, 1), 0))
     assert member.rows == (1, 1)
     assert [block.is_empty for block in member.blocks] == [False, True]
 

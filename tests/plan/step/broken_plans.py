@@ -185,6 +185,24 @@ def tie_two_micro_batches(rows: Rows) -> None:
     rows[1][0].append(rows[1][1].pop(1))
 
 
+def other_form_on_one_member(rows: Rows) -> None:
+    rows[0][0][0] = replace(rows[0][0][0], inner_rings=2)
+
+
+def inner_rings_of_unequal_sizes(rows: Rows) -> None:
+    for rank in (0, 1, 2):
+        rows[rank][-1 if rank < 2 else 0][0] = replace(rows[rank][-1 if rank < 2 else 0][0], inner_rings=2)
+
+
+def inner_rings_of_one_rank(rows: Rows) -> None:
+    for rank in (2, 3):
+        rows[rank][1][0] = replace(rows[rank][1][0], inner_rings=2)
+
+
+def no_inner_rings(rows: Rows) -> None:
+    rows[3][0][0] = replace(rows[3][0][0], inner_rings=0)
+
+
 MUTATIONS: list[tuple[Callable[[Rows], None], str]] = [
     (drop_a_range, r"tokens \[8:10\] of seq 0 are on no rank"),
     (drop_the_last_tokens, r"tokens \[3:4\] of seq 4 are on no rank"),
@@ -219,6 +237,10 @@ MUTATIONS: list[tuple[Callable[[Rows], None], str]] = [
     (two_ranges_of_a_local, "a shard of seq 4 has 2 ranges, at most 1"),
     (ring_after_local, "the ring shard of seq 0 comes after a local one"),
     (rings_out_of_order, "ring shards of seq 6 and seq 2 are not ordered"),
+    (other_form_on_one_member, "2 inner rings of ring 0,1 of seq 0: ranks name different numbers"),
+    (inner_rings_of_unequal_sizes, "2 inner rings of ring 0-2 of seq 2: the ring has no such number of equal"),
+    (inner_rings_of_one_rank, "2 inner rings of ring 2,3 of seq 5: the ring has no such number of equal"),
+    (no_inner_rings, "0 inner rings of ring 3 of seq 3: the ring has no such number"),
     (swap_shared_micro_batches, "deadlock"),
     (tie_two_micro_batches, "rank 0 micro-batches 0 and 1 must run at the same time"),
 ]

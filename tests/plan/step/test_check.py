@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.step.check import check_step_plan, groups_of
-from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.plan.simple_plans import plan_naive
@@ -160,3 +160,22 @@ def test_plans_kept_as_arrays_are_checked_as_arrays() -> None:
     together = np.zeros_like(plan.ranks.orders)
     with pytest.raises(PlanError, match="more than C = 64"):
         check_step_plan(replace(plan, ranks=replace(plan.ranks, orders=together)))
+
+
+def hierarchical_plan(first: int, width: int, inner_rings: int) -> StepPlan:
+    """One sequence on a hierarchical ring of 12 ranks."""
+    ring = tuple(range(first, first + width))
+    shards = {rank: Shard(0, zigzag_ranges(24, width, rank - first), ring, inner_rings) for rank in ring}
+    ranks = tuple((MicroBatch((shards[rank],)),) if rank in shards else () for rank in range(12))
+    return StepPlan(12, 24, (24,), ranks)
+
+
+def test_inner_rings_lie_inside_nodes() -> None:
+    for first, width, inner_rings in ((0, 8, 2), (4, 8, 2), (0, 12, 3), (2, 4, 2), (2, 10, 5), (0, 6, 3)):
+        check_step_plan(hierarchical_plan(first, width, inner_rings), ranks_per_node=4)
+    for first, width, inner_rings in ((2, 8, 2), (1, 4, 2), (1, 6, 2), (0, 6, 2), (3, 6, 2)):
+        with pytest.raises(PlanError, match="inner rings do not tile nodes of 4 ranks"):
+            check_step_plan(hierarchical_plan(first, width, inner_rings), ranks_per_node=4)
+    with pytest.raises(PlanError, match="inner rings do not tile the ranks"):
+        check_step_plan(hierarchical_plan(1, 4, 2))
+    check_step_plan(hierarchical_plan(1, 8, 1), ranks_per_node=4)

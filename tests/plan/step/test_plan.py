@@ -64,8 +64,9 @@ def test_digest_is_stable_and_sees_every_field() -> None:
         dataclasses.replace(plan, lengths=(5,)),
         dataclasses.replace(plan, ranks=((),)),
         StepPlan(1, 4, (4,), ((MicroBatch((dataclasses.replace(shard, ring=(0, 1)),)),),)),
+        StepPlan(1, 4, (4,), ((MicroBatch((dataclasses.replace(shard, inner_rings=2),)),),)),
     ]
-    assert len({plan.digest(), *(other.digest() for other in others)}) == 5
+    assert len({plan.digest(), *(other.digest() for other in others)}) == 6
 
 
 def test_token_counts() -> None:

@@ -8,6 +8,7 @@ from tests.plan.simple_plans import plan_naive
 def test_shards_and_rings() -> None:
     ring = tuple(range(8))
     assert shard_text(Shard(3, ((0, 512), (3584, 4096)), ring)) == "seq 3 [0:512][3584:4096] ring 0-7"
+    assert shard_text(Shard(3, ((0, 512),), ring, 2)) == "seq 3 [0:512] ring 0-7 in 2 inner rings"
     assert shard_text(Shard(1, ((0, 9),), (4,))) == "seq 1 [0:9]"
     assert ring_text((2, 3)) == "2,3"
     assert ring_text((0, 2, 5)) == "0,2,5"

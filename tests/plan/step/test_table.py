@@ -19,7 +19,8 @@ def random_placed(random: np.random.Generator) -> PlacedRanks:
     lengths = widths + random.integers(0, 50, count)
     offloads = random.random(count) if random.random() < 0.5 else None
     orders = random.integers(0, 9, count)
-    return PlacedRanks(num_ranks, lengths, firsts, widths, orders, bool(random.integers(2)), offloads)
+    inner_rings = np.gcd(widths, random.integers(1, 5, count)) if random.random() < 0.5 else None
+    return PlacedRanks(num_ranks, lengths, firsts, widths, orders, bool(random.integers(2)), offloads, inner_rings)
 
 
 @pytest.mark.parametrize("seed", range(60))
