@@ -44,7 +44,7 @@ TRAIN = (
     "--clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval 1000 --save-interval 1000 "
     "--num-workers 0 --split 100,0,0 --no-one-logger --ckpt-format torch"
 ).split()
-HDP = "--hybrid-data-parallel --hdp-tokens-per-rank 64".split()
+HDP = "--hybrid-data-parallel --hdp-tokens-per-rank 64 --hdp-plan-ahead 1".split()
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def test_any_partition_and_both_losses(partition: str, per_token: str, runs: Run
     runs.compare(2, f"{stages(2, 2)} {per_token}", f"--seq1f1b-slices 3 --seq1f1b-partition {partition}")
 
 
-@pytest.mark.parametrize(("p", "m", "k", "words"), [(2, 2, 3, ""), (3, 3, 3, IN_LINE), (4, 4, 3, ""), (4, 4, 8, "")])
+@pytest.mark.parametrize(("p", "m", "k", "words"), [(2, 2, 3, ""), (2, 2, 8, ""), (3, 3, 3, IN_LINE), (4, 4, 3, "")])
 def test_virtual_stages(p: int, m: int, k: int, words: str, runs: Runs) -> None:
     """As many micro-batches as stages: what Megatron's own interleaved schedule needs without slices."""
     flags = f"{stages(p, m)} --num-layers {2 * p} --num-virtual-stages-per-pipeline-rank 2"

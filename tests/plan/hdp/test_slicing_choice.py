@@ -55,16 +55,16 @@ def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) ->
     assert seconds(free) <= replay_stages(plan, (COSTS[-1],) * STAGES, by_hand).makespan * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-def test_plans_hold_their_budget(share: float, free: StepPlan) -> None:
+def test_plans_hold_their_budget(free: StepPlan) -> None:
     """Between the least that slices take and what the fastest plan takes."""
     one_option = planner(1, OPTIONS[-2:-1])(LENGTHS)  # nothing fits: the one that holds least
     assert one_option.slicing == OPTIONS[-2]
     least = gigabytes(one_option)
-    budget = least + share * (gigabytes(free) - least)
-    plan = planner(budget)(LENGTHS)
-    assert gigabytes(plan) <= budget
-    assert seconds(plan) >= seconds(free) * 0.99
+    for share in (0.9, 0.5):
+        budget = least + share * (gigabytes(free) - least)
+        plan = planner(budget)(LENGTHS)
+        assert gigabytes(plan) <= budget
+        assert seconds(plan) >= seconds(free) * 0.99
     assert plan == planner(budget)(LENGTHS)
 
 

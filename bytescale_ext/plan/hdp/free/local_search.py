@@ -40,13 +40,17 @@ def list_schedule(problem: Problem, widths: Ints) -> Listed:
     order = np.lexsort((np.arange(len(lengths)), -widths, -seconds))
     ready = np.zeros(num_ranks)
     firsts = np.zeros(len(lengths), dtype=np.int64)
-    for seq in order.tolist():
-        width = int(widths[seq])
+    places: dict[int, tuple[Ints, Floats]] = {}  # width -> first ranks, and a view of ``ready`` from each rank on
+    for width in set(widths.tolist()):
         windows = np.lib.stride_tricks.sliding_window_view(ready, width)
         starts = np.arange(len(windows))
         fits = starts % node + width <= node if width <= node else starts % node == 0
-        starts = starts[fits]
-        best = int(np.lexsort((windows[starts].sum(axis=1), windows[starts].max(axis=1)))[0])
+        places[width] = starts[fits], windows
+    for seq in order.tolist():
+        width = int(widths[seq])
+        starts, windows = places[width]
+        ends = windows[starts]
+        best = int(np.lexsort((ends.sum(axis=1), ends.max(axis=1)))[0])
         first = firsts[seq] = int(starts[best])
         ready[first : first + width] = windows[first].max() + seconds[seq]
     return Listed(float(ready.max(initial=0.0)), order, firsts)
