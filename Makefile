@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo check test lint setup newest pins clean
+.PHONY: help demo cluster check test lint setup newest pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -13,6 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo   train on real text over $(RANKS) ranks and draw what happened (runs/demo/)"
+	@echo "make cluster  (root, Linux) the same documents with HDP and with static context parallelism on an emulated cluster"
 	@echo "make check  lint, types, and the tests that start no processes: before each commit"
 	@echo "make test   everything: lint, types, all tests"
 	@echo "make setup  make .venv with pinned dependencies"
@@ -38,6 +39,12 @@ $(STAMP): requirements.txt pyproject.toml setup.py
 
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --ranks $(RANKS)
+
+# Two nodes of four ranks with links between them: five minutes. A second call shows what the first one measured.
+cluster: $(STAMP)
+	@mkdir -p runs/cluster-demo
+	@$(BIN)/python -W ignore scripts/bench/cluster/speed.py --cases "byted 2x4 matched" --arms ours static \
+	  --results runs/cluster-demo/results.json --plot runs/cluster-demo/timelines.png
 
 # A worker per core, each with whole files, in the order of tests/conftest.py; each process has one thread.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder

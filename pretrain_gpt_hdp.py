@@ -9,13 +9,22 @@ unchanged.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron.bytescale import check_megatron_version, cpu, install
 from megatron.bytescale.arguments.bad_input import one_line_errors
 
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
 
-def main() -> None:
-    """Train as the command line says. Bad input ends with one line and exit code 2."""
+
+def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
+    """Train as the command line says. Bad input ends with one line and exit code 2.
+
+    ``adapt``: changes what the features have built, in experiments.
+    """
     with one_line_errors("pretrain_gpt_hdp.py"):
         check_megatron_version()
         on_cpu = cpu.install_if_wanted(sys.argv) is not None  # before Megatron is imported
@@ -33,6 +42,8 @@ def main() -> None:
         runtime = Runtime.of(resolve(args))
         install(runtime)
         training = build(args, runtime)
+        if adapt is not None:
+            training = adapt(training, runtime)
     config = pretrain_cfg_container_from_args(args, training.model)
     pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 

@@ -219,9 +219,9 @@ def show(demo: Demo, summary: dict[str, Any], console: Console) -> None:
         "padding": f"{100 * summary['padding_share']:.2f} %",
         f"step {TIMELINE_STEP}": f"documents of {shortest:,} to {longest:,} tokens, "
         f"rings of {', '.join(map(str, summary['ring_widths_of_timeline']))} ranks",
-        "next": "sudo .venv/bin/python scripts/bench/cluster/speed.py compares both on an emulated cluster with links",
         "files": f"{shown(demo.folder)}/: train.log, loss.png, timeline.png, timeline.json (open in ui.perfetto.dev), "
         "tensorboard/, metrics.jsonl, summary.json",
+        "next": "sudo make cluster: both beside each other on an emulated cluster with links, in five minutes",
     }
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", value)

@@ -17,6 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+BETWEEN_NODES = "1:2"
+"""The class of traffic to other nodes."""
+
+_UNLIMITED_GBPS = 100.0  # faster than the kernel copies
 _BURST_BYTES = 64 << 10  # sent at full speed after a pause, as token buckets require at these rates
 
 
@@ -95,18 +99,21 @@ def network_commands(topology: Topology) -> Iterator[tuple[str, ...]]:
 
 
 def _shaping_commands(topology: Topology, rank: int) -> Iterator[tuple[str, ...]]:
-    """Yield the ``tc`` commands of one rank: class 1:1 is its own node, class 1:2 everything else."""
-    if not (topology.inter_gbps or topology.intra_gbps or topology.latency_us):
+    """Yield the ``tc`` commands of one rank: class 1:1 is its own node, class 1:2 everything else.
+
+    Between several nodes unlimited links have classes too, because these count the bytes.
+    """
+    if topology.num_nodes == 1 and not (topology.intra_gbps or topology.latency_us):
         return
     tc = ("tc", "-n", topology.namespace(rank))
     device = ("dev", "eth0")
     yield *tc, "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "2", "r2q", "1000"
-    for number, gbps in ((1, topology.intra_gbps), (2, topology.inter_gbps)):
-        rate = f"{round((gbps or 100.0) * 1e6)}kbit"
+    for place, gbps in (("1:1", topology.intra_gbps), (BETWEEN_NODES, topology.inter_gbps)):
+        rate = f"{round((gbps or _UNLIMITED_GBPS) * 1e6)}kbit"
         burst = ("burst", str(_BURST_BYTES), "cburst", str(_BURST_BYTES))
-        yield *tc, "class", "add", *device, "parent", "1:", "classid", f"1:{number}", "htb", "rate", rate, *burst
+        yield *tc, "class", "add", *device, "parent", "1:", "classid", place, "htb", "rate", rate, *burst
         if topology.latency_us:
             delay = ("netem", "delay", f"{topology.latency_us:g}us", "limit", "100000")
-            yield *tc, "qdisc", "add", *device, "parent", f"1:{number}", *delay
+            yield *tc, "qdisc", "add", *device, "parent", place, *delay
     match = ("u32", "match", "ip", "dst", topology.subnet(rank), "flowid", "1:1")
     yield *tc, "filter", "add", *device, "parent", "1:", "protocol", "ip", *match

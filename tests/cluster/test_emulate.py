@@ -6,16 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scripts.cluster.emulate import QuotaGroups, check_machine, main, parse
+from scripts.cluster.emulate import check_machine, claimed, main, parse
+from scripts.cluster.quotas import QuotaGroups
 from scripts.cluster.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "bstest"
+EMULATE = str(ROOT / "scripts" / "cluster" / "emulate.py")
 PROGRAM = """
 import os, socket, sys
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -65,6 +68,13 @@ def leftovers() -> list[str]:
     return [*spaces, *map(str, groups)]
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 400
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def emulate(tmp_path: Path, *words: object, program: str = PROGRAM) -> int:
     script = tmp_path / "program.py"
     script.write_text(program)
@@ -92,49 +102,72 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.ranks
 @needs_cluster
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    subprocess.run(["ip", "netns", "add", f"{NAME}-17"], check=True)
-    groups = QuotaGroups(NAME, 3)
-    groups.create()
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    (groups.folders[2] / "cgroup.procs").write_text(str(sleeper.pid))
+    script, ready = tmp_path / "sleeps.py", tmp_path / "logs" / "rank1.log"
+    script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(3600)\n")
+    words = ["--ranks-per-node", "2", "--name", NAME, "--quota-after", "", "--log-dir", str(ready.parent), "--"]
+    tool = subprocess.Popen([sys.executable, EMULATE, *words, str(script)])
+    try:
+        wait_for(lambda: ready.exists() and "ready" in ready.read_text())
+        assert main([*words, str(script)]) == 2, "the name is in use"
+    finally:
+        tool.kill()
+        tool.wait()
+    assert len(leftovers()) == 4
     assert emulate(tmp_path) == 0
-    assert sleeper.wait(timeout=400) == -9
     assert leftovers() == []
 
 
 @pytest.mark.ranks
 @needs_cluster
-def test_quotas_are_written(tmp_path: Path) -> None:
-    groups = QuotaGroups(NAME, 2)
-    groups.create()
+def test_sigterm_removes_everything(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text("import os, signal, time\nos.kill(int(os.environ['TOOL']), signal.SIGTERM)\ntime.sleep(3600)\n")
+    words = ["--ranks-per-node", "1", "--name", NAME, "--quota-after", "", "--log-dir", str(tmp_path), "--"]
+    code = f"import os, sys; os.environ['TOOL'] = str(os.getpid()); sys.path.insert(0, {str(ROOT)!r})\n"
+    code += f"from scripts.cluster.emulate import main\nsys.exit(main({[*words, str(script)]!r}))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 143
+    assert leftovers() == []
+
+
+@pytest.mark.ranks
+@needs_cluster
+def test_what_others_made_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    subprocess.run(["ip", "netns", "add", f"{NAME}-17"], check=True)
     try:
-        groups.limit(0.25)
-        name = "cpu.cfs_quota_us" if groups.is_v1 else "cpu.max"
-        assert {(folder / name).read_text().split()[0] for folder in groups.folders} == {"2500"}
+        assert emulate(tmp_path) == 2
+        assert f"{NAME}-17 exists and is not of an emulated cluster" in capsys.readouterr().err
+        assert leftovers() == [f"{NAME}-17"]
     finally:
-        groups.remove()
+        subprocess.run(["ip", "netns", "delete", f"{NAME}-17"], check=True)
 
 
-def test_version_2_groups(tmp_path: Path) -> None:
-    (tmp_path / "cgroup.controllers").write_text("cpu io memory\n")
-    groups = QuotaGroups("bstest", 2, tmp_path)
-    groups.create()
-    groups.limit(0.5)
-    assert [(folder / "cpu.max").read_text() for folder in groups.folders] == ["5000 10000"] * 2
-    assert (groups.top / "cgroup.subtree_control").read_text() == "+cpu"
-
-
-def test_no_control_groups_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no control groups with a cpu controller"):
-        QuotaGroups("bstest", 2, tmp_path)
+@pytest.mark.ranks
+@needs_cluster
+def test_a_program_that_never_says_its_text_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "silent.py"
+    script.write_text("")
+    words = ["--ranks-per-node", "1", "--name", NAME, "--quota-after", "begins", "--log-dir", str(tmp_path)]
+    assert main([*words, "--", str(script)]) == 2
+    assert "rank 0 never printed 'begins'" in capsys.readouterr().err
+    assert leftovers() == []
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--nodes", "0", "--", __file__], "--nodes 0"),
+        (["--nodes", "0", "--", EMULATE], "--nodes 0"),
+        (["--nodes", "201", "--", EMULATE], "--nodes 201"),
+        (["--inter-gbps", "-1", "--", EMULATE], "must not be negative"),
+        (["--cores-per-rank", "0", "--", EMULATE], "--cores-per-rank 0 must be positive"),
+        (["--name", "a b", "--", EMULATE], "--name a b"),
+        (["--timeout", "0", "--", EMULATE], "--timeout 0 must be positive"),
         (["--", "no_such_file.py"], "no_such_file.py is not a file"),
-        (["--nodes", "8", "--ranks-per-node", "99", "--cores-per-rank", "9", "--", __file__], "cores, and there are"),
+        (["--", sys.executable], "is not a program of this project"),
+        (["--spec", "H200-IB", "--", EMULATE], "--spec needs --cost-file"),
+        (["--cost-file", EMULATE, "--", EMULATE], "--cost-file needs --spec"),
+        (["--spec", "H200-IB", "--cost-file", EMULATE, "--", EMULATE], "is not JSON"),
+        (["--spec", "H200-IB", "--inter-gbps", "1", "--", EMULATE], "--spec sets the links"),
+        (["--nodes", "8", "--ranks-per-node", "99", "--cores-per-rank", "9", "--", EMULATE], "cores, and there are"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +177,16 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert said in lines[0]
+
+
+def test_a_name_is_held_by_one_process(tmp_path: Path) -> None:
+    with claimed("mine", tmp_path) as was_left:
+        assert not was_left
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "emulated-cluster-mine.lock").touch()
+    with claimed("mine", tmp_path) as was_left:
+        assert was_left
 
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

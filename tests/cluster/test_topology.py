@@ -24,7 +24,9 @@ def test_every_rank_has_one_interface_at_the_bridge() -> None:
     assert made == ["bytescale-switch", *(f"bytescale-{rank}" for rank in range(4))]
     ports = [command for command in commands if "master" in command]
     assert len(ports) == 4
-    assert not [command for command in commands if command[0] == "tc"], "unlimited links are not shaped"
+    rates = {command[command.index("rate") + 1] for command in commands if "classid" in command}
+    assert rates == {"100000000kbit"}, "the classes of unlimited links only count"
+    assert not [command for command in network_commands(Topology(1, 2)) if command[0] == "tc"]
 
 
 def test_links_are_shaped_by_the_node_of_the_receiver() -> None:

@@ -27,14 +27,18 @@ def hdp_size() -> int:
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
+def hdp_group() -> dist.ProcessGroup:
+    """Return Megatron's process group of the HDP ranks."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
     """Make this rank's ring communicator and warm it up. Every process of the job must call it.
 
     It has its own process group: rings run while gradients are reduced on Megatron's data-parallel group, and on one
     communicator a ring would queue behind a reduction that waits for this ring.
     """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    mine = tuple(dist.get_process_group_ranks(group))
+    mine = tuple(dist.get_process_group_ranks(hdp_group()))
     comm = RingComm(_own_groups([mine], timeout_minutes)[mine], hdp_rank(), hdp_size())
     comm.warm_up(device)
     return comm

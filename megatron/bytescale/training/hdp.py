@@ -87,8 +87,14 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     return use_document_positions(model_chunks)
 
 
-def dataset_provider(runtime: Runtime, remote: RemoteData | None = None) -> Callable[..., Any]:
-    """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split."""
+def dataset_provider(
+    runtime: Runtime, remote: RemoteData | None = None, planner: Planner | None = None
+) -> Callable[..., Any]:
+    """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split.
+
+    ``planner``: plans the steps in place of the run's own.
+    """
+    planner = planner or planner_of(runtime.run)
 
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
         if vp_stage:  # all chunks run the step that the first chunk's loader returns
@@ -99,7 +105,7 @@ def dataset_provider(runtime: Runtime, remote: RemoteData | None = None) -> Call
             config = BlendedMegatronDatasetConfig(**data_settings(args))
             sources = build_document_datasets(config, num_samples, lambda: True)
         else:
-            make_plan = plan_maker(runtime, planner_of(runtime.run))
+            make_plan = plan_maker(runtime, planner)
             sources = start_remote(remote, data_settings(args), num_samples, make_plan)
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
@@ -119,7 +125,7 @@ def dataset_provider(runtime: Runtime, remote: RemoteData | None = None) -> Call
                 pin_memory=runtime.clock.on_cuda,
                 slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
             )
-            loaders.append(None if source is None else step_loader(runtime, source, settings))
+            loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
         return tuple(loaders)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
@@ -133,9 +139,10 @@ def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
     return PlanMaker(planner, check, hdp.plan_seconds)
 
 
-def step_loader(runtime: Runtime, source: SampleSource | RemoteSplit, settings: LoaderSettings) -> StepsAhead:
+def step_loader(
+    runtime: Runtime, source: SampleSource | RemoteSplit, settings: LoaderSettings, planner: Planner
+) -> StepsAhead:
     """Return the loader of one split for one process of the job."""
-    planner = planner_of(runtime.run)
     if isinstance(source, RemoteSplit):
         is_end = parallel_state.is_pipeline_first_stage(ignore_virtual=True) or parallel_state.is_pipeline_last_stage(
             ignore_virtual=True

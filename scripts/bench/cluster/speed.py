@@ -1,30 +1,33 @@
 """Measure hybrid data parallelism against its alternatives on an emulated cluster: real training, TCP, scaled lengths.
 
-    sudo .venv/bin/python scripts/bench/cluster/speed.py [--sampler byted] [--nodes 1] [--inter-gbps G] [--json]
+    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick [--json]         # under 15 minutes
+    sudo .venv/bin/python scripts/bench/cluster/speed.py [--rounds 2]             # all cases: hours
+    sudo .venv/bin/python scripts/bench/cluster/speed.py --cases "byted 1x8 0.4"  # lengths, nodes x ranks, links
+    .venv/bin/python scripts/bench/cluster/page.py                                # docs/measured.md from the results
 
 Every arm trains the same small model on the same documents in the same steps. Lengths are those of a published
-distribution, 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Each rank has a fixed share of a core
-and its own network interface (``scripts/cluster/emulate.py``), so the time of a waiting rank is lost, as on a GPU.
+distribution, 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Documents of fewer than 128 tokens are
+made that long, so that ranks compute more than they launch. Each rank has a fixed share of a core and its own network
+interface (``scripts/cluster/emulate.py``), so the time of a waiting rank is lost, as on a GPU.
 
-- ``ours``: the balance planner.
-- ``naive``: ByteScale's Algorithm 1, nothing balanced.
-- ``bytescale``: its Algorithm 2 as published.
-- ``static``: every document cut over all ranks, as ``--context-parallel-size`` does.
+First ``bytescale profile`` measures the ranks, on unlimited links. From its figures follow the matched links, which
+have the ratio of bytes to computing of an H200 with 400 Gbit/s (``scripts/cluster/spec.py``), and the predicted times.
+All arms that are planned get them as ``--cost-file``. Then every case runs its arms (``cases.py``), every other round
+in reverse; the first step of a run is not counted. Results are kept after each run, so a second start goes on where the
+first one ended.
 
-Only the ratio of two arms in one run can be compared. Each round runs every arm, every other round in reverse order;
-the first step of an arm is not counted.
+Only the ratio of two arms in one run can be compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import shutil
 import sys
-import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,15 +35,33 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.draw.timeline import draw_timelines  # noqa: E402
-from bytescale_ext.measure.timeline import read_spans  # noqa: E402
-from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
-from scripts.cluster.emulate import Launch, run  # noqa: E402
-from scripts.cluster.topology import Topology  # noqa: E402
+from bytescale_ext.measure.cost_file import read_cost, write_cost  # noqa: E402
+from bytescale_ext.measure.timeline import COMPUTE_KINDS, Span, read_spans  # noqa: E402
+from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
+from scripts.bench.cluster.cases import (  # noqa: E402
+    ARMS,
+    CONTEXT,
+    DOCUMENTS_PER_STEP,
+    FULL,
+    QUICK,
+    SCALE,
+    SHORTEST,
+    TOKENS_PER_RANK,
+    Case,
+    Planned,
+    with_names,
+)
+from scripts.bench.cluster.figures import all_figures, case_figures, table  # noqa: E402
+from scripts.bench.cluster.predict import predicted_seconds, topology_costs  # noqa: E402
+from scripts.bench.cluster.results import Results, Run, Step  # noqa: E402
+from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run  # noqa: E402
+from scripts.cluster.ranks import Launch, preload  # noqa: E402
+from scripts.cluster.spec import SPECS, matched_links  # noqa: E402
+from scripts.cluster.usage import Split  # noqa: E402
 
-SCALE = 32
-CONTEXT, TOKENS_PER_RANK, SHORTEST = 16384, 2048, 64
-DOCUMENTS_PER_RANK = 32  # in each step
+SPEC = "H200-IB"
 TRACED_STEP = 3
+PROFILED = Case("byted", 1, 8, "unlimited")
 MODEL = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -50,167 +71,207 @@ TRAIN = (
     "--lr 1e-3 --clip-grad 1.0 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--log-interval 1 --log-throughput --eval-iters 0 --eval-interval 1000 --split 100,0,0"
 ).split()
-ARMS = {
-    "ours": [],
-    "naive": ["--hdp-balance", "none"],
-    "bytescale": ["--hdp-balance", "bytescale"],
-    "static": ["--hdp-static-width", "{num_ranks}"],
-}
-ARM_NAMES = {"ours": "hybrid data parallelism", "static": "static context parallelism over all ranks"}
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is trained on which cluster.
+class Bench:
+    """What stays the same over all cases.
 
     Attributes:
-        topology: the cluster.
-        sampler: the distribution of lengths.
-        num_steps: of each arm, the first not counted.
+        folder: everything is written there.
+        num_steps: of each run, the first not counted.
         seed: of the lengths and of the order.
     """
 
-    topology: Topology
-    sampler: str
+    folder: Path
     num_steps: int
     seed: int
 
     @property
-    def documents_per_step(self) -> int:
-        return DOCUMENTS_PER_RANK * self.topology.num_ranks
+    def setting(self) -> dict[str, float]:
+        """What must be equal for results to be compared."""
+        return {"steps": self.num_steps, "seed": self.seed, "documents": DOCUMENTS_PER_STEP, "shortest": SHORTEST}
+
+    def run_folder(self, case: Case, arm: str, number: int) -> Path:
+        """Where a run writes."""
+        return self.folder / str(case).replace(" ", "-").replace("/", "-") / f"{arm}-{number + 1}"
+
+    def documents(self, case: Case) -> Path:
+        """Return the prefix of the documents of a case; they are random tokens, written at the first call."""
+        from megatron.bytescale.core.datasets.corpus import write_tokens
+
+        prefix = self.folder / f"documents-{case.sampler}-{case.context}-{self.num_steps}-{self.seed}"
+        if not prefix.with_suffix(".idx").exists():
+            random = np.random.default_rng(self.seed)
+            lengths = case.lengths(self.num_steps, self.seed)
+            write_tokens(prefix, (random.integers(0, 256, length) for length in lengths))
+        return prefix
 
 
-def write_documents(case: Case, prefix: Path) -> None:
-    """Write random tokens in documents of the case's lengths, enough for all steps, as Megatron's data set."""
-    from megatron.bytescale.core.datasets.corpus import write_tokens
-
-    wanted = case.documents_per_step * case.num_steps
-    lengths = sample_lengths(case.sampler, CONTEXT * SCALE, 200 * CONTEXT * SCALE, case.seed)[:wanted] // SCALE
-    assert len(lengths) == wanted, f"{len(lengths)=} {wanted=}"
-    random = np.random.default_rng(case.seed)
-    write_tokens(prefix, (random.integers(0, 256, length) for length in np.maximum(lengths, SHORTEST).tolist()))
-
-
-def run_arm(case: Case, arm: str, prefix: Path, folder: Path, timeline: bool) -> list[dict[str, Any]]:
-    """Train one arm on the cluster and return the metrics of each step. Raises RuntimeError when it fails."""
-    extra = [word.format(num_ranks=case.topology.num_ranks) for word in ARMS[arm]]
-    flags = [*MODEL, *TRAIN, "--hybrid-data-parallel", "--hdp-tokens-per-rank", TOKENS_PER_RANK, *extra]
-    flags += ["--seq-length", CONTEXT, "--max-position-embeddings", CONTEXT, "--data-path", prefix]
-    flags += ["--global-batch-size", case.documents_per_step, "--train-iters", case.num_steps, "--seed", 1 + case.seed]
-    flags += ["--hdp-log-dir", folder, "--tensorboard-dir", folder]
-    flags += ["--hdp-timeline-step", TRACED_STEP] if timeline else []
-    command = (str(ROOT / "pretrain_gpt_hdp.py"), *map(str, flags))
-    code = run(case.topology, Launch(command, folder, "[before the start of training step]", 3600.0))
-    if code:
-        tail = (folder / "rank0.log").read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"arm {arm} ended with exit code {code}:\n{tail}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def profile(bench: Bench) -> ModelCost:
+    """Return what ``bytescale profile`` measures on all ranks at once, over unlimited links. Raises RuntimeError."""
+    folder = bench.folder / "profile"
+    output = folder / "cost.json"
+    words = ("--output", output, "--max-tokens", TOKENS_PER_RANK // 2, "--repeats", 2, "--", *MODEL)
+    command = (str(Path(sys.executable).parent / "bytescale"), "profile", *map(str, words))
+    launch = Launch(command, folder, "", 1800.0, is_warm=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    if run(PROFILED.topology((0.0, 0.0)), launch).code:
+        raise RuntimeError(f"the profile failed:\n{launch.log(0).read_text(errors='replace')[-2000:]}")
+    return read_cost(output)
 
 
-def run_rounds(case: Case, args: argparse.Namespace, folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
-    """Run every arm once a round, and return the metrics of each step: of each arm, round by round."""
-    prefix = folder / "documents"
-    write_documents(case, prefix)
-    found: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in args.arms}
-    for number in range(args.rounds):
-        for arm in args.arms if number % 2 == 0 else reversed(args.arms):
-            print(f"round {number + 1} of {args.rounds}: {arm} ...", file=sys.stderr, flush=True)
-            here = folder / f"round{number + 1}" / arm
-            found[arm].append(run_arm(case, arm, prefix, here, args.plot is not None and not number))
-    return found
+def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Path) -> Run:
+    """Train one arm on the cluster. Raises RuntimeError when it fails."""
+    arm = ARMS[arm_name]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    topology = case.topology(matched(cost))
+    inside, between = topology_costs(cost, topology)
+    write_cost(folder / "cost.json", inside)
+    flags = [*MODEL, *TRAIN, "--hybrid-data-parallel", *arm.words(case), "--cost-file", folder / "cost.json"]
+    flags += ["--seq-length", case.context, "--max-position-embeddings", case.context]
+    flags += ["--data-path", bench.documents(case), "--global-batch-size", DOCUMENTS_PER_STEP]
+    flags += ["--train-iters", bench.num_steps, "--seed", 1 + bench.seed]
+    flags += ["--hdp-log-dir", folder, "--tensorboard-dir", folder, "--hdp-timeline-step", TRACED_STEP]
+    command = (str(ROOT / arm.script), *map(str, flags))
+    launch = Launch(command, folder, BEFORE_TRAINING, 1800.0, is_warm=True)
+    ended = run(topology, launch)
+    if ended.code or ended.split is None:
+        tail = "\n".join(launch.log(rank).read_text(errors="replace")[-1500:] for rank in (0, case.num_ranks - 1))
+        raise RuntimeError(f"arm {arm_name} of {case} ended with exit code {ended.code}:\n{tail}")
+    spans = read_spans(folder / "timeline" / ("stage0" if arm.num_stages > 1 else ""), TRACED_STEP)
+    predicted = predicted_seconds(arm, case, lengths_of(spans), inside.whole(), between.whole())
+    return Run(read_steps(folder), as_shares(ended.split), predicted, computing_seconds(spans))
 
 
-def draw(folder: Path, arms: list[str], found: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
-    """Draw the traced step of the first round of some arms under each other."""
+def matched(cost: ModelCost) -> tuple[float, float]:
+    """Return Gbit/s inside and between nodes of the matched links of eight ranks."""
+    links = matched_links(SPECS[SPEC], cost, PROFILED.topology((0.0, 0.0)).cores_per_rank, SCALE)
+    return links.intra_gbps, links.inter_gbps
+
+
+def read_steps(folder: Path) -> tuple[Step, ...]:
+    """Return what the run has logged of each step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("tokens_per_second", "megabytes_sent_per_step", "measured_imbalance", "lm loss")
+    return tuple(Step(*(line[name] for name in names)) for line in lines)
+
+
+def as_shares(split: Split) -> dict[str, float]:
+    """Return the figures of a split that are kept."""
+    return {name: getattr(split, name) for name in ("computing", "sending", "other", "waiting", "between_bytes")}
+
+
+def lengths_of(spans: tuple[Span, ...]) -> list[int]:
+    """Return the tokens of the documents of a traced step, in its order."""
+    found = {shard.seq: shard.length for span in spans for shard in span.shards}
+    return [found[seq] for seq in sorted(found)]
+
+
+def computing_seconds(spans: tuple[Span, ...]) -> float:
+    """Return the time from the first forward pass of a step to the end of its last backward pass."""
+    passes = [span for span in spans if span.kind in COMPUTE_KINDS]
+    return max(span.stop for span in passes) - min(span.start for span in passes)
+
+
+def run_all(bench: Bench, results: Results, planned: tuple[Planned, ...], num_rounds: int) -> None:
+    """Run what is missing of some cases, every other round of arms in reverse."""
+    preload()
+    if results.cost is None:
+        tell("profile of the ranks")
+        results.cost = profile(bench)
+        results.write()
+    print(matched_links(SPECS[SPEC], results.cost, PROFILED.topology((0.0, 0.0)).cores_per_rank, SCALE).text)
+    for one in planned:
+        for number in range(num_rounds):
+            for arm in one.arms if number % 2 == 0 else reversed(one.arms):
+                _run_missing(bench, results, one.case, arm, number)
+
+
+def _run_missing(bench: Bench, results: Results, case: Case, arm: str, number: int) -> None:
+    name = str(case)
+    if ARMS[arm].refusal(case):
+        results.add(name, arm, ARMS[arm].refusal(case))
+    elif len(results.of(name, arm)) <= number:
+        assert results.cost is not None
+        began = time.monotonic()
+        results.add(name, arm, run_arm(bench, case, arm, results.cost, bench.run_folder(case, arm, number)))
+        tell(f"{name}: {arm}, round {number + 1}: {time.monotonic() - began:.0f} s")
+
+
+def tell(text: str) -> None:
+    """Print progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def draw(bench: Bench, results: Results, planned: Planned, path: Path) -> None:
+    """Draw the traced step of the first and the last arm of a case under each other."""
     steps = []
-    for arm in arms:
-        tokens = found[arm][0][TRACED_STEP - 1]["tokens_per_second"]
-        title = f"{ARM_NAMES.get(arm, arm)}: {tokens:,.0f} tokens/s in this step, measured"
-        steps.append((title, read_spans(folder / "round1" / arm / "timeline")))
+    for arm in dict.fromkeys((planned.arms[0], planned.arms[-1])):
+        first = results.of(str(planned.case), arm)[0]
+        title = (
+            f"{ARMS[arm].title}: {first.steps[TRACED_STEP - 1].tokens_per_second:,.0f} tokens/s in this step, "
+            f"{first.split['waiting']:.0%} of the ranks' time lost to waiting"
+        )
+        steps.append((title, read_spans(bench.run_folder(planned.case, arm, 0) / "timeline", TRACED_STEP)))
     draw_timelines(steps, path)
 
 
-def compare(rounds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Return medians of each arm over its counted steps, and the first arm's speed over the others', step by step."""
-    steps = {arm: [step for one in found for step in one] for arm, found in rounds.items()}
-    counted = {arm: [step for one in found for step in one[1:]] for arm, found in rounds.items()}
-    first, *others = counted
-    figures = ("tokens_per_second", "megabytes_sent_per_step", "measured_imbalance")
-    speeds = {arm: [step["tokens_per_second"] for step in found] for arm, found in counted.items()}
-    ratios = {arm: [a / b for a, b in zip(speeds[first], speeds[arm], strict=True)] for arm in others}
-    return {
-        "arms": {arm: {n: statistics.median(s[n] for s in found) for n in figures} for arm, found in counted.items()},
-        "speedup": {
-            arm: {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
-            for arm, found in ratios.items()
-        },
-        "largest_loss_difference": max(
-            (
-                abs(mine["lm loss"] - theirs["lm loss"]) / theirs["lm loss"]
-                for arm in others
-                for mine, theirs in zip(steps[first], steps[arm], strict=True)
-            ),
-            default=0.0,
-        ),
-    }
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of the most telling cases")
+    parser.add_argument("--cases", nargs="+", metavar="CASE",
+                        help="these cases, as 'byted 2x4 matched': lengths, nodes x ranks, links, which are unlimited, "
+                        "fast, matched, slow, or Gbit/s inside and between nodes (4/0.4)")  # fmt: skip
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="these arms alone, the first against the others")
+    parser.add_argument("--rounds", type=int, default=1, help="how often every arm runs (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="of each run, the first not counted (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "cluster" / "results.json", metavar="FILE",
+                        help="where results are kept and logs beside it (runs/cluster/results.json)")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE",
+                        help=f"draw step {TRACED_STEP} of the first and last arm of the first case")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
+    return parser
 
 
-def table(case: Case, figures: dict[str, Any]) -> str:
-    """Return the figures as text."""
-    topology = case.topology
-    links = [f"{gbps:g} Gbit/s" if gbps else "unlimited" for gbps in (topology.intra_gbps, topology.inter_gbps)]
-    lines = [
-        f"{case.sampler} 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}; {topology.num_nodes} nodes x "
-        f"{topology.ranks_per_node} ranks of {topology.cores_per_rank:g} core; links inside a node {links[0]}, between "
-        f"nodes {links[1]}; {case.num_steps - 1} steps a round of {case.documents_per_step} documents",
-        f"{'':10}{'tokens/s':>10}{'MB sent/step':>14}{'imbalance':>11}{'ours is':>22}",
-    ]
-    for arm, values in figures["arms"].items():
-        ratio = figures["speedup"].get(arm)
-        told = f"{ratio['median']:.2f}x ({ratio['lowest']:.2f} to {ratio['highest']:.2f})" if ratio else ""
-        lines.append(
-            f"{arm:10}{values['tokens_per_second']:10,.0f}{values['megabytes_sent_per_step']:14.1f}"
-            f"{values['measured_imbalance']:11.2f}{told:>22}"
-        )
-    return "\n".join([*lines, f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most"])
+def check(args: argparse.Namespace, planned: tuple[Planned, ...]) -> None:
+    """Raise ValueError for what cannot run, before anything is made."""
+    if args.rounds < 1 or args.steps < TRACED_STEP:
+        raise ValueError(f"--rounds {args.rounds}, --steps {args.steps}: give 1 and {TRACED_STEP} or more")
+    if args.plot is not None and not args.plot.parent.is_dir():
+        raise ValueError(f"--plot {args.plot}: there is no directory {args.plot.parent}")
+    for one in planned:
+        check_machine(one.case.topology((1.0, 1.0)))
+        if one.case.context > one.case.num_ranks * TOKENS_PER_RANK:
+            raise ValueError(
+                f"{one.case}: documents of {one.case.context} tokens do not fit on {one.case.num_ranks} ranks of "
+                f"C = {TOKENS_PER_RANK} tokens"
+            )
 
 
 def main() -> int:
-    """Run the arms one after the other, print the table and, with --json, one JSON object as the last line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sampler", default="byted", help="distribution of lengths (%(default)s)")
-    parser.add_argument("--nodes", type=int, default=1, help="(%(default)s)")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--inter-gbps", type=float, default=0.0, help="link between nodes (unlimited)")
-    parser.add_argument("--intra-gbps", type=float, default=0.0, help="link inside a node (unlimited)")
-    parser.add_argument("--cores-per-rank", type=float, default=0.22, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of each arm, the first not counted (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(all)")
-    parser.add_argument("--rounds", type=int, default=2, help="how often every arm runs (%(default)s)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw step {TRACED_STEP} of the first and last arm")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")
-    args = parser.parse_args()
+    """Run what is missing, print the tables and, with --json, one JSON object as the last line."""
+    args = build_parser().parse_args()
     try:
-        topology = Topology(
-            args.nodes, args.ranks_per_node, args.inter_gbps, args.intra_gbps, cores_per_rank=args.cores_per_rank
-        )
-        case = Case(topology, args.sampler, args.steps, args.seed)
-        if args.rounds < 1 or args.steps < TRACED_STEP:
-            raise ValueError(f"--rounds {args.rounds}, --steps {args.steps}: give 1 and {TRACED_STEP} or more")
-        if args.plot is not None and not args.plot.parent.is_dir():
-            raise ValueError(f"--plot {args.plot}: there is no directory {args.plot.parent}")
-        with tempfile.TemporaryDirectory() as scratch:
-            found = run_rounds(case, args, Path(scratch))
-            if args.plot is not None:
-                draw(Path(scratch), list(dict.fromkeys((args.arms[0], args.arms[-1]))), found, args.plot)
-    except ValueError as error:
+        planned = with_names(QUICK if args.quick else FULL, args.cases, args.arms)
+        check(args, planned)
+        bench = Bench(args.results.resolve().parent, args.steps, args.seed)
+        results = Results.open(args.results, bench.setting)
+        run_all(bench, results, planned, args.rounds)
+        if args.plot is not None:
+            draw(bench, results, planned[0], args.plot)
+    except (ValueError, RuntimeError) as error:
         print(f"speed.py: error: {error}", file=sys.stderr)
-        return 2
-    figures = compare(found)
-    print(table(case, figures))
+        return 2 if isinstance(error, ValueError) else 1
+    cases = results.cases([str(one.case) for one in planned])
+    for case, arms in cases.items():
+        print(table(case, case_figures(arms), results.refused(case)) + "\n")
+    print(f"lengths 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}, {DOCUMENTS_PER_STEP} documents a step")
     if args.json:
-        print(json.dumps(figures))
+        print(json.dumps(all_figures(cases)))
     return 0
 
 

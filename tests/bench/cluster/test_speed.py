@@ -1,8 +1,8 @@
-"""The cluster benchmark without a cluster: its data, its comparison of arms and its table."""
+"""The cluster benchmark without a cluster: its data, its order of runs, what it reads of them, its command line."""
 
 from __future__ import annotations
 
-import argparse
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,93 +11,126 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.measure.metrics import append_jsonl
-from bytescale_ext.measure.timeline import Span
+from bytescale_ext.measure.timeline import Span, SpanShard
 from scripts.bench.cluster import speed
-from scripts.cluster.topology import Topology
+from scripts.bench.cluster.cases import Case, Planned
+from scripts.bench.cluster.results import Results, Run
+from tests.bench.cluster.samples import COST, SETTING, run_of
 
-CASE = speed.Case(Topology(1, 2, 0.0, 0.0, cores_per_rank=0.5), "byted", num_steps=3, seed=4)
+CASE = Case("byted", 2, 4)
 
 
-def steps_of(speeds: list[float], loss: float = 2.0) -> list[dict[str, float]]:
+def bench_of(folder: Path) -> speed.Bench:
+    return speed.Bench(folder, num_steps=4, seed=0)
+
+
+def test_documents_are_random_tokens_written_once(tmp_path: Path) -> None:
+    prefix = bench_of(tmp_path).documents(CASE)
+    data = IndexedDataset(str(prefix))
+    assert data.sequence_lengths.tolist() == CASE.lengths(4, 0)
+    assert max(np.max(data[i]) for i in range(0, len(data), 50)) <= 255
+    before = prefix.with_suffix(".bin").stat().st_mtime_ns
+    assert bench_of(tmp_path).documents(CASE) == prefix
+    assert prefix.with_suffix(".bin").stat().st_mtime_ns == before
+
+
+def spans_of(scale: float) -> list[Span]:
+    shards = (SpanShard(1, 70, 35, (0, 1)), SpanShard(0, 20, 20, (0,)))
     return [
-        {"tokens_per_second": speed, "megabytes_sent_per_step": 3.0, "measured_imbalance": 1.1, "lm loss": loss}
-        for speed in speeds
+        Span(speed.TRACED_STEP, rank, kind, 0, start * scale, stop * scale, shards)
+        for rank in range(2)
+        for kind, start, stop in (("wait", 0.0, 1.0), ("forward", 1.0, 2.0), ("backward", 2.0, 4.5), ("reduce", 4.5, 9))
     ]
 
 
-def test_documents_are_random_tokens_of_the_lengths_of_the_sampler(tmp_path: Path) -> None:
-    for name in ("one", "again"):
-        speed.write_documents(CASE, tmp_path / name)
-    data = IndexedDataset(str(tmp_path / "one"))
-    assert len(data) == CASE.documents_per_step * CASE.num_steps == 2 * speed.DOCUMENTS_PER_RANK * 3
-    lengths = data.sequence_lengths
-    assert speed.SHORTEST == lengths.min() < lengths.max() <= speed.CONTEXT
-    assert max(np.max(data[i]) for i in range(len(data))) == 255
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"again{suffix}").read_bytes()
+def test_a_step_is_measured_from_its_first_pass_to_its_last() -> None:
+    spans = tuple(spans_of(1.0))
+    assert speed.computing_seconds(spans) == 3.5
+    assert speed.lengths_of(spans) == [20, 70]
 
 
-def test_speeds_are_compared_step_by_step_without_the_first() -> None:
-    ours = [steps_of([1.0, 30.0, 60.0]), steps_of([2.0, 45.0])]
-    figures = speed.compare({"ours": ours, "static": [steps_of([99.0, 20.0, 30.0], loss=2.5), steps_of([9.0, 30.0])]})
-    assert figures["arms"]["ours"] == {
-        "tokens_per_second": 45.0, "megabytes_sent_per_step": 3.0, "measured_imbalance": 1.1
-    }  # fmt: skip
-    assert figures["speedup"] == {"static": {"median": 1.5, "lowest": 1.5, "highest": 2.0}}
-    assert figures["largest_loss_difference"] == pytest.approx(0.2)
+def test_metrics_of_steps_are_read(tmp_path: Path) -> None:
+    line = {"tokens_per_second": 5.0, "megabytes_sent_per_step": 6.0, "measured_imbalance": 1.5, "lm loss": 2.5, "x": 0}
+    append_jsonl(tmp_path / "metrics.jsonl", [line, {**line, "lm loss": 2.0}])
+    first, second = speed.read_steps(tmp_path)
+    assert asdict(first) == {"tokens_per_second": 5.0, "megabytes_sent": 6.0, "imbalance": 1.5, "loss": 2.5}
+    assert second.loss == 2.0
 
 
-def test_one_arm_is_compared_with_nothing() -> None:
-    figures = speed.compare({"ours": [steps_of([1.0, 2.0])]})
-    assert figures["speedup"] == {}
-    assert figures["largest_loss_difference"] == 0.0
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand in for training runs; return what ran."""
+    ran: list[str] = []
 
-
-def test_the_table() -> None:
-    figures = speed.compare({"ours": [steps_of([1.0, 3000.0])], "static": [steps_of([1.0, 2000.0])]})
-    head, names, ours, static, losses = speed.table(CASE, figures).splitlines()
-    assert head.startswith(
-        "byted 1:32, context 16384, C = 2048; 1 nodes x 2 ranks of 0.5 core; links inside a node unl"
-    )
-    assert head.endswith("between nodes unlimited; 2 steps a round of 64 documents")
-    assert names.split() == ["tokens/s", "MB", "sent/step", "imbalance", "ours", "is"]
-    assert ours.split() == ["ours", "3,000", "3.0", "1.10"]
-    assert static.split() == ["static", "2,000", "3.0", "1.10", "1.50x", "(1.50", "to", "1.50)"]
-    assert losses == "losses of the arms differ by 0.0e+00 at most"
-
-
-def test_arms_take_turns_and_two_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every other round runs the arms in reverse; the traced step of the first round is drawn."""
-    order = []
-
-    def run_arm(case: speed.Case, arm: str, prefix: Path, folder: Path, timeline: bool) -> list[dict[str, float]]:
-        """Stand in for a training run."""
-        order.append((arm, timeline))
-        if timeline:
-            spans = [Span(3, rank, "forward", 0, 0.0, 1.0 + (arm == "static")) for rank in range(2)]
-            for span in spans:
-                append_jsonl(folder / "timeline" / f"rank{span.rank}.jsonl", [asdict(span)])
-        return steps_of([1.0, 2.0, 3.0])
+    def run_arm(bench: speed.Bench, case: Case, arm: str, cost: object, folder: Path) -> Run:
+        ran.append(arm)
+        for span in spans_of(1.0 + (arm == "static")):
+            append_jsonl(folder / "timeline" / f"rank{span.rank}.jsonl", [asdict(span)])
+        return run_of([1.0, 2.0, 3.0])
 
     monkeypatch.setattr(speed, "run_arm", run_arm)
-    args = argparse.Namespace(arms=["ours", "naive", "static"], rounds=2, plot=tmp_path / "two.png")
-    found = speed.run_rounds(CASE, args, tmp_path)
-    names = ["ours", "naive", "static"]
-    assert order == [*((name, True) for name in names), *((name, False) for name in reversed(names))]
-    assert all(len(rounds) == 2 for rounds in found.values())
-    speed.draw(tmp_path, ["ours", "static"], found, args.plot)
-    assert args.plot.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(speed, "preload", lambda: None)
+    return ran
+
+
+def test_arms_take_turns_and_go_on_where_they_ended(tmp_path: Path, order: list[str]) -> None:
+    planned = Planned(CASE, ("ours", "packed", "static"))
+    results = Results(tmp_path / "results.json", SETTING, COST)
+    speed.run_all(bench_of(tmp_path), results, (planned,), 2)
+    assert order == ["ours", "static", "static", "ours"]
+    assert "do not fit" in results.refused(str(CASE))["packed"]
+    again = Results.open(tmp_path / "results.json", SETTING)
+    speed.run_all(bench_of(tmp_path), again, (planned,), 3)
+    assert order[4:] == ["ours", "static"]
+
+
+def test_the_first_and_the_last_arm_are_drawn(tmp_path: Path, order: list[str]) -> None:
+    planned = Planned(CASE, ("ours", "naive", "static"))
+    results = Results(tmp_path / "results.json", SETTING, COST)
+    speed.run_all(bench_of(tmp_path), results, (planned,), 1)
+    speed.draw(bench_of(tmp_path), results, planned, tmp_path / "two.png")
+    assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    "words", [["--nodes", "0"], ["--rounds", "0"], ["--steps", "2"], ["--plot", "no-such-folder/a.png"]]
+    ("words", "said"),
+    [
+        (["--rounds", "0"], "--rounds 0"),
+        (["--steps", "2"], "--steps 2"),
+        (["--plot", "no-such-folder/a.png"], "no-such-folder"),
+        (["--cases", "byted 0x4 matched"], "--nodes 0"),
+        (["--cases", "byted 1x2 matched"], "do not fit on 2 ranks of C = 2048"),
+        (["--cases", "byted 1x8 quick"], "links 'quick'"),
+        (["--results", "{tmp}/results.json"], "of another setting"),
+    ],
 )
-def test_bad_sizes_are_one_line_and_exit_code_2(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["speed.py", *words])
+    Results(tmp_path / "results.json", {**SETTING, "seed": 7}).write()
+    monkeypatch.setattr(speed, "check_machine", lambda topology: None)
+    monkeypatch.setattr("sys.argv", ["speed.py", *(word.format(tmp=tmp_path) for word in words)])
     assert speed.main() == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("speed.py: error: ")
     assert shown.err.count("\n") == 1
+    assert said in shown.err
+
+
+def test_the_last_line_is_json(
+    tmp_path: Path, order: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = Results(tmp_path / "results.json", SETTING, COST)
+    results.write()
+    words = ["--cases", str(CASE), "--arms", "ours", "static", "--results", str(results.path), "--json"]
+    monkeypatch.setattr(speed, "check_machine", lambda topology: None)
+    monkeypatch.setattr("sys.argv", ["speed.py", *words])
+    assert speed.main() == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["speedup"]["static"]["median"] == 1.0
+    assert list(last["cases"]) == [str(CASE)]

@@ -1,0 +1,200 @@
+"""What ``speed.py`` compares: arms (ways to train the same documents) and cases (lengths, clusters, links)."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.slices import flags_of
+from scripts.cluster.topology import Topology
+
+SCALE = 32
+CONTEXT, SHORTEST = 16384, 128
+TOKENS_PER_RANK = 2048
+DOCUMENTS_PER_STEP = 96
+CORES_SHARE = 0.88  # of the cores of this machine, for all ranks together
+LINKS = {"unlimited": 0.0, "fast": 4.0, "matched": 1.0, "slow": 0.25}
+"""Name -> speed of links over that of the matched ones; 0: unlimited."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Documents, a cluster and its links.
+
+    Attributes:
+        sampler: the distribution of lengths.
+        num_nodes, ranks_per_node: the cluster.
+        link: a name of ``LINKS``, or Gbit/s inside and between nodes such as ``4/0.4``.
+        context: the most tokens of a document, after scaling.
+    """
+
+    sampler: str
+    num_nodes: int
+    ranks_per_node: int
+    link: str = "matched"
+    context: int = CONTEXT
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Return the case of ``byted 2x4 matched`` or ``byted 2x4 matched 2048``. Raises ValueError."""
+        words = text.split()
+        if len(words) not in (3, 4) or words[0] not in SAMPLERS:
+            raise ValueError(f"--cases {text!r}: give lengths, nodes x ranks and links, as in 'byted 2x4 matched'")
+        shape = words[1].split("x")
+        if len(shape) != 2 or not all(part.isdigit() for part in shape):
+            raise ValueError(f"--cases {text!r}: {words[1]} is not of the form 2x4 (nodes x ranks of each)")
+        if not words[3:] or words[3].isdigit():
+            case = cls(words[0], int(shape[0]), int(shape[1]), words[2], *map(int, words[3:]))
+            case.topology((1.0, 1.0))
+            return case
+        raise ValueError(f"--cases {text!r}: {words[3]} is not a number of tokens")
+
+    def __str__(self) -> str:
+        """Return what ``parse`` takes."""
+        context = "" if self.context == CONTEXT else f" {self.context}"
+        return f"{self.sampler} {self.num_nodes}x{self.ranks_per_node} {self.link}{context}"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether the links follow from the matched ones."""
+        return bool(LINKS.get(self.link, 0.0))
+
+    def gbps(self, matched: tuple[float, float]) -> tuple[float, float]:
+        """Return Gbit/s inside and between nodes; ``matched``: those of matched links. Raises ValueError."""
+        if self.link in LINKS:
+            return matched[0] * LINKS[self.link], matched[1] * LINKS[self.link]
+        try:
+            inside, _, between = self.link.partition("/")
+            return float(inside), float(between or inside)
+        except ValueError:
+            raise ValueError(f"links {self.link!r}: give one of {', '.join(LINKS)}, or Gbit/s as in 4/0.4") from None
+
+    def topology(self, matched: tuple[float, float]) -> Topology:
+        """Return the cluster. Raises ValueError."""
+        intra, inter = self.gbps(matched)
+        cores = min(1.0, CORES_SHARE * (os.cpu_count() or 1) / max(1, self.num_ranks))
+        return Topology(self.num_nodes, self.ranks_per_node, inter, intra, cores_per_rank=cores)
+
+    def lengths(self, num_steps: int, seed: int) -> list[int]:
+        """Return the tokens of the documents of some steps, none shorter than ``SHORTEST``."""
+        wanted = DOCUMENTS_PER_STEP * num_steps
+        lengths = sample_lengths(self.sampler, self.context * SCALE, 200 * CONTEXT * SCALE, seed)[:wanted] // SCALE
+        assert len(lengths) == wanted, f"{len(lengths)=} {wanted=}"
+        found: list[int] = np.maximum(lengths, SHORTEST).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        title: for people.
+        flags: of the training; ``{num_ranks}`` stands for the ranks.
+        script: the program.
+        balance: its planner, as ``HdpPlanner`` takes it, where the time of a step can be predicted.
+        static_width: of static context parallelism; empty: the plan decides.
+        num_stages: of its pipelines. A stage has that part of the layers and so holds as many times the tokens.
+    """
+
+    title: str
+    flags: tuple[str, ...] = ()
+    script: str = "pretrain_gpt_hdp.py"
+    balance: str | None = None
+    static_width: str = ""
+    num_stages: int = 1
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """C, the most tokens of a micro-batch on one rank."""
+        return TOKENS_PER_RANK * self.num_stages
+
+    def words(self, case: Case) -> list[str]:
+        """Return its flags in a case."""
+        static = ["--hdp-static-width", self.width(case)] if self.static_width else []
+        stages = ["--pipeline-model-parallel-size", self.num_stages] if self.num_stages > 1 else []
+        return [*map(str, ("--hdp-tokens-per-rank", self.tokens_per_rank, *static, *stages)), *self.flags]
+
+    def width(self, case: Case) -> str:
+        """Return its static width in a case, or an empty text."""
+        return self.static_width.format(num_ranks=case.num_ranks)
+
+    def refusal(self, case: Case) -> str:
+        """Return why the arm cannot run in a case; empty where it can."""
+        if self.static_width == "1" and case.context > self.tokens_per_rank:
+            return (
+                f"documents of up to {case.context} tokens do not fit on one rank, which holds C = "
+                f"{self.tokens_per_rank} tokens"
+            )
+        if self.script.endswith("hybrid.py") and not math.log2(case.num_ranks).is_integer():
+            return f"Megatron has hybrid groups for powers of two only, not for {case.num_ranks} ranks"
+        if case.num_ranks % self.num_stages:
+            return f"{case.num_ranks} ranks are not pipelines of {self.num_stages} stages"
+        return ""
+
+
+_STAGES = 2
+_SLICES = Slicing(4)
+_AHEAD = _SLICES.two_ahead()
+ARMS = {
+    "ours": Arm("hybrid data parallelism", balance="dp"),
+    "naive": Arm("naive HDP (Algorithm 1)", ("--hdp-balance", "none"), balance="none"),
+    "bytescale": Arm("Algorithm 2 as published", ("--hdp-balance", "bytescale"), balance="bytescale"),
+    "static": Arm("static context parallelism over all ranks", static_width="{num_ranks}", balance="dp"),
+    "packed": Arm("plain data parallelism with packing", static_width="1", balance="dp"),
+    "hybrid": Arm("Megatron's hybrid plan, its barriers", script="scripts/bench/cluster/hybrid.py"),
+    "pipelines": Arm("hybrid data parallelism, 2 stages, 1F1B", num_stages=_STAGES),
+    "slices": Arm(f"the same in {_SLICES} (Seq1F1B)", tuple(flags_of(_SLICES)), num_stages=_STAGES),
+    _AHEAD.order: Arm(f"the same in {_AHEAD}", tuple(flags_of(_AHEAD)), num_stages=_STAGES),
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case and the arms that run in it."""
+
+    case: Case
+    arms: tuple[str, ...]
+
+
+_MAIN = ("ours", "naive", "bytescale", "static", "hybrid")
+_PIPELINES = ("pipelines", "slices", _AHEAD.order)
+QUICK = (
+    Planned(Case("byted", 2, 4), (*_MAIN, "packed")),
+    Planned(Case("github", 1, 8), _MAIN),
+    Planned(Case("wikipedia", 4, 2), ("ours", "naive", "static", "hybrid")),
+    Planned(Case("byted", 2, 4, "slow"), ("ours", "static", "hybrid")),
+    Planned(Case("byted", 2, 4, "unlimited"), ("ours", "static", "hybrid")),
+    Planned(Case("byted", 2, 4, context=TOKENS_PER_RANK), ("ours", "packed")),
+    Planned(Case("byted", 1, 8), ("ours", "naive", *_PIPELINES)),
+)
+"""The cases of ``--quick``, most telling first."""
+
+FULL = (
+    *(
+        Planned(Case(sampler, nodes, 8 // nodes, link), _MAIN + _PIPELINES * (nodes == 1 and link == "matched"))
+        for link in ("matched", "slow", "unlimited", "fast")
+        for sampler in ("byted", "github", "wikipedia")
+        for nodes in (2, 1, 4)
+    ),
+    *(Planned(Case(sampler, 2, 4, context=TOKENS_PER_RANK), ("ours", "packed")) for sampler in ("byted", "github")),
+    Planned(Case("byted", 2, 8), ("ours", "static", "hybrid")),
+)
+"""All cases."""
+
+
+def with_names(planned: tuple[Planned, ...], names: list[str] | None, arms: list[str] | None) -> tuple[Planned, ...]:
+    """Return these cases, or those that are named, with all main arms; ``arms``: only these. Raises ValueError."""
+    if names is not None:
+        planned = tuple(Planned(Case.parse(name), _MAIN) for name in names)
+    return planned if arms is None else tuple(Planned(one.case, tuple(arms)) for one in planned)

@@ -1,0 +1,259 @@
+"""Write docs/measured.md and its pictures from the results of ``speed.py``.
+
+.venv/bin/python scripts/bench/cluster/page.py [--results runs/cluster/results.json] [--output docs/measured.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title  # noqa: E402
+from scripts.bench.cluster.cases import ARMS, CONTEXT, DOCUMENTS_PER_STEP, LINKS, SCALE, SHORTEST, Case  # noqa: E402
+from scripts.bench.cluster.figures import (  # noqa: E402
+    Arms,
+    CaseFigures,
+    Truth,
+    case_figures,
+    cost_model_truth,
+    predictions,
+)
+from scripts.bench.cluster.results import Results  # noqa: E402
+from scripts.cluster.spec import SPECS, matched_links  # noqa: E402
+
+SPEC = "H200-IB"
+_COLOURS = {"computing": hue_colour(0, 0.5, 0.55), "sending": hue_colour(1, 0.5, 0.55), "other": (0.6, 0.6, 0.6),
+            "waiting": (0.88, 0.88, 0.88)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target and the figure that was reached; None: nothing was measured."""
+
+    text: str
+    value: float | None
+    limit: float
+    at_most: bool = False
+
+    @property
+    def row(self) -> str:
+        """The row of a table."""
+        sign = "at most" if self.at_most else "at least"
+        if self.value is None:
+            return f"| {self.text} | {sign} {self.limit:g} | - | not measured |"
+        is_met = self.value <= self.limit if self.at_most else self.value >= self.limit
+        return f"| {self.text} | {sign} {self.limit:g} | {self.value:.3f} | {'met' if is_met else '**missed**'} |"
+
+
+def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Target]:
+    """Return the targets. ``cases``: figures by name; ``truth``: of the cost model."""
+
+    def over(arm: str, names: Sequence[str]) -> list[float]:
+        ratios = [cases[name]["arms"][arm]["over"] for name in names if arm in cases[name]["arms"]]
+        return [ratio["median"] for ratio in ratios if ratio is not None]
+
+    matched = [name for name in cases if Case.parse(name).link == "matched" and Case.parse(name).context == CONTEXT]
+    long = [name for name in matched if Case.parse(name).sampler in ("byted", "github")]
+    plain = {arm for arm, one in ARMS.items() if one.num_stages == 1}
+    every = [ratio for arm in plain for ratio in over(arm, list(cases))]
+    found = [
+        Target("ours over static, Byted and GitHub, matched links, lowest case",
+               min(over("static", long), default=None), 2.5),
+        Target("ours over naive, matched links, lowest case", min(over("naive", matched), default=None), 1.1),
+        Target("ours over Megatron's hybrid plan, matched links, lowest case",
+               min(over("hybrid", matched), default=None), 1.1),
+        Target("ours over any arm without pipelines, lowest case", min(every, default=None), 1.0),
+    ]  # fmt: skip
+    if truth is None:
+        return found
+    return [
+        *found,
+        Target("pairs of predicted and measured steps", truth["pairs"], 24),
+        Target("median error of the prediction", truth["median_error"], 0.1, at_most=True),
+        Target("worst error of the prediction", truth["worst_error"], 0.2, at_most=True),
+        Target("rank correlation of the arms of a case, median", truth["rank_correlation"], 0.9),
+    ]
+
+
+def page(results: Results) -> str:
+    """Return the page."""
+    cases = results.cases()
+    figures = {name: case_figures(arms) for name, arms in cases.items()}
+    truth = cost_model_truth(cases)
+    rows = [one.row for one in targets(figures, truth)]
+    parts = [
+        head(results),
+        "## Targets\n\n| figure | target | reached | |\n|---|---|---|---|\n" + "\n".join(rows),
+        "## Speed against links\n\n![Tokens per second against the speed of links](measured_speed.png)",
+        "## Where the time goes\n\n![Shares of the ranks' time](measured_time.png)\n\n*Computing* is the processor "
+        "time of each rank's main thread over its share of a core, *sending* that of the threads that carry messages, "
+        "*other* that of planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the "
+        "step, for a barrier.",
+        "## Bytes between nodes\n\n![Megabytes that cross nodes in a step](measured_bytes.png)",
+        *(case_section(name, one, results.refused(name)) for name, one in figures.items()),
+        cost_section(cases),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def head(results: Results) -> str:
+    """Return title, setting and limits."""
+    assert results.cost is not None, "nothing was measured"
+    eight = Case("byted", 1, 8).topology((1.0, 1.0)).cores_per_rank
+    links = matched_links(SPECS[SPEC], results.cost, eight, SCALE).text
+    return f"""# Measured on an emulated cluster
+
+This page is written by two commands; do not edit it:
+
+    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick
+    .venv/bin/python scripts/bench/cluster/page.py
+
+Real Megatron training on one machine ({platform.machine()}), over TCP: each rank has a network namespace with shaped
+links and a share of a core, so the time of a waiting rank is lost, as on a GPU. All arms train the same model on the
+same documents with equal losses. Lengths are published distributions 1:{SCALE} (a context of {CONTEXT:,} tokens stands
+for {CONTEXT * SCALE // 1024}K), none below {SHORTEST} tokens, {DOCUMENTS_PER_STEP} documents a step;
+{results.setting["steps"] - 1:g} steps of each run count.
+
+*matched* links have the ratio of bytes to computing of {SPEC}, *fast* ones are four times as fast, *slow* ones a
+quarter.
+
+```
+{links}
+```
+
+What is comparable are ratios within one case. Processor time spent in TCP counts against a rank's share, kernels are
+CPU kernels, and launches cost more beside them than on a GPU."""
+
+
+def case_section(name: str, figures: CaseFigures, refused: Mapping[str, str]) -> str:
+    """Return the table of a case."""
+    lines = [
+        f"## {name}",
+        "",
+        "| arm | tokens/s | ours is | MB sent, a step | between nodes | computing | sending | waiting |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, one in figures["arms"].items():
+        over = one["over"]
+        told = f"{over['median']:.2f}x ({over['lowest']:.2f} to {over['highest']:.2f})" if over else ""
+        lines.append(
+            f"| {ARMS[arm].title} | {one['tokens_per_second']:,.0f} | {told} | {one['megabytes_sent']:.1f} | "
+            f"{one['between_megabytes']:.1f} | {one['computing']:.0%} | {one['sending']:.0%} | {one['waiting']:.0%} |"
+        )
+    lines += [f"| {ARMS[arm].title} | refused: {why} | | | | | | |" for arm, why in refused.items()]
+    return "\n".join([*lines, "", f"Losses differ by {figures['largest_loss_difference']:.1e} at most."])
+
+
+def cost_section(cases: Mapping[str, Arms]) -> str:
+    """Return predicted and measured times of steps."""
+    lines = [
+        "## The cost model",
+        "",
+        "`bytescale profile` measures the ranks once, on unlimited links; the rates of other links are taken from "
+        "their setting. Forward and backward passes of one step of each run, means over its runs; gradients and "
+        "optimizer are left out.",
+        "",
+        "| case | arm | predicted s | measured s | error |",
+        "|---|---|---|---|---|",
+    ]
+    for name, arms in cases.items():
+        for arm, (predicted, measured) in predictions(arms).items():
+            error = predicted / measured - 1
+            lines.append(f"| {name} | {arm} | {predicted:.2f} | {measured:.2f} | {error:+.1%} |")
+    return "\n".join(lines)
+
+
+def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
+    """Draw tokens per second against the speed of links, for the lengths and clusters with most links."""
+    by_setting: dict[Case, list[Case]] = {}
+    for case in map(Case.parse, figures):
+        if case.link in LINKS:
+            by_setting.setdefault(replace(case, link=""), []).append(case)
+    order = sorted(LINKS, key=lambda link: LINKS[link] or float("inf"))
+    chosen = sorted(by_setting.values(), key=len, reverse=True)[:3]
+    figure, panels = new_figure(5.0 * len(chosen), 4.2, columns=len(chosen))
+    for axes, cases in zip(panels, chosen, strict=True):
+        cases.sort(key=lambda case: order.index(case.link))
+        for number, arm in enumerate(dict.fromkeys(arm for case in cases for arm in figures[str(case)]["arms"])):
+            there = [(at, figures[str(case)]["arms"]) for at, case in enumerate(cases)]
+            points = [(float(at), arms[arm]["tokens_per_second"]) for at, arms in there if arm in arms]
+            draw_line(axes, number, points, arm)
+        axes.set_xticks(range(len(cases)), [case.link for case in cases])
+        axes.set_xlabel("links")
+        axes.set_ylim(bottom=0.0)
+        axes.legend(frameon=False, fontsize=8)
+        set_title(axes, f"{cases[0].sampler}, {cases[0].num_nodes} x {cases[0].ranks_per_node}: tokens/s")
+    save(figure, path)
+
+
+def draw_time(figures: Mapping[str, CaseFigures], path: Path) -> None:
+    """Draw how the ranks' time divides into computing, sending, other work and waiting: a bar for each case and arm."""
+    bars = [(f"{name}: {arm}", one) for name, case in figures.items() for arm, one in case["arms"].items()]
+    figure, (axes,) = new_figure(9.0, 1.2 + 0.24 * len(bars))
+    for row, (_, one) in enumerate(bars):
+        left = 0.0
+        for kind, colour in _COLOURS.items():
+            share = 100.0 * float(one[kind])  # type: ignore[literal-required]
+            axes.barh(row, share, left=left, height=0.7, color=colour, label=None if row else kind)
+            left += share
+    _finish_bars(axes, [name for name, _ in bars], "per cent of the ranks' time")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+    save(figure, path)
+
+
+def draw_bytes(figures: Mapping[str, CaseFigures], path: Path) -> None:
+    """Draw the megabytes that cross nodes in a step, in the cases of several nodes."""
+    bars = [
+        (f"{name}: {arm}", one["between_megabytes"])
+        for name, case in figures.items()
+        if Case.parse(name).num_nodes > 1
+        for arm, one in case["arms"].items()
+    ]
+    figure, (axes,) = new_figure(9.0, 1.2 + 0.24 * len(bars))
+    for row, (_, megabytes) in enumerate(bars):
+        axes.barh(row, megabytes, height=0.7, color=_COLOURS["computing"])
+        axes.annotate(f"{megabytes:.0f}", (megabytes, row), xytext=(4, 0), textcoords="offset points", va="center",
+                      fontsize=8, color=INK)  # fmt: skip
+    _finish_bars(axes, [name for name, _ in bars], "megabytes between nodes, a step")
+    save(figure, path)
+
+
+def _finish_bars(axes: object, names: Sequence[str], label: str) -> None:
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    axes.set_yticks(range(len(names)), list(names), fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page and its pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "cluster" / "results.json", metavar="FILE")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "measured.md", metavar="FILE")
+    args = parser.parse_args(argv)
+    try:
+        results = Results.read(args.results)
+        if not results.cases() or results.cost is None:
+            raise ValueError(f"{args.results} holds no runs yet")
+        args.output.write_text(page(results), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"page.py: error: {error}", file=sys.stderr)
+        return 2
+    figures = {name: case_figures(arms) for name, arms in results.cases().items()}
+    for name, drawn in (("speed", draw_speed), ("time", draw_time), ("bytes", draw_bytes)):
+        drawn(figures, args.output.parent / f"measured_{name}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

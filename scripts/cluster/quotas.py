@@ -1,0 +1,73 @@
+"""Control groups that give every rank of an emulated cluster a fixed share of a core."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+PERIOD_US = 10_000
+
+
+class QuotaGroups:
+    """One control group for each rank, under one for the cluster: version 1 (``cpu``) or version 2.
+
+    Raises:
+        ValueError: neither version is mounted with its cpu controller.
+    """
+
+    def __init__(self, name: str, num_ranks: int, root: Path = Path("/sys/fs/cgroup")) -> None:
+        if (root / "cpu" / "cgroup.procs").exists():
+            self.is_v1, base = True, root / "cpu"
+        elif (root / "cgroup.controllers").exists() and "cpu" in (root / "cgroup.controllers").read_text().split():
+            self.is_v1, base = False, root
+        else:
+            raise ValueError(f"no control groups with a cpu controller under {root}: shares of cores need them")
+        self.base, self.top = base, base / name
+        self.folders = [self.top / str(rank) for rank in range(num_ranks)]
+
+    def create(self) -> None:
+        """Make the groups, without quotas."""
+        if not self.is_v1:
+            (self.base / "cgroup.subtree_control").write_text("+cpu")
+        self.top.mkdir()
+        if not self.is_v1:
+            (self.top / "cgroup.subtree_control").write_text("+cpu")
+        for folder in self.folders:
+            folder.mkdir()
+
+    def limit(self, cores: float) -> None:
+        """Give every rank this much processor time per second."""
+        quota = max(1000, round(cores * PERIOD_US))
+        for folder in self.folders:
+            if self.is_v1:
+                (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (folder / "cpu.cfs_quota_us").write_text(str(quota))
+            else:
+                (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+
+    def processes(self, rank: int) -> list[int]:
+        """Return the processes of a rank."""
+        return [int(pid) for pid in (self.folders[rank] / "cgroup.procs").read_text().split()]
+
+    def remove(self) -> None:
+        """Kill what still runs in the groups, and remove the groups, also those of an earlier run with this name."""
+        if not self.top.exists():
+            return
+        folders = [path for path in self.top.iterdir() if path.is_dir()]
+        for folder in (*folders, self.top):
+            _end_group(folder)
+            folder.rmdir()
+
+
+def _end_group(folder: Path) -> None:
+    for _ in range(100):
+        pids = (folder / "cgroup.procs").read_text().split()
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)

@@ -1,0 +1,163 @@
+"""Start the ranks of an emulated cluster, each in its namespace and control group."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from scripts.cluster.quotas import QuotaGroups
+from scripts.cluster.topology import Topology
+
+_MASTER_PORT = "29500"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What every rank runs.
+
+    Attributes:
+        command: a Python script and its arguments.
+        log_dir: rank r prints to ``rank{r}.log`` there.
+        quota_after: quotas are set when rank 0 has printed this; empty: at once.
+        timeout: seconds until the ranks are ended.
+        is_warm: ranks are forks of this process, which has called ``preload``.
+    """
+
+    command: tuple[str, ...]
+    log_dir: Path
+    quota_after: str
+    timeout: float
+    is_warm: bool = False
+
+    def log(self, rank: int) -> Path:
+        """Return what a rank prints to."""
+        return self.log_dir / f"rank{rank}.log"
+
+
+class Rank(Protocol):
+    """A process that was started."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+
+    def wait(self) -> int:
+        """Return its exit code once it has ended."""
+
+
+@dataclass
+class ForkedRank:
+    """A rank that is a fork of this process."""
+
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        """See ``Rank``."""
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int:
+        """See ``Rank``."""
+        code = self._wait(0)
+        assert code is not None, f"{self.pid=}"
+        return code
+
+    def _wait(self, options: int) -> int | None:
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+
+def preload() -> None:
+    """Import torch and Megatron on CPU here, once, so that warm ranks start with them."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
+    for name in ("train", "training.build", "training.hdp", "training.training", "cli.profile", "training.profile"):
+        importlib.import_module(f"megatron.bytescale.{name}")
+    gc.collect()
+    gc.freeze()  # ranks neither visit nor copy what is here
+
+
+def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: int) -> Rank:
+    """Start one rank in its namespace and control group."""
+    environment = rank_environment(topology, rank)
+
+    def enter() -> None:
+        (groups.folders[rank] / "cgroup.procs").write_text("0")
+        with open(f"/var/run/netns/{topology.namespace(rank)}") as namespace:
+            os.setns(namespace.fileno(), os.CLONE_NEWNET)
+
+    with launch.log(rank).open("wb") as log:
+        if launch.is_warm:
+            return _fork(lambda: _run_warm(launch.command, environment, log.fileno(), enter))
+        return subprocess.Popen(
+            [sys.executable, *launch.command],
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=enter,
+        )
+
+
+def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
+    """Return what a rank finds in its environment: torchrun's variables, one thread, no GPU."""
+    node, place = divmod(rank, topology.ranks_per_node)
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MASTER_ADDR": topology.address(0),
+        "MASTER_PORT": _MASTER_PORT,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(topology.num_ranks),
+        "LOCAL_RANK": str(place),
+        "LOCAL_WORLD_SIZE": str(topology.ranks_per_node),
+        "GROUP_RANK": str(node),
+    }
+
+
+def _fork(child: Callable[[], int]) -> ForkedRank:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return ForkedRank(pid)
+    code = 1
+    try:
+        code = child()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # this is no second run of the parent
+
+
+def _run_warm(command: tuple[str, ...], environment: Mapping[str, str], log: int, enter: Callable[[], None]) -> int:
+    """Run a script as a program in this process; return its exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
+    enter()
+    os.environ.update(environment)
+    sys.argv = list(command)
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

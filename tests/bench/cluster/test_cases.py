@@ -1,0 +1,91 @@
+"""Cases by their names, the links of each, and which arms they refuse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from scripts.bench.cluster.cases import ARMS, CONTEXT, FULL, LINKS, QUICK, SHORTEST, TOKENS_PER_RANK, Case, with_names
+
+MATCHED = (8.0, 0.8)
+
+
+@pytest.mark.parametrize("text", ["byted 2x4 matched", "github 1x8 4/0.4", "wikipedia 4x2 slow 2048"])
+def test_a_case_is_its_name(text: str) -> None:
+    assert str(Case.parse(text)) == text
+    assert Case.parse(text).num_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("byted", "give lengths, nodes x ranks and links"),
+        ("poems 2x4 matched", "give lengths"),
+        ("byted 2-4 matched", "2-4 is not of the form 2x4"),
+        ("byted 0x4 matched", "--nodes 0"),
+        ("byted 2x4 quick", "links 'quick': give one of unlimited, fast, matched, slow"),
+        ("byted 2x4 matched long", "long is not a number of tokens"),
+    ],
+)
+def test_bad_names_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Case.parse(text)
+
+
+def test_links_are_multiples_of_the_matched_ones() -> None:
+    found = {link: Case("byted", 2, 4, link).gbps(MATCHED) for link in LINKS}
+    assert found == {"unlimited": (0.0, 0.0), "fast": (32.0, 3.2), "matched": MATCHED, "slow": (2.0, 0.2)}
+    assert Case("byted", 2, 4, "0.4").gbps(MATCHED) == (0.4, 0.4)
+    topology = Case("byted", 2, 4).topology(MATCHED)
+    assert (topology.intra_gbps, topology.inter_gbps, topology.num_ranks) == (8.0, 0.8, 8)
+
+
+def test_documents_are_those_of_the_sampler_but_never_tiny() -> None:
+    case = Case("byted", 1, 8)
+    lengths = case.lengths(num_steps=3, seed=4)
+    assert lengths == case.lengths(3, 4) != case.lengths(3, 5)
+    assert min(lengths) == SHORTEST
+    assert SHORTEST < max(lengths) <= CONTEXT
+    assert max(Case("byted", 1, 8, context=2048).lengths(3, 4)) <= 2048
+
+
+def test_arms_say_why_they_cannot_run() -> None:
+    case = Case("byted", 2, 4)
+    assert [arm for arm in ARMS if ARMS[arm].refusal(case)] == ["packed"]
+    assert ARMS["packed"].refusal(case) == (
+        "documents of up to 16384 tokens do not fit on one rank, which holds C = 2048 tokens"
+    )
+    assert not ARMS["packed"].refusal(Case("byted", 2, 4, context=TOKENS_PER_RANK))
+    assert "powers of two only, not for 6 ranks" in ARMS["hybrid"].refusal(Case("byted", 2, 3))
+    assert "7 ranks are not pipelines of 2 stages" in ARMS["eager"].refusal(Case("byted", 1, 7))
+
+
+def test_flags_of_arms() -> None:
+    case = Case("byted", 2, 4)
+    assert ARMS["ours"].words(case) == ["--hdp-tokens-per-rank", "2048"]
+    assert ARMS["static"].words(case)[2:] == ["--hdp-static-width", "8"]
+    assert ARMS["eager"].words(case) == [
+        "--hdp-tokens-per-rank", "4096", "--pipeline-model-parallel-size", "2", "--seq1f1b-slices", "4",
+        "--seq1f1b-eager",
+    ]  # fmt: skip
+
+
+def test_the_lists_of_cases() -> None:
+    for planned in (QUICK, FULL):
+        names = [str(one.case) for one in planned]
+        assert len(set(names)) == len(names)
+        assert all(one.arms[0] == "ours" for one in planned)
+        assert {arm for one in planned for arm in one.arms} == set(ARMS)
+        assert {one.case.sampler for one in planned} == {"byted", "github", "wikipedia"}
+        assert {"1x8", "2x4", "4x2"} <= {name.split()[1] for name in names}
+    assert sum(len(one.arms) for one in QUICK) < 30 < sum(len(one.arms) for one in FULL)
+    assert {one.case.link for one in FULL} == set(LINKS)
+    assert all(a.arms is not b.arms or a.case != b.case for a, b in pairwise(FULL))
+
+
+def test_cases_and_arms_can_be_named() -> None:
+    (one,) = with_names(QUICK, ["github 2x4 slow"], ["ours", "eager"])
+    assert (one.case, one.arms) == (Case("github", 2, 4, "slow"), ("ours", "eager"))
+    assert {one.arms for one in with_names(QUICK, None, ["static"])} == {("static",)}
+    assert with_names(QUICK, None, None) == QUICK

@@ -1,0 +1,46 @@
+"""docs/measured.md from results: its targets, tables and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.cluster.page import Target, main, page, targets
+from scripts.bench.cluster.results import Results
+from tests.bench.cluster.samples import SETTING, results_of
+
+
+def test_the_page_has_a_table_of_each_case_and_its_pictures(tmp_path: Path) -> None:
+    results_of(tmp_path / "results.json").write()
+    output = tmp_path / "measured.md"
+    assert main(["--results", str(tmp_path / "results.json"), "--output", str(output)]) == 0
+    text = output.read_text()
+    for case in ("byted 2x4 matched", "byted 2x4 slow", "github 1x8 matched"):
+        assert f"\n## {case}\n" in text
+    assert "| plain data parallelism with packing | refused: it does not fit |" in text
+    assert "| static context parallelism over all ranks | 10 | 3.00x (3.00 to 3.00) |" in text
+    assert "| byted 2x4 matched | ours | 0.04 | 0.03 | +5.0% |" in text
+    for name in ("speed", "time", "bytes"):
+        assert f"(measured_{name}.png)" in text
+        assert (tmp_path / f"measured_{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_targets_are_met_or_missed(tmp_path: Path) -> None:
+    rows = [line for line in page(results_of(tmp_path / "results.json")).splitlines() if " at least " in line]
+    assert [row.split(" | ")[2:] for row in rows[:4]] == [
+        ["1.500", "**missed** |"], ["1.000", "**missed** |"], ["1.500", "met |"], ["1.000", "met |"]
+    ]  # fmt: skip
+
+
+def test_what_was_not_measured_is_said() -> None:
+    assert [one.row.split(" | ")[-1] for one in targets({}, None)] == ["not measured |"] * 4
+    assert Target("a", 0.2, 0.1, at_most=True).row == "| a | at most 0.1 | 0.200 | **missed** |"
+
+
+def test_no_results_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Results(tmp_path / "empty.json", SETTING).write()
+    for path, said in ((tmp_path / "none.json", "holds no results"), (tmp_path / "empty.json", "holds no runs yet")):
+        assert main(["--results", str(path), "--output", str(tmp_path / "page.md")]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()

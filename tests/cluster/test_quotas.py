@@ -1,0 +1,36 @@
+"""Control groups of the ranks of an emulated cluster, in both versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.cluster.quotas import QuotaGroups
+from tests.cluster.test_emulate import NAME, needs_cluster
+
+
+@needs_cluster
+def test_quotas_are_written(tmp_path: Path) -> None:
+    groups = QuotaGroups(NAME, 2)
+    groups.create()
+    try:
+        groups.limit(0.25)
+        name = "cpu.cfs_quota_us" if groups.is_v1 else "cpu.max"
+        assert {(folder / name).read_text().split()[0] for folder in groups.folders} == {"2500"}
+    finally:
+        groups.remove()
+
+
+def test_version_2_groups(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpu io memory\n")
+    groups = QuotaGroups("bstest", 2, tmp_path)
+    groups.create()
+    groups.limit(0.5)
+    assert [(folder / "cpu.max").read_text() for folder in groups.folders] == ["5000 10000"] * 2
+    assert (groups.top / "cgroup.subtree_control").read_text() == "+cpu"
+
+
+def test_no_control_groups_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no control groups with a cpu controller"):
+        QuotaGroups("bstest", 2, tmp_path)

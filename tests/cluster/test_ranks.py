@@ -1,0 +1,40 @@
+"""Ranks that are started cold or as forks of a process that has imported what they need."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.cluster.emulate import run
+from scripts.cluster.ranks import Launch, rank_environment
+from scripts.cluster.topology import Topology
+from tests.cluster.test_emulate import NAME, leftovers, needs_cluster
+
+PROGRAM = """
+import os, socket, sys
+rank = int(os.environ["RANK"])
+print(sys.argv[1:], os.environ["LOCAL_RANK"], len(socket.if_nameindex()), __name__)
+sys.exit(rank * int(sys.argv[1]))
+"""
+
+
+@pytest.mark.ranks
+@needs_cluster
+@pytest.mark.parametrize("factor", [0, 3])
+def test_a_warm_rank_runs_a_script_as_a_program(tmp_path: Path, factor: int) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    launch = Launch((str(script), str(factor)), tmp_path, "", 120.0, is_warm=True)
+    assert run(Topology(1, 2, cores_per_rank=0.4, name=NAME), launch).code == factor
+    assert launch.log(0).read_text() == f"['{factor}'] 0 2 __main__\n"
+    assert sys.argv[1:] != [str(factor)], "a fork must not change its parent"
+    assert leftovers() == []
+
+
+def test_ranks_find_what_torchrun_sets() -> None:
+    found = rank_environment(Topology(2, 3), 4)
+    wanted = {"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1"}
+    assert wanted.items() <= found.items()
+    assert found["MASTER_ADDR"] == "10.77.0.1"
