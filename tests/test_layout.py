@@ -48,6 +48,7 @@ FLAGS = [
     "--hdp-tokens-per-rank",
     "--hdp-balance",
     "--hdp-ranks-per-node",
+    "--hdp-hierarchical-rings",
     "--hdp-plan-ahead",
     "--hdp-plan-seconds",
     "--hdp-check-plans-every",

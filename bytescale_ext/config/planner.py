@@ -28,8 +28,8 @@ def planned_offload(run: RunConfig) -> PlannedOffload | None:
 
 def step_cost(run: RunConfig) -> StageCost:
     """Return the cost that the planner balances: in seconds where plans offload, because Eq. 3 compares times."""
-    offload = planned_offload(run)
-    return run.get(HdpConfig).cost if offload is None else offload.cost
+    offload, cost = planned_offload(run), run.get(HdpConfig).cost
+    return cost if offload is None else offload.cost.on(cost.forward.nodes)
 
 
 def slicing_choice(run: RunConfig) -> SlicingChoice | PolicyChoice | None:

@@ -22,14 +22,17 @@ REPEATS: Final = 8
 START_SECONDS: Final = 120.0
 
 
-def exchanged_bytes_per_second(comm: RingComm, device: torch.device, num_bytes: int = MESSAGE_BYTES) -> float:
+def exchanged_bytes_per_second(
+    comm: RingComm, device: torch.device, num_bytes: int = MESSAGE_BYTES, peers: tuple[int, int] | None = None
+) -> float:
     """Return the rate at which a rank receives while it sends as many bytes, as in a ring: the best of several tries.
 
-    Collective: all ranks of ``comm`` (two or more) call it with equal sizes.
+    Collective: all ranks of ``comm`` (two or more) call it with equal sizes. ``peers``: to which rank it sends and from
+    which it receives; by default its neighbours in a ring of all ranks.
     """
     sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
-    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    following, previous = peers or ((comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
     fastest = float("inf")
     for _ in range(REPEATS):
         begun = time.perf_counter()
@@ -38,6 +41,22 @@ def exchanged_bytes_per_second(comm: RingComm, device: torch.device, num_bytes: 
             torch.cuda.synchronize()
         fastest = min(fastest, time.perf_counter() - begun)
     return num_bytes / fastest
+
+
+def bytes_per_second_of_nodes(
+    comm: RingComm, ranks_per_node: int, device: torch.device, num_bytes: int = MESSAGE_BYTES
+) -> tuple[float, float]:
+    """Return the rates at which a rank receives inside its node and from another node while all ranks do the same.
+
+    Collective over all processes; ``comm`` holds several whole nodes of two ranks or more. All get the slowest rates.
+    """
+    first, place = comm.rank - comm.rank % ranks_per_node, comm.rank % ranks_per_node
+    inside = first + (place + 1) % ranks_per_node, first + (place - 1) % ranks_per_node
+    between = (comm.rank + ranks_per_node) % comm.size, (comm.rank - ranks_per_node) % comm.size
+    found = [exchanged_bytes_per_second(comm, device, num_bytes, peers) for peers in (inside, between)]
+    slowest = torch.tensor(found, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    return float(slowest[0]), float(slowest[1])
 
 
 def gathered_seconds_per_byte(group: dist.ProcessGroup, device: torch.device, num_bytes: int = MESSAGE_BYTES) -> float:

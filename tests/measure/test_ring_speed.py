@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bytescale_ext.measure import ring_speed
 from bytescale_ext.measure.ring_speed import (
     REPEATS,
+    bytes_per_second_of_nodes,
     bytes_per_second_of_two_processes,
     exchanged_bytes_per_second,
     gathered_seconds_per_byte,
@@ -31,6 +32,19 @@ def test_each_rank_sends_and_receives(world: int) -> None:
     for rate, sent, exchanges in run_ranks(exchange, world):
         assert 0 < rate < float("inf")
         assert (sent, exchanges) == (REPEATS << 12, REPEATS)
+
+
+def exchange_over_nodes(rank: int, world: int) -> tuple[tuple[float, float], int]:
+    comm = RingComm(None, rank, world)
+    return bytes_per_second_of_nodes(comm, 2, torch.device("cpu"), num_bytes=1 << 12), comm.stats.bytes_sent
+
+
+@pytest.mark.ranks
+def test_all_ranks_agree_on_the_rates_of_nodes() -> None:
+    found = run_ranks(exchange_over_nodes, 4)
+    assert len({rates for rates, _ in found}) == 1
+    assert all(0 < rate < float("inf") for rate in found[0][0])
+    assert {sent for _, sent in found} == {2 * REPEATS << 12}
 
 
 def gather(rank: int, world: int) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.table import RankShards
 
@@ -24,13 +25,16 @@ class CostModel:
 
         max(a s^2 / d, c s (d - 1) / d) + h s (d - 1) / d + b s / d          and each micro-batch g once
 
+    A ring over several nodes has ``Nodes.hops`` instead of d - 1 beside c.
+
     Attributes:
         a: per squared token, causal attention.
         b: per token, everything that is linear in tokens.
-        c: per token whose keys and values a rank receives, hidden behind attention.
+        c: per token whose keys and values a rank receives inside a node, hidden behind attention.
         g: per micro-batch.
         h: per token whose keys and values a rank receives, never hidden: the cost of merging blocks, starting messages
             and waiting for them and, where processors move the data themselves, copying. The paper has no such term.
+        nodes: links between nodes are slower; None: all are alike.
     """
 
     a: float
@@ -38,19 +42,36 @@ class CostModel:
     c: float = 0.0
     g: float = 0.0
     h: float = 0.0
+    nodes: Nodes | None = None
 
     @overload
-    def attention_cost(self, lengths: float, widths: float) -> float: ...
+    def hops(self, widths: float) -> float: ...
     @overload
-    def attention_cost(self, lengths: Floats, widths: Floats) -> Floats: ...
-    def attention_cost(self, lengths: float | Floats, widths: float | Floats) -> float | Floats:
+    def hops(self, widths: Floats) -> Floats: ...
+    def hops(self, widths: float | Floats) -> float | Floats:
+        """Return the time of the exchange of rings, in hops (``Nodes.best_hops``): one or many, [n]."""
+        if self.nodes is None:
+            return widths - 1
+        if isinstance(widths, np.ndarray):
+            return self.nodes.best_hops(widths)
+        return widths - 1 if widths <= self.nodes.ranks else float(self.nodes.best_hops(np.array([widths]))[0])
+
+    @overload
+    def attention_cost(self, lengths: float, widths: float, hops: float | None = None) -> float: ...
+    @overload
+    def attention_cost(self, lengths: Floats, widths: Floats, hops: Floats | None = None) -> Floats: ...
+    def attention_cost(
+        self, lengths: float | Floats, widths: float | Floats, hops: float | Floats | None = None
+    ) -> float | Floats:
         """Return the cost of attention on each rank of a ring: the slower of computing and receiving, plus h.
 
         ``lengths`` and ``widths`` are tokens and ranks of one sequence, or of many: [n] each, and so is the result.
+        ``hops``: the time of the exchange; by default ``self.hops(widths)``.
         """
-        received = lengths * (widths - 1)
+        received = lengths * (self.hops(widths) if hops is None else hops)
         slower = np.maximum if isinstance(received, np.ndarray) else max  # max is much faster for numbers
-        return (slower(self.a * lengths * lengths, self.c * received) + self.h * received) / widths
+        joined = self.h * (lengths * (widths - 1))
+        return (slower(self.a * lengths * lengths, self.c * received) + joined) / widths
 
     @overload
     def sequence_cost(self, lengths: float, widths: float) -> float: ...
@@ -97,11 +118,13 @@ class CostModel:
 
     def scaled(self, factor: float) -> CostModel:
         """Return the same model in another unit, or of ``factor`` layers."""
-        return CostModel(self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
+        constants = (self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
+        return CostModel(*constants, self.nodes)
 
     def __add__(self, other: CostModel) -> CostModel:
         """Return the cost of both together; the sum of their exchanges hides behind the sum of their attention."""
-        return CostModel(self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
+        constants = (self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
+        return CostModel(*constants, self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +138,7 @@ class StageCost:
     def both(self) -> CostModel:
         """Forward and backward together: the cost that planners balance."""
         return self.forward + self.backward
+
+    def on(self, nodes: Nodes | None) -> StageCost:
+        """Return the cost with links between these nodes."""
+        return StageCost(replace(self.forward, nodes=nodes), replace(self.backward, nodes=nodes))

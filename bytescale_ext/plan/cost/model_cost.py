@@ -15,6 +15,8 @@ from bytescale_ext.plan.cost.model_shape import (
     attention_flops_per_square,
     linear_flops_per_token,
 )
+from bytescale_ext.plan.cost.nodes import Nodes
+from bytescale_ext.plan.step.sizes import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class ModelCost:
         recompute_bytes: the same with full recompute (the layer's input).
         collective: seconds for each byte that a rank receives in collectives of its tensor-parallel group; ``forward``
             and ``backward`` include them. 0: there is one rank, or they were not measured by themselves.
+        slowdown: a rank receives a byte from another node in this many times the time from its own node, of which the
+            ``c`` of both passes is. 1: there is one node, or links between nodes were not measured by themselves.
     """
 
     shape: ModelShape
@@ -47,6 +51,7 @@ class ModelCost:
     layer_bytes: float
     recompute_bytes: float
     collective: float = 0.0
+    slowdown: float = 1.0
 
     def stage(self, num_layers: int, has_head: bool = False) -> StageCost:
         """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer."""
@@ -56,13 +61,22 @@ class ModelCost:
             backward = replace(backward, b=backward.b + self.head_backward)
         return StageCost(forward, backward)
 
+    def nodes(self, cluster: Cluster) -> Nodes | None:
+        """Return the nodes of a cluster with slower links between them, or None where nothing says so."""
+        if cluster.ranks_per_node is None or self.slowdown <= 1.0:
+            return None
+        return Nodes(cluster.node_ranks, self.slowdown, cluster.hierarchical_rings != "off")
+
     def whole(self) -> StageCost:
         """Return the cost of the whole model on one rank."""
         return self.stage(self.shape.num_layers, has_head=True)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain dicts: the format of a cost file."""
-        return asdict(self)
+        """Return plain dicts: the format of a cost file. It says nothing about the nodes of a run."""
+        value = asdict(self)
+        for name in ("forward", "backward"):
+            del value[name]["nodes"]
+        return value
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> ModelCost:
@@ -71,6 +85,8 @@ class ModelCost:
             shape = from_entries(ModelShape, value["shape"])
             passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
             cost = from_entries(cls, {**value, "shape": shape, **passes})
+            if any(one.nodes is not None for one in passes.values()):
+                raise TypeError("nodes are no entry")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
         cost._check()
@@ -78,8 +94,8 @@ class ModelCost:
 
     def _check(self) -> None:
         numbers = {f"{name}.{key}": number for name in ("forward", "backward")
-                   for key, number in asdict(getattr(self, name)).items()}  # fmt: skip
-        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes", "collective"):
+                   for key, number in asdict(getattr(self, name)).items() if key != "nodes"}  # fmt: skip
+        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes", "collective", "slowdown"):
             numbers[name] = getattr(self, name)
         for name, number in numbers.items():
             if not isinstance(number, int | float) or not 0 <= number < float("inf"):

@@ -25,6 +25,7 @@ class SliceShares:
         squares: attention of the slice: [n, k].
         kept: whether the keys of the sequence are kept from slice to slice: [n].
         summed: whether the sums of their gradients are too: [n].
+        hops: time of the exchange (``Nodes.hops``), [n]; None: as ``CostModel.hops`` says.
     """
 
     lengths: Floats
@@ -34,9 +35,12 @@ class SliceShares:
     squares: Floats
     kept: npt.NDArray[np.bool_]
     summed: npt.NDArray[np.bool_]
+    hops: Floats | None = None
 
     @classmethod
-    def of(cls, cost: CostModel, lengths: Floats, widths: Floats, slicing: Slicing) -> SliceShares:
+    def of(
+        cls, cost: CostModel, lengths: Floats, widths: Floats, slicing: Slicing, hops: Floats | None = None
+    ) -> SliceShares:
         """Cut sequences, [n] each, into slices of equal cost (``CostModel.end_of_share``), not rounded to whole tokens.
 
         A sequence on one rank is cut together with the others of its micro-batch, so it counts as k equal parts.
@@ -52,7 +56,7 @@ class SliceShares:
         tokens = np.diff(ends, axis=1)
         exchanged = np.where(kept[:, None], tokens, ends[:, 1:])
         summed = kept & (lengths <= slicing.summed_tokens)
-        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept, summed)
+        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept, summed, hops)
 
     def costs(self, cost: CostModel) -> tuple[Floats, Floats]:
         """Return the forward cost of each slice on each rank of its ring, without ``g``: [n, k].
@@ -85,8 +89,9 @@ class SliceShares:
 
     def _costs(self, cost: CostModel, exchanged: Floats) -> tuple[Floats, Floats]:
         lengths, widths = self.lengths, self.widths
+        hops = cost.hops(widths) if self.hops is None else self.hops
         attention = (cost.a * lengths * lengths / widths)[:, None] * self.squares
-        exchange = (cost.c * lengths * (widths - 1) / widths)[:, None] * exchanged
+        exchange = (cost.c * lengths * hops / widths)[:, None] * exchanged
         exposed = np.maximum(exchange - attention, 0.0)
         joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed

@@ -236,7 +236,7 @@ class _Slices:
     def of(cls, table: ShardTable, stages: Sequence[StageCost], slicing: Slicing) -> _Slices:
         num_slices = slicing.num_slices
         lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
-        cut = SliceShares.of(stages[0].both, lengths, widths, slicing)
+        cut = SliceShares.of(stages[0].both, lengths, widths, slicing, table.hops(stages[0].forward))
         beyond_even = table.tokens - lengths / widths  # linear work counts the tokens of the shard itself
         cells = (table.rows[:, None] * num_slices + np.arange(num_slices)).ravel()
 

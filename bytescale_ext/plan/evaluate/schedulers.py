@@ -59,7 +59,7 @@ class Scenario:
         cls, cluster: Cluster, context: int, cost: ModelCost, num_stages: int = 1, slicing: Slicing = ONE_SLICE
     ) -> Scenario:
         """Return the scenario of a model; see ``stage_costs``."""
-        stages = stage_costs(cost, num_stages)
+        stages = stage_costs(cost, num_stages, cluster)
         memory = StageMemory.of(cost, equal_layers(cost, num_stages), cluster)
         return cls(cluster, context, stages, memory, slicing)
 
@@ -94,14 +94,17 @@ class Outcome:
 Scheduler = Callable[[Sequence[int], Scenario], Outcome]
 
 
-def stage_costs(cost: ModelCost, num_stages: int) -> tuple[StageCost, ...]:
+def stage_costs(cost: ModelCost, num_stages: int, cluster: Cluster | None = None) -> tuple[StageCost, ...]:
     """Return the costs of a model cut into stages of equal layers; the last one adds embedding and output layer.
+
+    With a ``cluster``, rings know its nodes.
 
     Raises:
         ValueError: the stages do not divide the layers.
     """
     layers = equal_layers(cost, num_stages)
-    return tuple(cost.stage(count, stage == num_stages - 1) for stage, count in enumerate(layers))
+    nodes = None if cluster is None else cost.nodes(cluster)
+    return tuple(cost.stage(count, stage == num_stages - 1).on(nodes) for stage, count in enumerate(layers))
 
 
 def equal_layers(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
@@ -133,7 +136,8 @@ def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
         counts = np.full(num_groups, counts.max())
     rows = (np.cumsum(counts) - counts)[packs % num_groups] + packs // num_groups
     widths = np.minimum(width, tokens)
-    table = ShardTable(counts, rows, np.arange(len(tokens)), np.zeros_like(rows), widths, tokens, shares)
+    seqs, first_ranks = np.arange(len(tokens)), packs % num_groups * width
+    table = ShardTable(counts, rows, seqs, np.zeros_like(rows), widths, tokens, shares, first_ranks=first_ranks)
     one_slice = replace(scenario, slicing=ONE_SLICE)
     return _outcome(table, one_slice, min(width - 1, 2), time.process_time() - began)
 
@@ -170,7 +174,7 @@ def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcom
     began = time.process_time()
     plan = planner(lengths)
     seconds = time.process_time() - began
-    check_step_plan(plan, lengths)
+    check_step_plan(plan, lengths, ranks_per_node=scenario.cluster.ranks_per_node)
     table = ShardTable.of(plan)
     padded = table.with_counts(np.array(micro_batch_counts(plan)))  # a rank without micro-batches runs an empty one
     used = scenario if plan.slicing is None else replace(scenario, slicing=plan.slicing)

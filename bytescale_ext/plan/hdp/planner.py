@@ -15,6 +15,7 @@ from bytescale_ext.plan.hdp.algorithm2 import place_algorithm2
 from bytescale_ext.plan.hdp.aligned.search import place_pipelined
 from bytescale_ext.plan.hdp.baselines import place_naive, place_static
 from bytescale_ext.plan.hdp.deadline import ShouldStop
+from bytescale_ext.plan.hdp.forms import with_forms
 from bytescale_ext.plan.hdp.free.balance import place_balanced
 from bytescale_ext.plan.hdp.policy_slicing import PolicyChoice
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
@@ -71,7 +72,7 @@ class HdpPlanner:
 
     Attributes:
         cluster: the HDP ranks; with pipelines, each rank is a pipeline.
-        stages: cost of each pipeline stage, the slowest one last; one without pipelines.
+        stages: cost of each pipeline stage with its nodes, the slowest one last; one without pipelines.
         slicing: how each stage slices its micro-batches.
         tokens_multiple: micro-batches are padded at their end to a multiple of this.
         balance: one of ``BALANCES``.
@@ -168,5 +169,6 @@ class HdpPlanner:
             tokens = -(-tokens // self.tokens_multiple) * self.tokens_multiple
             shares = self._limits.min_shares(tokens.astype(np.float64), self.cluster.tokens_per_rank)
             placed = replace(placed, offloads=shares)
+        placed = with_forms(placed, self.stages[-1], self.cluster, slicing or self.slicing)
         lengths = tuple(placed.lengths.tolist())
         return StepPlan(self.cluster.num_ranks, self.cluster.tokens_per_rank, lengths, placed, placed.aligned, slicing)

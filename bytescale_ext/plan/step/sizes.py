@@ -73,6 +73,10 @@ ONE_SLICE: Final = Slicing()
 """Micro-batches run whole."""
 
 
+RING_FORMS: Final = ("auto", "always", "off")
+"""When rings consist of inner rings: where that is faster by the cost model, wherever it is possible, or never."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """The ranks that share a step.
@@ -81,11 +85,13 @@ class Cluster:
         num_ranks: HDP ranks; with pipelines, the number of pipelines.
         tokens_per_rank: C, the most tokens of a micro-batch on one rank.
         ranks_per_node: HDP ranks of a node; None when all ranks are in one node.
+        hierarchical_rings: when rings over several nodes consist of inner rings, one of ``RING_FORMS``.
     """
 
     num_ranks: int
     tokens_per_rank: int
     ranks_per_node: int | None = None
+    hierarchical_rings: str = "auto"
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -95,6 +101,8 @@ class Cluster:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"the {name} is {value}; it must be at least 1")
+        if self.hierarchical_rings not in RING_FORMS:
+            raise ValueError(f"hierarchical rings {self.hierarchical_rings!r}: choose one of {', '.join(RING_FORMS)}")
 
     @property
     def node_ranks(self) -> int:

@@ -77,7 +77,8 @@ def cluster(args: Any) -> Cluster:
     num_ranks = args.world_size // model_ranks
     tokens = args.hdp_tokens_per_rank or args.micro_batch_size * args.seq_length // args.context_parallel_size
     distance = model_ranks if args.use_tp_pp_dp_mapping else tensor_ranks
-    return Cluster(num_ranks, tokens, args.hdp_ranks_per_node or ranks_of_a_node(distance, num_ranks))
+    ranks_per_node = args.hdp_ranks_per_node or ranks_of_a_node(distance, num_ranks)
+    return Cluster(num_ranks, tokens, ranks_per_node, args.hdp_hierarchical_rings or "auto")
 
 
 def ranks_of_a_node(distance: int, num_ranks: int) -> int | None:

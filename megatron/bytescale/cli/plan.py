@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     cost = model_cost(args.cost_file)
     planner = planner_of(args, cost)
     plan = planner(lengths)
-    check_step_plan(plan, lengths, args.tokens_multiple)
+    check_step_plan(plan, lengths, args.tokens_multiple, ranks_per_node=args.ranks_per_node)
     if args.json:
         print(json.dumps(plan.to_json()))
         return 0
@@ -123,7 +123,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
     return HdpPlanner(
         cluster,
-        stage_costs(cost, args.stages),
+        stage_costs(cost, args.stages, cluster),
         slicing,
         tokens_multiple=args.tokens_multiple,
         balance=auto_balance(args.stages > 1) if balance == "auto" else balance,

@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rate at which a rank receives from another; default: measured between two GPUs or two CPU processes; "
         "with a single GPU, the rate of its copies to host memory",
     )
+    parser.add_argument(
+        "--node-bytes-per-second",
+        type=float,
+        metavar="B",
+        help="rate at which a rank receives from another node; default: measured where torchrun starts several nodes, "
+        "else like --ring-bytes-per-second",
+    )
     parser.add_argument("--cpu", action="store_true", help="measure on CPU although there is a GPU")
     parser.add_argument("--json", action="store_true", help="print the costs and the predictions as JSON")
     parser.add_argument(
@@ -127,15 +134,18 @@ def measure(args: argparse.Namespace, on_cpu: bool) -> tuple[ModelCost, list[Pre
 
     max_tokens = (4096 if on_cpu else 32768) if args.max_tokens is None else args.max_tokens
     subject = prepare([*args.flags, *(["--cpu"] if args.cpu else [])], max_tokens, on_cpu)
-    cost, found = measured_cost(subject, max_tokens, args.repeats, args.ring_bytes_per_second)
+    rates = args.ring_bytes_per_second, args.node_bytes_per_second
+    cost, found = measured_cost(subject, max_tokens, args.repeats, rates)
     torch.distributed.destroy_process_group()
     return cost, found, int(subject.args.rank)
 
 
 def measured_cost(
-    subject: Subject, max_tokens: int, repeats: int, ring_bytes_per_second: float | None = None
+    subject: Subject, max_tokens: int, repeats: int, given_rates: tuple[float | None, float | None] = (None, None)
 ) -> tuple[ModelCost, list[Prediction]]:
     """Return the costs measured with micro-batches of up to ``max_tokens``, and predictions of unseen lengths.
+
+    ``given_rates``: bytes per second inside a node and between nodes, where they are not to be measured.
 
     Collective over all processes. The costs are equal on all, except that with one HDP rank of several tensor-parallel
     ranks only the first process measures the speed of a ring.
@@ -151,8 +161,9 @@ def measured_cost(
     seen = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
     rings = [timing for timing in timings if timing.width > 1 and timing.lengths[0] in ring_fitted]
     others = [timing for timing in timings if timing not in seen and timing not in rings]
-    rate, how = ring_rate(ring_bytes_per_second, subject)
-    fits = fit_rings(fit_timings(seen), rings, subject.ring_seconds(rate))
+    rate, between, how = link_rates(given_rates, subject)
+    crosses = num_ranks > subject.cluster.node_ranks
+    fits = fit_rings(fit_timings(seen), rings, subject.ring_seconds(between if crosses else rate))
     found = predictions(fits, others)
     recompute = subject.args.recompute_granularity
     what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
@@ -162,10 +173,28 @@ def measured_cost(
         f"{what} of up to {max_tokens} tokens in models "
         f"of {LAYERS[0]} and {LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
         f"other lengths predicted with an error of {errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
+        f"{f', between nodes {between / 1e9:.3g} GB/s' if between < rate else ''}"
     )
     kept = kept_bytes_per_token(subject, max_tokens // 4)
     origin = Origin(subject.shape, subject.device, subject.dtype, subject.tensor_parallel, source)
-    return replace(model_cost(fits, kept, origin), collective=collective_seconds(subject)), found
+    cost, inside = model_cost(fits, kept, origin), subject.ring_seconds(rate)
+    forward, backward = (replace(one, c=c) for one, c in zip((cost.forward, cost.backward), inside, strict=True))
+    cost = replace(cost, forward=forward, backward=backward, slowdown=max(1.0, rate / between))
+    return replace(cost, collective=collective_seconds(subject)), found
+
+
+def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tuple[float, float, str]:
+    """Return bytes per second inside a node and between nodes, and how they were found. Collective over HDP ranks."""
+    from bytescale_ext.measure import ring_speed
+
+    comm, node = subject.runtime.comm, subject.cluster.node_ranks
+    if given[0] is None and comm is not None and 1 < node < comm.size and comm.size % node == 0:
+        rate, between = ring_speed.bytes_per_second_of_nodes(comm, node, subject.runtime.device)
+        how = f"measured by {comm.size} ranks on nodes of {node}"
+    else:
+        rate, how = ring_rate(given[0], subject)
+        between = rate
+    return rate, given[1] or between, how
 
 
 def collective_seconds(subject: Subject) -> float:
@@ -242,8 +271,10 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for bad flags, before anything is set up."""
     if not args.flags:
         raise ValueError("no model: give the flags of the training command after a --")
-    if args.ring_bytes_per_second is not None and not 0 < args.ring_bytes_per_second < float("inf"):
-        raise ValueError(f"--ring-bytes-per-second {args.ring_bytes_per_second:g}: give a positive number")
+    for flag in ("ring", "node"):
+        rate = getattr(args, f"{flag}_bytes_per_second")
+        if rate is not None and not 0 < rate < float("inf"):
+            raise ValueError(f"--{flag}-bytes-per-second {rate:g}: give a positive number")
     if args.max_tokens is not None:
         fitted_lengths(args.max_tokens)
     check_writable("--output", args.output)

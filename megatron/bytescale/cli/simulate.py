@@ -95,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=size, required=True, metavar=letter, help=text)
     parser.add_argument("--ranks", type=count, required=True, metavar="D", help="HDP ranks; pipelines with --stages")
     parser.add_argument("--stages", type=count, default=1, metavar="p", help="pipeline stages (1)")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=count,
+        metavar="N",
+        help="keep rings of up to N ranks inside nodes of N ranks; links between nodes are as slow as --cost-file says",
+    )
     add_slicing_arguments(parser, f"; {', '.join(SLICED)} run in slices, the others run Megatron's own 1F1B")
     parser.add_argument("--seeds", type=count, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
     parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
@@ -120,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
         )
     cost = model_cost(args.cost_file)
-    slicing, cluster = slicing_of(args, cost), Cluster(args.ranks, args.tokens_per_rank)
+    slicing, cluster = slicing_of(args, cost), Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
     scenario = Scenario.of(cluster, args.context, cost, args.stages, slicing)
     scenario = replace(scenario, choice=choice_of(args, cost, cluster))
     figures = compare(scenario, draw_steps(args), names)

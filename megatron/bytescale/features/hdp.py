@@ -11,6 +11,7 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import flops_stage_cost
 from bytescale_ext.plan.hdp.planner import BALANCES, auto_balance
+from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
 from megatron.bytescale.features.feature import Feature
 
@@ -50,6 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Keep rings of up to N ranks inside nodes of N ranks. Default: from LOCAL_WORLD_SIZE.",
     )
+    group.add_argument(
+        "--hdp-hierarchical-rings",
+        choices=RING_FORMS,
+        help="When rings over several nodes consist of inner rings inside nodes and use all links between them. auto "
+        "(default): where the costs of --cost-file say that it is faster; always: wherever it is possible; off: never.",
+    )
+    _add_running_arguments(group)
+
+
+def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that say how plans are made, compared, run and logged."""
     group.add_argument(
         "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
     )
@@ -186,7 +198,10 @@ def stage_cost(run: RunConfig) -> StageCost:
         else run.cost.stage(layers, has_head=stage == last)
         for stage, layers in enumerate(run.stage_layers)
     ]
-    return max(stages, key=lambda cost: cost.both.sequence_cost(run.cluster.tokens_per_rank, 1))
+    nodes = None if run.cost is None else run.cost.nodes(run.cluster)
+    return max(
+        (stage.on(nodes) for stage in stages), key=lambda cost: cost.both.sequence_cost(run.cluster.tokens_per_rank, 1)
+    )
 
 
 def build(training: Training, runtime: Runtime) -> Training:

@@ -135,7 +135,12 @@ def dataset_provider(
 def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
     """Return what plans and checks each step."""
     hdp = runtime.hdp
-    check = partial(check_step_plan, tokens_multiple=hdp.rows_multiple, num_layers=offload_layers(runtime.run))
+    check = partial(
+        check_step_plan,
+        tokens_multiple=hdp.rows_multiple,
+        num_layers=offload_layers(runtime.run),
+        ranks_per_node=hdp.cluster.ranks_per_node,
+    )
     return PlanMaker(planner, check, hdp.plan_seconds)
 
 

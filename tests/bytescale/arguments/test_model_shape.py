@@ -76,11 +76,13 @@ def test_ranks_share_out_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     sizes = {"world_size": 16, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
              "context_parallel_size": 2, "micro_batch_size": 3, "seq_length": 128, "hdp_tokens_per_rank": None,
-             "hdp_ranks_per_node": None, "use_tp_pp_dp_mapping": False}  # fmt: skip
+             "hdp_ranks_per_node": None, "hdp_hierarchical_rings": None, "use_tp_pp_dp_mapping": False}  # fmt: skip
     args = SimpleNamespace(**sizes)
     assert cluster(args) == Cluster(4, 192)
     args.hdp_tokens_per_rank, args.hdp_ranks_per_node = 64, 2
     assert cluster(args) == Cluster(4, 64, 2)
+    args.hdp_hierarchical_rings = "off"
+    assert cluster(args) == Cluster(4, 64, 2, "off")
 
 
 def test_the_launcher_tells_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,6 +183,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*PROFILE, "--max-tokens", "x", "--", "--num-layers", "2"], "'x' is not a size"),
     ([*PROFILE, "--max-tokens", "3", "--", "--num-layers", "2"], "3"),
     ([*PROFILE, "--ring-bytes-per-second", "0", "--", "--num-layers", "2"], "give a positive number"),
+    ([*PROFILE, "--node-bytes-per-second", "-1", "--", "--num-layers", "2"], "give a positive number"),
     (["profile", "--output", "{in}/none/c.json", "--", "--num-layers", "2"], "there is no folder"),
     (["profile", "--output", "{in}", "--", "--num-layers", "2"], "cannot be written"),
     # dry-run

@@ -13,6 +13,7 @@ import pytest
 
 from bytescale_ext.measure.cost_file import read_cost, shipped
 from bytescale_ext.measure.fit import Prediction
+from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale import cli
 from megatron.bytescale.cli import profile
 from tests.bytescale.training.test_profile import MODEL
@@ -98,6 +99,24 @@ def test_the_ring_is_measured_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.ring_rate(None, subject(1)) == (7.0, "measured between two processes on CPU")
     assert profile.ring_rate(None, subject(1, process=1)) == (1.0, "measured by the first process")
     assert profile.ring_rate(None, subject(4, process=1)) == (40.0, "measured by 4 ranks")
+
+
+def test_links_between_nodes_are_measured_by_themselves_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bytescale_ext.measure import ring_speed
+
+    monkeypatch.setattr(ring_speed, "exchanged_bytes_per_second", lambda comm, device: 10.0)
+    monkeypatch.setattr(ring_speed, "bytes_per_second_of_nodes", lambda comm, node, device: (8.0 * node, 4.0))
+
+    def subject(num_ranks: int, ranks_per_node: int | None) -> Any:
+        comm, clock = SimpleNamespace(size=num_ranks), SimpleNamespace(on_cuda=False)
+        runtime = SimpleNamespace(comm=comm, clock=clock, device="cpu")
+        return SimpleNamespace(runtime=runtime, cluster=Cluster(num_ranks, 64, ranks_per_node))
+
+    assert profile.link_rates((None, None), subject(8, 4)) == (32.0, 4.0, "measured by 8 ranks on nodes of 4")
+    assert profile.link_rates((None, 5.0), subject(8, 4)) == (32.0, 5.0, "measured by 8 ranks on nodes of 4")
+    for node in (None, 1, 3):  # one node, one rank in a node, part of a node
+        assert profile.link_rates((None, None), subject(8, node)) == (10.0, 10.0, "measured by 8 ranks")
+    assert profile.link_rates((7.0, 5.0), subject(8, 4)) == (7.0, 5.0, "as given with --ring-bytes-per-second")
 
 
 @pytest.mark.ranks

@@ -52,10 +52,10 @@ def test_parameter_gathers_stay_aligned() -> None:
 @pytest.mark.ranks
 def test_each_planner_flag_reaches_the_configuration() -> None:
     line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5 --hdp-check-plans-every 7"
-    found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3)
-    assert found.features["hdp"] == hdp_of(
-        ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5, check_plans_every=7
-    )
+    found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3, "--hdp-hierarchical-rings", "off")
+    expected = hdp_of(ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5, check_plans_every=7)
+    cluster = replace(expected.cluster, hierarchical_rings="off")
+    assert found.features["hdp"] == replace(expected, cluster=cluster)
     found = resolved(4, *COMMON, *"--seq1f1b-slices 3 --hdp-kept-keys 0".split())
     assert found.features["slices"].slicing == Slicing(3, kept_tokens=0)
 
@@ -89,6 +89,7 @@ def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
         "--hdp-attention-kernel reference",
         "--hdp-balance none",
         "--hdp-ranks-per-node 2",
+        "--hdp-hierarchical-rings always",
         "--hdp-plan-seconds 1",
         "--hdp-check-plans-every 5",
     ],

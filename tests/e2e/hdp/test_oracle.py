@@ -26,6 +26,10 @@ CASES = {
     "one-rank": (1, ["--hdp-tokens-per-rank", 256]),
     "empty-ranks": (8, ["--hdp-tokens-per-rank", 256, *SHARDED]),
     "static-width": (4, ["--hdp-static-width", 4]),
+    "hierarchical-rings": (
+        4,
+        "--hdp-static-width 4 --hdp-ranks-per-node 2 --hdp-hierarchical-rings always".split(),
+    ),
 }
 
 

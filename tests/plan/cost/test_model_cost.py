@@ -11,7 +11,9 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost, flops_cost, flops_stage_cost, model_flops
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape, attention_flops_per_square, linear_flops_per_token
+from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.step.micro_batch import Shard
+from bytescale_ext.plan.step.sizes import Cluster
 
 LAYER = CostModel(a=1e-10, b=2e-6, c=1e-7, g=3e-4)
 TINY = ModelShape(num_layers=2, hidden=8, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden=10, gated=True, vocab=20)
@@ -33,7 +35,7 @@ def test_a_cost_file_comes_back_as_it_was() -> None:
     assert ModelCost.from_json(json.loads(json.dumps(COST.to_json()))) == COST
 
 
-@pytest.mark.parametrize("path", ["forward.a", "backward.g", "head_forward", "layer_bytes", "recompute_bytes"])
+@pytest.mark.parametrize("path", ["forward.a", "backward.g", "head_forward", "layer_bytes", "slowdown"])
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), "3", None])
 def test_constants_are_numbers_from_0_on(path: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"the cost file's {path} is {value}"):
@@ -56,6 +58,17 @@ def test_what_is_missing_or_unknown_is_named(path: str) -> None:
         ModelCost.from_json(without)
     with pytest.raises(ValueError, match=r"not a cost file .*colour"):
         ModelCost.from_json(changed("forward.colour", 3))
+    with pytest.raises(ValueError, match=r"not a cost file .*nodes"):
+        ModelCost.from_json(changed("forward.nodes", {"ranks": 4}))
+
+
+def test_links_between_nodes_are_slower_where_the_file_says_so() -> None:
+    slow, cluster = replace(COST, slowdown=3.0), Cluster(16, 64, 4)
+    assert COST.nodes(cluster) is None
+    assert slow.nodes(Cluster(16, 64)) is None
+    assert slow.nodes(cluster) == Nodes(4, 3.0)
+    assert slow.nodes(replace(cluster, hierarchical_rings="off")) == Nodes(4, 3.0, hierarchical=False)
+    assert ModelCost.from_json(slow.to_json()) == slow
 
 
 def test_stages_add_up_to_the_model() -> None:

@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.step.check import groups_of
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.plan.hdp.aligned.random_plans import random_plan
 
@@ -111,3 +113,21 @@ def test_a_plan_of_nothing_is_an_empty_table() -> None:
     table = ShardTable.of(StepPlan(3, 8, (), ((), (), ())))
     assert (table.num_rows, table.row_costs(COST).tolist(), table.row_groups.tolist()) == (0, [], [])
     assert table.distinct_peers().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("first", "width", "inner_rings"), [(0, 8, 1), (0, 8, 2), (0, 12, 3), (2, 4, 2), (4, 3, 1)])
+def test_peers_and_messages_between_nodes_are_those_of_the_route(first: int, width: int, inner_rings: int) -> None:
+    """Every rank sends D - 1 shares of its ring's keys; counted step by step on nodes of 4."""
+    columns = (np.array([number]) for number in (64, first, width, 0))
+    placed = PlacedRanks(16, *columns, inner_rings=np.array([inner_rings]))
+    table = ShardTable.of(StepPlan(16, 64, (64,), placed))
+    peers, shares = [0] * 16, []
+    for index in range(width):
+        route = Route(tuple(range(first, first + width)), index, inner_rings)
+        sent = {route.next_rank: width - inner_rings, route.next_counterpart: inner_rings - 1}
+        mine = route.ring[index]
+        shares.append(sum(number for rank, number in sent.items() if rank // 4 != mine // 4) / (width - 1))
+        others = {route.next_rank, route.previous_rank, route.next_counterpart, route.previous_counterpart}
+        peers[mine] = len(others - {mine})
+    assert table.distinct_peers().tolist() == peers
+    assert table.sent_to_other_nodes(4).tolist() == pytest.approx(shares)

@@ -26,6 +26,7 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.measure.fit import ring_bytes_per_token
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
@@ -111,12 +112,15 @@ class Launch:
         begun = time.process_time()
         plan = planner_of(self.run)(lengths)
         seconds = time.process_time() - begun
-        check_step_plan(plan, lengths, self.run.get(HdpConfig).rows_multiple, offload_layers(self.run))
+        node = self.run.cluster.ranks_per_node
+        check_step_plan(plan, lengths, self.run.get(HdpConfig).rows_multiple, offload_layers(self.run), node)
         table = ShardTable.of(plan).with_counts(np.array(micro_batch_counts(plan)))
         cut = plan.slicing or slicing(self.run)
         from_rings = self.ring_bytes(table, cut)
         step = self.step(table, cut, lengths, seconds)
         step["ring traffic"] = f"{from_rings.sum() * sum(self.run.stage_layers) / 1e6:,.6g} MB"
+        if node is not None:
+            step["between nodes"] = self.between_nodes(table, cut, node)
         return DryRun(
             self.about(), self.args.rank, groups_of_this_process(), step, self.received_gb(table, from_rings),
             self.memory_gb(table, cut),
@@ -141,7 +145,8 @@ class Launch:
         """Return figures of the plan in words. ``seconds``: that planning took."""
         run, cost = self.run, cost_in_seconds(self.run)
         last = len(run.stage_layers) - 1
-        stages = tuple(cost.stage(layers, has_head=number == last) for number, layers in enumerate(run.stage_layers))
+        nodes = cost.nodes(run.cluster)
+        stages = tuple(cost.stage(layers, number == last).on(nodes) for number, layers in enumerate(run.stage_layers))
         replayed, bound = replay_stages(table, stages, cut), lower_bounds(lengths, run.cluster, stages, cut).largest
         widths, numbers = np.unique(table.widths[table.members == 0], return_counts=True)
         by_width = (f"{number:,} on {width:,}" for width, number in zip(widths, numbers, strict=True))
@@ -157,14 +162,31 @@ class Launch:
             "planning": f"{seconds:.2f} s of one core, {seconds / replayed.makespan:.1%} of the step, beside training",
         }
 
-    def ring_bytes(self, table: ShardTable, cut: Slicing) -> Floats:
-        """Return the bytes that each HDP rank receives from its rings in one layer: [num_ranks]."""
+    def ring_bytes(self, table: ShardTable, cut: Slicing, node: int | None = None) -> Floats:
+        """Return the bytes that each HDP rank receives from its rings in one layer: [num_ranks].
+
+        With ``node``, those that it sends to other nodes of so many ranks.
+        """
         run, dtype = self.run, self.args.params_dtype
         sizes = (dtype.itemsize, accumulation_dtype(dtype).itemsize)
         of_keys, both = ring_bytes_per_token(run.shape, run.process.tensor_parallel, *sizes)
         keys, sums = ring_tokens(table, run.get(HdpConfig).cost.both, cut)
         ranks = table.row_ranks[table.rows]
-        return np.bincount(ranks, weights=of_keys * keys + (both - of_keys) * sums, minlength=table.num_ranks)
+        share = 1.0 if node is None else table.sent_to_other_nodes(node)
+        each = (of_keys * keys + (both - of_keys) * sums) * share
+        return np.bincount(ranks, weights=each, minlength=table.num_ranks)
+
+    def between_nodes(self, table: ShardTable, cut: Slicing, node: int) -> str:
+        """Return in words what rings send between nodes of ``node`` HDP ranks, and how many use all links for it."""
+        rank_bytes = self.ring_bytes(table, cut, node) * max(self.run.stage_layers)
+        assert table.inner_rings is not None, "the table is that of a plan"
+        seqs = table.members == 0
+        nested = np.count_nonzero(seqs & (table.inner_rings > 1))
+        wide = np.count_nonzero(seqs & Nodes(node, 1.0).crossed(table.row_ranks[table.rows], table.widths))
+        return (
+            f"{rank_bytes.sum() / 1e6:,.6g} MB of a stage, {rank_bytes.max() / 1e6:,.6g} MB by the process that sends "
+            f"most; {nested:,} of {wide:,} documents on several nodes in hierarchical rings"
+        )
 
     def received_gb(self, table: ShardTable, from_rings: Floats) -> dict[str, float]:
         """Return what the busiest process of each kind receives in the step.

@@ -95,6 +95,7 @@ def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
     assert "1,024 = 2 tensor-parallel x 2 stages x 256 HDP ranks, of up to 1,024 tokens each" in text
     assert "0, 2, ..., 510 (256 ranks)" in text
     assert "512 of " in text
+    assert "documents on several nodes in hierarchical rings" in text
     corpus = write_documents(tmp_path / "docs", copies=1)
     words = ["dry-run", "--world-size", "4", "--json", "--", *ONE_STEP, "--data-path", str(corpus), "--cpu"]
     found = json.loads(run_ranks(type_command, 1, words, init_group=False)[0])
