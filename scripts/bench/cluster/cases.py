@@ -16,7 +16,7 @@ from scripts.cluster.topology import Topology
 SCALE = 32
 CONTEXT, SHORTEST = 16384, 128
 TOKENS_PER_RANK = 2048
-DOCUMENTS_PER_STEP = 96
+DOCUMENTS_PER_STEP = 128
 CORES_SHARE = 0.88  # of the cores of this machine, for all ranks together
 LINKS = {"unlimited": 0.0, "fast": 4.0, "matched": 1.0, "slow": 0.25}
 """Name -> speed of links over that of the matched ones; 0: unlimited."""

@@ -211,8 +211,8 @@ def draw(bench: Bench, results: Results, planned: Planned, path: Path) -> None:
     for arm in dict.fromkeys((planned.arms[0], planned.arms[-1])):
         first = results.of(str(planned.case), arm)[0]
         title = (
-            f"{ARMS[arm].title}: {first.steps[TRACED_STEP - 1].tokens_per_second:,.0f} tokens/s in this step, "
-            f"{first.split['waiting']:.0%} of the ranks' time lost to waiting"
+            f"{ARMS[arm].title}: {first.steps[TRACED_STEP - 1].tokens_per_second:,.0f} tokens/s, "
+            f"{first.split['waiting']:.0%} of the time lost to waiting"
         )
         steps.append((title, read_spans(bench.run_folder(planned.case, arm, 0) / "timeline", TRACED_STEP)))
     draw_timelines(steps, path)
