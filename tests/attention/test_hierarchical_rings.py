@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from bytescale_ext.attention.layouts.layout import RingPass, ring_pass
+from bytescale_ext.attention.layouts.route import Route
+from bytescale_ext.attention.ring import Steps
+from bytescale_ext.attention.travel import TravellingKeys, TravellingSums
 from bytescale_ext.attention.virtual import MailboxComm, MailboxPending, mailbox_comms, run_in_turn
-from bytescale_ext.parallel.p2p import Transfer
+from bytescale_ext.errors import PlanError
+from bytescale_ext.parallel.p2p import Pending, Transfer
 from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Slicing
-from tests.attention.cases import Case, assert_matches, run_virtual
+from tests.attention.cases import Case, assert_matches, assert_plan_is_exact, run_virtual
 from tests.attention.layouts.test_slices import run_slices
 
 FORMS = [(width, inner) for inner in (2, 3, 4, 5, 8) for width in range(2 * inner, 17, inner)]
@@ -95,3 +106,76 @@ def test_all_links_between_nodes_carry_the_same() -> None:
     assert (plain_links, num_links) == (2, 8)
     assert total == plain_total
     assert plain_most == 7 * most
+
+
+def any_nested_plan(source: random.Random) -> StepPlan:
+    """Return a plan of 8 ranks on nodes of 4: rings of any place and width, packs, and any possible forms."""
+    count = source.randint(3, 9)
+    firsts = np.array([source.randrange(8) for _ in range(count)])
+    widths = np.array([source.randint(1, 8 - first) for first in firsts.tolist()])
+    lengths = widths + np.array([source.randint(0, 30) for _ in range(count)])
+    possible = Nodes(4, 2.0).inner_rings(firsts, widths)
+    chosen = np.array([source.choice((1, most)) for most in possible.tolist()])
+    orders = np.arange(count) // source.randint(1, 2)
+    placed = PlacedRanks(8, lengths, firsts, widths, orders, inner_rings=chosen)
+    return StepPlan(8, int(lengths.sum()), tuple(lengths.tolist()), placed)
+
+
+def test_random_plans_of_both_forms_are_exact() -> None:
+    """Plans that the check accepts run without a deadlock, whichever forms of rings meet on a rank."""
+    source, nested = random.Random(11), 0
+    for _ in range(12):
+        plan = any_nested_plan(source)
+        try:
+            check_step_plan(plan, ranks_per_node=4)
+        except PlanError:  # two micro-batches of a rank are tied by rings
+            continue
+        assert_plan_is_exact(plan)
+        assert isinstance(plan.ranks, PlacedRanks)
+        nested += bool((plan.ranks.inner_rings > 1).any())
+    assert nested >= 3
+
+
+def travel(comm: MailboxComm, member: RingPass) -> Steps[tuple[list[float], list[torch.Tensor]]]:
+    """Send keys and sums round; return which keys a rank has seen, and the sums that came home.
+
+    Keys hold their owner's number. To the sum of each key a rank adds its own power of two.
+    """
+    keys = torch.full((member.num_rows, 1, 2), float(comm.rank))
+    keys_on_way = TravellingKeys(keys, keys, member, comm.exchange)
+    sums_on_way = TravellingSums(keys, member, comm.exchange)
+    seen: list[float] = []
+    pending: Pending | None = None
+    for step in range(member.width):
+        arriving = keys_on_way.post(step)
+        (owner,) = keys_on_way.here(step)[0].unique().tolist()
+        seen.append(owner)
+        if pending is not None:
+            yield pending
+        if step:
+            sums_on_way.here(step).add_(2.0**comm.rank)
+        pending = sums_on_way.post(step)
+        if arriving is not None:
+            yield arriving
+            keys_on_way.arrive(step + 1)
+    assert pending is not None
+    yield pending
+    if member.route.inner_rings > 1:
+        yield sums_on_way.post_home()
+    return seen, sums_on_way.home
+
+
+@pytest.mark.parametrize(("width", "inner"), [*FORMS, (5, 5), (8, 8)])
+def test_every_rank_adds_to_every_sum_once(width: int, inner: int) -> None:
+    """Sums of a rank's own inner ring come home by themselves, those of all others in one total."""
+    members = [ring_pass([3 * width + 1], Route(tuple(range(width)), index, width // inner)) for index in range(width)]
+    found = run_in_turn([travel(comm, member) for comm, member in zip(mailbox_comms(width), members, strict=True)])
+    for rank, (seen, home) in enumerate(found):
+        assert sorted(seen) == list(range(width))
+        assert seen[0] == rank
+        assert {owner // inner for owner in seen[:inner]} == {rank // inner}
+        neighbours = {one for one in range(width) if one // inner == rank // inner} - {rank}
+        expected = [sum(2.0**one for one in neighbours)]
+        if inner < width:
+            expected.append(2.0**width - 1 - expected[0] - 2.0**rank)
+        assert [one.unique().tolist() for one in home] == [[number] for number in expected]
