@@ -122,15 +122,7 @@ def replay(plan: StepPlan, cost: CostModel) -> Replay:
         ValueError: the ranks wait for each other for ever (``check_step_plan`` names the cycle).
     """
     table = ShardTable.of(plan)
-    return replay_rows(table, table.row_costs(cost))
-
-
-def replay_rows(table: ShardTable, costs: Floats) -> Replay:
-    """Run the micro-batches of a table without pipelines; ``costs``: of each, [num_rows].
-
-    Raises:
-        ValueError: the ranks wait for each other for ever (``check_step_plan`` names the cycle).
-    """
+    costs = table.row_costs(cost)
     groups = table.row_groups
     seconds = np.zeros(int(groups.max(initial=-1)) + 1)
     np.maximum.at(seconds, groups, costs)

@@ -104,6 +104,7 @@ class Arm:
         script: the program.
         balance: its planner, as ``HdpPlanner`` takes it, where the time of a step can be predicted.
         static_width: of static context parallelism; empty: the plan decides.
+        ring_forms: its ``--hdp-hierarchical-rings``; what is compared with runs plain rings, as published.
         num_stages: of its pipelines. A stage has that part of the layers and so holds as many times the tokens.
     """
 
@@ -112,6 +113,7 @@ class Arm:
     script: str = "pretrain_gpt_hdp.py"
     balance: str | None = None
     static_width: str = ""
+    ring_forms: str = "off"
     num_stages: int = 1
 
     @property
@@ -123,7 +125,8 @@ class Arm:
         """Return its flags in a case."""
         static = ["--hdp-static-width", self.width(case)] if self.static_width else []
         stages = ["--pipeline-model-parallel-size", self.num_stages] if self.num_stages > 1 else []
-        return [*map(str, ("--hdp-tokens-per-rank", self.tokens_per_rank, *static, *stages)), *self.flags]
+        forms = ["--hdp-hierarchical-rings", self.ring_forms]
+        return [*map(str, ("--hdp-tokens-per-rank", self.tokens_per_rank, *forms, *static, *stages)), *self.flags]
 
     def width(self, case: Case) -> str:
         """Return its static width in a case, or an empty text."""
@@ -147,7 +150,8 @@ _STAGES = 2
 _SLICES = Slicing(4)
 _AHEAD = _SLICES.two_ahead()
 ARMS = {
-    "ours": Arm("hybrid data parallelism", balance="dp"),
+    "ours": Arm("hybrid data parallelism", balance="dp", ring_forms="auto"),
+    "plain": Arm("the same with plain rings alone", balance="dp"),
     "naive": Arm("naive HDP (Algorithm 1)", ("--hdp-balance", "none"), balance="none"),
     "bytescale": Arm("Algorithm 2 as published", ("--hdp-balance", "bytescale"), balance="bytescale"),
     "static": Arm("static context parallelism over all ranks", static_width="{num_ranks}", balance="dp"),
@@ -173,7 +177,7 @@ QUICK = (
     Planned(Case("byted", 2, 4), (*_MAIN, "packed")),
     Planned(Case("github", 1, 8), _MAIN),
     Planned(Case("wikipedia", 4, 2), ("ours", "naive", "static", "hybrid")),
-    Planned(Case("byted", 2, 4, "slow"), ("ours", "static", "hybrid")),
+    Planned(Case("byted", 2, 4, "slow"), ("ours", "plain", "static", "hybrid")),
     Planned(Case("byted", 2, 4, "unlimited"), ("ours", "static", "hybrid")),
     Planned(Case("byted", 2, 4, context=TOKENS_PER_RANK), ("ours", "packed")),
     Planned(Case("byted", 1, 8), ("ours", "naive", *_PIPELINES)),
@@ -182,7 +186,10 @@ QUICK = (
 
 FULL = (
     *(
-        Planned(Case(sampler, nodes, 8 // nodes, link), _MAIN + _PIPELINES * (nodes == 1 and link == "matched"))
+        Planned(
+            Case(sampler, nodes, 8 // nodes, link),
+            (*_MAIN, *("plain",) * (nodes > 1), *_PIPELINES * (nodes == 1 and link == "matched")),
+        )
         for link in ("matched", "slow", "unlimited", "fast")
         for sampler in ("byted", "github", "wikipedia")
         for nodes in (2, 1, 4)

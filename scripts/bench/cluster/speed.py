@@ -52,7 +52,7 @@ from scripts.bench.cluster.cases import (  # noqa: E402
     with_names,
 )
 from scripts.bench.cluster.figures import all_figures, case_figures, table  # noqa: E402
-from scripts.bench.cluster.predict import predicted_seconds, topology_costs  # noqa: E402
+from scripts.bench.cluster.predict import predicted_seconds, wall_cost  # noqa: E402
 from scripts.bench.cluster.results import Results, Run, Step  # noqa: E402
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run  # noqa: E402
 from scripts.cluster.ranks import Launch, preload  # noqa: E402
@@ -127,8 +127,8 @@ def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Pa
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     topology = case.topology(matched(cost))
-    inside, between = topology_costs(cost, topology)
-    write_cost(folder / "cost.json", inside)
+    wall = wall_cost(cost, topology)
+    write_cost(folder / "cost.json", wall)
     flags = [*MODEL, *TRAIN, "--hybrid-data-parallel", *arm.words(case), "--cost-file", folder / "cost.json"]
     flags += ["--seq-length", case.context, "--max-position-embeddings", case.context]
     flags += ["--data-path", bench.documents(case), "--global-batch-size", DOCUMENTS_PER_STEP]
@@ -141,7 +141,7 @@ def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Pa
         tail = "\n".join(launch.log(rank).read_text(errors="replace")[-1500:] for rank in (0, case.num_ranks - 1))
         raise RuntimeError(f"arm {arm_name} of {case} ended with exit code {ended.code}:\n{tail}")
     spans = read_spans(folder / "timeline" / ("stage0" if arm.num_stages > 1 else ""), TRACED_STEP)
-    predicted = predicted_seconds(arm, case, lengths_of(spans), inside.whole(), between.whole())
+    predicted = predicted_seconds(arm, case, lengths_of(spans), wall)
     return Run(read_steps(folder), as_shares(ended.split), predicted, computing_seconds(spans))
 
 

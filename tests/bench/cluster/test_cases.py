@@ -63,10 +63,11 @@ def test_arms_say_why_they_cannot_run() -> None:
 
 def test_flags_of_arms() -> None:
     case = Case("byted", 2, 4)
-    assert ARMS["ours"].words(case) == ["--hdp-tokens-per-rank", "2048"]
-    assert ARMS["static"].words(case)[2:] == ["--hdp-static-width", "8"]
+    assert ARMS["ours"].words(case) == ["--hdp-tokens-per-rank", "2048", "--hdp-hierarchical-rings", "auto"]
+    assert ARMS["static"].words(case)[3:] == ["off", "--hdp-static-width", "8"]
     assert ARMS["eager"].words(case) == [
-        "--hdp-tokens-per-rank", "4096", "--pipeline-model-parallel-size", "2", "--seq1f1b-slices", "4",
+        "--hdp-tokens-per-rank", "4096", "--hdp-hierarchical-rings", "off",
+        "--pipeline-model-parallel-size", "2", "--seq1f1b-slices", "4",
         "--seq1f1b-eager",
     ]  # fmt: skip
 
@@ -79,7 +80,7 @@ def test_the_lists_of_cases() -> None:
         assert {arm for one in planned for arm in one.arms} == set(ARMS)
         assert {one.case.sampler for one in planned} == {"byted", "github", "wikipedia"}
         assert {"1x8", "2x4", "4x2"} <= {name.split()[1] for name in names}
-    assert sum(len(one.arms) for one in QUICK) < 30 < sum(len(one.arms) for one in FULL)
+    assert sum(len(one.arms) for one in QUICK) < 31 < sum(len(one.arms) for one in FULL)
     assert {one.case.link for one in FULL} == set(LINKS)
     assert all(a.arms is not b.arms or a.case != b.case for a, b in pairwise(FULL))
 
