@@ -16,7 +16,7 @@ from scripts.cluster.topology import Topology
 SCALE = 32
 CONTEXT, SHORTEST = 16384, 128
 TOKENS_PER_RANK = 2048
-DOCUMENTS_PER_STEP = 128
+STEP_TOKENS = 49152  # of a step, about
 CORES_SHARE = 0.88  # of the cores of this machine, for all ranks together
 LINKS = {"unlimited": 0.0, "fast": 4.0, "matched": 1.0, "slow": 0.25}
 """Name -> speed of links over that of the matched ones; 0: unlimited."""
@@ -86,11 +86,17 @@ class Case:
         return Topology(self.num_nodes, self.ranks_per_node, inter, intra, cores_per_rank=cores)
 
     def lengths(self, num_steps: int, seed: int) -> list[int]:
-        """Return the tokens of the documents of some steps, none shorter than ``SHORTEST``."""
-        wanted = DOCUMENTS_PER_STEP * num_steps
-        lengths = sample_lengths(self.sampler, self.context * SCALE, 200 * CONTEXT * SCALE, seed)[:wanted] // SCALE
-        assert len(lengths) == wanted, f"{len(lengths)=} {wanted=}"
-        found: list[int] = np.maximum(lengths, SHORTEST).tolist()
+        """Return the tokens of the documents of some steps, equally many for each, as many as ``STEP_TOKENS`` takes.
+
+        Documents below ``SHORTEST`` are joined to documents of that length, so that short and long documents keep their
+        shares of the tokens.
+        """
+        lengths = sample_lengths(self.sampler, self.context * SCALE, num_steps * STEP_TOKENS * SCALE, seed) / SCALE
+        long = lengths[lengths >= SHORTEST].astype(np.int64)
+        num_short = int(lengths[lengths < SHORTEST].sum()) // SHORTEST
+        multiple = num_steps * self.num_ranks
+        wanted = (len(long) + num_short) // multiple * multiple
+        found: list[int] = [*long.tolist(), *[SHORTEST] * num_short][:wanted]
         return found
 
 

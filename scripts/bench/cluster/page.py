@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title  # noqa: E402
-from scripts.bench.cluster.cases import ARMS, CONTEXT, DOCUMENTS_PER_STEP, LINKS, SCALE, SHORTEST, Case  # noqa: E402
+from scripts.bench.cluster.cases import ARMS, CONTEXT, LINKS, SCALE, SHORTEST, STEP_TOKENS, Case  # noqa: E402
 from scripts.bench.cluster.figures import (  # noqa: E402
     Arms,
     CaseFigures,
@@ -118,7 +118,7 @@ This page is written by two commands; do not edit it:
 Real Megatron training on one machine ({platform.machine()}), over TCP: each rank has a network namespace with shaped
 links and a share of a core, so the time of a waiting rank is lost, as on a GPU. All arms train the same model on the
 same documents with equal losses. Lengths are published distributions 1:{SCALE} (a context of {CONTEXT:,} tokens stands
-for {CONTEXT * SCALE // 1024}K), none below {SHORTEST} tokens, {DOCUMENTS_PER_STEP} documents a step;
+for {CONTEXT * SCALE // 1024}K), about {STEP_TOKENS:,} tokens a step; documents below {SHORTEST} tokens are joined.
 {results.setting["steps"] - 1:g} steps of each run count.
 
 *matched* links have the ratio of bytes to computing of {SPEC}, *fast* ones are four times as fast, *slow* ones a

@@ -7,7 +7,7 @@
 
 Every arm trains the same small model on the same documents in the same steps. Lengths are those of a published
 distribution, 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Documents of fewer than 128 tokens are
-made that long, so that ranks compute more than they launch. Each rank has a fixed share of a core and its own network
+joined, so that ranks compute more than they launch. Each rank has a fixed share of a core and its own network
 interface (``scripts/cluster/emulate.py``), so the time of a waiting rank is lost, as on a GPU.
 
 First ``bytescale profile`` measures the ranks, on unlimited links. From its figures follow the matched links, which
@@ -41,11 +41,11 @@ from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
 from scripts.bench.cluster.cases import (  # noqa: E402
     ARMS,
     CONTEXT,
-    DOCUMENTS_PER_STEP,
     FULL,
     QUICK,
     SCALE,
     SHORTEST,
+    STEP_TOKENS,
     TOKENS_PER_RANK,
     Case,
     Planned,
@@ -90,21 +90,25 @@ class Bench:
     @property
     def setting(self) -> dict[str, float]:
         """What must be equal for results to be compared."""
-        return {"steps": self.num_steps, "seed": self.seed, "documents": DOCUMENTS_PER_STEP, "shortest": SHORTEST}
+        return {"steps": self.num_steps, "seed": self.seed, "tokens": STEP_TOKENS, "shortest": SHORTEST}
 
     def run_folder(self, case: Case, arm: str, number: int) -> Path:
         """Where a run writes."""
         return self.folder / str(case).replace(" ", "-").replace("/", "-") / f"{arm}-{number + 1}"
 
+    def lengths(self, case: Case) -> list[int]:
+        """Return the tokens of the documents of all steps of a case."""
+        return case.lengths(self.num_steps, self.seed)
+
     def documents(self, case: Case) -> Path:
         """Return the prefix of the documents of a case; they are random tokens, written at the first call."""
         from megatron.bytescale.core.datasets.corpus import write_tokens
 
-        prefix = self.folder / f"documents-{case.sampler}-{case.context}-{self.num_steps}-{self.seed}"
+        name = f"documents-{case.sampler}-{case.context}-{case.num_ranks}-{self.num_steps}-{self.seed}"
+        prefix = self.folder / name
         if not prefix.with_suffix(".idx").exists():
             random = np.random.default_rng(self.seed)
-            lengths = case.lengths(self.num_steps, self.seed)
-            write_tokens(prefix, (random.integers(0, 256, length) for length in lengths))
+            write_tokens(prefix, (random.integers(0, 256, length) for length in self.lengths(case)))
         return prefix
 
 
@@ -131,15 +135,15 @@ def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Pa
     write_cost(folder / "cost.json", wall)
     flags = [*MODEL, *TRAIN, "--hybrid-data-parallel", *arm.words(case), "--cost-file", folder / "cost.json"]
     flags += ["--seq-length", case.context, "--max-position-embeddings", case.context]
-    flags += ["--data-path", bench.documents(case), "--global-batch-size", DOCUMENTS_PER_STEP]
+    flags += ["--data-path", bench.documents(case), "--global-batch-size", len(bench.lengths(case)) // bench.num_steps]
     flags += ["--train-iters", bench.num_steps, "--seed", 1 + bench.seed]
     flags += ["--hdp-log-dir", folder, "--tensorboard-dir", folder, "--hdp-timeline-step", TRACED_STEP]
     command = (str(ROOT / arm.script), *map(str, flags))
     launch = Launch(command, folder, BEFORE_TRAINING, 1800.0, is_warm=True)
     ended = run(topology, launch)
     if ended.code or ended.split is None:
-        tail = "\n".join(launch.log(rank).read_text(errors="replace")[-1500:] for rank in (0, case.num_ranks - 1))
-        raise RuntimeError(f"arm {arm_name} of {case} ended with exit code {ended.code}:\n{tail}")
+        logs = "".join(launch.log(rank).read_text(errors="replace")[-1500:] for rank in (case.num_ranks - 1, 0))
+        raise RuntimeError(f"arm {arm_name} of {case} ended with exit code {ended.code}:\n{logs.strip()}")
     spans = read_spans(folder / "timeline" / ("stage0" if arm.num_stages > 1 else ""), TRACED_STEP)
     predicted = predicted_seconds(arm, case, lengths_of(spans), wall)
     return Run(read_steps(folder), as_shares(ended.split), predicted, computing_seconds(spans))
@@ -196,7 +200,12 @@ def _run_missing(bench: Bench, results: Results, case: Case, arm: str, number: i
     elif len(results.of(name, arm)) <= number:
         assert results.cost is not None
         began = time.monotonic()
-        results.add(name, arm, run_arm(bench, case, arm, results.cost, bench.run_folder(case, arm, number)))
+        try:
+            found: Run | str = run_arm(bench, case, arm, results.cost, bench.run_folder(case, arm, number))
+        except (RuntimeError, TimeoutError) as error:  # the other arms go on; the next start tries it again
+            found = f"it failed: {str(error).splitlines()[-1]}"
+            tell(str(error))
+        results.add(name, arm, found)
         tell(f"{name}: {arm}, round {number + 1}: {time.monotonic() - began:.0f} s")
 
 
@@ -269,7 +278,7 @@ def main() -> int:
     cases = results.cases([str(one.case) for one in planned])
     for case, arms in cases.items():
         print(table(case, case_figures(arms), results.refused(case)) + "\n")
-    print(f"lengths 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}, {DOCUMENTS_PER_STEP} documents a step")
+    print(f"lengths 1:{SCALE}, context {CONTEXT}, C = {TOKENS_PER_RANK}, about {STEP_TOKENS:,} tokens a step")
     if args.json:
         print(json.dumps(all_figures(cases)))
     return 0

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bytescale_ext.measure.cost_file import shipped
-from scripts.bench.cluster.cases import DOCUMENTS_PER_STEP, SHORTEST
+from scripts.bench.cluster.cases import SHORTEST, STEP_TOKENS
 from scripts.bench.cluster.results import Results, Run, Step
 
 SPLIT = {"computing": 0.5, "sending": 0.2, "other": 0.1, "waiting": 0.2, "between_bytes": 6e6}
-SETTING: dict[str, float] = {"steps": 4, "seed": 0, "documents": DOCUMENTS_PER_STEP, "shortest": SHORTEST}
+SETTING: dict[str, float] = {"steps": 4, "seed": 0, "tokens": STEP_TOKENS, "shortest": SHORTEST}
 COST = replace(shipped("bytescale_7b"), dtype="float32")
 
 

@@ -6,7 +6,20 @@ from itertools import pairwise
 
 import pytest
 
-from scripts.bench.cluster.cases import ARMS, CONTEXT, FULL, LINKS, QUICK, SHORTEST, TOKENS_PER_RANK, Case, with_names
+from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from scripts.bench.cluster.cases import (
+    ARMS,
+    CONTEXT,
+    FULL,
+    LINKS,
+    QUICK,
+    SCALE,
+    SHORTEST,
+    STEP_TOKENS,
+    TOKENS_PER_RANK,
+    Case,
+    with_names,
+)
 
 MATCHED = (8.0, 0.8)
 
@@ -41,12 +54,15 @@ def test_links_are_multiples_of_the_matched_ones() -> None:
     assert (topology.intra_gbps, topology.inter_gbps, topology.num_ranks) == (8.0, 0.8, 8)
 
 
-def test_documents_are_those_of_the_sampler_but_never_tiny() -> None:
+def test_documents_have_the_shares_of_tokens_of_the_sampler_but_are_never_tiny() -> None:
     case = Case("byted", 1, 8)
     lengths = case.lengths(num_steps=3, seed=4)
     assert lengths == case.lengths(3, 4) != case.lengths(3, 5)
-    assert min(lengths) == SHORTEST
-    assert SHORTEST < max(lengths) <= CONTEXT
+    assert SHORTEST == min(lengths) < max(lengths) <= CONTEXT
+    assert len(lengths) % (3 * 8) == 0
+    drawn = sample_lengths("byted", CONTEXT * SCALE, 3 * STEP_TOKENS * SCALE, 4) / SCALE
+    assert sum(lengths) == pytest.approx(drawn.sum(), rel=0.05)
+    assert sum(n for n in lengths if n > 2048) == pytest.approx(drawn[drawn > 2048].sum(), rel=0.01)
     assert max(Case("byted", 1, 8, context=2048).lengths(3, 4)) <= 2048
 
 

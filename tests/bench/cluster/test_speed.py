@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.measure.metrics import append_jsonl
 from bytescale_ext.measure.timeline import Span, SpanShard
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from scripts.bench.cluster import speed
 from scripts.bench.cluster.cases import Case, Planned
 from scripts.bench.cluster.results import Results, Run
@@ -82,6 +83,26 @@ def test_arms_take_turns_and_go_on_where_they_ended(tmp_path: Path, order: list[
     again = Results.open(tmp_path / "results.json", SETTING)
     speed.run_all(bench_of(tmp_path), again, (planned,), 3)
     assert order[4:] == ["ours", "static"]
+
+
+def test_an_arm_that_fails_does_not_end_the_others(
+    tmp_path: Path, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = speed.run_arm
+
+    def run_arm(bench: speed.Bench, case: Case, arm: str, cost: ModelCost, folder: Path) -> Run:
+        if arm == "hybrid":
+            raise RuntimeError("arm hybrid ended with exit code 1:\nsome lines\nValueError: it stops")
+        return works(bench, case, arm, cost, folder)
+
+    monkeypatch.setattr(speed, "run_arm", run_arm)
+    results = Results(tmp_path / "results.json", SETTING, COST)
+    speed.run_all(bench_of(tmp_path), results, (Planned(CASE, ("ours", "hybrid", "static")),), 1)
+    assert order == ["ours", "static"]
+    assert results.refused(str(CASE)) == {"hybrid": "it failed: ValueError: it stops"}
+    monkeypatch.setattr(speed, "run_arm", works)
+    speed.run_all(bench_of(tmp_path), results, (Planned(CASE, ("ours", "hybrid")),), 1)
+    assert order[2:] == ["hybrid"], "the next start tries again what has failed"
 
 
 def test_the_first_and_the_last_arm_are_drawn(tmp_path: Path, order: list[str]) -> None:
