@@ -47,6 +47,7 @@ from scripts.bench.cluster.cases import (  # noqa: E402
     SHORTEST,
     STEP_TOKENS,
     TOKENS_PER_RANK,
+    Arm,
     Case,
     Planned,
     with_names,
@@ -57,6 +58,7 @@ from scripts.bench.cluster.results import Results, Run, Step  # noqa: E402
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run  # noqa: E402
 from scripts.cluster.ranks import Launch, preload  # noqa: E402
 from scripts.cluster.spec import SPECS, matched_links  # noqa: E402
+from scripts.cluster.topology import Topology  # noqa: E402
 from scripts.cluster.usage import Split  # noqa: E402
 
 SPEC = "H200-IB"
@@ -125,28 +127,38 @@ def profile(bench: Bench) -> ModelCost:
     return read_cost(output)
 
 
-def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Path) -> Run:
-    """Train one arm on the cluster. Raises RuntimeError when it fails."""
-    arm = ARMS[arm_name]
+def launch_of(bench: Bench, case: Case, arm: Arm, cost: ModelCost, folder: Path) -> Launch:
+    """Return the training of an arm; ``cost``: in wall time, which it plans with."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    topology = case.topology(matched(cost))
-    wall = wall_cost(cost, topology)
-    write_cost(folder / "cost.json", wall)
+    write_cost(folder / "cost.json", cost)
     flags = [*MODEL, *TRAIN, "--hybrid-data-parallel", *arm.words(case), "--cost-file", folder / "cost.json"]
     flags += ["--seq-length", case.context, "--max-position-embeddings", case.context]
     flags += ["--data-path", bench.documents(case), "--global-batch-size", len(bench.lengths(case)) // bench.num_steps]
     flags += ["--train-iters", bench.num_steps, "--seed", 1 + bench.seed]
     flags += ["--hdp-log-dir", folder, "--tensorboard-dir", folder, "--hdp-timeline-step", TRACED_STEP]
     command = (str(ROOT / arm.script), *map(str, flags))
-    launch = Launch(command, folder, BEFORE_TRAINING, 1800.0, is_warm=True)
+    return Launch(command, folder, BEFORE_TRAINING, 1800.0, is_warm=True)
+
+
+def split_of(topology: Topology, launch: Launch) -> Split:
+    """Run a training and return where its time went. Raises RuntimeError when it fails."""
     ended = run(topology, launch)
     if ended.code or ended.split is None:
-        logs = "".join(launch.log(rank).read_text(errors="replace")[-1500:] for rank in (case.num_ranks - 1, 0))
-        raise RuntimeError(f"arm {arm_name} of {case} ended with exit code {ended.code}:\n{logs.strip()}")
+        ranks = (topology.num_ranks - 1, 0)
+        logs = "".join(launch.log(rank).read_text(errors="replace")[-1500:] for rank in ranks)
+        raise RuntimeError(f"{launch.log_dir} ended with exit code {ended.code}:\n{logs.strip()}")
+    return ended.split
+
+
+def run_arm(bench: Bench, case: Case, arm_name: str, cost: ModelCost, folder: Path) -> Run:
+    """Train one arm on the cluster. Raises RuntimeError when it fails."""
+    arm, topology = ARMS[arm_name], case.topology(matched(cost))
+    wall = wall_cost(cost, topology)
+    split = split_of(topology, launch_of(bench, case, arm, wall, folder))
     spans = read_spans(folder / "timeline" / ("stage0" if arm.num_stages > 1 else ""), TRACED_STEP)
     predicted = predicted_seconds(arm, case, lengths_of(spans), wall)
-    return Run(read_steps(folder), as_shares(ended.split), predicted, computing_seconds(spans))
+    return Run(read_steps(folder), as_shares(split), predicted, computing_seconds(spans))
 
 
 def matched(cost: ModelCost) -> tuple[float, float]:
