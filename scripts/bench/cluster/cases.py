@@ -164,8 +164,10 @@ ARMS = {
     "packed": Arm("plain data parallelism with packing", static_width="1", balance="dp"),
     "hybrid": Arm("Megatron's hybrid plan, its barriers", script="scripts/bench/cluster/hybrid.py"),
     "pipelines": Arm("hybrid data parallelism, 2 stages, 1F1B", num_stages=_STAGES),
-    "slices": Arm(f"the same in {_SLICES} (Seq1F1B)", tuple(flags_of(_SLICES)), num_stages=_STAGES),
-    _AHEAD.order: Arm(f"the same in {_AHEAD}", tuple(flags_of(_AHEAD)), num_stages=_STAGES),
+    "slices": Arm(f"the same in {_SLICES.num_slices} slices (Seq1F1B)", tuple(flags_of(_SLICES)), num_stages=_STAGES),
+    _AHEAD.order: Arm(
+        f"the same in {_AHEAD.num_slices} {_AHEAD.order} slices", tuple(flags_of(_AHEAD)), num_stages=_STAGES
+    ),
 }
 
 

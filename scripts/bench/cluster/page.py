@@ -49,7 +49,7 @@ class Target:
         if self.value is None:
             return f"| {self.text} | {sign} {self.limit:g} | - | not measured |"
         is_met = self.value <= self.limit if self.at_most else self.value >= self.limit
-        return f"| {self.text} | {sign} {self.limit:g} | {self.value:.3f} | {'met' if is_met else '**missed**'} |"
+        return f"| {self.text} | {sign} {self.limit:g} | {self.value:.4g} | {'met' if is_met else '**missed**'} |"
 
 
 def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Target]:
@@ -171,13 +171,14 @@ def cost_section(cases: Mapping[str, Arms]) -> str:
 
 
 def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw tokens per second against the speed of links, for the lengths and clusters with most links."""
+    """Draw tokens per second against the speed of links, for the lengths and clusters with several links."""
     by_setting: dict[Case, list[Case]] = {}
     for case in map(Case.parse, figures):
         if case.link in LINKS:
             by_setting.setdefault(replace(case, link=""), []).append(case)
     order = sorted(LINKS, key=lambda link: LINKS[link] or float("inf"))
-    chosen = sorted(by_setting.values(), key=len, reverse=True)[:3]
+    settings = sorted(by_setting.values(), key=len, reverse=True)
+    chosen = [cases for cases in settings if len(cases) > 1][:3] or settings[:1]
     figure, panels = new_figure(5.0 * len(chosen), 4.2, columns=len(chosen))
     for axes, cases in zip(panels, chosen, strict=True):
         cases.sort(key=lambda case: order.index(case.link))
