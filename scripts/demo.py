@@ -42,6 +42,7 @@ TRAIN = (
     "--clip-grad 1.0 --weight-decay 0.1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--log-interval 1 --log-throughput --eval-iters 0 --eval-interval 1000 --split 100,0,0"
 ).split()
+RANKS = (1, 2, 3, 4, 6, 12)
 QUIET = ("ignore::UserWarning", "ignore::SyntaxWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -237,13 +238,20 @@ def main() -> int:
     """Build the corpora, train, draw and summarize. A second call skips finished parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--ranks", type=int, default=4, help="number of ranks (%(default)s); on GPUs if there are enough"
+        "--ranks",
+        type=int,
+        choices=RANKS,
+        default=4,
+        help="number of ranks, a divisor of the documents of a step (%(default)s); on GPUs if there are enough",
     )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the run (runs/demo)")
     args = parser.parse_args()
     console = Console()
     demo = Demo(args.ranks, on_cpu=num_gpus() < args.ranks, folder=args.output.resolve())
-    demo.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        demo.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {args.output}: no folder can be made there ({error.strerror})")
     summary_path = demo.folder / "summary.json"
     try:
         build_corpora(demo, console)

@@ -101,6 +101,29 @@ def test_half_a_line_of_metrics_is_left_for_later(tmp_path: Path) -> None:
     assert [found["iteration"] for found in demo.read_metrics(path)] == [1]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ranks 0", "invalid choice: 0 (choose from 1, 2, 3, 4, 6, 12)"),
+        ("--ranks 5", "invalid choice: 5"),
+        ("--ranks many", "argument --ranks: invalid int value: 'many'"),
+        (f"--output {__file__}", "no folder can be made there (File exists)"),
+    ],
+)
+def test_bad_options_end_in_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo.sys, "argv", ["demo.py", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        demo.main()
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_documents_of_a_step_can_be_shared_out() -> None:
+    documents = int(demo.TRAIN[demo.TRAIN.index("--global-batch-size") + 1])
+    assert demo.RANKS == tuple(n for n in range(1, documents + 1) if not documents % n)
+
+
 @pytest.mark.ranks
 def test_a_failed_training_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; print('the cause'); sys.exit(3)"
