@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron.bytescale import check_megatron_version, cpu, install
 from megatron.bytescale.arguments.bad_input import one_line_errors
+from megatron.bytescale.faults import named_faults
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -44,8 +45,9 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         training = build(args, runtime)
         if adapt is not None:
             training = adapt(training, runtime)
-    config = pretrain_cfg_container_from_args(args, training.model)
-    pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
+    with named_faults():
+        config = pretrain_cfg_container_from_args(args, training.model)
+        pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from bytescale_ext.parallel.faults import lost_in_exchange
+
 Transfer = tuple[torch.Tensor, int]  # contiguous tensor of any shape and dtype; HDP rank at the other end
 
 
@@ -22,8 +24,7 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when the received tensors may be read and the sent ones overwritten.
 
-        With NCCL the current stream waits, not the host. Raises what the backend raises, e.g. ``RuntimeError`` when a
-        peer has died.
+        With NCCL the current stream waits, not the host. Raises ``PeerLost`` when a peer has died.
         """
 
 
@@ -60,15 +61,23 @@ class ExchangeStats:
 class WorksPending:
     """Requests of the communication backend; keeps their tensors alive until they are done."""
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], peers: Sequence[int], kind: str = "HDP"
+    ) -> None:
+        """``peers``: ranks at the other ends, HDP ranks or another ``kind``, for the message of an error."""
         self._works = tuple(works)
         self._tensors = tuple(tensors)
+        self._peers = tuple(peers)
+        self._kind = kind
 
     def wait(self) -> None:
         """See ``Pending.wait``. A second call does nothing."""
         works, self._works = self._works, ()
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise lost_in_exchange(error, self._peers, self._kind) from error
         self._tensors = ()
 
 
@@ -108,6 +117,9 @@ class RingComm:
         Args:
             sends: must not be overwritten before ``wait`` returns.
             receives: filled when ``wait`` returns.
+
+        Raises:
+            PeerLost: the connection to a peer is gone.
         """
         self.stats.count(sends, receives)
         operations = [
@@ -116,8 +128,12 @@ class RingComm:
             for tensor, peer in transfers
             if tensor.numel()
         ]
-        works = dist.batch_isend_irecv(operations) if operations else ()
-        return WorksPending(works, [operation.tensor for operation in operations])
+        peers = [peer for _, peer in (*sends, *receives)]
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else ()
+        except RuntimeError as error:
+            raise lost_in_exchange(error, peers, "HDP") from error
+        return WorksPending(works, [operation.tensor for operation in operations], peers)
 
     def warm_up(self, device: torch.device | str) -> None:
         """Exchange one number with both neighbours; every rank of the group must call this before the first step.

@@ -132,7 +132,7 @@ def test_requests_are_waited_for_once_and_keep_their_tensors_until_then() -> Non
     log: list[str] = []
     tensor = torch.zeros(3)
     kept = weakref.ref(tensor)
-    pending = WorksPending([RecordedWork(log, "send"), RecordedWork(log, "receive")], [tensor])
+    pending = WorksPending([RecordedWork(log, "send"), RecordedWork(log, "receive")], [tensor], [1])
     del tensor
     assert kept() is not None
     pending.wait()

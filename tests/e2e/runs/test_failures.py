@@ -34,7 +34,10 @@ def test_a_killed_rank_ends_the_others(sharded: bool, corpus: Path, tmp_path: Pa
     for rank in (0, 2, 3):
         error = errors[rank]
         assert error is not None
-        assert PEER_IS_GONE.search(error.splitlines()[-1]), error
+        last = error.splitlines()[-1]
+        assert PEER_IS_GONE.search(last), error
+        named = r"(over ranks [\d, ]+|with HDP ranks? [\d, ]+|a collective) .*failed: .*--distributed-timeout"
+        assert re.search(rf"PeerLost: rank {rank}, step 3: .*{named}", last), last
 
 
 def poison(rank: int, step: int, runtime: Any, model: Any) -> None:

@@ -125,7 +125,8 @@ class ShapedP2PCommunicator(P2PCommunicator):
         ends = ((dist.isend, sent), (dist.irecv, received))
         operations = [dist.P2POp(act, tensor, peer, group) for act, tensor in ends if tensor is not None]
         works = dist.batch_isend_irecv(operations) if operations else ()
-        return _Exchange(received, WorksPending(works, [operation.tensor for operation in operations]))
+        tensors = [operation.tensor for operation in operations]
+        return _Exchange(received, WorksPending(works, tensors, [peer], "a neighbouring stage, global"))
 
     def check_all_received(self, training: bool) -> None:
         """Assert at the end of a step that every expected tensor was received; an evaluation has no gradients."""

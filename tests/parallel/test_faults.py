@@ -1,0 +1,51 @@
+"""What failed is named when a peer has gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bytescale_ext.parallel.faults import PeerLost, describe, is_of_peers, lost_in_exchange, ranks_text
+from bytescale_ext.parallel.p2p import RingComm
+from tests.harness import run_ranks
+
+
+def test_ranks_as_words() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([3, 1, 3]) == "ranks 1, 3"
+    assert ranks_text(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 ... (20 of them)"
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    error = RuntimeError("shapes differ")
+    assert not is_of_peers(error)
+    assert lost_in_exchange(error, [1], "HDP") is error
+
+
+def lose_a_peer(rank: int, world: int) -> list[str]:
+    """Rank 1 ends; what rank 0 says of a collective, of an exchange, and of one that is posted after that."""
+    import os
+
+    group = dist.new_group([0, 1])
+    dist.barrier(group)
+    if rank == 1:
+        os._exit(0)
+    said = []
+    with pytest.raises(RuntimeError) as of_collective:
+        dist.all_reduce(torch.zeros(1), group=group)
+    said.append(describe(of_collective.value))
+    comm = RingComm(None, 0, 2)
+    for _ in range(2):
+        with pytest.raises(PeerLost) as lost:
+            comm.exchange([(torch.zeros(1 << 16), 1)], [(torch.zeros(1 << 16), 1)]).wait()
+        said.append(describe(lost.value))
+    return said
+
+
+@pytest.mark.ranks
+def test_a_collective_and_an_exchange_name_their_ranks() -> None:
+    said = run_ranks(lose_a_peer, 2, may_die=[1])[0]
+    assert said[0].startswith("all_reduce over ranks 0, 1 in lose_a_peer (test_faults.py) failed: ")
+    assert all(one.startswith("the exchange with HDP rank 1 failed: ") for one in said[1:])
+    assert not any("\n" in one for one in said)
