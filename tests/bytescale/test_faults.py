@@ -1,0 +1,59 @@
+"""The last line of a rank that loses a peer (what backends really raise: tests/parallel, tests/e2e/runs)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bytescale_ext.parallel.faults import PeerLost, lost_in_exchange
+from megatron.bytescale.faults import named_faults
+from tests.harness import run_ranks
+
+CLOSED = "[pair.cc:553] Connection closed by peer [10.0.0.7]:58513.\nGood luck"
+
+
+def last_lines(rank: int, world: int) -> dict[str, str]:
+    """What is raised in place of each error, by the name of the case."""
+    import megatron.training
+
+    args: Any = SimpleNamespace(distributed_timeout_minutes=10)
+    megatron.training.get_args = lambda: args
+    said = {}
+
+    def raised(error: Exception) -> str:
+        with pytest.raises(type(error)) as found, named_faults():
+            raise error
+        return f"{type(found.value).__name__}: {found.value}"
+
+    with pytest.raises(PeerLost) as found, named_faults():
+        raise RuntimeError(CLOSED)
+    said["start"] = str(found.value)
+    args.curr_iteration = 11
+    with pytest.raises(PeerLost) as found, named_faults():
+        raise lost_in_exchange(RuntimeError(CLOSED), [1, 3], "HDP")
+    said["exchange"] = str(found.value)
+    said["other"] = raised(RuntimeError("shapes differ"))
+    said["value"] = raised(ValueError("gloo is the name of a file"))
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    return dict(run_ranks(last_lines, 1)[0])
+
+
+@pytest.mark.ranks
+def test_step_ranks_and_advice_are_in_one_line(said: dict[str, str]) -> None:
+    closed = "[pair.cc:553] Connection closed by peer [10.0.0.7]:58513. Good luck"
+    assert said["start"].startswith("rank 0, before the first step: a message in last_lines (test_faults.py) failed: [")
+    assert said["exchange"].startswith(f"rank 0, step 12: the exchange with HDP ranks 1, 3 failed: {closed}. A rank")
+    assert "silent for 10 minutes (--distributed-timeout-minutes)" in said["exchange"]
+    assert not any("\n" in line for line in said.values())
+
+
+@pytest.mark.ranks
+def test_other_errors_pass(said: dict[str, str]) -> None:
+    assert said["other"] == "RuntimeError: shapes differ"
+    assert said["value"] == "ValueError: gloo is the name of a file"
