@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.cost.nodes import Nodes
+from bytescale_ext.plan.cost.nodes import FEWEST_HOPS, Nodes
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from bytescale_ext.plan.step.table import RankShards
 
@@ -116,6 +116,14 @@ class CostModel:
         linear = self.linear_cost(int(shards.tokens.sum()))
         return self.g * shards.num_micro_batches + float(attention.sum()) + linear
 
+    def floor(self) -> CostModel:
+        """Return a cost that no ring of this one undercuts, and of which d times a ring's cost never falls with d.
+
+        Where rings have inner rings, it has ``FEWEST_HOPS (d - 1)`` hops, else d - 1.
+        """
+        nests = self.nodes is not None and self.nodes.hierarchical
+        return replace(self, c=self.c * (FEWEST_HOPS if nests else 1.0), nodes=None)
+
     def scaled(self, factor: float) -> CostModel:
         """Return the same model in another unit, or of ``factor`` layers."""
         constants = (self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
@@ -142,3 +150,7 @@ class StageCost:
     def on(self, nodes: Nodes | None) -> StageCost:
         """Return the cost with links between these nodes."""
         return StageCost(replace(self.forward, nodes=nodes), replace(self.backward, nodes=nodes))
+
+    def floor(self) -> StageCost:
+        """Return ``CostModel.floor`` of both."""
+        return StageCost(self.forward.floor(), self.backward.floor())

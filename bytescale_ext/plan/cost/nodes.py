@@ -7,9 +7,16 @@ Times are counted in hops: one hop is the time in which a rank receives a share 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+FEWEST_HOPS: Final = 0.75
+"""A ring over d ranks takes at least this share of d - 1 hops, in any form.
+
+The fewest are those of inner rings of two ranks: in each round one hop, and at least half a hop between nodes.
+"""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -39,7 +39,8 @@ class LowerBounds:
         capacity: the rank with most tokens has at least ``sum s / D`` of them, in at least
             ``ceil(sum s / (D C))`` micro-batches.
         area: as ``work``, with the exchange that a ring of the least width cannot hide; ``d t(s, d)`` never falls with
-            d (computing costs ``a s^2``, exchange ``c s (d - 1)``), so wider rings cost more in total.
+            d (computing costs ``a s^2``, exchange ``c s (d - 1)``; over nodes ``CostModel.floor``), so wider rings cost
+            more in total.
         giants: sequences with ``2 floor(s / D) > C`` have rings of more than half of the ranks, so any two of them
             share a rank; each holds more than C / 2 tokens there, so never in one micro-batch, and they run one
             after the other.
@@ -84,6 +85,7 @@ def lower_bounds(
     alone, least = np.ones(len(tokens)), np.ceil(tokens / tokens_per_rank)
     giants = np.sort(tokens[2 * (tokens // num_ranks) > tokens_per_rank])
     sliced = _Sliced(stages[0], slicing, cluster)
+    stages = [stage.floor() for stage in stages]
 
     def on_one_stage(bound: Callable[[StageCost], float]) -> float:
         """Return the largest bound of a stage's own work with the fill and drain of the stages before it."""

@@ -64,7 +64,8 @@ class Problem:
     def mean_seconds(self) -> float:
         """Return the time of a step whose work, with rings of least width, is spread evenly: no plan is shorter."""
         launches = -(-int(self.lengths.sum()) // (self.num_ranks * self.tokens_per_rank))
-        seconds = self.cost.sequence_cost(self.lengths.astype(np.float64), self.min_widths.astype(np.float64))
+        floor = self.cost.floor()
+        seconds = floor.sequence_cost(self.lengths.astype(np.float64), self.min_widths.astype(np.float64))
         return float((self.min_widths * seconds).sum()) / self.num_ranks + self.cost.g * launches
 
     def longest_seconds(self) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.nodes import Nodes
+from bytescale_ext.plan.cost.nodes import FEWEST_HOPS, Nodes
 
 
 def integers(*values: int) -> np.ndarray:
@@ -59,6 +59,20 @@ def test_hops_are_those_of_the_steps(node: int, slowdown: float) -> None:
                 route = Route(tuple(range(first, first + width)), 0, inner_rings)
                 found = nodes.hops(firsts, widths, integers(inner_rings))
                 assert found == pytest.approx(slowest_hops(route, nodes)), f"{first=} {width=} {inner_rings=}"
+
+
+@pytest.mark.parametrize("slowdown", [1.01, 2.0, 9.0])
+@pytest.mark.parametrize("node", [2, 3, 4, 8])
+def test_no_ring_takes_fewer_hops_than_the_floor(node: int, slowdown: float) -> None:
+    nodes, widths = Nodes(node, slowdown), np.arange(2, 65)
+    for first in range(node):
+        firsts = np.full_like(widths, first)
+        for forms in (np.ones_like(widths), nodes.inner_rings(firsts, widths)):
+            assert (nodes.hops(firsts, widths, forms) >= FEWEST_HOPS * (widths - 1) - 1e-9).all()
+    cost = CostModel(1e-9, 1.0, c=2.0, nodes=nodes)
+    assert (cost.floor().c, cost.floor().nodes) == (1.5, None)
+    plain = CostModel(1e-9, 1.0, c=2.0, nodes=Nodes(node, slowdown, hierarchical=False))
+    assert (plain.floor().c, plain.floor().nodes) == (2.0, None)
 
 
 def test_wide_rings_cost_the_hops_of_their_faster_form() -> None:

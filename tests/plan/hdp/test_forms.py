@@ -11,6 +11,7 @@ from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import replay, replay_stages
 from bytescale_ext.plan.hdp.forms import with_forms
 from bytescale_ext.plan.hdp.planner import HdpPlanner
@@ -83,6 +84,16 @@ def test_a_static_mesh_over_nodes_has_inner_rings() -> None:
     plan = HdpPlanner(cluster, (STAGE.on(None),), static_width=4)([256, 200, 5, 3, 1])
     assert isinstance(plan.ranks, PlacedRanks)
     assert forms_of(plan.ranks) == [2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("slowdown", [1.2, 5.0])
+def test_no_plan_over_nodes_is_faster_than_the_bounds(slowdown: float) -> None:
+    stage = STAGE.on(Nodes(4, slowdown))
+    for seed in range(8):
+        lengths = np.random.default_rng(seed).integers(1, 900, 12).tolist()
+        plan = HdpPlanner(CLUSTER, (stage,))(lengths)
+        bound = lower_bounds(lengths, CLUSTER, (stage,)).largest
+        assert replay(plan, stage.both).makespan >= bound * (1 - 1e-9)
 
 
 def test_the_replay_counts_the_form() -> None:
