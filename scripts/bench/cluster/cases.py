@@ -64,11 +64,6 @@ class Case:
         """Ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
-    @property
-    def is_matched(self) -> bool:
-        """Whether the links follow from the matched ones."""
-        return bool(LINKS.get(self.link, 0.0))
-
     def gbps(self, matched: tuple[float, float]) -> tuple[float, float]:
         """Return Gbit/s inside and between nodes; ``matched``: those of matched links. Raises ValueError."""
         if self.link in LINKS:

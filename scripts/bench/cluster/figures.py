@@ -84,6 +84,11 @@ def ratio_of(found: Sequence[float]) -> Ratio:
     return {"median": statistics.median(found), "lowest": min(found), "highest": max(found)}
 
 
+def ratio_text(over: Ratio | None) -> str:
+    """Return a ratio for a table; empty for the arm that is compared with the others."""
+    return "" if over is None else f"{over['median']:.2f}x ({over['lowest']:.2f} to {over['highest']:.2f})"
+
+
 def case_figures(arms: Arms) -> CaseFigures:
     """Return the figures of a case; the first arm is compared with each of the others."""
     first, *others = arms
@@ -178,11 +183,10 @@ def table(title: str, figures: CaseFigures, refused: Mapping[str, str]) -> str:
         f"{'imbalance':>11}{'ours is':>24}",
     ]
     for arm, one in figures["arms"].items():
-        over = one["over"]
-        told = f"{over['median']:.2f}x ({over['lowest']:.2f} to {over['highest']:.2f})" if over else ""
         lines.append(
             f"{arm:10}{one['tokens_per_second']:10,.0f}{one['megabytes_sent']:10.1f}{one['between_megabytes']:10.1f}"
-            f"{one['computing']:11.0%}{one['sending']:9.0%}{one['waiting']:9.0%}{one['imbalance']:11.2f}{told:>24}"
+            f"{one['computing']:11.0%}{one['sending']:9.0%}{one['waiting']:9.0%}{one['imbalance']:11.2f}"
+            f"{ratio_text(one['over']):>24}"
         )
     lines += [f"{arm:10}refused: {why}" for arm, why in refused.items()]
     return "\n".join([*lines, f"losses of the arms differ by {figures['largest_loss_difference']:.1e} at most"])

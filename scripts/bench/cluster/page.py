@@ -24,6 +24,7 @@ from scripts.bench.cluster.figures import (  # noqa: E402
     case_figures,
     cost_model_truth,
     predictions,
+    ratio_text,
 )
 from scripts.bench.cluster.results import Results  # noqa: E402
 from scripts.cluster.spec import SPECS, matched_links  # noqa: E402
@@ -141,11 +142,10 @@ def case_section(name: str, figures: CaseFigures, refused: Mapping[str, str]) ->
         "|---|---|---|---|---|---|---|---|",
     ]
     for arm, one in figures["arms"].items():
-        over = one["over"]
-        told = f"{over['median']:.2f}x ({over['lowest']:.2f} to {over['highest']:.2f})" if over else ""
         lines.append(
-            f"| {ARMS[arm].title} | {one['tokens_per_second']:,.0f} | {told} | {one['megabytes_sent']:.1f} | "
-            f"{one['between_megabytes']:.1f} | {one['computing']:.0%} | {one['sending']:.0%} | {one['waiting']:.0%} |"
+            f"| {ARMS[arm].title} | {one['tokens_per_second']:,.0f} | {ratio_text(one['over'])} | "
+            f"{one['megabytes_sent']:.1f} | {one['between_megabytes']:.1f} | "
+            f"{one['computing']:.0%} | {one['sending']:.0%} | {one['waiting']:.0%} |"
         )
     lines += [f"| {ARMS[arm].title} | refused: {why} | | | | | | |" for arm, why in refused.items()]
     return "\n".join([*lines, "", f"Losses differ by {figures['largest_loss_difference']:.1e} at most."])
