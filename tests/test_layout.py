@@ -65,6 +65,7 @@ FLAGS = [
     "--seq1f1b-partition",
     "--seq1f1b-eager",
     "--hdp-kept-keys",
+    "--hdp-swapped-keys",
     "--seq1f1b-zero-bubble",
     "--chunked-cross-entropy",
     "--activation-policy",

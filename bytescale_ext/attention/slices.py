@@ -2,7 +2,8 @@
 
 Each slice holds its own keys and values in each layer, and in a ring those that it keeps of other members
 (``layouts/slices.py`` has the geometry). They live from the slice's forward pass to its backward pass, like its
-activations.
+activations. Keys that are swapped are on the device only while attention of a slice uses them, and while the layer
+before runs, when they are read ahead (``HostPart``).
 
 The backward passes run from the last slice to the first. Each adds its gradients of earlier keys and values to float32
 sums, one for each slice, and takes its own sum, which is then complete. Writing a slice twice changes nothing, so
@@ -11,17 +12,51 @@ activation recomputation may repeat its forward pass.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
-from bytescale_ext.attention.layouts.rows import PartRows, RowParts
+from bytescale_ext.attention.layouts.rows import PartRows, RowParts, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.attention.ring import Backend, check_tensors, drive, forward_steps, summing_steps
 from bytescale_ext.attention.travel import Computed, key_sums
 
 type KeysAndValues = tuple[RowParts, RowParts]
+
+
+class HostPart(Protocol):
+    """Keys and values of one slice in one layer that leave the device between their uses (``activation/keys.py``)."""
+
+    def take(self) -> torch.Tensor:
+        """Return them on the device, ``[2, rows, kv_heads, dim]``."""
+        ...
+
+    def read_ahead(self) -> None:
+        """Start reading them for the next use."""
+        ...
+
+    def leave(self) -> None:
+        """Free their device memory after a use, unless the next use was announced."""
+        ...
+
+
+@dataclass
+class KeySwap:
+    """How a model chunk swaps keys.
+
+    Attributes:
+        to_host: makes a part that may leave the device of keys and values ``[2, rows, kv_heads, dim]`` on it.
+        read_next: starts reading the keys of the slice that runs after this one.
+        order: the attention modules in the order of their layers, as far as they have run.
+    """
+
+    to_host: Callable[[torch.Tensor], HostPart]
+    read_next: Callable[[], None]
+    order: list[object] = field(default_factory=list)
 
 
 @dataclass
@@ -30,12 +65,18 @@ class LayerPrefix:
 
     Attributes:
         keys: of each slice, keys and values ``[2, rows, kv_heads, dim]``; ``SliceLayout.held`` says which rows.
+        swapped: of each slice, those in host memory; ``SliceLayout.swapped`` says which rows.
         sums: of each slice, gradients ``[2, rows, kv_heads, dim]`` in float32 (float64 for float64 keys) that later
             slices have added so far; ``SliceLayout.summed`` says of which rows; empty before the first backward pass.
+        to_host: see ``KeySwap``; None where no keys are swapped.
+        read_beside: starts reading the keys of the layer above (1) or below (-1).
     """
 
     keys: list[torch.Tensor] = field(default_factory=list)
+    swapped: list[HostPart] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
+    to_host: Callable[[torch.Tensor], HostPart] | None = None
+    read_beside: Callable[[int], None] = lambda step: None
 
     def write(self, layout: SliceLayout, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a slice's keys and values, leaving room for those that it keeps of other members.
@@ -43,9 +84,11 @@ class LayerPrefix:
         ``k, v``: ``[t, kv_heads, dim]``, of the slice's tokens.
         """
         assert len(self.keys) in (layout.index, layout.index + 1), f"{len(self.keys)=} {layout.index=}"
-        part = k.new_empty((2, layout.held.places[-1].num_rows, *k.shape[1:]))
-        self.keys[layout.index :] = [part]
-        for held, new in zip(_parts(layout.held, self.keys), (k, v), strict=True):
+        if layout.swapped.places:
+            assert self.to_host is not None, "a layout with swapped keys needs a link to host memory"
+            self.swapped[layout.index :] = [self.to_host(_empty_part(layout.swapped.places[-1], k))]
+        self.keys[layout.index :] = [_empty_part(layout.held.places[-1], k)]
+        for held, new in zip(self.keys_of(layout), (k, v), strict=True):
             layout.own.put_(held, new)
 
     def start_backward(self, layout: SliceLayout) -> KeysAndValues:
@@ -56,13 +99,26 @@ class LayerPrefix:
         return _parts(layout.summed, self.sums)
 
     def end_backward(self) -> None:
-        """Free the keys and the sums of the last slice that holds any."""
+        """Free the keys and the sums of the last slice that holds any; swapped keys of the others leave the device."""
         self.keys.pop()
         self.sums.pop()
+        if self.swapped:
+            self.swapped.pop()
+        self.leave()
 
     def keys_of(self, layout: SliceLayout) -> KeysAndValues:
-        """Return the keys and the values of all slices up to this one."""
-        return _parts(layout.held, self.keys)
+        """Return the keys and the values of all slices up to this one, on the device."""
+        return _parts(layout.keys, [*self.keys, *(part.take() for part in self.swapped)])
+
+    def read_ahead(self) -> None:
+        """Start reading swapped keys for their next use."""
+        for part in self.swapped:
+            part.read_ahead()
+
+    def leave(self) -> None:
+        """Free the device memory of swapped keys."""
+        for part in self.swapped:
+            part.leave()
 
 
 @dataclass
@@ -71,13 +127,39 @@ class MicroBatchPrefix:
 
     Attributes:
         layers: keys and values by attention module.
+        swap: how keys are swapped; None: they stay on the device.
     """
 
     layers: dict[object, LayerPrefix] = field(default_factory=dict)
+    swap: KeySwap | None = None
 
     def layer(self, owner: object) -> LayerPrefix:
         """Return the keys and values in an attention module."""
-        return self.layers.setdefault(owner, LayerPrefix())
+        if owner not in self.layers:
+            self.layers[owner] = LayerPrefix() if self.swap is None else self._swapping_layer(owner, self.swap)
+        return self.layers[owner]
+
+    def read_ahead(self, backward: bool) -> None:
+        """Start reading the swapped keys of the layer that runs first, forward or backward."""
+        for layer in list(self.layers.values())[-1 if backward else 0 :][:1]:
+            layer.read_ahead()
+
+    def _swapping_layer(self, owner: object, swap: KeySwap) -> LayerPrefix:
+        if owner not in swap.order:
+            swap.order.append(owner)
+        read_beside = partial(_read_beside, weakref.ref(self), swap.order.index(owner))
+        return LayerPrefix(to_host=swap.to_host, read_beside=read_beside)
+
+
+def _read_beside(of: weakref.ref[MicroBatchPrefix], number: int, step: int) -> None:
+    """Start reading the keys of the layer above (1) or below (-1) layer ``number``, or those of the next slice."""
+    micro_batch = of()
+    assert micro_batch is not None and micro_batch.swap is not None
+    order = micro_batch.swap.order
+    if not 0 <= number + step < len(order):
+        micro_batch.swap.read_next()
+    elif order[number + step] in micro_batch.layers:
+        micro_batch.layers[order[number + step]].read_ahead()
 
 
 def slice_attention(
@@ -124,10 +206,14 @@ class _SliceAttention(torch.autograd.Function):
     def forward(ctx: _SliceCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: _Settings) -> torch.Tensor:
         """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``."""
         prefix, layout, backend = settings
-        num_tokens = layout.own.num_rows
+        num_tokens, is_repeated = layout.own.num_rows, len(prefix.keys) > layout.index
         prefix.write(layout, k[:num_tokens], v[:num_tokens])
         keys, values = prefix.keys_of(layout)
+        if not is_repeated:
+            prefix.read_beside(1)
         out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
+        if not is_repeated:  # else the backward pass follows and uses them again
+            prefix.leave()
         ctx.save_for_backward(q, out, lse)
         ctx.settings = settings
         return out
@@ -140,10 +226,16 @@ class _SliceAttention(torch.autograd.Function):
         prefix, layout, backend = ctx.settings
         sums = prefix.start_backward(layout)
         computed = Computed(q, *prefix.keys_of(layout), out, lse)
+        prefix.read_beside(-1)
         dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
         prefix.end_backward()
         return dq, dk, dv, None
+
+
+def _empty_part(rows: Rows, keys: torch.Tensor) -> torch.Tensor:
+    """Return room ``[2, rows, kv_heads, dim]`` for keys and values like ``keys [t, kv_heads, dim]``."""
+    return keys.new_empty((2, rows.num_rows, *keys.shape[1:]))
 
 
 def _parts(rows: PartRows, held: list[torch.Tensor]) -> KeysAndValues:

@@ -52,6 +52,7 @@ class ActivationConfig:
             instead of the assumed ones.
         options: what the planner chooses from for each step (``--seq1f1b-slices auto``); empty where slices are given.
         stage: pipeline stage of this process.
+        key_bytes: host memory for swapped keys of slices; that of ``machine`` is for activations.
     """
 
     policy: str
@@ -68,6 +69,13 @@ class ActivationConfig:
     measures: tuple[str, ...] = ()
     options: tuple[SlicedStages, ...] = ()
     stage: int = 0
+    key_bytes: float = 0.0
+
+    def on_stage(self, layers: LayerSettings) -> ActivationConfig:
+        """Return this policy for the layers of another stage, beside the keys that it has in host memory."""
+        keys = layers.key_host_bytes
+        left = replace(self.machine, host_bytes=self.machine.host_bytes + self.key_bytes - keys)
+        return replace(self, layers=layers, machine=left, key_bytes=keys)
 
     def in_slices(self, slicing: Slicing) -> ActivationConfig:
         """Return the policy of this stage in a step of these slices; the policy itself where slices are given."""
@@ -105,7 +113,7 @@ class ActivationConfig:
         longer = predicted.step_seconds - load.num_layers * (load.forward_seconds + load.backward_seconds)
         stage = self.cost.stage(load.num_layers, has_head)
         forward, backward = (CostModel(0.0, seconds / load.num_tokens) for seconds in (waits, longer - waits))
-        return StageCost(stage.forward + forward, stage.backward + backward)
+        return StageCost(stage.forward + forward, stage.backward + backward, stage.key_read)
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
         """Return the load of one micro-batch of a rank, by its tokens and the times of one layer."""

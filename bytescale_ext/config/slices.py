@@ -59,12 +59,14 @@ class DocumentSliceConfig:
         num_stages: pipeline stages.
         note: what to tell the user once about keys that are kept between slices; "" where micro-batches run whole.
         choice: chooses the slices of each step, instead of those of the rule.
+        host_bytes: host memory of this process in which keys may be swapped; 0: none are.
     """
 
     rule: SliceRule
     num_stages: int
     note: str = ""
     choice: SlicingChoice | None = None
+    host_bytes: float = 0.0
 
     def with_note(self, note: str) -> DocumentSliceConfig:
         """Return these slices with a note."""

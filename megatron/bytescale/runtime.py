@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bytescale_ext.activation.counts import Counts
+from bytescale_ext.activation.link import Link
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.attention.kernels.table import Kernel, KernelCalls
 from bytescale_ext.config.hdp import HdpConfig
@@ -58,6 +59,7 @@ class Runtime:
             model is built.
         read_batch: data iterator -> tensors [b, s] of one micro-batch by name, for samples in slices.
         activations: the shared state of layers under an activation policy, or None.
+        key_link: to host memory, for swapped keys of slices where there is no activation policy; else None.
         weight_gradients: in a step that runs by our schedule, those that wait for idle time (zero bubble); else None.
         expert_loads: in a step of slices, what their routers note for each other; else None.
         step: the step that runs, or None between steps.
@@ -75,6 +77,7 @@ class Runtime:
     links: StageLinks | VirtualLinks | None = None
     read_batch: Callable[[Any], dict[str, torch.Tensor | None]] | None = None
     activations: ActivationStore | None = None
+    key_link: Link | None = None
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
     step: StepBatch | None = None
@@ -100,6 +103,11 @@ class Runtime:
         return slicing(self.run) if chosen is None else chosen
 
     @property
+    def link(self) -> Link | None:
+        """The link to host memory; None where nothing is swapped."""
+        return self.key_link if self.activations is None else self.activations.link
+
+    @property
     def rank(self) -> int:
         """This process's HDP rank."""
         assert self.comm is not None, f"{self.comm=}"
@@ -121,7 +129,7 @@ class Runtime:
         step, comm = self.step, self.comm
         assert step is not None and comm is not None, f"{step=} {comm=}"
         mine = shards_of_rank(step.plan.ranks, self.rank)
-        store, cost = self.activations, step_cost(self.run)
+        store, cost, link = self.activations, step_cost(self.run), self.link
         counts = Counts() if store is None else store.take_counts()
         self.totals.figures += RankStep(
             work_seconds=self.clock.work_seconds(),
@@ -135,7 +143,7 @@ class Runtime:
             kept_bytes=counts.kept_bytes,
             swapped_bytes=counts.swapped_bytes,
             recomputed_bytes=counts.recomputed_bytes,
-            host_peak_bytes=0.0 if store is None else store.link.arena.peak_bytes,
+            host_peak_bytes=0.0 if link is None else link.arena.peak_bytes,
             num_slices=self.slicing.num_slices,
         )
         self.totals.num_steps += 1

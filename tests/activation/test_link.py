@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bytescale_ext.activation.arena import ALIGNMENT, HostArena
+from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import CudaLink, PlainLink
 
 NOTES: list[str] = []
@@ -85,6 +86,27 @@ def test_reads_come_after_their_writes_and_before_use(link: CudaLink) -> None:
     ticket: Any = link.read([pair(3.0)], written)
     link.wait(ticket)
     assert NOTES == ["in waits for compute", "in waits for out1", "on in", "compute waits for in1"]
+
+
+def test_swapped_keys_wait_for_their_copies_once(link: CudaLink) -> None:
+    keys = SwappedKeys(torch.ones(2, 1, 1, 3), link)
+    keys.take()
+    assert not NOTES
+    keys.leave()
+    assert NOTES == ["out waits for compute", "on out"]
+    NOTES.clear()
+    keys.read_ahead()
+    assert NOTES == ["in waits for compute", "in waits for out1", "on in"]
+    NOTES.clear()
+    for _ in range(2):
+        assert keys.take().sum() == 6
+    assert NOTES == ["compute waits for in1"]
+    keys.leave()  # written already
+    assert NOTES == ["compute waits for in1"]
+    assert link.used_bytes == ALIGNMENT
+    del keys
+    assert link.used_bytes == 0  # the part waits for the read
+    assert len(link._freeing) == 1
 
 
 def test_memory_that_is_still_read_is_handed_out_last(link: CudaLink) -> None:

@@ -5,17 +5,23 @@ Samples side by side, without rings; ``layouts/test_slices.py`` has rings and pa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from bytescale_ext.activation.arena import HostArena
+from bytescale_ext.activation.keys import SwappedKeys
+from bytescale_ext.activation.link import PlainLink
 from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.kernels.table import named_kernel
+from bytescale_ext.attention.layouts.rows import PartRows, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts
 from bytescale_ext.attention.ring import Backend
-from bytescale_ext.attention.slices import LayerPrefix, MicroBatchPrefix, slice_attention
+from bytescale_ext.attention.slices import KeySwap, LayerPrefix, MicroBatchPrefix, slice_attention
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from tests.attention.cases import block_of
 
@@ -182,3 +188,104 @@ def test_only_queries_outputs_and_sums_are_saved() -> None:
         for layout, qkv in rows_of(lengths, q, k, v):
             slice_attention(*qkv, micro_batch.layer("a"), layout, backend_of(q.dtype))
     assert [tuple(shape) for shape in saved] == [(5, 2, 8), (5, 2, 8), (2, 5), (3, 2, 8), (3, 2, 8), (2, 3)]
+
+
+class NotedKeys(SwappedKeys):
+    """Swapped keys that note when they are read late."""
+
+    num_late = 0
+
+    def take(self) -> torch.Tensor:
+        NotedKeys.num_late += not self.is_here
+        return super().take()
+
+    @property
+    def is_here(self) -> bool:
+        return self._keys is not None
+
+
+def swapping(layout: SliceLayout) -> SliceLayout:
+    """The layout of samples with all keys in host memory."""
+    nothing = PartRows((Rows.of([]),) * len(layout.held.places))
+    keys = PartRows(nothing.places + layout.held.places)
+    return replace(layout, held=nothing, swapped=layout.held, keys=keys)
+
+
+def test_swapped_keys_are_read_one_layer_ahead() -> None:
+    """Two slices of two micro-batches in three layers: each use finds its keys on the device, forward and backward."""
+    lengths = (5, 3)
+    tensors = inputs(lengths, 2, 2, 1, torch.float64)
+    expected, here = whole(*tensors), []
+    link = PlainLink(HostArena(torch.empty(1 << 16, dtype=torch.uint8)))
+    prefixes: list[MicroBatchPrefix] = []
+    actions = [("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("B", 0, 1), ("F", 1, 1), ("B", 0, 0), ("B", 1, 1), ("B", 1, 0)]
+    parts: weakref.WeakSet[NotedKeys] = weakref.WeakSet()
+
+    def to_host(keys: torch.Tensor) -> NotedKeys:
+        part = NotedKeys(keys, link)
+        parts.add(part)
+        return part
+
+    def read_next() -> None:
+        for kind, micro_batch, _ in actions[:1]:
+            prefixes[micro_batch].read_ahead(backward=kind == "B")
+
+    swap = KeySwap(to_host, read_next)
+    prefixes += [MicroBatchPrefix(swap=swap) for _ in range(2)]
+    rows, outs = list(rows_of(lengths, *tensors)), {}
+    while actions:
+        kind, micro_batch, index = actions.pop(0)
+        layout, (*qkv, dout) = rows[index]
+        for layer in range(3) if kind == "F" else (2, 1, 0):
+            if kind == "F":
+                leaves = [one.clone().requires_grad_() for one in qkv]
+                prefix = prefixes[micro_batch].layer(layer)
+                out = slice_attention(*leaves, prefix, swapping(layout), backend_of(torch.float64))
+                outs[micro_batch, index, layer] = leaves, out
+            else:
+                leaves, out = outs.pop((micro_batch, index, layer))
+                out.backward(dout)
+                start = sum(lengths[:index])
+                for leaf, want in zip(leaves, expected[1:], strict=True):
+                    torch.testing.assert_close(
+                        leaf.grad, want[0, start : start + lengths[index]], rtol=1e-10, atol=1e-10
+                    )
+            here.append(sum(part.is_here for part in parts))
+    assert not NotedKeys.num_late
+    assert max(here) == 2  # both slices of the layer that runs next
+    assert not link.used_bytes
+    assert not any(layer.keys or layer.swapped for prefix in prefixes for layer in prefix.layers.values())
+
+
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_swapped_keys_of_a_recomputed_slice_stay_until_its_backward_pass(repeat: int) -> None:
+    lengths = (5, 4, 3)
+    tensors = inputs(lengths, 4, 2, 1, torch.float64)
+    link = PlainLink(HostArena(torch.empty(1 << 16, dtype=torch.uint8)))
+    micro_batch = MicroBatchPrefix(swap=KeySwap(lambda keys: SwappedKeys(keys, link), lambda: None))
+    prefix, runs = micro_batch.layer("layer"), []
+    for layout, (*qkv, dout) in rows_of(lengths, *tensors):
+        leaves = [one.clone().requires_grad_() for one in qkv]
+        runs.append((leaves, swapping(layout), dout))
+        slice_attention(*(one.detach() for one in leaves), prefix, swapping(layout), backend_of(torch.float64))
+        assert all(part._keys is None for part in prefix.swapped)  # type: ignore[attr-defined]
+    for (leaves, layout, dout), expected in zip(reversed(runs), expected_slices(lengths, *tensors), strict=True):
+        for _ in range(repeat):
+            out = slice_attention(*leaves, prefix, layout, backend_of(torch.float64))
+            assert all(part._keys is not None for part in prefix.swapped)  # type: ignore[attr-defined]
+        out.backward(dout)
+        for got, want in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert not link.used_bytes
+
+
+def expected_slices(lengths: tuple[int, ...], *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """out, dq, dk, dv of each slice of the only sample, the last slice first."""
+    for part in reversed(slice_ranges(lengths)):
+        yield [one[0, part.start : part.stop] for one in whole(*tensors)]
+
+
+def test_a_layout_with_swapped_keys_needs_a_link() -> None:
+    (layout, (*qkv, _)), *_ = rows_of((3, 2), *inputs((3, 2), 2, 2, 1, torch.float64))
+    with pytest.raises(AssertionError, match="needs a link to host memory"):
+        slice_attention(*qkv, LayerPrefix(), swapping(layout), backend_of(torch.float64))

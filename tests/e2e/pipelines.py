@@ -81,7 +81,7 @@ def record_actions() -> None:
 
     install = Installation.install
     forward_step, backward_step = schedules.forward_step, schedules.backward_step
-    run_weights = WeightGradients.run
+    run_weights, written = WeightGradients.run, note_swapped_keys()
     end_step, consume = ours.end_step, training.consume_seqlen_stats_in_iteration
     done: list[tuple[str, int, int]] = []
     of_output: dict[int, tuple[int, int]] = {}
@@ -102,6 +102,7 @@ def record_actions() -> None:
 
     def end_and_print(runtime: Any, training: bool) -> None:
         if training:
+            print(f"SWAPPED {sum(written)}")
             k = runtime.slicing.num_slices
             rows = [(kind, *((one * k + two, 0) if kind == "W" else (one, two))) for kind, one, two in done]
             print(f"ACTIONS {json.dumps(rows)}")
@@ -122,6 +123,20 @@ def record_actions() -> None:
     Installation.install = install_and_note
     ours.end_step = end_and_print
     training.consume_seqlen_stats_in_iteration = consume_and_print
+
+
+def note_swapped_keys() -> list[bool]:
+    """Return a list that grows with each part of keys that goes to host memory: whether there was room."""
+    from bytescale_ext.activation.keys import SwappedKeys
+
+    write, written = SwappedKeys._write, []
+
+    def write_and_note(keys: SwappedKeys, tensor: torch.Tensor) -> bool:
+        written.append(write(keys, tensor))
+        return written[-1]
+
+    SwappedKeys._write = write_and_note  # type: ignore[method-assign]
+    return written
 
 
 def printed(outcome: Outcome, name: str) -> list[Any]:

@@ -2,8 +2,8 @@
 
 The keys of a micro-batch are numbered shard after shard, each in the order of its slices, so that the keys of a shard
 up to any slice are one interval of rows. Where the keys of a sequence are kept, its rows are the keys of all members of
-the ring, one member after the other. Each slice holds the rows that it adds (``RowParts``). For a ring shard A and
-local documents, in two slices::
+the ring, one member after the other. Each slice holds the rows that it adds (``RowParts``), those of sequences whose
+keys are swapped in a part of their own. For a ring shard A and local documents, in two slices::
 
     keys      | A of slice 0 | A of slice 1 | local line                          |
     slice 0   | A front back |              | doc  doc  do |                         rows of its tensors: A, local
@@ -35,8 +35,10 @@ class SliceLayout:
         attention: queries of the slice against keys of the micro-batch.
         own: rows of the slice's keys in the micro-batch; in the slice's tensors they are the first rows, in this order.
         held: rows of the micro-batch that each slice up to this one adds: its own keys, and those that it keeps of
-            other members of its rings.
-        summed: the rows of ``held`` whose gradients are summed on this rank over the backward passes of slices.
+            other members of its rings; without those in host memory.
+        swapped: rows that each slice adds in host memory; no places in a micro-batch that swaps none.
+        keys: the places of ``held``, then those of ``swapped``.
+        summed: the rows whose gradients are summed on this rank over the backward passes of slices.
     """
 
     index: int
@@ -44,6 +46,8 @@ class SliceLayout:
     attention: AttentionLayout
     own: Rows
     held: PartRows
+    swapped: PartRows
+    keys: PartRows
     summed: PartRows
 
     @property
@@ -107,6 +111,11 @@ class _KeyRows:
         own = begin + start // width
         return begin, own, own + _share(stop - start, width, member)
 
+    def added_rows(self, index: int, number: int, of_all: bool) -> list[tuple[int, int]]:
+        """Return the rows of a ring shard's keys in slice ``index``: of all members, or of this rank alone."""
+        members = range(len(self.ring(number))) if of_all else [self.place(number)]
+        return [self.member_keys(index, number, member)[1:] for member in members]
+
     def _member_begins(self, number: int) -> dict[int, int]:
         """Return where each member's keys begin: of all members if they are kept, else of this rank alone."""
         if number not in self.cut.kept:
@@ -148,21 +157,27 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
     pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
     pieces = [piece for piece in pieces if piece[1] < piece[2]]
     layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces)
-    own = Rows.of([*in_keys, (first, last)])
-    held = _with_others(own, [(one.index, one.kept) for one in passes if one.kept is not None])
-    summed = _with_others(own, [(one.index, one.kept_sums) for one in passes if one.kept_sums is not None])
-    if before is None:
-        return SliceLayout(index, cut.num_slices, layout, own, PartRows((held,)), PartRows((summed,)))
-    held_so_far, summed_so_far = (
-        PartRows((*part.places, rows)) for part, rows in ((before.held, held), (before.summed, summed))
+    added = {number: keys.added_rows(index, number, number in cut.kept) for number in range(keys.num_rings)}
+    sums = [keys.added_rows(index, number, number in cut.kept - cut.sent_sums) for number in added]
+    on_device = [rows for number, rows in added.items() if number not in cut.swapped]
+    in_host = [rows for number, rows in added.items() if number in cut.swapped]
+    held = _with_part(before.held if before else None, [*on_device, [(first, last)]])
+    swapped = _with_part(before.swapped if before else None, in_host) if cut.swapped else PartRows(())
+    return SliceLayout(
+        index,
+        cut.num_slices,
+        layout,
+        Rows.of([*in_keys, (first, last)]),
+        held,
+        swapped,
+        PartRows(held.places + swapped.places) if cut.swapped else held,
+        _with_part(before.summed if before else None, [*sums, [(first, last)]]),
     )
-    return SliceLayout(index, cut.num_slices, layout, own, held_so_far, summed_so_far)
 
 
-def _with_others(own: Rows, rings: Sequence[tuple[int, KeptKeys]]) -> Rows:
-    """Return a slice's own rows and those that it keeps of other members; ``rings``: my place, and what is kept."""
-    others = (rows.intervals for place, kept in rings for member, rows in enumerate(kept.own) if member != place)
-    return Rows.of(sorted([*own.intervals, *chain.from_iterable(others)]))
+def _with_part(before: PartRows | None, rows: Sequence[list[tuple[int, int]]]) -> PartRows:
+    """Return the parts of the slices before, and one more with these rows."""
+    return PartRows((*(before.places if before else ()), Rows.of(sorted(chain.from_iterable(rows)))))
 
 
 def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
@@ -210,7 +225,7 @@ def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...
         pieces = [(start, start + part.start, start + part.stop) for start in starts]
         layout = _with_local(part.num_tokens * batch, (), 0, pieces)
         held = PartRows((*(layouts[-1].held.places if layouts else ()), layout.local_keys))
-        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, held, held))
+        layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, held, PartRows(()), held, held))
     return tuple(layouts)
 
 

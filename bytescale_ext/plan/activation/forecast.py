@@ -77,7 +77,8 @@ class DeviceNeed:
     micro-batches in flight also the last layer of the one that runs backward next, which is read ahead. In the backward
     pass of a planned layer, that layer is whole, and so is the layer that is being read back. Gradients take additional
     memory, or, before them, the rebuilt rows of a tensor, which are copied into it. In slices all layers also hold keys
-    and sums of their gradients, and experts hold what no policy moves, until their own backward pass.
+    and sums of their gradients, and experts hold what no policy moves, until their own backward pass; swapped keys are
+    on the device in two layers.
 
     Attributes:
         peaks: (bytes, layers) of each.
@@ -94,7 +95,7 @@ class DeviceNeed:
             share, times = moment.running / load.num_tokens, moment.tokens / load.num_tokens
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
-            always = (times - share) * resident * layer + load.num_layers * moment.bytes
+            always = (times - share) * resident * layer + load.num_layers * moment.bytes + moment.read
             in_experts = moment.running * load.expert_working_bytes
             at_loss = share * (resident + on_its_way) * layer + max(working, in_experts, load.head_bytes)
             peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))

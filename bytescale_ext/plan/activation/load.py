@@ -14,7 +14,7 @@ from bytescale_ext.plan.activation.tensors import (
     received_bytes,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape, linear_flops_per_token
 
 RESIDENT_LAYERS: Final = 2
@@ -43,7 +43,7 @@ class Machine:
 
     device_bytes: float
     host_bytes: float
-    link_bytes_per_second: float = 55e9
+    link_bytes_per_second: float = LINK_BYTES_PER_SECOND
     memory_bytes_per_second: float = 3.3e12
 
 
@@ -76,6 +76,11 @@ class LayerSettings:
     expert_load: float = 1.0
     expert_ranks: int = 1
 
+    @property
+    def key_host_bytes(self) -> float:
+        """The most host memory that swapped keys take in these layers."""
+        return (self.num_layers or 0) * max((moment.in_host for moment in self.slices), default=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldSlices:
@@ -88,12 +93,16 @@ class HeldSlices:
             moves them.
         gathered: bytes of the keys and values that attention of this slice joins, and of their gradients, in the one
             layer that runs.
+        read: bytes of swapped keys in the layer that runs and the one that is read ahead, together.
+        in_host: bytes of swapped keys in host memory.
     """
 
     running: float
     tokens: float
     bytes: float
     gathered: float = 0.0
+    read: float = 0.0
+    in_host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,17 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Forward and backward cost of one pipeline stage, or of a whole model without pipelines."""
+    """Forward and backward cost of one pipeline stage, or of a whole model without pipelines.
+
+    Attributes:
+        forward, backward: of all its layers.
+        key_read: of copying a token's keys and values in all its layers between the device and host memory, one way;
+            hidden behind all other work.
+    """
 
     forward: CostModel
     backward: CostModel
+    key_read: float = 0.0
 
     @property
     def both(self) -> CostModel:
@@ -149,7 +156,8 @@ class StageCost:
 
     def on(self, nodes: Nodes | None) -> StageCost:
         """Return the cost with links between these nodes."""
-        return StageCost(replace(self.forward, nodes=nodes), replace(self.backward, nodes=nodes))
+        forward, backward = (replace(one, nodes=nodes) for one in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
 
     def floor(self) -> StageCost:
         """Return ``CostModel.floor`` of both."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -13,10 +14,14 @@ from bytescale_ext.plan.cost.model_shape import (
     BACKWARD_PER_FORWARD,
     ModelShape,
     attention_flops_per_square,
+    key_value_bytes,
     linear_flops_per_token,
 )
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.step.sizes import Cluster
+
+LINK_BYTES_PER_SECOND: Final = 55e9
+"""Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,18 @@ class ModelCost:
     collective: float = 0.0
     slowdown: float = 1.0
 
-    def stage(self, num_layers: int, has_head: bool = False) -> StageCost:
-        """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer."""
+    def stage(self, num_layers: int, has_head: bool = False, link: float = LINK_BYTES_PER_SECOND) -> StageCost:
+        """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer.
+
+        ``link``: bytes per second between the device and host memory, one way, for swapped keys.
+        """
         forward, backward = self.forward.scaled(num_layers), self.backward.scaled(num_layers)
         if has_head:
             forward = replace(forward, b=forward.b + self.head_forward)
             backward = replace(backward, b=backward.b + self.head_backward)
-        return StageCost(forward, backward)
+        element_bytes = 4 if self.dtype == "float32" else 2
+        keys = key_value_bytes(self.shape, self.tensor_parallel, element_bytes)
+        return StageCost(forward, backward, num_layers * keys / link)
 
     def nodes(self, cluster: Cluster) -> Nodes | None:
         """Return the nodes of a cluster with slower links between them, or None where nothing says so."""

@@ -25,6 +25,7 @@ class SliceShares:
         squares: attention of the slice: [n, k].
         kept: whether the keys of the sequence are kept from slice to slice: [n].
         summed: whether the sums of their gradients are too: [n].
+        swapped: whether its keys are kept in host memory: [n].
         hops: time of the exchange (``Nodes.hops``), [n]; None: as ``CostModel.hops`` says.
     """
 
@@ -35,6 +36,7 @@ class SliceShares:
     squares: Floats
     kept: npt.NDArray[np.bool_]
     summed: npt.NDArray[np.bool_]
+    swapped: npt.NDArray[np.bool_]
     hops: Floats | None = None
 
     @classmethod
@@ -47,7 +49,7 @@ class SliceShares:
         """
         num_slices = slicing.num_slices
         inner = np.arange(1, num_slices) / num_slices
-        kept = (lengths <= slicing.kept_tokens) & (num_slices > 1)
+        kept = (lengths <= slicing.longest_kept) & (num_slices > 1)
         stops = cost.end_of_share(lengths[:, None], inner, np.where(kept, widths, 1)[:, None]) / lengths[:, None]
         ends = np.zeros((len(lengths), num_slices + 1))
         ends[:, -1] = 1.0
@@ -56,7 +58,8 @@ class SliceShares:
         tokens = np.diff(ends, axis=1)
         exchanged = np.where(kept[:, None], tokens, ends[:, 1:])
         summed = kept & (lengths <= slicing.summed_tokens)
-        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept, summed, hops)
+        swapped = kept & (lengths > slicing.kept_tokens) & (widths > 1)
+        return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept, summed, swapped, hops)
 
     def costs(self, cost: CostModel) -> tuple[Floats, Floats]:
         """Return the forward cost of each slice on each rank of its ring, without ``g``: [n, k].
@@ -73,8 +76,20 @@ class SliceShares:
         return self._costs(cost, self.exchanged)
 
     def stage_costs(self, stage: StageCost) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Return ``costs`` of the forward and of the backward pass: [n, k] each."""
-        return self.costs(stage.forward), self._costs(stage.backward, self.backward_exchanged(stage))
+        """Return ``costs`` of the forward and of the backward pass: [n, k] each, with copies that nothing hides.
+
+        Where keys are in host memory, the forward pass of a slice reads those of earlier slices and writes its own at
+        the same time, and the backward pass reads both.
+        """
+        ends = np.cumsum(self.tokens, axis=1)
+        forward, backward = self.costs(stage.forward), self._costs(stage.backward, self.backward_exchanged(stage))
+        if not self.swapped.any():
+            return forward, backward
+        copied = (np.maximum(ends - self.tokens, self.tokens), ends)
+        seconds = (stage.key_read * self.lengths * self.swapped)[:, None]
+        (first, exposed), (second, more_exposed) = forward, backward
+        waits = [np.maximum(seconds * each - costs, 0.0) for each, costs in zip(copied, (first, second), strict=True)]
+        return (first + waits[0], exposed + waits[0]), (second + waits[1], more_exposed + waits[1])
 
     def backward_exchanged(self, stage: StageCost) -> Floats:
         """Return ``exchanged`` of the backward pass: [n, k].

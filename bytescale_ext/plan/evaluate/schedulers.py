@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
@@ -76,6 +76,7 @@ class Outcome:
         peak_tokens: the most tokens whose activations one device holds at once.
         kept_keys: the most tokens of other devices whose keys one device keeps from slice to slice.
         device_bytes: the most memory of one device: model states, activations, kept keys, sums of key gradients.
+        host_bytes: the most host memory of one device, for swapped keys.
         distinct_peers: ranks with which a rank exchanges keys and values; of the rank that has most.
         planning_seconds: processor time of the planner.
     """
@@ -87,6 +88,7 @@ class Outcome:
     peak_tokens: int
     kept_keys: int
     device_bytes: float
+    host_bytes: float
     distinct_peers: int
     planning_seconds: float
 
@@ -94,17 +96,19 @@ class Outcome:
 Scheduler = Callable[[Sequence[int], Scenario], Outcome]
 
 
-def stage_costs(cost: ModelCost, num_stages: int, cluster: Cluster | None = None) -> tuple[StageCost, ...]:
+def stage_costs(
+    cost: ModelCost, num_stages: int, cluster: Cluster | None = None, link: float = LINK_BYTES_PER_SECOND
+) -> tuple[StageCost, ...]:
     """Return the costs of a model cut into stages of equal layers; the last one adds embedding and output layer.
 
-    With a ``cluster``, rings know its nodes.
+    With a ``cluster``, rings know its nodes. ``link``: bytes per second between a device and host memory, one way.
 
     Raises:
         ValueError: the stages do not divide the layers.
     """
     layers = equal_layers(cost, num_stages)
     nodes = None if cluster is None else cost.nodes(cluster)
-    return tuple(cost.stage(count, stage == num_stages - 1).on(nodes) for stage, count in enumerate(layers))
+    return tuple(cost.stage(count, stage == num_stages - 1, link).on(nodes) for stage, count in enumerate(layers))
 
 
 def equal_layers(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
@@ -193,6 +197,7 @@ def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, plannin
         peak_tokens=round(float(most.tokens.max())),
         kept_keys=round(float(most.kept_keys.max())),
         device_bytes=most.device_bytes(memory),
+        host_bytes=most.host_bytes(memory),
         distinct_peers=distinct_peers,
         planning_seconds=planning_seconds,
     )
@@ -241,6 +246,7 @@ def run_groups(
         peak_tokens=int(table.row_tokens.max()),
         kept_keys=0,
         device_bytes=scenario.memory.most_bytes([scenario.memory.layer.activations * float(table.row_tokens.max())]),
+        host_bytes=0.0,
         distinct_peers=int(table.distinct_peers(folded=False).max()),
         planning_seconds=planning_seconds,
     )

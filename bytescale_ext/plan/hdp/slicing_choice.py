@@ -1,15 +1,16 @@
 """Choose the slices of each step within a budget of device memory: how many, in which order, which keys are kept.
 
 More slices fill and drain a pipeline sooner and hold fewer activations; the eager order waits less and holds more; kept
-keys travel once and take memory, and so do kept sums of their gradients. Which pays depends on the lengths of the step.
-So a step is placed, every option is timed on that placement with the longest keys that fit, and the step is placed
-again for the fastest ones.
+keys travel once and take memory, on the device or in host memory, and so do kept sums of their gradients. Which pays
+depends on the lengths of the step. So a step is placed, every option is timed on that placement with the longest keys
+that fit, and the step is placed again for the fastest ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.problem import Problem
-from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.held import Held, held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
@@ -29,6 +30,9 @@ OPTIONS: Final = (
     *(slicing for count in (2, 4, 8, 12) for slicing in (Slicing(count), Slicing(count).two_ahead())),
 )
 """Numbers of slices and orders that are tried, without kept keys."""
+
+OPTIONS_WITH_HOST_MEMORY: Final = (*OPTIONS[:3], Slicing(3), Slicing(3).two_ahead(), *OPTIONS[3:])
+"""Those that are tried where keys may be swapped: of three slices a link can hide more than of four."""
 
 TRIES: Final = 3
 """Of the fastest options, so many are placed by themselves."""
@@ -44,11 +48,18 @@ class SlicingChoice:
         memory: of the pipeline's stages.
         device_bytes: budget of each device, for all that ``memory`` counts.
         options: slicings to choose from.
+        host_bytes: host memory of each device for keys; 0: none are swapped.
     """
 
     memory: StageMemory
     device_bytes: float
     options: tuple[Slicing, ...] = OPTIONS
+    host_bytes: float = 0.0
+
+    @classmethod
+    def within(cls, memory: StageMemory, device_bytes: float, host_bytes: float) -> SlicingChoice:
+        """Return the choice among all options in which keys may be swapped, or among those without host memory."""
+        return cls(memory, device_bytes, OPTIONS_WITH_HOST_MEMORY if host_bytes else OPTIONS, host_bytes)
 
     def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
         """Return the slices of a step and its placement.
@@ -66,7 +77,7 @@ class SlicingChoice:
         if not longest:
             return first, placed
         found = self._timed_options(problem, placed)
-        if min(found).slicing.kept_tokens < _longest_ring(placed):  # narrower rings keep fewer keys
+        if min(found).slicing.longest_kept < _longest_ring(placed):  # narrower rings keep fewer keys
             placed = place(replace(problem, slicing=self.options[-1]))
             found += self._timed_options(problem, placed)
         for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:TRIES]:
@@ -74,7 +85,7 @@ class SlicingChoice:
             fitted = self._fitted(problem, _table(problem, placed), slicing)
             found += [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
         if (
-            ONE_SLICE in self.options and min(found).slicing.kept_tokens < longest
+            ONE_SLICE in self.options and min(found).slicing.longest_kept < longest
         ):  # keys that travel again may cost more
             uncut = replace(problem, slicing=ONE_SLICE)
             whole = place(uncut)
@@ -93,40 +104,59 @@ class SlicingChoice:
     def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
         """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
 
-        Keys are kept of all sequences up to a length. Returns nothing where the option does not fit at all.
+        Keys are kept of all sequences up to a length, with host memory also those of longer ones. Returns nothing where
+        the option does not fit at all.
         """
         in_rings = table.lengths[table.widths > 1] if option.num_slices > 1 else table.lengths[:0]
         lengths = [0, *np.unique(in_rings).tolist()]
 
-        def longest(lengths: Sequence[int], slicing_of: Callable[[int], Slicing]) -> Slicing | None:
-            """Return the slicing of the greatest length that fits."""
-            found, low, high = None, 0, len(lengths) - 1
-            number = high  # often all fit
-            while low <= high:
-                tried = slicing_of(lengths[number])
-                if self._bytes(problem, table, tried) <= self.device_bytes:
-                    found, low = tried, number + 1
-                else:
-                    high = number - 1
-                number = (low + high) // 2
-            return found
-
-        option = replace(option, summed_tokens=ALL_SUMS)
-        with_sums = longest(lengths, lambda most: replace(option, kept_tokens=most))
-        keys = longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0))
-        if with_sums is None or keys is None or keys.kept_tokens == with_sums.kept_tokens:
+        fits = partial(self._fits, problem, table)
+        option = replace(option, summed_tokens=ALL_SUMS, swapped_tokens=0)
+        with_sums = _longest(lengths, lambda most: replace(option, kept_tokens=most), fits)
+        keys = _longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0), fits)
+        if with_sums is None or keys is None or with_sums.kept_tokens == lengths[-1]:
             return [] if with_sums is None else [with_sums]
-        kept = keys
-        shorter = [length for length in lengths if length < kept.kept_tokens]
-        some_sums = longest(shorter, lambda most: replace(kept, summed_tokens=most))
-        return [with_sums, some_sums or keys]
+        found = [with_sums]
+        if keys.kept_tokens > with_sums.kept_tokens:
+            found.append(_with_longest_sums(keys, lengths, fits))
+        if self.host_bytes and keys.kept_tokens < lengths[-1]:
+            found += self._swapped(problem, table, keys, lengths)
+        return found
+
+    def _swapped(self, problem: Problem, table: ShardTable, option: Slicing, lengths: Sequence[int]) -> list[Slicing]:
+        """Return an option that swaps the keys of the longest sequences for which there is host memory, if it fits.
+
+        Of shorter sequences as many keys stay on the device as fit, then as many sums. ``lengths``: of sequences in
+        rings, ascending.
+        """
+        fits = partial(self._fits, problem, table)
+
+        def fits_host(slicing: Slicing) -> bool:
+            held_bytes = self._held(problem, table, slicing).host_bytes(self.memory)
+            return held_bytes <= self.host_bytes and fits(slicing)
+
+        swapped = replace(option, summed_tokens=0, swapped_tokens=lengths[-1])
+        with_keys = _longest(lengths, lambda most: replace(swapped, kept_tokens=most), fits)
+        if with_keys is None:
+            return []
+        with_sums = _with_longest_sums(with_keys, lengths, fits)
+        longer = [length for length in lengths if length > with_sums.kept_tokens]
+        found = _longest(longer, lambda most: replace(with_sums, swapped_tokens=most), fits_host)
+        return [] if found is None else [found]
+
+    def _fits(self, problem: Problem, table: ShardTable, slicing: Slicing) -> bool:
+        return self._bytes(problem, table, slicing) <= self.device_bytes
 
     def _bytes(self, problem: Problem, table: ShardTable, slicing: Slicing) -> float:
         """Return the most bytes of a device."""
-        memory = self.memory
-        # Of stages with equal layers the first one holds most slices, and the last one has the logits.
-        stages = (0, len(problem.stages) - 1) if len(set(memory.num_layers)) == 1 else None
-        return held(table, slicing, problem.cost, memory, stages=stages).device_bytes(memory)
+        return self._held(problem, table, slicing).device_bytes(self.memory)
+
+    def _held(self, problem: Problem, table: ShardTable, slicing: Slicing) -> Held:
+        # Of stages with equal layers the first one holds most slices, and the last one has the logits; any stage may
+        # read most of swapped keys beside the slices that it holds.
+        is_equal = len(set(self.memory.num_layers)) == 1 and not slicing.swapped_tokens
+        stages = (0, len(problem.stages) - 1) if is_equal else None
+        return held(table, slicing, problem.cost, self.memory, stages=stages)
 
     def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
         """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
@@ -140,6 +170,28 @@ class SlicingChoice:
                 f"micro-batches of {num_tokens} tokens take at least {least / 1e9:.4g} GB of device memory in slices, "
                 f"and --device-memory-gb is {self.device_bytes / 1e9:.4g}: give at least that, or fewer tokens"
             )
+
+
+def _longest(
+    lengths: Sequence[int], slicing_of: Callable[[int], Slicing], fits: Callable[[Slicing], bool]
+) -> Slicing | None:
+    """Return the slicing of the greatest length that fits, if one does; greater ones take more."""
+    found, low, high = None, 0, len(lengths) - 1
+    number = high  # often all fit
+    while low <= high:
+        tried = slicing_of(lengths[number])
+        if fits(tried):
+            found, low = tried, number + 1
+        else:
+            high = number - 1
+        number = (low + high) // 2
+    return found
+
+
+def _with_longest_sums(kept: Slicing, lengths: Sequence[int], fits: Callable[[Slicing], bool]) -> Slicing:
+    """Return a slicing that keeps no sums with the sums of the longest sequences that fit."""
+    shorter = [length for length in lengths if length < kept.longest_kept]
+    return _longest(shorter, lambda most: replace(kept, summed_tokens=most), fits) or kept
 
 
 def _table(problem: Problem, placed: PlacedRanks) -> ShardTable:

@@ -34,14 +34,22 @@ class Held:
     Attributes:
         tokens: tokens of the rank whose activations are held; with virtual stages, in all their layers.
         kept_keys: tokens of other ranks whose keys are held from slice to slice.
-        layer_bytes: of both and of the sums of key gradients, in one layer.
-        parts: what these bytes are when they are most: activations, keys of other ranks, sums: [3, p, num_ranks].
+        layer_bytes: of both and of the sums of key gradients, in one layer; keys that are read back count in the mean
+            of the layers.
+        parts: what these bytes are when they are most: activations, keys of other ranks or read back, sums:
+            [3, p, num_ranks].
+        host_keys: tokens whose keys are in host memory.
     """
 
     tokens: Floats
     kept_keys: Floats
     layer_bytes: Floats
     parts: Floats
+    host_keys: Floats
+
+    def host_bytes(self, memory: StageMemory) -> float:
+        """Return the bytes of host memory of the device that swaps most keys."""
+        return float((self.host_keys.max(axis=1) * np.array(memory.num_layers)).max()) * memory.layer.keys
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the device that takes most, on stages of this memory."""
@@ -66,7 +74,7 @@ class DeviceParts:
 
     Attributes:
         activations: with each slice's own keys.
-        keys: kept, of other ranks.
+        keys: kept of other ranks, or read back from host memory.
         sums: of key gradients.
         states: parameters, gradients, optimizer states.
         working: gradients of a layer, or logits.
@@ -92,11 +100,15 @@ class _Slices:
         own: of the rank.
         kept: of others, whose keys are kept.
         kept_sums: of others, the sums of whose gradients are kept too.
+        own_swapped: of the rank, whose keys are in host memory.
+        swapped: of the rank and of others, whose keys are in host memory.
     """
 
     own: Floats
     kept: Floats
     kept_sums: Floats
+    own_swapped: Floats
+    swapped: Floats
 
     @classmethod
     def of(cls, table: ShardTable, cost: CostModel, slicing: Slicing) -> _Slices:
@@ -104,13 +116,16 @@ class _Slices:
         cut = SliceShares.of(cost, lengths, widths, slicing)
         cells = (table.rows[:, None] * slicing.num_slices + np.arange(slicing.num_slices)).ravel()
         of_others = np.where(cut.kept & (widths > 1), lengths - table.tokens, 0.0)
-        own, kept, kept_sums = (
-            np.bincount(
-                cells, weights=(whole[:, None] * cut.tokens).ravel(), minlength=table.num_rows * slicing.num_slices
-            )
-            for whole in (table.tokens, of_others, np.where(cut.summed, of_others, 0.0))
+        wholes = (
+            table.tokens,
+            of_others * ~cut.swapped,
+            of_others * cut.summed,
+            table.tokens * cut.swapped,
+            lengths * cut.swapped,
         )
-        return cls(own, kept, kept_sums)
+        of_slices = [(whole[:, None] * cut.tokens).ravel() for whole in wholes]
+        num_cells = table.num_rows * slicing.num_slices
+        return cls(*(np.bincount(cells, weights=tokens, minlength=num_cells) for tokens in of_slices))
 
     def summed(self, num_slices: int) -> Floats:
         """Return by how many tokens the backward pass of each slice changes the tokens that have sums: [slices]."""
@@ -118,6 +133,10 @@ class _Slices:
         changes = -tokens
         changes[:, -1] = tokens[:, :-1].sum(axis=1)
         return changes.ravel()
+
+    def read(self, num_slices: int) -> Floats:
+        """Return the tokens whose swapped keys attention of each slice reads: [slices]."""
+        return np.cumsum(self.swapped.reshape(-1, num_slices), axis=1).ravel()
 
 
 def held(
@@ -139,27 +158,44 @@ def held(
         stages: the stages of interest, others are left at 0; None: all.
     """
     slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
-    summed = slices.summed(slicing.num_slices)
-    found, parts = np.zeros((3, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
+    summed, read = slices.summed(slicing.num_slices), slices.read(slicing.num_slices)
+    found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
     last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
     for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks):
         if stages is not None and stage not in stages:
             continue
         forward, backward = (ways == FORWARD) * 1.0, (ways == BACKWARD) * 1.0
         of_own, of_kept = slices.own[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
-        changes = np.stack((of_own, of_kept, summed[units] * backward))
+        in_host = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
+        changes = np.stack((of_own, of_kept, summed[units] * backward, *in_host))
         over_time = np.cumsum(changes, axis=2) / num_chunks
-        of_parts = over_time * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
-        found[:2, stage, ranks] = over_time[:2].max(axis=2)
+        of_parts = over_time[:3] * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
+        of_parts[0] -= over_time[4] * layer.keys
+        of_parts[1] += _in_two_layers(read[units]) * layer.keys / memory.num_layers[stage]
+        found[:3, stage, ranks] = over_time[[0, 1, 3]].max(axis=2)
         peak = of_parts.sum(axis=0).argmax(axis=1)
         parts[:, stage, ranks] = np.take_along_axis(of_parts, peak[None, :, None], axis=2)[:, :, 0]
-        found[2, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
-    tokens, kept_keys, layer_bytes = found
-    return Held(tokens, kept_keys, layer_bytes, parts)
+        found[3, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
+    tokens, kept_keys, host_keys, layer_bytes = found
+    return Held(tokens, kept_keys, layer_bytes, parts, host_keys)
+
+
+def _in_two_layers(read: Floats) -> Floats:
+    """Return the tokens whose swapped keys are on the device at each action: in its layer, and in the next one.
+
+    ``read``: tokens that each action reads, [r, actions]. From the last layer the next layer is one of the next action.
+    """
+    following = np.concatenate((read[:, 1:], np.zeros((len(read), 1))), axis=1)
+    return np.asarray(read + np.maximum(read, following))
 
 
 def held_slices(
-    schedule: SliceSchedule, stage: int, lengths: Sequence[float], kept_tokens: float, layer: LayerBytes
+    schedule: SliceSchedule,
+    stage: int,
+    lengths: Sequence[float],
+    kept_tokens: float,
+    layer: LayerBytes,
+    is_swapped: bool = False,
 ) -> tuple[HeldSlices, ...]:
     """Return what a stage holds at each backward pass of a slice, of micro-batches that are all cut alike.
 
@@ -169,6 +205,7 @@ def held_slices(
         lengths: tokens of each slice on this rank.
         kept_tokens: of other ranks, whose keys each micro-batch keeps; slices add them in proportion to their tokens.
         layer: bytes of a token's key and value, and of the sums of their gradients.
+        is_swapped: the keys are in host memory, but for two layers.
     """
     others = 1.0 + kept_tokens / sum(lengths)
     copies = 4 if kept_tokens else 2  # keys and gradients of a kernel call; in rings a sum here, and one that travels
@@ -182,10 +219,11 @@ def held_slices(
             continue
         before = of_sums  # of the layers that the backward pass has not reached yet
         of_sums += sum(sums[:index]) if index == len(lengths) - 1 else -sums[index]
-        of_keys = others * layer.keys * tokens
-        share, gathered = 1 / schedule.num_chunks, copies * layer.keys * sum(lengths[: index + 1])
-        held_bytes = share * (of_keys + max(before, of_sums))
-        found.add(HeldSlices(lengths[index], share * tokens, held_bytes, gathered))
+        share, attended = 1 / schedule.num_chunks, layer.keys * sum(lengths[: index + 1])
+        of_keys = share * others * layer.keys * tokens
+        on_device, in_host = (0.0, of_keys) if is_swapped else (of_keys, 0.0)
+        held_bytes, read = on_device + share * max(before, of_sums), 2 * others * attended * is_swapped
+        found.add(HeldSlices(lengths[index], share * tokens, held_bytes, copies * attended, read, in_host))
         tokens -= lengths[index]
     return tuple(sorted(found, key=astuple))
 

@@ -43,8 +43,9 @@ def check_document_slices(
     1. Each cut has ``slicing.num_slices`` slices, whose ends ascend to the end of each sequence and of the local line.
     2. A ring's inner ends are multiples of twice its ranks and of ``rows_multiple`` rows on each rank, so that all
        ranks hold equally many tokens of every slice but the last one.
-    3. The keys of a ring's sequence are kept if it has at most ``slicing.kept_tokens`` tokens, and the sums of their
-       gradients travel with each slice if it has more than ``slicing.summed_tokens``.
+    3. The keys of a ring's sequence are kept on the device if it has at most ``slicing.kept_tokens`` tokens, else in
+       host memory if it has at most ``slicing.swapped_tokens``. The sums of their gradients travel with each slice if
+       it has more than ``slicing.summed_tokens``.
     4. In each slice a rank reads its zigzag share of each ring's tokens: a front part and the mirrored back part.
     5. Local documents are read once, token by token in the order of the line.
     6. Ranks of one ring cut its sequence alike and together read each of its tokens once, in the right slice.
@@ -84,9 +85,13 @@ def _faults(
         grain = math.lcm(2, rows_multiple) * len(shard.ring)
         if any(end % grain for end in cut.ring_ends[number][:-1]):
             yield f"inner ends {cut.ring_ends[number]} of sequence {shard.seq} are not multiples of {grain}"
-    small = {n for n in range(num_rings) if lengths[shards[n].seq] <= slicing.kept_tokens}
+    on_device = {n for n in range(num_rings) if lengths[shards[n].seq] <= slicing.kept_tokens}
+    in_host = {n for n in range(num_rings) if lengths[shards[n].seq] <= slicing.swapped_tokens} - on_device
+    small = on_device | in_host
     if cut.kept != small:
         yield f"keys are kept of shards {sorted(cut.kept)}, but sequences of {sorted(small)} are short enough"
+    if cut.swapped != in_host:
+        yield f"keys are swapped of shards {sorted(cut.swapped)}, but those of {sorted(in_host)} are for host memory"
     long = {number for number in small if lengths[shards[number].seq] > slicing.summed_tokens}
     if cut.sent_sums != long:
         yield f"sums travel of shards {sorted(cut.sent_sums)}, but kept sequences of {sorted(long)} are long enough"
@@ -147,6 +152,8 @@ def _ring_faults(ring: Ring, members: Mapping[int, tuple[DocumentSlices, int]], 
         yield f"ranks {sorted(members)} disagree on keeping the keys of sequence {seq}"
     if len({number in cut.sent_sums for cut, number in members.values()}) > 1:
         yield f"ranks {sorted(members)} disagree on keeping the gradient sums of sequence {seq}"
+    if len({number in cut.swapped for cut, number in members.values()}) > 1:
+        yield f"ranks {sorted(members)} disagree on swapping the keys of sequence {seq}"
     if set(members) != set(ranks):
         return
     start = 0

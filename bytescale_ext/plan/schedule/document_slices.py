@@ -15,7 +15,8 @@ A slice attends to all earlier slices. Either their keys travel round the ring a
 stores only its own. Or each rank keeps all keys that it has received, and only the keys of the new slice travel: that
 moves ``2 / (k + 1)`` of the bytes and stores D times the keys, so it is done for sequences up to a length. Below
 ``affordable_tokens`` slices free more memory than kept keys take. The gradients of kept keys are summed on each rank
-until their slice runs backward, or travel home with each slice: then each rank stores a third of the bytes.
+until their slice runs backward, or travel home with each slice: then each rank stores a third of the bytes. Keys that
+the device has no room for may be kept in host memory.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class DocumentSlices:
         local_ends: the token of the local line at which each slice ends.
         kept: numbers of the ring shards whose keys stay on all ranks of their ring from slice to slice.
         sent_sums: numbers of the kept shards whose gradient sums travel home with each slice.
+        swapped: numbers of the kept shards whose keys are in host memory between their uses.
     """
 
     micro_batch: MicroBatch
@@ -50,6 +52,7 @@ class DocumentSlices:
     local_ends: tuple[int, ...]
     kept: frozenset[int] = frozenset()
     sent_sums: frozenset[int] = frozenset()
+    swapped: frozenset[int] = frozenset()
 
     @property
     def num_slices(self) -> int:
@@ -102,24 +105,26 @@ class SliceRule:
             micro_batch: of one rank.
             lengths: tokens of each sequence of the step.
         """
-        shards, most = micro_batch.shards, self.slicing.kept_tokens
+        shards, slicing = micro_batch.shards, self.slicing
         num_rings = sum(len(shard.ring) > 1 for shard in shards)
-        kept = frozenset(number for number, shard in enumerate(shards[:num_rings]) if lengths[shard.seq] <= most)
-        sent = frozenset(number for number in kept if lengths[shards[number].seq] > self.slicing.summed_tokens)
+        in_rings = {number: lengths[shard.seq] for number, shard in enumerate(shards[:num_rings])}
+        kept = frozenset(number for number, length in in_rings.items() if length <= slicing.longest_kept)
+        sent = frozenset(number for number in kept if in_rings[number] > slicing.summed_tokens)
+        swapped = frozenset(number for number in kept if in_rings[number] > slicing.kept_tokens)
         ring_ends = tuple(
             self._ring_ends(lengths[shard.seq], len(shard.ring), number in kept)
             for number, shard in enumerate(shards[:num_rings])
         )
         before = [
             sum(end // len(shard.ring) for end, shard in zip(ends, shards, strict=False))
-            for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (self.slicing.num_slices - 1)
+            for ends in list(zip(*ring_ends, strict=True))[:-1] or [()] * (slicing.num_slices - 1)
         ]
         line = _line(shards[num_rings:])
-        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept, sent)
+        return DocumentSlices(micro_batch, ring_ends, self._local_ends(line, before), kept, sent, swapped)
 
     def sequence_slices(self, length: int, width: int) -> tuple[int, ...]:
         """Return the tokens of each slice of a sequence that has its micro-batch to itself, on ``width`` ranks."""
-        ends = self._ring_ends(length, width, length <= self.slicing.kept_tokens)
+        ends = self._ring_ends(length, width, length <= self.slicing.longest_kept)
         return tuple(stop - start for start, stop in pairwise((0, *ends)))
 
     def _ring_ends(self, length: int, width: int, is_kept: bool) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ class SlicingJson(TypedDict):
     kept_tokens: int
     eager: bool
     summed_tokens: int
+    zero_bubble: bool
+    swapped_tokens: int
 
 
 class StepPlanJson(TypedDict):

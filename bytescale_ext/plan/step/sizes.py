@@ -22,6 +22,8 @@ class Slicing:
             this many tokens; sums of longer ones travel home with each slice.
         zero_bubble: backward passes compute input gradients alone, and weight gradients run where a stage would be idle
             (see ``plan.schedule.deferred``).
+        swapped_tokens: keys of sequences of more than ``kept_tokens`` and at most this many tokens are kept in host
+            memory: on the device only while attention uses them.
     """
 
     num_slices: int = 1
@@ -29,6 +31,7 @@ class Slicing:
     eager: bool = False
     summed_tokens: int = ALL_SUMS
     zero_bubble: bool = False
+    swapped_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.num_slices < 1:
@@ -37,14 +40,22 @@ class Slicing:
             raise ValueError(f"keys of sequences of up to {self.kept_tokens} tokens are kept: use 0 or more")
         if self.summed_tokens < 0:
             raise ValueError(f"sums of sequences of up to {self.summed_tokens} tokens are kept: use 0 or more")
+        if self.swapped_tokens < 0:
+            raise ValueError(f"keys of sequences of up to {self.swapped_tokens} tokens are swapped: use 0 or more")
 
     def __str__(self) -> str:
         """Return for example ``8 eager slices, keys kept up to 65536 tokens``."""
         if self.num_slices == 1:
             return "1 slice"
         slices = "eager slices" if self.eager else "slices"
-        sums = "" if self.summed_tokens >= self.kept_tokens else f", gradient sums up to {self.summed_tokens}"
-        return f"{self.num_slices} {slices}, keys kept up to {self.kept_tokens} tokens{sums}"
+        in_host = f", in host memory up to {self.swapped_tokens}" if self.swapped_tokens > self.kept_tokens else ""
+        sums = "" if self.summed_tokens >= self.longest_kept else f", gradient sums up to {self.summed_tokens}"
+        return f"{self.num_slices} {slices}, keys kept up to {self.kept_tokens} tokens{in_host}{sums}"
+
+    @property
+    def longest_kept(self) -> int:
+        """The most tokens of a sequence whose keys are kept, on the device or in host memory."""
+        return max(self.kept_tokens, self.swapped_tokens)
 
     @property
     def order(self) -> str:

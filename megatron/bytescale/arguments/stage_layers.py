@@ -76,23 +76,28 @@ def expert_load(args: Any) -> float:
 
 
 def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...]:
-    """Return what a stage holds at most: of micro-batches that are full, and of the longest document that is kept."""
-    documents, slices, kept_tokens = run.find(DocumentSliceConfig), slice_lengths(run), 0.0
+    """Return what a stage holds at most: of micro-batches that are full, and of the longest document that is kept.
+
+    Where keys are swapped, also of the longest document with keys in host memory.
+    """
+    documents, slices, slicing = run.find(DocumentSliceConfig), slice_lengths(run), slicing_of(run)
     num_stages, virtual = len(run.stage_layers), args.virtual_pipeline_model_parallel_size or 1
     count = MANY_GROUPS * max(num_stages, slice_group_size(num_stages, len(slices)) // len(slices))
     if run.find(HdpConfig) is None:
         count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         count = count if len(slices) > 1 else -(-count // num_stages) * num_stages  # whole groups hold as much
-    if documents is not None:
-        others = 1 - 1 / run.cluster.num_ranks
-        kept_tokens = min(documents.slicing.kept_tokens, args.seq_length) * others
-    schedule = seq1f1b_schedule(num_stages, count, slicing_of(run), virtual)
+    others = 0.0 if documents is None else 1 - 1 / run.cluster.num_ranks
+    schedule = seq1f1b_schedule(num_stages, count, slicing, virtual)
     if len(slices) == 1:  # a micro-batch holds its keys as activations
         return held_slices(schedule, stage, [run.cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
     lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
     keys = key_value_bytes(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
     sums = key_value_bytes(run.shape, run.process.tensor_parallel, KEY_SUM_BYTES)
-    return held_slices(schedule, stage, lengths, kept_tokens, LayerBytes(0.0, keys, sums))
+    on_device, in_host = (min(most, args.seq_length) for most in (slicing.kept_tokens, slicing.swapped_tokens))
+    found = held_slices(schedule, stage, lengths, on_device * others, LayerBytes(0.0, keys, sums))
+    if in_host > on_device:
+        found += held_slices(schedule, stage, lengths, in_host * others, LayerBytes(0.0, keys, sums), is_swapped=True)
+    return found
 
 
 def slice_lengths(run: RunConfig) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.show import plan_text
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.cli.shared.inputs import count, size
-from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, slicing_of
+from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, link_of, slicing_of
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -123,7 +123,7 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
     return HdpPlanner(
         cluster,
-        stage_costs(cost, args.stages, cluster),
+        stage_costs(cost, args.stages, cluster, link_of(args)),
         slicing,
         tokens_multiple=args.tokens_multiple,
         balance=auto_balance(args.stages > 1) if balance == "auto" else balance,

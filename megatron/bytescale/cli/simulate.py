@@ -22,13 +22,14 @@ from bytescale_ext.plan.evaluate.schedulers import (
     Outcome,
     Scenario,
     Scheduler,
+    stage_costs,
     static,
 )
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
 from megatron.bytescale.cli.shared.inputs import check_picture, count, size
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, slicing_of
+from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, link_of, slicing_of
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
@@ -50,6 +51,7 @@ _COLUMNS: Final = {
     "peak_tokens": ("peak tokens", ".0f"),
     "kept_keys": ("kept keys", ".0f"),
     "device_bytes": ("GB", ".1f"),
+    "host_bytes": ("host GB", ".1f"),
     "distinct_peers": ("peers", ".0f"),
     "planning_seconds": ("planning s", ".4f"),
 }
@@ -77,6 +79,7 @@ class Described(TypedDict):
     stages: int
     slicing: dict[str, int]
     chosen_within_gb: float | None
+    host_gb: float | None
     seeds: int
     cost: dict[str, str]
 
@@ -128,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
     cost = model_cost(args.cost_file)
     slicing, cluster = slicing_of(args, cost), Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
     scenario = Scenario.of(cluster, args.context, cost, args.stages, slicing)
-    scenario = replace(scenario, choice=choice_of(args, cost, cluster))
+    stages = stage_costs(cost, args.stages, cluster, link_of(args))
+    scenario = replace(scenario, stages=stages, choice=choice_of(args, cost, cluster))
     figures = compare(scenario, draw_steps(args), names)
     described = described_scenario(args, slicing, cost)
     if args.plot:
@@ -151,15 +155,20 @@ def described_scenario(args: argparse.Namespace, slicing: Slicing, cost: ModelCo
         "stages": args.stages,
         "slicing": asdict(slicing),
         "chosen_within_gb": args.device_memory_gb,
+        "host_gb": args.host_memory_gb,
         "seeds": args.seeds,
         "cost": {"file": str(args.cost_file) if args.cost_file else "bytescale_7b", "device": cost.device},
     }
-    return {"sampler": args.sampler, **described} if args.sampler else {"lengths": str(args.lengths), **described}
+    return (
+        {"sampler": args.sampler, **described}
+        if args.sampler is not None
+        else {"lengths": str(args.lengths), **described}
+    )
 
 
 def draw_steps(args: argparse.Namespace) -> list[list[int]]:
     """Return the lengths of each step. A step from a file is the beginning of a random order of its documents."""
-    if args.sampler:
+    if args.sampler is not None:
         seeds = range(args.seeds)
         return [sample_lengths(args.sampler, args.context, args.global_tokens, seed).tolist() for seed in seeds]
     lengths = np.array(read_lengths(args.lengths), dtype=np.int64)
@@ -213,7 +222,9 @@ def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[
 def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
     """Return the comparison as a table, mean and worst of each figure."""
     is_whole = scenario["slicing"]["num_slices"] == 1 and scenario["chosen_within_gb"] is None
+    may_swap = scenario["slicing"]["swapped_tokens"] or scenario["host_gb"]
     hidden = ("makespan_over_1f1b_bound", "kept_keys") if is_whole else ()
+    hidden = hidden if may_swap else (*hidden, "host_bytes")
     columns = {name: column for name, column in _COLUMNS.items() if name not in hidden}
     heads = ["", *(title for title, _ in columns.values())]
     rows = [heads]
@@ -222,7 +233,7 @@ def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
         if isinstance(row, str):
             notes.append(f"{name}: not applicable, {row}")
             continue
-        rows.append([name, *(_cell(row[figure], spec, 1e-9 if figure == "device_bytes" else 1.0)
+        rows.append([name, *(_cell(row[figure], spec, 1e-9 if figure.endswith("_bytes") else 1.0)
                              for figure, (_, spec) in columns.items())])  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = [
@@ -245,6 +256,8 @@ def _title(scenario: Described) -> str:
         stages += f" in {slicing}"
     if scenario["chosen_within_gb"] is not None:
         stages += f" in slices chosen for each step within {scenario['chosen_within_gb']:g} GB"
+    if scenario["host_gb"] is not None:
+        stages += f" and {scenario['host_gb']:g} GB of host memory"
     return (
         f"{source}, context {scenario['context']}, {scenario['ranks']} ranks{stages}, C {scenario['tokens_per_rank']}, "
         f"{scenario['global_tokens']} tokens a step, {scenario['seeds']} seeds"

@@ -21,7 +21,7 @@ from bytescale_ext.plan.activation.load import (
     cost_of_rates,
 )
 from bytescale_ext.plan.activation.policies import POLICIES
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
 from megatron.bytescale.arguments.stage_layers import slice_lengths, sliced_options, stage_settings
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 RATES = (650e12, 600e12, 500e12)
 """FLOPs per second of matrix products, attention forward and backward, used without a cost file: one H200."""
-
-LINK_GB_PER_SECOND = 55.0
-"""Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
 
 OFFLOADED_PARAMETER_BYTES = 16
 """Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
@@ -132,7 +129,7 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
         config = replace(config, options=sliced_options(args, run, documents), stage=run.process.stage)
         config.check_fits()
         return config
-    stages = [replace(config, layers=stage_settings(args, run, stage)) for stage in range(len(run.stage_layers))]
+    stages = [config.on_stage(stage_settings(args, run, stage)) for stage in range(len(run.stage_layers))]
     for one in stages:
         one.check_fits()
     return stages[run.process.stage]
@@ -148,7 +145,7 @@ def assumptions(args: Any, run: RunConfig) -> str:
     speeds = []
     if args.link_gb_per_second is None and args.host_memory_gb:
         speeds.append(
-            f"{LINK_GB_PER_SECOND:g} GB/s to host memory (give --link-gb-per-second; "
+            f"{LINK_BYTES_PER_SECOND / 1e9:g} GB/s to host memory (give --link-gb-per-second; "
             "scripts/bench/activation/gpu_activations_calibrate.py measures it)"
         )
     if run.cost is None:
@@ -228,7 +225,7 @@ def machine_of(args: Any, shape: ModelShape) -> Machine:
     for flag, value in (("--host-memory-gb", args.host_memory_gb), ("--device-memory-gb", args.device_memory_gb)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{flag} {value:g} is not an amount of memory")
-    link = LINK_GB_PER_SECOND if args.link_gb_per_second is None else args.link_gb_per_second
+    link = LINK_BYTES_PER_SECOND / 1e9 if args.link_gb_per_second is None else args.link_gb_per_second
     if not 0 < link < math.inf:
         raise ValueError(f"--link-gb-per-second {link:g} must be positive")
     sharers = 1 if args.gpus_per_link is None else args.gpus_per_link

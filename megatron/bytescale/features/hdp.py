@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import flops_stage_cost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, flops_stage_cost
 from bytescale_ext.plan.hdp.planner import BALANCES, auto_balance
 from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
+from megatron.bytescale.features.activations import cost_in_seconds, machine_of
 from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.slices import may_swap_keys
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -168,7 +170,7 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
     given = {name: getattr(args, f"hdp_{name}") for name in names}
     return HdpConfig(
         run.cluster,
-        stage_cost(run),
+        stage_cost(run, machine_of(args, run.shape).link_bytes_per_second if may_swap_keys(args) else None),
         longest_sequence=args.seq_length,
         rows_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         balance=balance,
@@ -189,13 +191,16 @@ def check_kernel(name: str | None, run: RunConfig) -> None:
         named_kernel(device, run.process.dtype, run.shape.head_dim, name)
 
 
-def stage_cost(run: RunConfig) -> StageCost:
-    """Return the cost of the pipeline stage that is slowest with a full micro-batch: in measured seconds, or FLOPs."""
-    last = len(run.stage_layers) - 1
+def stage_cost(run: RunConfig, key_link: float | None = None) -> StageCost:
+    """Return the cost of the pipeline stage that is slowest with a full micro-batch: in measured seconds, or FLOPs.
+
+    ``key_link``: bytes per second of the link to host memory where keys are swapped; then the cost is in seconds.
+    """
+    last, cost = len(run.stage_layers) - 1, run.cost if key_link is None else cost_in_seconds(run)
     stages = [
         flops_stage_cost(run.shape, layers, stage == last)
-        if run.cost is None
-        else run.cost.stage(layers, has_head=stage == last)
+        if cost is None
+        else cost.stage(layers, has_head=stage == last, link=key_link or LINK_BYTES_PER_SECOND)
         for stage, layers in enumerate(run.stage_layers)
     ]
     nodes = None if run.cost is None else run.cost.nodes(run.cluster)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
@@ -18,8 +19,8 @@ from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.arguments.stage_layers import expert_load
-from megatron.bytescale.features.activations import cost_in_seconds
+from megatron.bytescale.arguments.stage_layers import expert_load, stage_settings
+from megatron.bytescale.features.activations import cost_in_seconds, machine_of
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "many tokens, so that they travel once, not again with each slice. Default: as many as fit in the memory that "
         "1F1B would take; 0: none.",
     )
+    group.add_argument(
+        "--hdp-swapped-keys",
+        type=int,
+        metavar="TOKENS",
+        help="With --hybrid-data-parallel: keep the keys of documents longer than --hdp-kept-keys and of up to this "
+        "many tokens in host memory (--host-memory-gb), from which each slice reads those before it. Default: 0, "
+        f"none. With --seq1f1b-slices {AUTO} and --host-memory-gb the planner chooses.",
+    )
 
 
 def slices_value(text: str) -> int | str:
@@ -84,10 +93,15 @@ def before_checks(args: Any) -> None:
         _check_auto(args)
     elif args.seq1f1b_slices < 1:
         raise ValueError(f"--seq1f1b-slices {args.seq1f1b_slices} must be at least 1; 1 does not cut micro-batches")
-    if args.hdp_kept_keys is not None and not args.hybrid_data_parallel:
-        raise ValueError("--hdp-kept-keys needs --hybrid-data-parallel")
-    if args.hdp_kept_keys is not None and args.hdp_kept_keys < 0:
-        raise ValueError(f"--hdp-kept-keys must be at least 0, got {args.hdp_kept_keys}")
+    for flag, tokens in (("--hdp-kept-keys", args.hdp_kept_keys), ("--hdp-swapped-keys", args.hdp_swapped_keys)):
+        if tokens is not None and not args.hybrid_data_parallel:
+            raise ValueError(f"{flag} needs --hybrid-data-parallel")
+        if tokens is not None and tokens < 0:
+            raise ValueError(f"{flag} must be at least 0, got {tokens}")
+    if args.hdp_swapped_keys and args.seq1f1b_slices == 1:
+        raise ValueError("--hdp-swapped-keys needs --seq1f1b-slices of 2 or more")
+    if args.hdp_swapped_keys and not args.host_memory_gb:
+        raise ValueError("--hdp-swapped-keys needs --host-memory-gb, the host memory of each process for keys")
     if slicing_of(args).order:
         _check_order(args)
     args.create_attention_mask_in_dataloader = False  # a mask covers a whole sequence; slices need none
@@ -121,7 +135,12 @@ def _check_auto(args: Any) -> None:
         raise ValueError(f"{what} needs --device-memory-gb, the device memory for activations; {by_hand}")
     if not args.device_memory_gb > 0:
         raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} is not an amount of memory")
-    for flag, value in (("--hdp-kept-keys", args.hdp_kept_keys), (ORDER_FLAG, args.seq1f1b_eager or None)):
+    chosen = {
+        "--hdp-kept-keys": args.hdp_kept_keys,
+        "--hdp-swapped-keys": args.hdp_swapped_keys,
+        ORDER_FLAG: args.seq1f1b_eager or None,
+    }
+    for flag, value in chosen.items():
         if value is not None:
             raise ValueError(f"{what} chooses what {flag} sets: remove {flag}, {by_hand}")
 
@@ -182,23 +201,49 @@ def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceC
     if args.seq1f1b_slices == AUTO:
         return chosen_slices(args, run, SliceRule(OPTIONS[-1], equal, hdp.rows_multiple))
     kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
-    slicing = replace(slicing_of(args), kept_tokens=kept_tokens)
-    config = DocumentSliceConfig(SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages)
+    slicing = replace(slicing_of(args), kept_tokens=kept_tokens, swapped_tokens=args.hdp_swapped_keys or 0)
+    config = DocumentSliceConfig(
+        SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages, host_bytes=_host_bytes(args, run)
+    )
     if slicing.num_slices == 1:
         return config
+    _check_host_memory(args, run.with_feature("slices", config))
     key_bytes = key_value_bytes(run.shape, args.tensor_model_parallel_size)
     return config.with_note(kept_note(config, hdp.longest_sequence, [key_bytes * n for n in run.stage_layers]))
+
+
+def may_swap_keys(args: Any) -> bool:
+    """Return whether keys may be kept in host memory: by flag, or where the planner chooses without a policy."""
+    by_choice = args.seq1f1b_slices == AUTO and args.host_memory_gb and not _has_policy(args)
+    return bool(args.hdp_swapped_keys or by_choice)
+
+
+def _host_bytes(args: Any, run: RunConfig) -> float:
+    """Return the host memory in which keys may be swapped."""
+    return machine_of(args, run.shape).host_bytes if may_swap_keys(args) else 0.0
+
+
+def _check_host_memory(args: Any, run: RunConfig) -> None:
+    """Raise ValueError where the swapped keys of the longest documents exceed the host memory on a stage."""
+    config = run.get(DocumentSliceConfig)
+    stages = range(len(run.stage_layers)) if config.host_bytes else ()
+    needed = max((stage_settings(args, run, stage).key_host_bytes for stage in stages), default=0.0)
+    if needed > config.host_bytes:
+        raise ValueError(
+            f"keys of documents of up to {config.slicing.swapped_tokens} tokens take {in_gigabytes(needed)} GB of host "
+            f"memory, and --host-memory-gb is {config.host_bytes / 1e9:.4g}: give at least that, or swap fewer keys"
+        )
 
 
 def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceConfig:
     """Return the choice of slices within the device memory for activations. Raises ValueError where none fits."""
     hdp, num_stages = run.get(HdpConfig), args.pipeline_model_parallel_size
     memory = stage_memory(args, run).without_states()
-    choice = SlicingChoice(memory, args.device_memory_gb * 1e9)
+    choice = SlicingChoice.within(memory, args.device_memory_gb * 1e9, _host_bytes(args, run))
     if not _has_policy(args):  # else the policy checks what it leaves on the device
         choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
     note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"
-    return DocumentSliceConfig(rule, num_stages, note, choice)
+    return DocumentSliceConfig(rule, num_stages, note, choice, choice.host_bytes)
 
 
 def stage_memory(args: Any, run: RunConfig) -> StageMemory:
@@ -249,9 +294,11 @@ def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[flo
         longest: tokens of the longest sequence.
         key_bytes: of a token's keys and values in all layers of each stage.
     """
-    kept_tokens, num_stages = config.slicing.kept_tokens, config.num_stages
-    note = f"keys of documents of up to {kept_tokens:,} tokens are kept from slice to slice"
-    if kept_tokens >= longest or num_stages == 1:
+    slicing, num_stages = config.slicing, config.num_stages
+    note = f"keys of documents of up to {slicing.kept_tokens:,} tokens are kept from slice to slice"
+    if slicing.longest_kept > slicing.kept_tokens:
+        note += f", those of up to {slicing.swapped_tokens:,} in host memory"
+    if slicing.longest_kept >= longest or num_stages == 1:
         return note
     num_bytes = max(
         kept_bytes(num_stages, config.slicing, longest, each, stage) for stage, each in enumerate(key_bytes)
@@ -261,6 +308,13 @@ def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[flo
         f"--hdp-kept-keys {longest} avoids that, with up to {num_bytes / 1e9:,.1f} GB of keys on a rank; "
         "or use fewer slices (`bytescale simulate` compares them)"
     )
+
+
+def borrowed_flags(args: Any) -> tuple[str, ...]:
+    """Return the flags of activation policies that slices read: memory, and the link that swaps keys."""
+    link = ("--host-memory-gb", "--link-gb-per-second", "--gpus-per-link")
+    is_chosen = args.seq1f1b_slices == AUTO
+    return (*("--device-memory-gb",) * is_chosen, *(link if is_chosen or args.hdp_swapped_keys else ()))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -283,6 +337,6 @@ SLICES = Feature(
     before_checks=before_checks,
     after_checks=after_checks,
     needs="--seq1f1b-slices of 2 or more",
-    borrows=lambda args: ("--device-memory-gb",) if args.seq1f1b_slices == AUTO else (),
+    borrows=borrowed_flags,
     reads_cost=True,
 )

@@ -11,6 +11,8 @@ import torch
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
+from bytescale_ext.activation.arena import allocate_arena
+from bytescale_ext.activation.link import make_link
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
@@ -43,8 +45,10 @@ def cut_samples(training: Training, runtime: Runtime) -> Training:
 
 def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Prepare the stages, and print which keys are kept. Collective; called before DDP wraps the model."""
-    config = runtime.run.get(DocumentSliceConfig)
+    config, on_cuda = runtime.run.get(DocumentSliceConfig), runtime.run.process.on_cuda
     _prepare_stages(runtime, config)
+    if config.host_bytes and runtime.activations is None:  # an activation policy has an arena for both
+        runtime.key_link = make_link(allocate_arena(int(config.host_bytes), on_cuda), on_cuda)
     if config.note:
         print_rank_0(f"> bytescale: {config.note}")
     return model_chunks

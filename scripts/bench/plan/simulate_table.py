@@ -33,6 +33,7 @@ from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402
 from bytescale_ext.plan.step.sizes import Cluster, Slicing  # noqa: E402
 from scripts.bench.plan.simulate_budgets import (  # noqa: E402
     GIGABYTES,
+    HOST_GIGABYTES,
     LIMIT,
     STAGES,
     Chosen,
@@ -114,10 +115,12 @@ def write_page(text: str, path: Path) -> None:
 def with_budgets(text: str, found: Sequence[Chosen]) -> str:
     """Return the page with the section of choices within a budget, and their targets."""
     rows = []
-    for gigabytes, num_stages, case in product(GIGABYTES, STAGES, CASES):
-        over = [one.over_bound for one in found if one.key[:3] == (case.name, num_stages, gigabytes)]
+    for gigabytes, host, num_stages, case in product(GIGABYTES, (0, HOST_GIGABYTES), STAGES, CASES):
+        budget = (case.name, num_stages, gigabytes, host)
+        over = [one.over_bound for one in found if (*one.key[:3], one.host_gigabytes) == budget]
         what = f"{case.name} x {num_stages} stages: time / pipeline bound, mean, chosen within {gigabytes} GB"
-        rows.append(Target(what, statistics.mean(over), LIMIT, True).row)
+        what += f" and {host} GB of host memory" if host else ""
+        rows += [Target(what, statistics.mean(over), LIMIT, True).row] if over else []
     return _with_section(_with_targets(text, ", chosen within ", rows), section(found), "## What 1F1B allows")
 
 

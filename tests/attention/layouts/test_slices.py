@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from bytescale_ext.activation.arena import HostArena
+from bytescale_ext.activation.keys import SwappedKeys
+from bytescale_ext.activation.link import PlainLink
 from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
 from bytescale_ext.attention.ring import Backend, Steps, forward_steps, summing_steps
@@ -39,7 +43,8 @@ def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[Docu
 
 def num_keys(layouts: Sequence[SliceLayout]) -> int:
     """Rows of the keys of a micro-batch, all of which its slices hold, each once."""
-    held = sorted(interval for rows in layouts[-1].held.places for interval in rows.intervals)
+    held = sorted(interval for rows in layouts[-1].keys.places for interval in rows.intervals)
+    assert layouts[-1].keys.places == layouts[-1].held.places + layouts[-1].swapped.places
     assert all(one.held.places == layouts[-1].held.places[: one.index + 1] for one in layouts)
     assert [start for start, _ in held] == [0, *(stop for _, stop in held[:-1])][: len(held)]
     return held[-1][1] if held else 0
@@ -50,7 +55,8 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
     cut, layouts = slices_of(case, number, comm.rank, rule)
     expected = list(zip(*case.expected(), strict=True))
     assert num_keys(layouts) >= sum(layout.own.num_rows for layout in layouts)
-    prefix = LayerPrefix()
+    link = PlainLink(HostArena(torch.empty(1 << 20, dtype=torch.uint8)))
+    prefix = LayerPrefix(to_host=partial(SwappedKeys, link=link))
     backend, runs = Backend(comm, kernel_named("reference"), case.scale), []
     for layout in layouts:
         piece = cut.slice(layout.index, comm.rank)
@@ -58,6 +64,9 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
         prefix.write(layout, k[: piece.num_tokens], v[: piece.num_tokens])
         keys = prefix.keys_of(layout)
         runs.append((layout, piece, q, dout, *(yield from forward_steps(q, *keys, layout.attention, backend))))
+        del keys
+        prefix.leave()
+        assert bool(link.used_bytes) == bool(cut.swapped)
     for layout, piece, q, dout, out, lse in reversed(runs):
         sums, computed = prefix.start_backward(layout), Computed(q, *prefix.keys_of(layout), out, lse)
         dq = yield from summing_steps(dout, computed, sums, layout.attention, backend)
@@ -66,23 +75,30 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
         got = (out[: piece.num_tokens], dq[: piece.num_tokens], *(layout.own.take(total) for total in sums))
         for tensor, column in zip(got, expected, strict=True):
             torch.testing.assert_close(tensor, case.rows(piece, column), rtol=1e-10, atol=1e-10)
+        del computed
         prefix.end_backward()
+    assert not link.used_bytes
 
 
 @pytest.mark.parametrize(
-    ("kept_tokens", "summed_tokens"),
-    [(0, 0), (1, 1000), (1000, 1000), (1000, 0), (1000, 1)],
-    ids=["travel", "some-kept", "kept", "sums-travel", "some-sums-travel"],
+    ("kept_tokens", "summed_tokens", "swapped_tokens"),
+    [(0, 0, 0), (1, 1000, 0), (1000, 1000, 0), (1000, 0, 0), (1000, 1, 0), (0, 1000, 1000), (1, 0, 1000), (0, 1, 1)],
+    ids=["travel", "some-kept", "kept", "sums-travel", "some-sums-travel", "swapped", "some-swapped", "rest-travels"],
 )
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 5])
 @pytest.mark.parametrize("case", [LONG, MIXED, GROUPS, TINY], ids=["long", "mixed", "groups", "tiny"])
-def test_slices_give_the_whole(case: Case, num_slices: int, kept_tokens: int, summed_tokens: int) -> None:
+def test_slices_give_the_whole(
+    case: Case, num_slices: int, kept_tokens: int, summed_tokens: int, swapped_tokens: int
+) -> None:
     """All ranks run their slices in one order without a deadlock, and the results match whole documents."""
     lengths = sorted(case.lengths[seq] for one in case.rounds for seq, ring in one if len(ring) > 1)
     middle = lengths[(len(lengths) - 1) // 2]  # of the sequences in rings
     assert middle < lengths[-1]
-    kept_tokens, summed_tokens = (middle if tokens == 1 else tokens for tokens in (kept_tokens, summed_tokens))
-    rule = SliceRule(Slicing(num_slices, kept_tokens, summed_tokens=summed_tokens), COST)
+    kept_tokens, summed_tokens, swapped_tokens = (
+        middle if tokens == 1 else tokens for tokens in (kept_tokens, summed_tokens, swapped_tokens)
+    )
+    slicing = Slicing(num_slices, kept_tokens, summed_tokens=summed_tokens, swapped_tokens=swapped_tokens)
+    rule = SliceRule(slicing, COST)
     for number in range(len(case.rounds)):
         comms = mailbox_comms(case.num_ranks)
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
@@ -140,6 +156,12 @@ def test_kept_keys_of_a_ring() -> None:
     assert [rows.intervals for rows in sent.summed.places] == [((8, 10), (24, 26)), ((10, 16), (26, 28))]
     assert [sent.attention.passes[0].travelling_sums(one) for one in range(3)] == [8, 8, 8]
     assert [sent.attention.passes[0].travelling(one) for one in range(3)] == [6, 6, 6]
+    swapped = slice_layouts(replace(cut, swapped=frozenset({0})), 1, [4, 8])[1]
+    assert [rows.intervals for rows in swapped.held.places] == [((24, 26),), ((26, 28),)]
+    assert [rows.intervals for rows in swapped.swapped.places] == [
+        ((0, 2), (8, 10), (16, 18)), ((2, 8), (10, 16), (18, 24)),
+    ]  # fmt: skip
+    assert (swapped.attention, swapped.own, swapped.summed) == (second.attention, second.own, second.summed)
     travelling = slice_layouts(DocumentSlices(held, ((6, 24),), (2, 4)), 1, [4, 8])[1].attention.passes[0]
     assert [travelling.travelling(one) for one in range(3)] == [8, 8, 8]
     assert (member.blocks, member.prefix_blocks) == (travelling.blocks, travelling.prefix_blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
@@ -56,6 +56,7 @@ def test_sections_are_added_once_and_replaced() -> None:
     cells = "1.000 (1.500) | 8 slices, eager, all keys | 65.0 | 20.0 | 30.0 | 5.0 | 9.0 | 1.0 | 2.0 (2.0) | met |"
     assert rows[0].endswith(cells)
     assert f"**80 GB**, 2 steps: {len(CASES) * len(STAGES)} of {len(CASES) * len(STAGES)} cases meet 1.10" in once
+    assert "host memory" not in once
     for part in PAGE.split("\n\n"):
         assert part.strip() in once
     again = with_speeds(with_budgets(once, chosen(3.0)), [PlanningSpeed(512, 15_000, "none", [0.2])])
@@ -63,6 +64,19 @@ def test_sections_are_added_once_and_replaced() -> None:
     assert f"**80 GB**, 2 steps: 0 of {len(CASES) * len(STAGES)} cases meet 1.10" in again
     assert again.count("chosen within 80 GB | at most 1.1 | 3.500 | **missed** |") == len(CASES) * len(STAGES)
     assert "processor seconds, median | at most 0.1 | 0.200 | **missed** |" in again
+
+
+def test_cases_that_miss_the_target_have_a_table_with_host_memory() -> None:
+    missed, slicing = chosen(2.0), (3, 1 << 19, True, 1 << 18, False, 1 << 20)
+    case = CASES[-1].name
+    again = [replace(one, over_bound=1.0, slicing=slicing, longest=1 << 20, host_gigabytes=200, in_host=90.0)
+             for one in missed if one.key[:3] == (case, 8, 80)]  # fmt: skip
+    text = with_budgets(PAGE, missed + again)
+    cells = "1.000 (1.000) | 3 slices, eager, keys to 512K, in host memory to 1024K, sums to 256K | 65.0 | "
+    assert f"| {case} x 8 stages | {cells}" in text
+    assert "**80 GB and 200 GB of host memory, for cases that lack memory**, 2 steps: 1 of 1 cases meet 1.10" in text
+    assert f"{case} x 8 stages: time / pipeline bound, mean, chosen within 80 GB and 200 GB of host memory" in text
+    assert complete(missed + again) == missed
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:

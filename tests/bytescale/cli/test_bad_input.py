@@ -60,6 +60,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--slices", "auto", "--stages", "2", "--device-memory-gb", "0.001"], "GB"),
     ([*PLAN, "--eager", "--stages", "2"], "--eager needs --slices"),
     ([*PLAN, "--kept-keys", "5", "--stages", "2"], "--kept-keys 5"),
+    ([*PLAN, "--link-gb-per-second", "0"], "--link-gb-per-second 0 must be positive"),
     ([*PLAN, "--device-memory-gb", "80"], "--device-memory-gb needs --slices auto"),
     ([*PLAN, "--ranks-per-node", "0"], "'0' is not a whole number"),
     ([*PLAN, "--static-width", "2"], "width 2 does not divide 9"),

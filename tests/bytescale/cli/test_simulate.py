@@ -19,7 +19,7 @@ COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1
 SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
 FIGURES = {
     "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
-    "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "device_bytes",
+    "exposed_communication", "forwards_per_rank", "peak_tokens", "kept_keys", "device_bytes", "host_bytes",
     "distinct_peers", "planning_seconds",
 }  # fmt: skip
 
@@ -173,7 +173,8 @@ def test_no_static_mesh_to_compare_with(capsys: pytest.CaptureFixture[str]) -> N
 
 SCENARIO: command.Described = {
     "lengths": "data/mine.idx", "context": 64, "ranks": 4, "tokens_per_rank": 16, "global_tokens": 256, "stages": 1,
-    "slicing": {"num_slices": 1}, "chosen_within_gb": None, "seeds": 3, "cost": {"file": "a.json", "device": "a GPU"},
+    "slicing": {"num_slices": 1, "swapped_tokens": 0}, "chosen_within_gb": None, "host_gb": None, "seeds": 3,
+    "cost": {"file": "a.json", "device": "a GPU"},
 }  # fmt: skip
 
 
@@ -211,3 +212,20 @@ def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> No
     assert value["schedulers"]["static"]["makespan"] == whole["static"]["makespan"]
     assert value["schedulers"]["ours"]["makespan"]["mean"] < whole["ours"]["makespan"]["mean"]
     assert value["schedulers"]["ours"]["device_bytes"]["worst"] <= 60e9
+
+
+def test_swapped_keys_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--sampler", "github", *SMALL, "--stages", 2, "--schedulers", "ours", "--slices", 3, "--kept-keys", 0)
+    assert run(*words) == 0
+    assert "host GB" not in capsys.readouterr().out
+    assert run(*words, "--swapped-keys", "32768") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "in 3 slices, keys kept up to 0 tokens, in host memory up to 32768" in lines[0]
+    assert "host GB" in lines[3]
+    found = []
+    for speed in (55, 5):
+        assert run(*words, "--swapped-keys", "32768", "--link-gb-per-second", speed, "--json") == 0
+        found.append(json.loads(capsys.readouterr().out)["schedulers"]["ours"])
+    assert found[0]["host_bytes"]["worst"] > 0
+    assert found[0]["kept_keys"]["worst"] == 0
+    assert found[0]["makespan"]["mean"] < found[1]["makespan"]["mean"]

@@ -9,6 +9,7 @@ import pytest
 
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_cost import flops_stage_cost
+from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.hdp import stage_cost
 from tests.bytescale.arguments.resolving import refused, resolved
@@ -58,6 +59,36 @@ def test_each_planner_flag_reaches_the_configuration() -> None:
     assert found.features["hdp"] == replace(expected, cluster=cluster)
     found = resolved(4, *COMMON, *"--seq1f1b-slices 3 --hdp-kept-keys 0".split())
     assert found.features["slices"].slicing == Slicing(3, kept_tokens=0)
+
+
+@pytest.mark.ranks
+def test_swapped_keys_have_host_memory_and_a_price() -> None:
+    """Keys of 256 tokens in float32; two first slices in flight hold 1.25 times the tokens of a micro-batch."""
+    words = "--seq1f1b-slices 2 --hdp-kept-keys 0 --hdp-swapped-keys 256 --host-memory-gb 0.01".split()
+    fast, slow = (
+        resolved(4, *COMMON, *words, "--link-gb-per-second", speed, *more)
+        for speed, more in ((4, ["--swap-fraction", 0.5]), (2, []))
+    )
+    slices = slow.features["slices"]
+    assert (slices.slicing, slices.host_bytes) == (Slicing(2, 0, swapped_tokens=256), 1e7)
+    costs = [found.features["hdp"].cost for found in (fast, slow)]
+    assert costs[1].key_read == 2 * costs[0].key_read > 0
+    assert costs[1].forward.b < 1e-3  # seconds, not FLOPs
+    activations = fast.features["activations"]
+    assert activations.key_bytes == pytest.approx(1.25 * 2 * 256 * costs[0].key_read * 4e9)  # priced in 16 bits
+    assert activations.machine.host_bytes + activations.key_bytes == 1e7
+    assert resolved(4, *COMMON, *words[:4]).features["slices"].host_bytes == 0
+
+
+@pytest.mark.ranks
+def test_the_planner_may_swap_keys_where_there_is_host_memory_and_no_policy() -> None:
+    words = "--pipeline-model-parallel-size 2 --seq1f1b-slices auto --device-memory-gb 1".split()
+    without, with_host = (
+        resolved(8, *COMMON, *words, *more).features["slices"] for more in ([], ["--host-memory-gb", 0.01])
+    )
+    assert (without.host_bytes, without.choice.options) == (0, OPTIONS)
+    assert with_host.host_bytes == with_host.choice.host_bytes == 1e7
+    assert with_host.choice.options == OPTIONS_WITH_HOST_MEMORY
 
 
 @pytest.mark.ranks
@@ -128,6 +159,13 @@ def test_our_flags_need_the_main_one(words: str) -> None:
         (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
         (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
         (4, "--seq1f1b-slices 2 --hdp-kept-keys -1", "--hdp-kept-keys must be at least 0, got -1"),
+        (4, "--seq1f1b-slices 2 --hdp-swapped-keys -1", "--hdp-swapped-keys must be at least 0, got -1"),
+        (4, "--seq1f1b-slices 2 --hdp-swapped-keys 9", "--hdp-swapped-keys needs --host-memory-gb"),
+        (
+            4,
+            "--seq1f1b-slices 2 --hdp-swapped-keys 256 --hdp-kept-keys 0 --host-memory-gb 0.00001",
+            "keys of documents of up to 256 tokens take|GB of host memory, and --host-memory-gb is 1e-05|swap fewer",
+        ),
         (4, "--hdp-timeline-step 3", "--hdp-timeline-step needs --hdp-log-dir"),
         (4, "--hdp-tokens-per-rank many", "argparse refuses it"),
     ],

@@ -41,6 +41,8 @@ def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -
         "seq1f1b_eager": False,
         "seq1f1b_zero_bubble": False,
         "hdp_kept_keys": None,
+        "hdp_swapped_keys": None,
+        "host_memory_gb": None,
         "recompute_granularity": None,
         "swap_fraction": None,
         "recompute_fraction": None,
@@ -77,6 +79,8 @@ def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
     assert f"--hdp-kept-keys {longest} avoids that" in note
     assert f"up to {8 * (6 / 4 + 6 / 4) * longest * key_bytes / 1e9:,.1f} GB" in note
     assert kept_note(everything, longest, stages).endswith("are kept from slice to slice")
+    in_host = DocumentSliceConfig(SliceRule(Slicing(4, 100, swapped_tokens=longest)), 4)
+    assert kept_note(in_host, longest, stages).endswith(f"slice to slice, those of up to {longest:,} in host memory")
 
 
 @pytest.mark.ranks

@@ -64,10 +64,11 @@ CASES = {
     "7 + 1, swap all": Case(UNEVEN, SWAP),
     "virtual, swap all": Case(VIRTUAL, SWAP, micro_batches=4),
 }
-KEPT = Slicing(4, 2 * LENGTH)
+KEPT, IN_HOST = Slicing(4, 2 * LENGTH), Slicing(4, 0, swapped_tokens=2 * LENGTH)
 RINGS = {
     "sums travel": Case(((3,), (2,)), slicing=replace(KEPT, summed_tokens=0), width=2, micro_batches=2),
-    "keys kept, swap all": Case(((3,), (2,)), SWAP, KEPT, width=2, micro_batches=2),
+    "keys kept, swap all": Case(((6,), (2,)), SWAP, KEPT, width=2, micro_batches=2),
+    "keys and all swapped": Case(((6,), (2,)), SWAP, IN_HOST, width=2, micro_batches=2),
 }
 
 
@@ -91,7 +92,8 @@ def predicted(case: Case, stage: int) -> float:
     if len(lengths) > 1:
         of_sums = keys if case.slicing.summed_tokens else 0.5 * keys  # of its own half alone
         others = float(LENGTH * (case.width - 1))
-        slices = held_slices(schedule, stage, lengths, others, LayerBytes(0.0, keys, of_sums))
+        is_swapped = case.slicing.swapped_tokens > 0
+        slices = held_slices(schedule, stage, lengths, others, LayerBytes(0.0, keys, of_sums), is_swapped)
     elif case.num_chunks > 1:
         slices = held_slices(schedule, stage, lengths, 0.0, LayerBytes(0.0, 0.0, 0.0))
     settings = LayerSettings(
@@ -195,15 +197,19 @@ class StageRun:
         """Run a step; return the most live bytes."""
         from megatron.core.pipeline_parallel.schedules import custom_backward
 
+        from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep
+
         actions = self.case.schedule().stages[self.stage]
         self.store.begin_step(actions)
-        prefixes: dict[Any, MicroBatchPrefix] = {}
+        steps = SliceStep(self.case.schedule(), self.stage, training=True, link=self.store.link)
+        prefixes = steps.prefixes
         held: dict[Any, tuple[Any, Any]] = {}
         with AllocationTrace(self.existing) as trace:
             for kind, number, index, chunk in actions:
+                steps.actions.popleft()
                 key = number, index, chunk
                 if kind == "F":
-                    prefix = prefixes.setdefault((number, chunk), MicroBatchPrefix())
+                    prefix = prefixes.setdefault((number, chunk), MicroBatchPrefix(swap=steps.swap_of(chunk)))
                     held[key] = self.forward(index, chunk, prefix)
                     continue
                 if kind == "W":
@@ -257,8 +263,12 @@ def test_every_stage_takes_what_is_predicted() -> None:
 
 
 def test_every_stage_takes_what_is_predicted_where_rings_keep_keys() -> None:
+    kept, swapped = "keys kept, swap all", "keys and all swapped"
     for found in run_ranks(measure, 2, RINGS):
         check(found, RINGS)
+        freed = predicted(RINGS[kept], 0) - predicted(RINGS[swapped], 0)
+        assert found[kept, 0] - found[swapped, 0] == pytest.approx(freed, rel=0.2)
+        assert freed > 0.1 * (found[kept, 0] - predicted_states(RINGS[kept], 0))  # of activations and keys
 
 
 SPLIT = {name: Case(((2,), (2,)), slicing=Slicing(zero_bubble=on)) for name, on in (("whole", False), ("split", True))}

@@ -38,6 +38,7 @@ BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 BUDGET = "0.00095"  # some keys are kept, not all
 ZERO_BUBBLE = "--seq1f1b-zero-bubble"
 POLICY = "--activation-policy priced --host-memory-gb 0.01 --no-measured-speeds --link-gb-per-second 1000".split()
+SWAPPED = "--hdp-kept-keys 150 --hdp-swapped-keys 1000 --host-memory-gb 0.01".split()
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
 
 
@@ -59,7 +60,7 @@ class Case:
 
 CASES = {
     "pp2": Case(3, 4, 2, [*UNEVEN, "--hdp-kept-keys", "0"], num_evaluations=2, kept_keys="up to 0 tokens"),
-    "pp2-even-full": Case(4, 4, 2, [*FULL, "--seq1f1b-partition", "even"], balance="pp"),
+    "pp2-even-full": Case(4, 4, 2, [*FULL, "--seq1f1b-partition", "even", *SWAPPED], balance="pp"),
     "pp2-one-idle": Case(2, 8, 2, SHARDED, num_idle=1),
     "pp4-selective-flops": Case(3, 8, 4, [*SELECTIVE, "--seq1f1b-partition", "flops"], balance="pp"),
     "pp4-eager": Case(3, 8, 4, ["--seq1f1b-eager"], balance="pp", num_evaluations=2),
@@ -74,6 +75,8 @@ CASES = {
     "pp2-zero-bubble-whole": Case(1, 4, 2, [ZERO_BUBBLE], balance="pp", kept_keys="a stage holds up to 2 slices"),
     "pp2-chosen-policy": Case(0, 4, 2, [*POLICY, "--device-memory-gb", "0.0008"], balance="pp",
                               kept_keys="shares follow from the slices of each step"),
+    "pp2-swapped-policy": Case(3, 4, 2, [*SWAPPED, "--swap-fraction", "0.5", "--seq1f1b-eager", *UNALIGNED],
+                               num_evaluations=2),
     "pp4-virtual": Case(3, 8, 4, [*LAYOUT[:-1], *UNALIGNED], num_chunks=2, num_evaluations=2),
 }  # fmt: skip
 
@@ -99,6 +102,7 @@ def test_losses_and_gradients_are_those_of_one_process(
         assert outcomes[-1].validation_losses == pytest.approx(oracle[0].validation_losses, rel=TOLERANCE)
         assert outcomes[-1].validation_losses
     assert case.kept_keys in outcomes[0].text
+    assert any(sum(printed(one, "SWAPPED")) for one in outcomes) == ("--hdp-swapped-keys" in case.flags)
     check_order(case, outcomes)
     check_gradients(case, tmp_path, oracle[1])
 

@@ -10,7 +10,13 @@ import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost, flops_cost, flops_stage_cost, model_flops
-from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape, attention_flops_per_square, linear_flops_per_token
+from bytescale_ext.plan.cost.model_shape import (
+    LLAMA_7B,
+    ModelShape,
+    attention_flops_per_square,
+    key_value_bytes,
+    linear_flops_per_token,
+)
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.step.micro_batch import Shard
 from bytescale_ext.plan.step.sizes import Cluster
@@ -76,7 +82,8 @@ def test_stages_add_up_to_the_model() -> None:
     for length in (1, 100, 50_000):
         total = sum(part.both.sequence_cost(length, 2) for part in parts)
         assert total == pytest.approx(COST.whole().both.sequence_cost(length, 2))
-    assert COST.stage(1) == StageCost(COST.forward, COST.backward)
+    keys = key_value_bytes(COST.shape, COST.tensor_parallel, 4 if COST.dtype == "float32" else 2)
+    assert COST.stage(1, link=1e9) == StageCost(COST.forward, COST.backward, key_read=keys / 1e9)
     assert COST.stage(2, has_head=True).forward.b == pytest.approx(2 * LAYER.b + 1e-6)
 
 

@@ -55,6 +55,26 @@ def test_slices_by_hand() -> None:
     assert SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=11)).exchanged.tolist() == cut.exchanged.tolist()
 
 
+def test_copies_of_swapped_keys_hide_behind_all_work_of_their_slice() -> None:
+    """12 tokens on 2 ranks in equal halves: forward reads 6 tokens or writes as many, backward reads 6, then 12."""
+    cost = CostModel(a=0.0, b=4.0)  # a slice takes 4 * 6 / 2 = 12
+    tokens, widths = np.array([12.0, 12.0, 10.0]), np.array([2.0, 1.0, 2.0])
+    cut = SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=10, swapped_tokens=12))
+    assert cut.swapped.tolist() == [True, False, False]
+    assert cut.kept.tolist() == [True] * 3
+    (forward, exposed), (backward, more) = cut.stage_costs(StageCost(cost, cost.scaled(2.0), key_read=2.0))
+    assert forward.tolist() == [[12, 12], [24, 24], [10, 10]]  # 2 * 6 hides
+    assert backward.tolist() == [[24, 24], [48, 48], [20, 20]]
+    assert not exposed.any()
+    assert not more.any()
+    (forward, exposed), (backward, more) = cut.stage_costs(StageCost(cost, cost.scaled(2.0), key_read=5.0))
+    assert forward[0].tolist() == [30, 30]
+    assert exposed[0].tolist() == [18, 18]
+    assert backward[0].tolist() == [30, 60]
+    assert more[0].tolist() == [6, 36]
+    assert (forward[1:].tolist(), backward[1:].tolist()) == ([[24, 24], [10, 10]], [[48, 48], [20, 20]])
+
+
 def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
     cost = CostModel(a=1e-2, b=3.0, c=0.1)
     tokens, widths = np.array([1000.0, 70.0, 1.0, 5000.0]), np.array([4.0, 1.0, 1.0, 9.0])

@@ -102,9 +102,10 @@ def test_a_plan_with_slices_is_written_read_and_compared(free: StepPlan) -> None
         StepPlan(free.num_ranks, free.tokens_per_rank, free.lengths, free.ranks, True, slicing).digest()
         for slicing in (
             None, ONE_SLICE, Slicing(2), Slicing(2, 9), Slicing(2, 9, eager=True), Slicing(2, 9, summed_tokens=8),
+            Slicing(2, 9, swapped_tokens=10),
         )
     }  # fmt: skip
-    assert len(others) == 6
+    assert len(others) == 7
 
 
 def test_a_budget_that_nothing_fits_is_refused() -> None:
@@ -131,3 +132,34 @@ def test_out_of_time_leaves_no_half_chosen_plan() -> None:
     asked = iter([False] * 40 + [True] * 1000)
     with pytest.raises(OutOfTime):
         planner(1000)(LENGTHS, lambda: next(asked))
+
+
+def in_host(host_gigabytes: float, key_read: float) -> StepPlan:
+    """The plan of 12 eager slices within what they hold without kept keys and 0.3 GB more."""
+    option, costs = OPTIONS[-1:], tuple(replace(cost, key_read=key_read) for cost in COSTS)
+    budget = gigabytes(planner(1, option)(LENGTHS)) + 0.3
+    choice = SlicingChoice(MEMORY, budget * 1e9, option, host_gigabytes * 1e9)
+    plan = HdpPlanner(CLUSTER, costs, balance="pp", choice=choice)(LENGTHS)
+    assert gigabytes(plan) <= budget
+    return plan
+
+
+def test_keys_go_to_host_memory_where_that_is_faster() -> None:
+    """Over a fast link all keys are kept; over a slow one the longest travel again."""
+    fast, slow, without = in_host(1000, 0.0), in_host(1000, 1.0), in_host(0, 0.0)
+    assert fast.slicing is not None
+    assert slow.slicing is not None
+    assert without.slicing is not None
+    assert fast.slicing.kept_tokens < fast.slicing.swapped_tokens == max(LENGTHS)
+    assert slow.slicing == without.slicing
+    assert not without.slicing.swapped_tokens
+    check_step_plan(fast, LENGTHS)
+    assert StepPlan.from_json(fast.to_json()).slicing == fast.slicing
+    assert seconds(fast) <= seconds(without)
+
+
+def test_swapped_keys_fit_in_host_memory() -> None:
+    plans = [in_host(host, 0.0) for host in (0.2, 1000)]
+    taken = [held(ShardTable.of(plan), plan.slicing or ONE_SLICE, COSTS[0].both, MEMORY).host_bytes(MEMORY)
+             for plan in plans]  # fmt: skip
+    assert taken[0] <= 0.2e9 < taken[1]

@@ -11,7 +11,7 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.held import held, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
@@ -96,6 +96,20 @@ def test_kept_keys_and_sums_by_hand() -> None:
     assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
 
 
+def test_swapped_keys_by_hand() -> None:
+    """The same rings with keys of more than 4 tokens in host memory, on a stage of eight layers."""
+    plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
+    memory = replace(memory_of(1), num_layers=(8,))
+    found = held(ShardTable.of(plan), Slicing(2, 4, swapped_tokens=8), CostModel(a=0.0, b=1.0), memory)
+    assert found.host_keys.tolist() == [[8, 8]]  # F0.0 F0.1: own and other keys of sequence 0
+    assert found.host_bytes(memory) == 8 * 3 * 8
+    assert found.kept_keys.tolist() == [[2, 2]]
+    # F1.0: slices 0.0 of 2 tokens, whose keys are in host memory, and 1.0 of 1; a kept token of others; the sums of
+    # slice 0.0 on both ranks; and its 4 keys in one of 8 layers, read ahead for B0.0.
+    assert found.layer_bytes.tolist() == [[2 * (10 - 3) + 10 + 3 + 4 * 6 + 4 * 3 / 8] * 2]
+    assert held(ShardTable.of(plan), Slicing(2, 8), CostModel(a=0.0, b=1.0), memory).host_bytes(memory) == 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_against_a_walk_through_the_schedule(seed: int) -> None:
     source = random.Random(seed)
@@ -103,7 +117,7 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
     rows = ((0, 3), (1,), (2, 4), (5,))
     plan = plan_of(lengths, rows, ((0,), (1,), (2,), (5,)) if source.random() < 0.5 else ())
     slicing = Slicing(source.randint(1, 5), source.choice((0, 100, 1000)), source.random() < 0.3)
-    slicing = replace(slicing, summed_tokens=source.choice((0, 100, ALL_SUMS)))
+    slicing = replace(slicing, summed_tokens=source.choice((0, 100, ALL_SUMS)), swapped_tokens=(seed % 3) * 75)
     if slicing.num_slices == 1:
         slicing = ONE_SLICE
     num_stages = source.randint(1, 4)
@@ -112,39 +126,65 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
     for rank, micro_batches in enumerate(plan.ranks):
         shares = [[_share(plan, row, index, slicing) for index in range(slicing.num_slices)] for row in micro_batches]
         for stage in range(num_stages):
-            walked = _walk(shares, num_stages, stage, slicing) if micro_batches else (0.0, 0.0, 0.0)
-            got = found.tokens[stage, rank], found.kept_keys[stage, rank], found.layer_bytes[stage, rank]
-            assert got == pytest.approx(walked)
+            walked = _walk(shares, num_stages, stage, slicing) if micro_batches else (0.0,) * 4
+            figures = (found.tokens, found.kept_keys, found.layer_bytes, found.host_keys)
+            assert [figure[stage, rank] for figure in figures] == pytest.approx(walked)
 
 
-def _share(plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing) -> tuple[float, float, float]:
-    """(own tokens, kept tokens of others, those with sums on this rank) of a slice."""
-    own = kept = with_sums = 0.0
+def _share(plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing) -> tuple[float, ...]:
+    """Tokens of a slice: own, of others with keys on the device, of others with sums; swapped own, swapped of all."""
+    own = kept = with_sums = own_swapped = swapped = 0.0
     for shard in micro_batch.shards:
         length, width = plan.lengths[shard.seq], len(shard.ring)
         cut = SliceShares.of(COST, np.array([float(length)]), np.array([float(width)]), slicing)
         own += shard.num_tokens * cut.tokens[0, index]
-        if width > 1 and slicing.num_slices > 1 and length <= slicing.kept_tokens:
+        if width > 1 and slicing.num_slices > 1 and length <= max(slicing.kept_tokens, slicing.swapped_tokens):
             others = (length - shard.num_tokens) * cut.tokens[0, index]
-            kept += others
             with_sums += others if length <= slicing.summed_tokens else 0.0
-    return own, kept, with_sums
+            if length <= slicing.kept_tokens:
+                kept += others
+            else:
+                own_swapped += shard.num_tokens * cut.tokens[0, index]
+                swapped += length * cut.tokens[0, index]
+    return own, kept, with_sums, own_swapped, swapped
 
 
-def _walk(
-    shares: list[list[tuple[float, float, float]]], num_stages: int, stage: int, slicing: Slicing
-) -> tuple[float, ...]:
+def _walk(shares: list[list[tuple[float, ...]]], num_stages: int, stage: int, slicing: Slicing) -> list[float]:
     live: set[tuple[int, int]] = set()
     sums: set[tuple[int, int]] = set()
-    most = [0.0, 0.0, 0.0]
-    for kind, number, index, _ in seq1f1b_schedule(num_stages, len(shares), slicing).stages[stage]:
+    most = [0.0] * 4
+    actions = seq1f1b_schedule(num_stages, len(shares), slicing).stages[stage]
+    reads = [sum(shares[number][earlier][4] for earlier in range(index + 1)) for _, number, index, _ in actions]
+    for (kind, number, index, _), read, following in zip(actions, reads, [*reads[1:], 0.0], strict=True):
         if kind == "F":
             live.add((number, index))
         else:
             live.remove((number, index))
             sums = {one for one in sums if one[0] != number} | {(number, earlier) for earlier in range(index)}
-        own, kept = (sum(shares[a][b][part] for a, b in live) for part in (0, 1))
+        own, kept, own_swapped, in_host = (sum(shares[a][b][part] for a, b in live) for part in (0, 1, 3, 4))
         summed = sum(shares[a][b][0] + shares[a][b][2] for a, b in sums)
-        now = own, kept, 10 * own + 3 * kept + 6 * summed
+        on_device = kept - own_swapped + read + max(read, following)  # read: in this layer and in the next
+        now = own, kept, 10 * own + 3 * on_device + 6 * summed, in_host
         most = [max(pair) for pair in zip(most, now, strict=True)]
-    return tuple(most)
+    return most
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_slices_with_swapped_keys_hold_two_layers_of_them(num_chunks: int) -> None:
+    """Against the same slices with keys on the device: activations and sums are equal."""
+    schedule = seq1f1b_schedule(2, 4, Slicing(2), num_chunks)
+    kept, swapped = (
+        held_slices(schedule, 0, [6.0, 4.0], 30.0, LayerBytes(0.0, 3.0, 6.0), is_swapped)
+        for is_swapped in (False, True)
+    )
+    assert len(kept) == len(swapped) > 1
+    attended = {6.0: 6.0, 4.0: 10.0}  # tokens up to the end of the slice, by its tokens
+    for one, other in zip(
+        sorted(kept, key=lambda held: (held.running, held.tokens, held.bytes)),
+        sorted(swapped, key=lambda held: (held.running, held.tokens, held.bytes)),
+        strict=True,
+    ):
+        assert (one.running, one.tokens, one.gathered) == (other.running, other.tokens, other.gathered)
+        assert other.in_host == one.bytes - other.bytes == 4 * 3 * one.tokens
+        assert other.read == 2 * 4 * 3 * attended[other.running]
+        assert one.read == one.in_host == 0

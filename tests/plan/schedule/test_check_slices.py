@@ -46,12 +46,15 @@ def damage(index: int, piece: MicroBatch) -> MicroBatch:
 
 
 def damaged(cut: DocumentSlices) -> DocumentSlices:
-    return Damaged(cut.micro_batch, cut.ring_ends, cut.local_ends, cut.kept, cut.sent_sums)
+    return Damaged(cut.micro_batch, cut.ring_ends, cut.local_ends, cut.kept, cut.sent_sums, cut.swapped)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4])
 @pytest.mark.parametrize("cost", [COST, None])
-@pytest.mark.parametrize("slicing", [Slicing(), Slicing(2), SLICING, Slicing(7, 10**6, summed_tokens=150)])
+@pytest.mark.parametrize(
+    "slicing",
+    [Slicing(), Slicing(2), SLICING, Slicing(7, 10**6, summed_tokens=150), replace(SLICING, swapped_tokens=999)],
+)
 def test_cuts_are_accepted(slicing: Slicing, multiple: int, cost: CostModel | None) -> None:
     cuts = cuts_of(slicing, multiple, cost)
     check_document_slices(cuts, LENGTHS, slicing, multiple)
@@ -97,6 +100,7 @@ def with_ends(
         (lambda cut: replace(cut, kept=frozenset()), r"keys are kept of shards \[\], but sequences of \[1\]"),
         (lambda cut: replace(cut, sent_sums=frozenset((1,))), r"sums travel of shards \[1\], but kept"),
         (lambda cut: replace(cut, kept=frozenset((0, 1))), r"keys are kept of shards \[0, 1\]"),
+        (lambda cut: replace(cut, swapped=frozenset((1,))), r"keys are swapped of shards \[1\], but those of \[\]"),
         (lambda cut: replace(cut, ring_ends=cut.ring_ends[:1]), "ends for 1 rings, which must be the first 4 shards"),
         (lambda cut: replace(cut, micro_batch=MicroBatch(cut.micro_batch.shards[::-1])), "ends for 2 rings"),
     ],
@@ -105,6 +109,20 @@ def test_damaged_ends_are_refused(change: Callable[[DocumentSlices], DocumentSli
     cuts = cuts_of()
     with pytest.raises(PlanError, match=message):
         check_document_slices(cuts | {4: [change(cuts[4][0])]}, LENGTHS, SLICING)
+
+
+def test_keys_that_are_not_swapped_as_planned_are_refused() -> None:
+    """Sequence 0 of 301 tokens has its keys in host memory, sequence 1 of 130 tokens on the device."""
+    slicing = replace(SLICING, swapped_tokens=301)
+    cuts = cuts_of(slicing)
+    assert cuts[4][0].swapped == {0}
+    assert cuts[4][0].kept == {0, 1}
+    for swapped in ((), (1,), (0, 1)):
+        bad = replace(cuts[4][0], swapped=frozenset(swapped))
+        with pytest.raises(PlanError, match=r"but those of \[0\] are for host memory"):
+            check_document_slices(cuts | {4: [bad]}, LENGTHS, slicing)
+    with pytest.raises(PlanError, match=r"keys are kept of shards \[1\], but sequences of \[0, 1\]"):
+        check_document_slices(cuts | {4: [replace(cuts[4][0], kept=frozenset((1,)))]}, LENGTHS, slicing)
 
 
 def other_ranges(seq: int, change: Callable[[tuple], tuple], at: int = 0) -> Callable[[int, MicroBatch], MicroBatch]:

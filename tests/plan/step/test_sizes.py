@@ -13,6 +13,9 @@ def test_slicing_as_text():
     assert str(Slicing()) == "1 slice"
     assert str(Slicing(2, 100)) == "2 slices, keys kept up to 100 tokens"
     assert str(Slicing(2, eager=True)) == "2 eager slices, keys kept up to 0 tokens"
+    in_host = Slicing(2, 100, summed_tokens=50, swapped_tokens=300)
+    assert str(in_host) == "2 slices, keys kept up to 100 tokens, in host memory up to 300, gradient sums up to 50"
+    assert [one.longest_kept for one in (in_host, Slicing(2, 100))] == [300, 100]
 
 
 def test_stages_that_run_two_forwards_ahead():
@@ -24,7 +27,12 @@ def test_stages_that_run_two_forwards_ahead():
 
 
 @pytest.mark.parametrize(
-    ("values", "text"), [({"num_slices": 0}, "0 slices"), ({"num_slices": 2, "kept_tokens": -1}, "up to -1 tokens")]
+    ("values", "text"),
+    [
+        ({"num_slices": 0}, "0 slices"),
+        ({"num_slices": 2, "kept_tokens": -1}, "up to -1 tokens"),
+        ({"num_slices": 2, "swapped_tokens": -2}, "up to -2 tokens are swapped"),
+    ],
 )
 def test_impossible_slicing_is_refused(values, text):
     with pytest.raises(ValueError, match=text):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.evaluate.schedulers import equal_layers
 from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
@@ -52,6 +52,32 @@ def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> No
         help="keep the keys of documents of up to TOKENS tokens from slice to slice, as --hdp-kept-keys (default: as "
         "long as that takes no more memory than 1F1B)",
     )
+    parser.add_argument(
+        "--swapped-keys",
+        type=int,
+        metavar="TOKENS",
+        help="keep the keys of longer documents of up to TOKENS tokens in host memory, as --hdp-swapped-keys (0)",
+    )
+    parser.add_argument(
+        "--host-memory-gb",
+        type=float,
+        metavar="G",
+        help=f"with --slices {AUTO}: the host memory of a device in which keys may be kept (0)",
+    )
+    parser.add_argument(
+        "--link-gb-per-second",
+        type=float,
+        default=LINK_BYTES_PER_SECOND / 1e9,
+        metavar="B",
+        help="speed of the link between a device and host memory, one way (%(default)g)",
+    )
+
+
+def link_of(args: argparse.Namespace) -> float:
+    """Return the bytes per second of ``--link-gb-per-second``. Raises ValueError for one that is not positive."""
+    if not 0 < args.link_gb_per_second < math.inf:
+        raise ValueError(f"--link-gb-per-second {args.link_gb_per_second:g} must be positive")
+    return float(args.link_gb_per_second) * 1e9
 
 
 def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
@@ -63,12 +89,15 @@ def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
     slicing = slices_of(args)
     if args.slices == AUTO:
         return slicing
-    if args.device_memory_gb is not None:
-        raise ValueError(f"--device-memory-gb needs --slices {AUTO}")
-    if args.kept_keys is not None and (args.kept_keys < 0 or args.slices == 1):
-        raise ValueError(f"--kept-keys {args.kept_keys} must be at least 0, and needs --slices of 2 or more")
+    for flag, given in (("--device-memory-gb", args.device_memory_gb), ("--host-memory-gb", args.host_memory_gb)):
+        if given is not None:
+            raise ValueError(f"{flag} needs --slices {AUTO}")
+    for flag, tokens in (("--kept-keys", args.kept_keys), ("--swapped-keys", args.swapped_keys)):
+        if tokens is not None and (tokens < 0 or args.slices == 1):
+            raise ValueError(f"{flag} {tokens} must be at least 0, and needs --slices of 2 or more")
     if args.eager and args.slices == 1:
         raise ValueError("--eager needs --slices of 2 or more")
+    slicing = replace(slicing, swapped_tokens=args.swapped_keys or 0)
     if args.kept_keys is not None:
         return replace(slicing, kept_tokens=args.kept_keys)
     key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
@@ -86,10 +115,14 @@ def choice_of(args: argparse.Namespace, cost: ModelCost, cluster: Cluster) -> Sl
         return None
     if args.stages == 1:
         raise ValueError(f"--slices {AUTO} needs a pipeline: give --stages of 2 or more")
-    if args.kept_keys is not None or args.eager:
-        raise ValueError(f"--slices {AUTO} chooses what --kept-keys and --eager set: remove them")
+    if args.kept_keys is not None or args.swapped_keys is not None or args.eager:
+        raise ValueError(f"--slices {AUTO} chooses what --kept-keys, --swapped-keys and --eager set: remove them")
     if args.device_memory_gb is None or not 0 < args.device_memory_gb < math.inf:
         raise ValueError(f"--slices {AUTO} needs --device-memory-gb, the most memory of a device")
-    choice = SlicingChoice(StageMemory.of(cost, equal_layers(cost, args.stages), cluster), args.device_memory_gb * 1e9)
+    host = args.host_memory_gb or 0.0
+    if not 0 <= host < math.inf:
+        raise ValueError(f"--host-memory-gb {host:g} is not an amount of memory")
+    memory = StageMemory.of(cost, equal_layers(cost, args.stages), cluster)
+    choice = SlicingChoice.within(memory, args.device_memory_gb * 1e9, host * 1e9)
     choice.check_fits(cost.forward + cost.backward, cluster.tokens_per_rank)
     return choice

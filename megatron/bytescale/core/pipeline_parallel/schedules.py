@@ -75,7 +75,8 @@ def run_units(
     schedule = schedule_of(runtime, chunks, len(units) // num_slices)
     step, stage = None, parallel_state.get_pipeline_model_parallel_rank()
     if num_slices > 1 or schedule.slicing.zero_bubble:
-        step = SliceStep(schedule, stage, training, mark=runtime.clock.mark)
+        link = runtime.link if runtime.slicing.swapped_tokens else None
+        step = SliceStep(schedule, stage, training, mark=runtime.clock.mark, link=link)
         runtime.weight_gradients = step.weight_gradients
         runtime.expert_loads = step.expert_loads if num_slices > 1 else None
     if training and runtime.activations is not None:

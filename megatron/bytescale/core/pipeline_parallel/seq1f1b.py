@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from bytescale_ext.activation.keys import SwappedKeys
+from bytescale_ext.activation.link import Link
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts
-from bytescale_ext.attention.slices import MicroBatchPrefix
+from bytescale_ext.attention.slices import KeySwap, MicroBatchPrefix
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.schedule.actions import Action, Kind, SliceSchedule
 from bytescale_ext.plan.schedule.slices import slice_ranges
@@ -50,10 +53,12 @@ class SliceStep:
         training: with backward passes; an evaluation runs the forward passes alone.
         wait_for: waits until a received tensor may be read.
         mark: marks a phase of the step.
+        link: to host memory, for swapped keys; None where none are swapped.
         actions: the actions that have not run yet.
         action: the running action.
         runs: (input, output) of each slice between its forward and its backward pass, by its forward action.
         prefixes: keys and values of each unfinished micro-batch, by (micro-batch, model chunk).
+        swaps: how each model chunk swaps keys.
         expert_loads: what routers of experts note for the other slices of a micro-batch.
         weight_gradients: those that the schedule names by themselves, until it does.
     """
@@ -63,10 +68,12 @@ class SliceStep:
     training: bool
     wait_for: Callable[[torch.Tensor | None], None] = lambda tensor: None
     mark: Callable[[str], None] = lambda kind: None
+    link: Link | None = None
     actions: deque[Action] = field(init=False)
     action: Action | None = None
     runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
     prefixes: dict[tuple[int, int], MicroBatchPrefix] = field(default_factory=dict)
+    swaps: dict[int, KeySwap] = field(default_factory=dict)
     expert_loads: ExpertLoads = field(init=False)
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
 
@@ -142,14 +149,30 @@ class SliceStep:
         )
         key = action.micro_batch, action.chunk
         if not layout.index:
-            self.prefixes[key] = MicroBatchPrefix()
+            self.prefixes[key] = MicroBatchPrefix(swap=self.swap_of(action.chunk))
         return self.prefixes[key]
+
+    def swap_of(self, chunk: int) -> KeySwap | None:
+        """Return how a model chunk swaps keys."""
+        if self.link is None:
+            return None
+        return self.swaps.setdefault(chunk, KeySwap(partial(SwappedKeys, link=self.link), self.read_next_keys))
+
+    def read_next_keys(self) -> None:
+        """Start reading the swapped keys of the slice that runs next, in its first layer."""
+        action = next((one for one in self.actions if one.kind != "W"), None)
+        prefix = None if action is None else self.prefixes.get((action.micro_batch, action.chunk))
+        if action is not None and prefix is not None:
+            prefix.read_ahead(backward=action.kind == "B")
 
     def check_finished(self) -> None:
         """Assert at the end of a step that every action has run and nothing is held."""
         assert not self.actions and not self.runs and not self.prefixes, (
             f"{self.actions=} {self.runs.keys()=} {self.prefixes.keys()=}"
         )
+        if self.link is not None:
+            self.link.settle()
+            assert not self.link.used_bytes, f"{self.link.used_bytes=}"
         assert self.weight_gradients.is_empty
         assert not self.expert_loads.unfinished, f"{self.expert_loads.unfinished.keys()=}"
 

@@ -37,6 +37,7 @@ def test_slices_without_keys() -> None:
 def test_kept_keys_are_those_given_or_those_of_training() -> None:
     assert slicing("") == Slicing()
     assert slicing("--slices 2 --kept-keys 7") == Slicing(2, 7)
+    assert slicing("--slices 2 --kept-keys 7 --swapped-keys 9") == Slicing(2, 7, swapped_tokens=9)
     assert slicing("--slices 3").kept_tokens > slicing("--slices 3 --eager").kept_tokens > 0
 
 
@@ -48,6 +49,8 @@ def test_kept_keys_are_those_given_or_those_of_training() -> None:
         ("--slices 2 --kept-keys -1", 4, "--kept-keys -1 must be at least 0"),
         ("--eager", 4, "--eager needs --slices of 2 or more"),
         ("--slices 2 --device-memory-gb 80", 4, "--device-memory-gb needs --slices auto"),
+        ("--slices 2 --host-memory-gb 80", 4, "--host-memory-gb needs --slices auto"),
+        ("--swapped-keys 5", 4, "--swapped-keys 5 must be at least 0, and needs --slices"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words: str, stages: int, message: str) -> None:
@@ -69,6 +72,10 @@ def test_the_planner_chooses_within_the_memory_of_a_device() -> None:
     assert found is not None
     assert found.device_bytes == 80e9
     assert all(states > 0 for states in found.memory.state_bytes)
+    assert found.host_bytes == 0
+    in_host = choice("--slices auto --device-memory-gb 80 --host-memory-gb 200")
+    assert in_host is not None
+    assert in_host.host_bytes == 200e9
 
 
 @pytest.mark.parametrize(
@@ -77,8 +84,14 @@ def test_the_planner_chooses_within_the_memory_of_a_device() -> None:
         ("--slices auto", 4, "--slices auto needs --device-memory-gb"),
         ("--slices auto --device-memory-gb -1", 4, "--slices auto needs --device-memory-gb"),
         ("--slices auto --device-memory-gb 80", 1, "--slices auto needs a pipeline"),
-        ("--slices auto --device-memory-gb 80 --eager", 4, "chooses what --kept-keys and --eager set"),
-        ("--slices auto --device-memory-gb 80 --kept-keys 9", 4, "chooses what --kept-keys and --eager set"),
+        ("--slices auto --device-memory-gb 80 --eager", 4, "chooses what --kept-keys, --swapped-keys and --eager set"),
+        ("--slices auto --device-memory-gb 80 --swapped-keys 9", 4, "chooses what --kept-keys, --swapped-keys and"),
+        (
+            "--slices auto --device-memory-gb 80 --host-memory-gb -1",
+            4,
+            "--host-memory-gb -1 is not an amount",
+        ),
+        ("--slices auto --device-memory-gb 80 --kept-keys 9", 4, "chooses what --kept-keys, --swapped-keys and"),
         ("--slices auto --device-memory-gb 2", 4, "take at least"),
     ],
 )
