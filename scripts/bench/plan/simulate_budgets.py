@@ -209,6 +209,8 @@ _TEXT = (
     f"{LIMIT:.2f}. Gigabytes are of the device and the step that take most: activations with each slice's own keys, "
     "keys kept of other ranks, sums of key gradients, parameters with their gradients and the optimizer's part, and "
     "the gradients of a layer or the logits. *sums to N* means that ranks keep the sums of key gradients of documents "
-    "of up to N tokens; those of longer documents travel home with each slice. `docs/seq1f1b.md` says what is "
+    "of up to N tokens; those of longer documents travel home with each slice. *in host memory to N*: of documents of "
+    "up to N tokens, keys that are not kept on the device are in host memory, over a link of 55 GB/s "
+    "(`--host-memory-gb`). `docs/seq1f1b.md` says what is "
     "possible where the target is missed."
 )

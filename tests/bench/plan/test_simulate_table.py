@@ -56,7 +56,7 @@ def test_sections_are_added_once_and_replaced() -> None:
     cells = "1.000 (1.500) | 8 slices, eager, all keys | 65.0 | 20.0 | 30.0 | 5.0 | 9.0 | 1.0 | 2.0 (2.0) | met |"
     assert rows[0].endswith(cells)
     assert f"**80 GB**, 2 steps: {len(CASES) * len(STAGES)} of {len(CASES) * len(STAGES)} cases meet 1.10" in once
-    assert "host memory" not in once
+    assert "GB of host memory" not in once
     for part in PAGE.split("\n\n"):
         assert part.strip() in once
     again = with_speeds(with_budgets(once, chosen(3.0)), [PlanningSpeed(512, 15_000, "none", [0.2])])
