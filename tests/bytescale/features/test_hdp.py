@@ -24,7 +24,7 @@ def test_the_configuration_holds_what_was_given() -> None:
     words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3]
     found = resolved(4, *COMMON, *words)
     values = found.args
-    assert found.features == {"hdp": hdp_of(static_width=4, log_dir=Path("logs"), timeline_step=3)}
+    assert found.features == {"hdp": hdp_of(static_width=4, log_dir=Path("logs"), timeline_step=3, plan_ahead=1)}
     assert values["calculate_per_token_loss"] is True
     assert values["dataloader_type"] == "external"
     assert values["micro_batch_size"] == values["eval_micro_batch_size"] == 1

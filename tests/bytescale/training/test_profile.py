@@ -65,7 +65,8 @@ def profile_with_made_up_clock(
 
     profile.run_micro_batch = timed
     profile.seconds_between = lambda marks, subject: marks
-    args = argparse.Namespace(flags=flags, max_tokens=96, repeats=1, cpu=True, ring_bytes_per_second=1e12)
+    rates = {"ring_bytes_per_second": 1e12, "node_bytes_per_second": 2.5e11}
+    args = argparse.Namespace(flags=flags, max_tokens=96, repeats=1, cpu=True, **rates)
     with contextlib.redirect_stdout(io.StringIO()):
         cost, found, _ = command.measure(args, on_cpu=True)
     return cost, [one.error for one in found]
@@ -91,7 +92,8 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
     assert cost.forward.c == pytest.approx(2 * 2 * 8 * 4 / 1e12)
     assert cost.backward.c == pytest.approx(2 * cost.forward.c)
     assert cost.forward.h == cost.backward.h == 0  # one rank has no rings
-    assert "--ring-bytes-per-second" in cost.source
+    assert cost.slowdown == 4
+    assert "--ring-bytes-per-second, 1e+03 GB/s, between nodes 250 GB/s" in cost.source
     assert "kernel" in cost.source
 
 
