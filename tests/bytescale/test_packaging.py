@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -74,6 +76,22 @@ def test_cost_files_are_shipped(names: set[str]) -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "bytescale_ext" / "measure" / "costs").glob("*.json")}
     assert files
     assert {name for name in names if name.endswith(".json")} == files
+
+
+def test_the_description_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    metadata = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "documents you have" in metadata
+    assert not re.findall(r"\]\((?!https://|#)", metadata)
+    with_address = runpy.run_path(str(ROOT / "setup.py"))["description"]
+    text = "![a step](docs/a.png) [the page](docs/b.md#part) [below](#part) [paper](https://a.b/c)"
+    assert with_address(text, "https://host/us/it") == (
+        "![a step](https://host/us/it/raw/HEAD/docs/a.png) [the page](https://host/us/it/blob/HEAD/docs/b.md#part) "
+        "[below](#part) [paper](https://a.b/c)"
+    )
+    assert with_address(text, None) == " the page [below](#part) [paper](https://a.b/c)"
 
 
 def test_nothing_else_is_shipped(names: set[str]) -> None:
