@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import os
 import sys
 import warnings
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code. Bad input gives one line on standard error and exit code 2."""
     prog = "bytescale"
     warnings.simplefilter("ignore")  # on import Megatron warns about every missing optional package
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # and torch about nvcc without a GPU
     try:
         args = parse(argv)
         prog = args.prog
