@@ -1,4 +1,4 @@
-"""Write docs/measured.md and its pictures from the results of ``speed.py``.
+"""Write docs/measured.md and its pictures (docs/measured) from the results of ``speed.py``.
 
 .venv/bin/python scripts/bench/cluster/page.py [--results runs/cluster/results.json] [--output docs/measured.md]
 """
@@ -92,12 +92,12 @@ def page(results: Results) -> str:
     parts = [
         head(results),
         "## Targets\n\n| figure | target | reached | |\n|---|---|---|---|\n" + "\n".join(rows),
-        "## Speed against links\n\n![Tokens per second against the speed of links](measured_speed.png)",
-        "## Where the time goes\n\n![Shares of the ranks' time](measured_time.png)\n\n*Computing* is the processor "
+        "## Speed against links\n\n![Tokens per second against the speed of links](measured/speed.png)",
+        "## Where the time goes\n\n![Shares of the ranks' time](measured/time.png)\n\n*Computing* is the processor "
         "time of each rank's main thread over its share of a core, *sending* that of the threads that carry messages, "
         "*other* that of planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the "
         "step, for a barrier.",
-        "## Bytes between nodes\n\n![Megabytes that cross nodes in a step](measured_bytes.png)",
+        "## Bytes between nodes\n\n![Megabytes that cross nodes in a step](measured/bytes.png)",
         *(case_section(name, one, results.refused(name)) for name, one in figures.items()),
         cost_section(cases),
     ]
@@ -247,12 +247,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not results.cases() or results.cost is None:
             raise ValueError(f"{args.results} holds no runs yet")
         args.output.write_text(page(results), encoding="utf-8")
+        pictures = args.output.with_suffix("")
+        pictures.mkdir(exist_ok=True)
     except (ValueError, OSError) as error:
         print(f"page.py: error: {error}", file=sys.stderr)
         return 2
     figures = {name: case_figures(arms) for name, arms in results.cases().items()}
     for name, drawn in (("speed", draw_speed), ("time", draw_time), ("bytes", draw_bytes)):
-        drawn(figures, args.output.parent / f"measured_{name}.png")
+        drawn(figures, pictures / f"{name}.png")
     return 0
 
 

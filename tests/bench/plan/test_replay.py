@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from scripts.bench.plan import replay
+from tests.harness import run_ranks
 from tests.plan.simple_plans import plan_naive
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,20 +96,22 @@ def test_summary_by_hand() -> None:
     assert not replay.summarize(rows(1.2, 1.2), step(1.0))["reached"]
 
 
+def run_script(rank: int, world: int, words: list[str]) -> str:
+    """Run the script as a rank that torchrun started; return what it printed."""
+    sys.argv = ["replay.py", *words]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert replay.main() == 0
+    return printed.getvalue()
+
+
 @pytest.mark.ranks
 def test_a_tiny_run() -> None:
     """On two CPU ranks, with a cost file so that nothing depends on the fit of noise."""
     cost = ROOT / "tests" / "bench" / "plan" / "demo_cost.json"
     words = ["--tokens-per-rank", "128", "--num-sequences", "10", "--repeats", "1", "--json", "--cost-file", str(cost)]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench" / "plan" / "replay.py"), *words],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads(done.stdout.splitlines()[-1])
+    printed = run_ranks(run_script, 2, words)[0]
+    figures = json.loads(printed.splitlines()[-1])
     assert figures["setting"]["num_ranks"] == 2
     assert figures["setting"]["cost"] == str(cost)
     assert any(len(row["members"]) == 2 for row in figures["rows"])  # a ring
@@ -116,6 +119,6 @@ def test_a_tiny_run() -> None:
     step = figures["step"]
     assert 0 < step["thread_seconds"] <= step["process_seconds"]
     assert step["measured_seconds"] > 0
-    assert "own thread" in done.stdout
-    assert "waiting" in done.stdout
-    assert f"of {len(figures['rows'])} within 10%" in done.stdout
+    assert "own thread" in printed
+    assert "waiting" in printed
+    assert f"of {len(figures['rows'])} within 10%" in printed

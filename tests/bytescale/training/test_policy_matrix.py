@@ -34,8 +34,6 @@ SHARED = {"moe_shared_expert_intermediate_size": 24}
 GQA, GATED = {"num_query_groups": 2}, {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"normalization": "LayerNorm", "add_bias_linear": True},
-    "grouped": GQA,
-    "swiglu": GATED,
     "grouped swiglu": {**GQA, **GATED},
     "experts": {**GQA, **GATED, **EXPERTS},
     "experts, recomputed": {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe"]},

@@ -25,6 +25,7 @@ from tests.harness import run_ranks
 
 ELSEWHERE = {  # how a command begins: why it is not run here, or the test that runs it
     "make ": "they run the demo and this test",
+    "sudo make cluster": "tests/bench/cluster/test_speed.py",
     ".venv/bin/pre-commit ": "it changes the hooks of the repository",
     ".venv/bin/python -m pytest ": "they run this test",
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",

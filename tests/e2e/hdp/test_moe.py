@@ -39,6 +39,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 
 EP2 = ["--expert-model-parallel-size", 2]
 PP2 = ["--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]
 SLICES = ["--seq1f1b-slices", 3]
+CHOSEN_SLICES = ["--seq1f1b-slices", "auto", "--device-memory-gb", 1]
 CASES: dict[str, tuple[int, list[object]]] = {
     "plain": (4, []),
     "allgather": (4, ["--moe-token-dispatcher-type", "allgather"]),
@@ -50,7 +51,7 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
     "ep2-pp2": (4, [*EP2, *PP2, "--overlap-grad-reduce"]),  # the first stage has no experts
-    "slices-pp2": (4, [*PP2, *SLICES, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
+    "slices-pp2": (4, [*PP2, *CHOSEN_SLICES, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
     "slices-ep2-pp2-empty-slots": (4, [*EP2, *PP2, "--hdp-tokens-per-rank", 512, *SLICES]),
     "slices-ep2-policy": (
         4,

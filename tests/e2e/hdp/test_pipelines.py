@@ -133,9 +133,7 @@ def test_evaluation_is_that_of_one_process(corpus: Path) -> None:
         assert found[-1].losses == pytest.approx(expected[0].losses, rel=TOLERANCE)
 
 
-def test_resumed_in_mid_epoch_on_the_same_and_on_other_stages(
-    corpus: Path, oracle: tuple[list[float], Any], tmp_path: Path
-) -> None:
+def test_resumed_in_mid_epoch_on_other_stages(corpus: Path, oracle: tuple[list[float], Any], tmp_path: Path) -> None:
     save = tmp_path / "save"
     common = [
         *HDP,
@@ -146,14 +144,12 @@ def test_resumed_in_mid_epoch_on_the_same_and_on_other_stages(
         "--hdp-tokens-per-rank",
         128,
     ]
-    begun = run(corpus, save, 4, [*common, *PP2, *VIRTUAL, "--exit-interval", 1], train_and_record)
+    begun = run(corpus, save, 2, [*common, "--exit-interval", 1], train_and_record)
     assert begun[-1].losses == pytest.approx(oracle[0][:1], rel=TOLERANCE)
     first, mean_of_two, third = oracle[0]  # Megatron's line after the second step of a run shows the mean of two
     second = 2 * mean_of_two - first
-    for num_ranks, layout in ((4, [*PP2, *VIRTUAL]), (2, [])):
-        flags = [*common, *layout, "--load", save]
-        resumed = run(corpus, None, num_ranks, flags, train_and_record)
-        assert resumed[-1].losses == pytest.approx([second, (second + third) / 2], rel=TOLERANCE)
+    resumed = run(corpus, None, 4, [*common, *PP2, *VIRTUAL, "--load", save], train_and_record)
+    assert resumed[-1].losses == pytest.approx([second, (second + third) / 2], rel=TOLERANCE)
 
 
 def test_figures_are_those_of_all_stages(corpus: Path, tmp_path: Path) -> None:
