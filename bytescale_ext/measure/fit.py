@@ -112,14 +112,24 @@ def unseen_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def ring_lengths(max_tokens: int, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return lengths of sequences in a ring of all ranks: (for the fit, to judge it).
+def fitted_rings(max_tokens: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return (tokens, ranks) of sequences in rings for the fit: rings of all ranks, and the narrowest that fill them.
 
     A rank holds a quarter to a half of ``max_tokens``: sequences in rings are long, so h should contain the fixed cost
     of a message as it is spread over many tokens.
     """
-    whole = max_tokens * num_ranks // 2
-    return (whole, whole * 3 // 4, whole // 2), (whole * 7 // 8, whole * 5 // 8)
+    return _rings(max_tokens, num_ranks, (8, 6, 4))
+
+
+def unseen_rings(max_tokens: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return (tokens, ranks) of other sequences in rings, kept from the fit to judge it."""
+    return _rings(max_tokens, num_ranks, (7, 5))
+
+
+def _rings(max_tokens: int, num_ranks: int, sixteenths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    narrowest = next((width for width in range(2, num_ranks) if num_ranks % width == 0), num_ranks)
+    widths = sorted({narrowest, num_ranks} - {1})
+    return tuple((max_tokens * width * part // 16, width) for width in widths for part in sixteenths)
 
 
 def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:

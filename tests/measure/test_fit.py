@@ -19,13 +19,14 @@ from bytescale_ext.measure.fit import (
     fit_rings,
     fit_timings,
     fitted_lengths,
+    fitted_rings,
     lengths_text,
     model_cost,
     prediction_table,
     predictions,
     ring_bytes_per_token,
-    ring_lengths,
     unseen_lengths,
+    unseen_rings,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -109,11 +110,11 @@ def test_noise_is_refused() -> None:
 RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7), CostModel(0.0, 0.0, c=9e-8, h=8e-7))
 
 
-def ring_timings(lengths: Sequence[int], width: int, noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
+def ring_timings(rings: Sequence[tuple[int, int]], noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
     """Return times of a rank's share of each sequence, plus what the ring adds for the tokens that it receives."""
     made = []
     for layers in LAYERS:
-        for length in lengths:
+        for length, width in rings:
             received = length * (width - 1) / width
             times = []
             for fit, ring in zip((FORWARD, BACKWARD), RING, strict=True):
@@ -127,18 +128,29 @@ def ring_timings(lengths: Sequence[int], width: int, noise: Callable[[], float] 
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_rings_give_back_their_constants(width: int) -> None:
     c = (RING[0].c, RING[1].c)
-    seen, unseen = ring_lengths(32768, width)
-    found = fit_rings((FORWARD, BACKWARD), ring_timings(seen, width), c)
+    found = fit_rings((FORWARD, BACKWARD), ring_timings(fitted_rings(32768, width)), c)
     for fit, true, ring in zip(found, (FORWARD, BACKWARD), RING, strict=True):
         assert fit.layer.h == pytest.approx(ring.h)
         assert replace(fit, layer=replace(fit.layer, c=0.0, h=0.0)) == true
-    errors = [one.error for one in predictions(found, ring_timings(unseen, width))]
+    errors = [one.error for one in predictions(found, ring_timings(unseen_rings(32768, width)))]
     assert errors == pytest.approx([0.0] * len(errors), abs=1e-12)
+
+
+def test_narrow_and_wide_rings_share_one_h() -> None:
+    """Where they differ it lies between, so that neither kind is always thought too slow."""
+    rings = fitted_rings(32768, 8)
+    made = ring_timings(rings)
+    free = [replace(one, forward_seconds=FORWARD.seconds(one), backward_seconds=BACKWARD.seconds(one)) for one in made]
+    mixed = [costly if costly.width == 8 else cheap for costly, cheap in zip(made, free, strict=True)]
+    found = [[fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), one, (0.0, 0.0))] for one in (free, mixed, made)]
+    for low, middle, high in zip(*found, strict=True):
+        assert low == pytest.approx(0.0, abs=1e-15)
+        assert 0.1 * high < middle < high
 
 
 def test_noisy_rings() -> None:
     generator = np.random.default_rng(0)
-    made = ring_timings(ring_lengths(32768, 2)[0], 2, lambda: 1 + 0.01 * generator.standard_normal())
+    made = ring_timings(fitted_rings(32768, 2), lambda: 1 + 0.01 * generator.standard_normal())
     found = fit_rings((FORWARD, BACKWARD), made, (0.0, 0.0))
     assert found[1].layer.h == pytest.approx(RING[1].h, rel=0.15)
 
@@ -146,9 +158,9 @@ def test_noisy_rings() -> None:
 def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
     """Their time is explained by c; it would be counted twice."""
     slow = (1e-3, 1e-3)
-    made = ring_timings([1000, 2000], 2)
+    made = ring_timings([(1000, 2), (2000, 2)])
     assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), made, slow)] == [0.0, 0.0]
-    fast = ring_timings([1_000_000_000], 2)  # whose attention is longer even than that
+    fast = ring_timings([(1_000_000_000, 2)])  # whose attention is longer even than that
     both = fit_rings((FORWARD, BACKWARD), [*made, *fast], slow)
     alone = fit_rings((FORWARD, BACKWARD), fast, slow)
     assert both == alone
@@ -158,7 +170,7 @@ def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
 def test_without_rings_h_is_0() -> None:
     found = fit_rings((FORWARD, BACKWARD), [], (2e-7, 6e-7))
     assert [(fit.layer.c, fit.layer.h) for fit in found] == [(2e-7, 0.0), (6e-7, 0.0)]
-    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([4096], 2)]
+    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([(4096, 2)])]
     assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), faster, (0.0, 0.0))] == [0.0, 0.0]
 
 
@@ -173,11 +185,13 @@ def test_measured_lengths(max_tokens: int) -> None:
     assert any(len(pack) > 1 for pack in unseen)
     assert any(len(pack) == 1 for pack in unseen)
     assert max(sum(pack) for pack in fitted) == max_tokens
-    for num_ranks in (2, 3, 8):
-        seen, others = ring_lengths(max_tokens, num_ranks)
-        for length in (*seen, *others):
-            assert max_tokens // 4 <= length / num_ranks <= max_tokens // 2
+    for num_ranks, widths in ((2, {2}), (3, {3}), (8, {2, 8}), (9, {3, 9})):
+        seen, others = fitted_rings(max_tokens, num_ranks), unseen_rings(max_tokens, num_ranks)
+        for length, width in (*seen, *others):
+            assert max_tokens // 4 <= length / width <= max_tokens // 2
         assert not set(seen) & set(others)
+        assert {width for _, width in seen} == {width for _, width in others} == widths
+    assert not fitted_rings(max_tokens, 1)
 
 
 def test_too_few_tokens_to_tell_lengths_apart() -> None:
@@ -186,7 +200,7 @@ def test_too_few_tokens_to_tell_lengths_apart() -> None:
 
 
 def test_the_cost_file_of_a_fit() -> None:
-    fits = fit_rings((FORWARD, BACKWARD), ring_timings([32768], 2), (3e-8, 9e-8))
+    fits = fit_rings((FORWARD, BACKWARD), ring_timings([(32768, 2)]), (3e-8, 9e-8))
     cost = model_cost(fits, (139e3, 8192.0), Origin(SHAPE, "a GPU", "bfloat16", 1, "test"))
     assert cost.forward == CostModel(4e-11, 1.6e-6, 3e-8, 1e-4 + 3e-4 / 32, fits[0].layer.h)
     assert cost.backward == CostModel(1e-10, 3.2e-6, 9e-8, 2e-4 + 5e-4 / 32, fits[1].layer.h)

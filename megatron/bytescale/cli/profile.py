@@ -21,11 +21,12 @@ from bytescale_ext.measure.fit import (
     fit_rings,
     fit_timings,
     fitted_lengths,
+    fitted_rings,
     model_cost,
     prediction_table,
     predictions,
-    ring_lengths,
     unseen_lengths,
+    unseen_rings,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=5,
         metavar="N",
-        help="runs of each micro-batch, of which the fastest counts (%(default)s)",
+        help="runs of each micro-batch, whose median counts (%(default)s)",
     )
     parser.add_argument(
         "--ring-bytes-per-second",
@@ -156,10 +157,10 @@ def measured_cost(
 
     num_ranks = subject.cluster.num_ranks
     fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
-    ring_fitted, ring_unseen = ring_lengths(max_tokens, num_ranks) if num_ranks > 1 else ((), ())
+    ring_fitted, ring_unseen = fitted_rings(max_tokens, num_ranks), unseen_rings(max_tokens, num_ranks)
     timings = time_packs(subject, [*fitted, *unseen], repeats, [*ring_fitted, *ring_unseen])
     seen = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
-    rings = [timing for timing in timings if timing.width > 1 and timing.lengths[0] in ring_fitted]
+    rings = [timing for timing in timings if timing.width > 1 and (timing.lengths[0], timing.width) in ring_fitted]
     others = [timing for timing in timings if timing not in seen and timing not in rings]
     rate, between, how = link_rates(given_rates, subject)
     crosses = num_ranks > subject.cluster.node_ranks

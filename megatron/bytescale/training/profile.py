@@ -197,22 +197,25 @@ def build_model(subject: Subject, num_layers: int) -> Any:
     return model
 
 
-def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[int], cluster: Cluster) -> StepPlan:
-    """Return a plan in which every rank runs its own micro-batch of each pack, and its share of each ring sequence."""
-    num_ranks = cluster.num_ranks
-    everyone = tuple(range(num_ranks))
-    lengths = list(rings)
-    ranks = []
-    for rank in everyone:
-        micro_batches = []
-        for pack in packs:
+def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[tuple[int, int]], cluster: Cluster) -> StepPlan:
+    """Return a plan in which every rank runs its own micro-batch of each pack, and its share of each ring's sequence.
+
+    ``rings``: (tokens, ranks) of sequences; as many rings of that width as the ranks hold run at the same time.
+    """
+    lengths: list[int] = []
+    ranks: list[list[MicroBatch]] = [[] for _ in range(cluster.num_ranks)]
+    for length, width in rings:
+        for first in range(0, cluster.num_ranks, width):
+            ring = tuple(range(first, first + width))
+            for place, rank in enumerate(ring):
+                ranks[rank].append(MicroBatch((Shard(len(lengths), zigzag_ranges(length, width, place), ring),)))
+            lengths.append(length)
+    for pack in packs:
+        for rank, micro_batches in enumerate(ranks):
             shards = [Shard(len(lengths) + i, ((0, length),), (rank,)) for i, length in enumerate(pack)]
             micro_batches.append(MicroBatch(tuple(shards)))
             lengths.extend(pack)
-        shares = (zigzag_ranges(length, num_ranks, rank) for length in rings)
-        micro_batches += [MicroBatch((Shard(seq, share, everyone),)) for seq, share in enumerate(shares)]
-        ranks.append(tuple(micro_batches))
-    return StepPlan(num_ranks, cluster.tokens_per_rank, tuple(lengths), tuple(ranks))
+    return StepPlan(cluster.num_ranks, cluster.tokens_per_rank, tuple(lengths), tuple(map(tuple, ranks)))
 
 
 def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]:
@@ -254,14 +257,14 @@ def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = Fal
 
 
 def time_packs(
-    subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[int] = ()
+    subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[tuple[int, int]] = ()
 ) -> list[Timing]:
-    """Return times of each pack, and of each sequence in a ring of all HDP ranks, in models of ``LAYERS``.
+    """Return times of sequences in rings, each (tokens, ranks), and of each pack, in models of ``LAYERS``.
 
-    Each is the minimum of ``repeats`` rounds after one to warm up. A round runs everything once, so that a slow moment
-    of the machine does not hit a single pack. Other work on the machine only adds time, so the minimum is the most
-    accurate. Collective; each time is the mean over all ranks. On CPU, the time of a ring is what its exchange costs
-    each processor, without waiting for neighbours.
+    Each is the median of ``repeats`` rounds after one to warm up: what a step meets. On CPUs whose cores several ranks
+    share, the minimum is up to 30 % lower. A round runs everything once, so that a slow moment of the machine does not
+    hit a single pack. Collective; each time is the mean over all ranks. On CPU, the time of a ring is what its exchange
+    costs each processor, without waiting for neighbours.
     """
     runtime = subject.runtime
     models = [build_model(subject, num_layers) for num_layers in LAYERS]
@@ -274,8 +277,8 @@ def time_packs(
         rounds.append([seconds_between(one, subject) for one in marks])
     runtime.step = None
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, np.array(rounds[1:]).min(axis=0))
-    kinds = [(tuple(pack), 1) for pack in packs] + [((length,), subject.cluster.num_ranks) for length in rings]
+    dist.all_gather_object(everyones, np.median(rounds[1:], axis=0))
+    kinds = [((length,), width) for length, width in rings] + [(tuple(pack), 1) for pack in packs]
     named = [(num_layers, *kind) for num_layers in LAYERS for kind in kinds]
     return [
         Timing(num_layers, lengths, forward, backward, width)

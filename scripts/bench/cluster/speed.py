@@ -118,7 +118,7 @@ def profile(bench: Bench) -> ModelCost:
     """Return what ``bytescale profile`` measures on all ranks at once, over unlimited links. Raises RuntimeError."""
     folder = bench.folder / "profile"
     output = folder / "cost.json"
-    words = ("--output", output, "--max-tokens", TOKENS_PER_RANK // 2, "--repeats", 2, "--", *MODEL)
+    words = ("--output", output, "--max-tokens", TOKENS_PER_RANK // 2, "--repeats", 3, "--", *MODEL)
     command = (str(Path(sys.executable).parent / "bytescale"), "profile", *map(str, words))
     launch = Launch(command, folder, "", 1800.0, is_warm=True)
     shutil.rmtree(folder, ignore_errors=True)

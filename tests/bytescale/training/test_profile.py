@@ -170,17 +170,17 @@ def real_rings(rank: int, world: int) -> list[Timing]:
 
     with contextlib.redirect_stdout(io.StringIO()):
         subject = prepare(MODEL, 64, on_cpu=True)
-        timings = time_packs(subject, [], 2, [64, 24])
+        timings = time_packs(subject, [], 2, [(64, 2), (24, 2)])
     assert subject.runtime.comm.stats.bytes_sent > 0
     assert subject.runtime.step is None
     return timings
 
 
-def test_the_mean_of_the_ranks_and_the_least_of_the_rounds() -> None:
+def test_the_mean_of_the_ranks_and_the_median_of_the_rounds() -> None:
     timings = run_ranks(with_made_up_rounds, 2)[0]
     # rank 0 takes 4, 2, 3 seconds forward and ten times that backward after the warm-up, rank 1 10 seconds more
-    assert [(timing.lengths, timing.width) for timing in timings] == [((8,), 1), ((16,), 2)] * 2
-    assert {(timing.forward_seconds, timing.backward_seconds) for timing in timings} == {(2 + 5, 20 + 5)}
+    assert [(timing.lengths, timing.width) for timing in timings] == [((16,), 2), ((8,), 1)] * 2
+    assert {(timing.forward_seconds, timing.backward_seconds) for timing in timings} == {(3 + 5, 30 + 5)}
 
 
 def with_made_up_rounds(rank: int, world: int) -> list[Timing]:
@@ -191,7 +191,7 @@ def with_made_up_rounds(rank: int, world: int) -> list[Timing]:
     seconds = iter([1.0] * 4 + [4.0] * 4 + [2.0] * 4 + [3.0] * 4)  # two micro-batches in two models
     profile.run_micro_batch = lambda runtime, model, packed: next(seconds)
     profile.seconds_between = lambda second, subject: (second + 10 * rank, 10 * second + 10 * rank)
-    return profile.time_packs(subject, [(8,)], 3, [16])
+    return profile.time_packs(subject, [(8,)], 3, [(16, 2)])
 
 
 def test_busy_or_wall_time() -> None:
@@ -263,16 +263,18 @@ def test_an_unknown_flag_ends_the_command() -> None:
 def test_every_rank_has_its_own_copy_of_the_packs_and_a_share_of_each_ring() -> None:
     plan = run_ranks(plan_of_packs, 1, init_group=False)[0]
     check_step_plan(plan)
-    assert plan.lengths == (24, 7, 5, 3, 8, 5, 3, 8)
-    assert plan.ranks[1][0].shards == (Shard(5, ((0, 5),), (1,)), Shard(6, ((0, 3),), (1,)))
-    assert [[len(shard.ring) for shard in one.shards] for one in plan.ranks[0]] == [[1, 1], [1], [2], [2]]
+    assert plan.lengths == (24, 7, 7, *(5, 3) * 4, *(8,) * 4)
+    assert plan.ranks[1][2].shards == (Shard(5, ((0, 5),), (1,)), Shard(6, ((0, 3),), (1,)))
+    assert [[shard.ring for shard in one.shards] for one in plan.ranks[3]] == [
+        [(0, 1, 2, 3)], [(2, 3)], [(3,), (3,)], [(3,)]
+    ]  # fmt: skip
 
 
 def plan_of_packs(rank: int, world: int) -> Any:
     from bytescale_ext.plan.step.sizes import Cluster
     from megatron.bytescale.training.profile import profile_plan
 
-    return profile_plan([(5, 3), (8,)], [24, 7], Cluster(2, 16))
+    return profile_plan([(5, 3), (8,)], [(24, 4), (7, 2)], Cluster(4, 16))
 
 
 def test_made_up_documents_repeat() -> None:
