@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from bytescale_ext.measure.stragglers import Straggler
 from bytescale_ext.measure.timeline import Span, SpanShard
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
@@ -63,16 +64,28 @@ class StepClock:
 
     def work_seconds(self) -> float:
         """Return the seconds of forward and backward passes; on CPU, waiting for rings is not counted."""
-        work = [
-            (mark, following)
-            for mark, following in zip(self.marks, self.marks[1:], strict=False)
-            if mark.kind in ("forward", "backward")
-        ]
+        work = self._phases("forward", "backward")
         if not self.on_cuda:
             return sum(following.busy_seconds - mark.busy_seconds for mark, following in work)
         if work and (last := work[-1][1].event) is not None:
             last.synchronize()
         return sum(mark.stream_seconds(following) for mark, following in work)
+
+    def backward_seconds(self) -> dict[int, float]:
+        """Return the wall seconds of the backward passes of each micro-batch; on CUDA, of the stream, which must have
+        passed them (``work_seconds`` waits for that)."""
+        found: dict[int, float] = {}
+        for mark, following in self._phases("backward"):
+            if mark.micro_batch is not None:
+                wall = following.wall_seconds - mark.wall_seconds
+                seconds = mark.stream_seconds(following) if self.on_cuda else wall
+                found[mark.micro_batch] = found.get(mark.micro_batch, 0.0) + seconds
+        return found
+
+    def _phases(self, *kinds: str) -> list[tuple[Mark, Mark]]:
+        """Return the first mark of each phase of these kinds, and the mark that ended it."""
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [(mark, following) for mark, following in pairs if mark.kind in kinds]
 
     def spans(self, step: int, rank: int, micro_batches: Sequence[MicroBatch], lengths: Sequence[int]) -> list[Span]:
         """Return each phase of the step; as a dict, a span is one line of a timeline file."""
@@ -135,7 +148,7 @@ class IntervalMetrics:
     ``*_imbalance`` is the work of the busiest rank over the mean; ``padding_share`` is the share of rows that are
     padding; ``plan_wait_ms`` is the longest wait of a rank for its plans, per step. With an activation policy:
     megabytes kept, swapped and recomputed per step on all ranks, and the highest host memory of one process so far.
-    ``slices_per_micro_batch`` is a mean over steps.
+    ``slices_per_micro_batch`` is a mean over steps. ``stragglers`` are the ranks that compute more slowly than others.
     """
 
     iteration: int
@@ -153,6 +166,7 @@ class IntervalMetrics:
     recomputed_megabytes_per_step: float = 0.0
     host_peak_megabytes: float = 0.0
     slices_per_micro_batch: float = 1.0
+    stragglers: tuple[Straggler, ...] = ()
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:

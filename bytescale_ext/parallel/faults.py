@@ -49,7 +49,7 @@ def _collective_text(frame: FrameType) -> str:
     name, group = frame.f_code.co_name, frame.f_locals.get("group")
     if name == "wait":  # for one that was started before
         return "a collective"
-    return name if group is None else f"{name} over {ranks_text(dist.get_process_group_ranks(group))}"
+    return f"{name} over {ranks_text(dist.get_process_group_ranks(group or dist.group.WORLD))}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

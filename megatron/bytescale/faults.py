@@ -1,8 +1,10 @@
-"""The last line of a rank that loses a peer: the step, the message or collective, its peers, and what to look at."""
+"""The last line of a rank that loses a peer, or cannot save: the step, what failed, with whom, and what to look at."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import traceback
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -10,15 +12,41 @@ import torch.distributed as dist
 from bytescale_ext.parallel.faults import PeerLost, describe, is_of_peers
 
 
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written."""
+
+
 @contextlib.contextmanager
 def named_faults() -> Iterator[None]:
-    """Turn what ``torch.distributed`` raises about a peer into a ``PeerLost`` that says what failed, and when."""
+    """Turn what ``torch.distributed`` raises about a peer into a ``PeerLost`` that says what failed, and when.
+
+    And errors of saving a checkpoint into a ``SaveFailed``.
+    """
     try:
         yield
-    except RuntimeError as error:
-        if not is_of_peers(error):
-            raise
-        raise PeerLost(f"{_when()}: {describe(error)}. {_advice()}") from error
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, RuntimeError) and is_of_peers(error):
+            raise PeerLost(f"{_when()}: {describe(error)}. {_advice()}") from error
+        if any(frame.name == "save_checkpoint" for frame in traceback.extract_tb(error.__traceback__)):
+            raise SaveFailed(f"{_when()}: {_save_text(error)}") from error
+        raise
+
+
+def _save_text(error: BaseException) -> str:
+    from megatron.training import get_args
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = lines[-1] if lines else type(error).__name__
+    if cause.startswith("CheckpointException"):  # without the errors of the ranks that could not write
+        cause = "another rank says why"
+    folder = get_args().save
+    free = shutil.disk_usage(folder).free
+    return (
+        f"saving the checkpoint in {folder} failed: {cause}. {free / 1e6:,.1f} MB are free "
+        "there; check the file system and start again: the run goes on from the last whole checkpoint"
+    )
 
 
 def _when() -> str:
@@ -35,6 +63,6 @@ def _advice() -> str:
     minutes = get_args().distributed_timeout_minutes
     return (
         "A rank has ended or hangs, or the network to it is cut: the log that ended first has the cause. If none did, "
-        f"look at the hosts and links of the other ranks; one that is silent for {minutes} minutes "
+        f"look at the hosts and links of the other ranks; one that is silent for {minutes:g} minutes "
         "(--distributed-timeout-minutes) ends all"
     )

@@ -17,6 +17,7 @@ from bytescale_ext.config.planner import slicing, step_cost
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.measure.metrics import RankStep, StepClock
+from bytescale_ext.measure.stragglers import PaceWindow, counts_for_pace
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.step.sizes import Slicing
@@ -64,6 +65,8 @@ class Runtime:
         expert_loads: in a step of slices, what their routers note for each other; else None.
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
+        pace: how fast this rank has computed lately.
+        hosts: of all processes; known from the first log line on.
         tokens_so_far: of the whole run, on the rank that writes the log.
         plans_compared: the ranks have compared their plans once.
         warned_of_time: the user was told that a planner ran out of time.
@@ -82,6 +85,8 @@ class Runtime:
     expert_loads: ExpertLoads | None = None
     step: StepBatch | None = None
     totals: Totals = field(default_factory=Totals)
+    pace: PaceWindow = field(default_factory=PaceWindow)
+    hosts: tuple[str, ...] = ()
     tokens_so_far: int = 0
     plans_compared: bool = False
     warned_of_time: bool = False
@@ -146,5 +151,9 @@ class Runtime:
             host_peak_bytes=0.0 if link is None else link.arena.peak_bytes,
             num_slices=self.slicing.num_slices,
         )
+        seconds = self.clock.backward_seconds()
+        for index, micro_batch in enumerate(step.plan.ranks[self.rank]):
+            if index in seconds and counts_for_pace(micro_batch, step.plan.tokens_per_rank):
+                self.pace.add(cost.backward.micro_batch_cost(micro_batch, step.lengths), seconds[index])
         self.totals.num_steps += 1
         self.totals.model_flops += model_flops(self.run.shape, step.lengths)

@@ -14,6 +14,17 @@ from tests.harness import run_ranks
 CLOSED = "[pair.cc:553] Connection closed by peer [10.0.0.7]:58513.\nGood luck"
 
 
+def unsaved(error: Exception) -> str:
+    """What is raised where Megatron's function of this name raises an error."""
+
+    def save_checkpoint() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError) as found, named_faults():
+        save_checkpoint()
+    return f"{type(found.value).__name__}: {found.value}"
+
+
 def last_lines(rank: int, world: int) -> dict[str, str]:
     """What is raised in place of each error, by the name of the case."""
     import megatron.training
@@ -34,6 +45,9 @@ def last_lines(rank: int, world: int) -> dict[str, str]:
     with pytest.raises(PeerLost) as found, named_faults():
         raise lost_in_exchange(RuntimeError(CLOSED), [1, 3], "HDP")
     said["exchange"] = str(found.value)
+    args.save = "/"
+    said["save"] = unsaved(OSError(28, "No space left on device"))
+    said["save of another rank"] = unsaved(RuntimeError(CLOSED))
     said["other"] = raised(RuntimeError("shapes differ"))
     said["value"] = raised(ValueError("gloo is the name of a file"))
     return said
@@ -51,6 +65,14 @@ def test_step_ranks_and_advice_are_in_one_line(said: dict[str, str]) -> None:
     assert said["exchange"].startswith(f"rank 0, step 12: the exchange with HDP ranks 1, 3 failed: {closed}. A rank")
     assert "silent for 10 minutes (--distributed-timeout-minutes)" in said["exchange"]
     assert not any("\n" in line for line in said.values())
+
+
+@pytest.mark.ranks
+def test_a_failed_save_names_its_folder_and_what_is_free_there(said: dict[str, str]) -> None:
+    failed = "SaveFailed: rank 0, step 12: saving the checkpoint in / failed: [Errno 28] No space left on device. "
+    assert said["save"].startswith(failed)
+    assert "MB are free there; check the file system and start again: the run goes on from the last" in said["save"]
+    assert said["save of another rank"].startswith("PeerLost: rank 0, step 12: ")
 
 
 @pytest.mark.ranks

@@ -41,6 +41,12 @@ def test_work_is_processor_time_in_forward_and_backward_passes() -> None:
     assert clock_of(*STEP[:3], waiting, *STEP[3:]).work_seconds() == 2.5
 
 
+def test_backward_passes_of_a_micro_batch_take_wall_time() -> None:
+    assert clock_of(*STEP).backward_seconds() == {0: 3.0, 1: 2.0}
+    slices = ("wait", None, 104.0, 2.5), ("backward", 0, 104.5, 2.5), ("backward", None, 105.5, 2.5)
+    assert clock_of(*STEP[:3], *slices, *STEP[3:]).backward_seconds() == {0: 2.0, 1: 2.0}
+
+
 def test_a_step_without_work_took_none() -> None:
     assert clock_of(STEP[0], STEP[5], STEP[6]).work_seconds() == 0.0
     assert clock_of(STEP[0], STEP[1]).work_seconds() == 0.0

@@ -269,7 +269,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--vision-pretraining", ALWAYS, "remove it: models are GPTs"),
     refuse("--init-method-xavier-uniform", ALWAYS, "give --init-method-std: Megatron 0.19.2 fails on it"),
     refuse("--freeze-all-layers", ALWAYS, "remove it: nothing would train"),
-    refuse("--log-straggler", ALWAYS, "use --hybrid-data-parallel with --hdp-timeline-step, which shows every rank"),
+    refuse("--log-straggler", ALWAYS, "use --hybrid-data-parallel, whose log names slow ranks"),
     refuse("--check-for-spiky-loss", "hdp slices", "remove it: micro-batches differ in size, and so do their losses"),
     refuse("--ddp-average-in-collective", "hdp", "remove it: the loss is divided once, for all tokens of the step"),
     refuse("--ddp-average-in-collective with --calculate-per-token-loss", ALWAYS, "remove one of them",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -12,6 +13,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.checkpoints import use_last_whole
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
 
@@ -57,10 +59,15 @@ class Training:
 def build(args: Any, runtime: Runtime) -> Training:
     """Return the training of a run: the stock one, then each feature in the table's order.
 
-    Raises ValueError for arguments that Megatron refuses, data that cannot be read, and kernels that do not fit.
+    Raises ValueError for arguments that Megatron refuses, data and checkpoints that cannot be read, and kernels that do
+    not fit.
     """
     training = stock_training(args)
-    for feature in features.enabled(args):
+    enabled = features.enabled(args)
+    if enabled and args.load and not args.enable_msc and runtime.run.process.rank == 0:
+        if warning := use_last_whole(Path(args.load), args.ckpt_step):
+            print(warning)
+    for feature in enabled:
         training = feature.build(training, runtime)
     if training.dataset_provider is stock.dataset_provider:
         with refusals_of_megatron():

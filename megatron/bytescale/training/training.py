@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
 from bytescale_ext.measure.progress import Progress, peak_flops
+from bytescale_ext.measure.stragglers import Straggler, stragglers, stragglers_line
 from megatron.bytescale.runtime import Runtime, Totals
 
 
@@ -43,23 +45,34 @@ def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callabl
 def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     """Gather every HDP rank's figures since the last log line, and reset them.
 
-    Collective, first on the pipeline group, then on dp x cp.
+    Collective, first on the pipeline group, then on dp x cp; the first time also on all processes.
     """
-    stages = _gather(runtime, runtime.totals.figures, parallel_state.get_pipeline_model_parallel_group())
-    ranks = _gather(
-        runtime, RankStep.of_stages(stages), parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    metrics = IntervalMetrics.of(iteration, runtime.totals.num_steps, runtime.totals.seconds, ranks)
+    if not runtime.hosts:
+        hosts = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(hosts, socket.gethostname())
+        runtime.hosts = tuple(hosts)
+    totals = runtime.totals
+    pace = torch.distributed.get_rank(), runtime.pace.seconds_per_work()
+    size = len(totals.figures.values())
+    stages = _gather(runtime, (*totals.figures.values(), *pace), parallel_state.get_pipeline_model_parallel_group())
+    figures = RankStep.of_stages([RankStep(*row[:size]) for row in stages])
+    paces = [number for row in stages for number in row[size:]]  # rank and pace on each stage
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    rows = _gather(runtime, (*figures.values(), *paces), group)
+    metrics = IntervalMetrics.of(iteration, totals.num_steps, totals.seconds, [RankStep(*row[:size]) for row in rows])
+    slow: tuple[Straggler, ...] = ()
+    for column in range(size, size + len(paces), 2):  # only ranks of one stage have equal layers
+        slow += stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.hosts)
     runtime.totals = Totals()
-    return metrics
+    return replace(metrics, stragglers=slow)
 
 
-def _gather(runtime: Runtime, mine: RankStep, group: torch.distributed.ProcessGroup) -> list[RankStep]:
-    """Return ``mine`` of every process of the group."""
-    values = torch.tensor(mine.values(), dtype=torch.float64, device=runtime.device)
+def _gather(runtime: Runtime, mine: Sequence[float], group: torch.distributed.ProcessGroup) -> list[list[float]]:
+    """Return the numbers of every process of the group, equally many of each."""
+    values = torch.tensor(mine, dtype=torch.float64, device=runtime.device)
     everyones = [torch.empty_like(values) for _ in range(group.size())]
     torch.distributed.all_gather(everyones, values, group=group)
-    return [RankStep(*row.tolist()) for row in everyones]
+    return [row.tolist() for row in everyones]
 
 
 def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: Mapping[str, Any]) -> Progress:
@@ -87,6 +100,8 @@ def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: di
     """
     print_rank_last(metrics.line())
     print_rank_last(run.line())
+    if metrics.stragglers:
+        print_rank_last(stragglers_line(metrics.stragglers))
     if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
         return
     scalars = {f"hdp/{name}": value for name, value in {**metrics.scalars(), **run.scalars()}.items()}

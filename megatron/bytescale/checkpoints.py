@@ -1,0 +1,116 @@
+"""Resume from the last whole checkpoint: a host that goes down, or a full disk, may leave files that are cut short.
+
+Megatron names a checkpoint in its tracker file once all ranks have written theirs, so a run that is killed in the
+middle of a save goes on from the checkpoint before. But the system may still lose what it has not yet written to disk,
+and an empty tracker file makes Megatron exit with code 0 and train nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.bytescale.launch import TRACKER
+
+_FOLDER = "iter_{:07d}"
+_SHARDED = ".metadata"  # of the formats of torch.distributed.checkpoint
+_WRITTEN_LAST = "metadata.json"
+
+
+def use_last_whole(load: Path, wanted: int | None = None) -> str | None:
+    """Make the tracker file of a folder of checkpoints name the last whole one; return a warning if it did not.
+
+    Only one process may call it, before any reads the tracker file.
+
+    Args:
+        load: ``--load``; without a tracker file a run begins anew.
+        wanted: ``--ckpt-step``; no other will do.
+
+    Raises:
+        ValueError: no checkpoint is whole, or the wanted one is not, or the tracker file cannot be written.
+    """
+    tracker = load / TRACKER
+    if wanted is not None:
+        if flaw := flaw_of(load, wanted):
+            raise ValueError(f"--ckpt-step {wanted}: {flaw}; {_whole_text(load)}")
+        return None
+    named = tracker.read_text().strip() if tracker.is_file() else "release"
+    if named == "release":
+        return None
+    flaw = flaw_of(load, int(named)) if named.isdigit() else f"{tracker} names no iteration"
+    if not flaw:
+        return None
+    latest = int(named) if named.isdigit() else None
+    last = next((one for one in iterations(load) if (latest is None or one < latest) and not flaw_of(load, one)), None)
+    if last is None:
+        raise ValueError(f"--load {load}: {flaw}, and no checkpoint before it is whole; remove {TRACKER} to begin anew")
+    try:
+        _replace(tracker, str(last))
+    except OSError as error:
+        raise ValueError(f"--load {load}: {flaw}; write {last} into {tracker} ({error.strerror})") from None
+    return f"WARNING: {flaw}; the run goes on from the last whole checkpoint, of iteration {last}"
+
+
+def iterations(load: Path) -> list[int]:
+    """Return the iterations of the checkpoints in a folder, whole or not, the last one first."""
+    numbers = (path.name.removeprefix("iter_") for path in load.glob("iter_*"))
+    return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+
+
+def flaw_of(load: Path, iteration: int) -> str:
+    """Return what shows that a checkpoint is not whole; "" if nothing does. Reads no tensors."""
+    folder = load / _FOLDER.format(iteration)
+    return next(_flaws(folder), "")
+
+
+def _flaws(folder: Path) -> Iterator[str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    if not files:
+        yield f"{folder} holds no checkpoint"
+    for path in files:
+        if path.suffix == ".pt" and not zipfile.is_zipfile(path):
+            yield f"{path} is cut short"
+    if any(path.suffix == ".distcp" or path.name == _SHARDED for path in files):
+        yield from _flaws_of_shards(folder)
+
+
+def _flaws_of_shards(folder: Path) -> Iterator[str]:
+    """Yield the flaws of a sharded checkpoint, whose metadata say how long each file is at least."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        json.loads((folder / _WRITTEN_LAST).read_text())
+    except (OSError, ValueError):
+        yield f"{folder / _WRITTEN_LAST} is missing or cut short"
+    try:
+        parts = FileSystemReader(folder).read_metadata().storage_data.values()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        yield f"{folder / _SHARDED} cannot be read ({type(error).__name__})"
+        return
+    ends: dict[str, int] = {}
+    for part in parts:
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < end:
+            yield f"{path} is cut short: {size:,} of {end:,} bytes"
+
+
+def _whole_text(load: Path) -> str:
+    whole = [str(one) for one in iterations(load) if not flaw_of(load, one)]
+    return f"whole in {load}: {', '.join(whole) or 'none'}"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that it has either the old content or the new."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

@@ -1,0 +1,155 @@
+"""Run a job that a fault may strike, on ranks that log to files and end as programs do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scripts.cluster.ranks import rank_environment
+from scripts.cluster.topology import Topology
+from tests.e2e.corpora import write_documents
+from tests.faults import strikes
+from tests.faults.points import BATCH, LAYOUTS, NUM_RANKS, NUM_STEPS, SAVE_INTERVAL, Point
+from tests.harness import run_ranks
+
+LENGTHS = (256, 3, 190, 130, 100, 17, 64, 40, 90, 100, 33, 65, 129, 8, 120, 50, 9, 193, 60, 5, 77, 12, 31, 110)
+assert len(LENGTHS) == BATCH * NUM_STEPS
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of ``pretrain_gpt_hdp.py`` on all ranks.
+
+    Attributes:
+        flags: its command line.
+        folder: ranks log there, and note their steps.
+        point: the fault that strikes it, or None.
+        topology: the emulated network that it runs in, or None.
+        in_process: plans are made by a process, as where planning is slow.
+    """
+
+    flags: tuple[str, ...]
+    folder: Path
+    point: Point | None = None
+    topology: Topology | None = None
+    in_process: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: of each rank the exit code (None: it was killed), and seconds from the strike to its end."""
+
+    codes: list[int | None]
+    seconds: list[float]
+    folder: Path
+
+    def text(self, rank: int) -> str:
+        """Return what a rank printed."""
+        return (self.folder / f"rank{rank}.log").read_text(errors="replace")
+
+    def last_line(self, rank: int) -> str:
+        """Return the last line that a rank printed."""
+        return self.text(rank).strip().splitlines()[-1]
+
+    @property
+    def completed(self) -> bool:
+        """All ranks have trained to the end."""
+        return self.codes == [0] * NUM_RANKS
+
+    def documents(self) -> dict[int, list[str]]:
+        """Return the documents of each step, as they were given to the ranks."""
+        steps: dict[int, dict[str, str]] = {}
+        for path in self.folder.glob("steps-*.jsonl"):
+            for line in path.read_text().splitlines():
+                noted = json.loads(line)
+                steps.setdefault(noted["step"], {}).update(noted["documents"])
+        return {step: sorted(documents.values()) for step, documents in steps.items()}
+
+
+def flags_of(point: Point, data: Sequence[object], save: Path, log_dir: Path) -> tuple[str, ...]:
+    """Return the command line of a point's job; a second start goes on from what the first has saved."""
+    from tests.e2e.training import HDP, MODEL, TRAIN
+
+    job = [*LAYOUTS[point.layout].split(), "--data-path", *data, "--train-iters", NUM_STEPS, "--global-batch-size",
+           point.batch, "--ckpt-format", point.ckpt_format, "--hdp-log-dir", log_dir]  # fmt: skip
+    words = [*MODEL, *TRAIN, *HDP, *job, "--save", save, "--load", save, "--save-interval", SAVE_INTERVAL]
+    return tuple(map(str, words))
+
+
+def write_data(point: Point, folder: Path) -> Path:
+    """Write a data set of as many documents as a point's run trains on, each of them once; return its prefix."""
+    return write_documents(folder / "docs", LENGTHS, copies=point.batch // BATCH)
+
+
+def run(job: Job) -> Ended:
+    """Run a job to its end, whatever that is. Raises TimeoutError if a rank hangs."""
+    job.folder.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    codes = run_ranks(rank_main, NUM_RANKS, job, port, init_group=False, may_die=range(NUM_RANKS), timeout=120.0)
+    struck = job.folder / "struck"
+    began = float(struck.read_text()) if struck.exists() else time.time()
+    seconds = []
+    for rank in range(NUM_RANKS):
+        ended = job.folder / f"ended-{rank}"
+        if ended.exists():
+            code, at = ended.read_text().split()
+            codes[rank] = int(code)
+            seconds.append(float(at) - began)
+    return Ended(codes, seconds, job.folder)
+
+
+def rank_main(rank: int, world: int, job: Job, port: int) -> int:
+    """Run one rank; one that fails ends its process at once, as a program would."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    if job.topology is not None:
+        os.environ.update(rank_environment(job.topology, rank), GLOO_SOCKET_IFNAME="eth0")
+        with open(f"/run/netns/{job.topology.namespace(rank)}") as namespace:
+            os.setns(namespace.fileno(), os.CLONE_NEWNET)
+    log = os.open(job.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    code = 1
+    try:
+        _train(rank, job)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    (job.folder / f"ended-{rank}").write_text(f"{code} {time.time()}")
+    if code:
+        os._exit(code)
+    return code
+
+
+def _train(rank: int, job: Job) -> None:
+    import pretrain_gpt_hdp
+    from tests.e2e.training import plan_in_process
+
+    plan_in_process(job.in_process)
+    strikes.shorten_timeout()
+    sys.argv = ["pretrain_gpt_hdp.py", *job.flags]
+    pretrain_gpt_hdp.main(partial(_prepare, rank, job))
+
+
+def _prepare(rank: int, job: Job, training: Any, runtime: Any) -> Any:
+    """Arrange for notes and for the fault. Returns the training as it is."""
+    strikes.note_steps(runtime, job.folder, rank)
+    if job.point is not None and job.point.rank == rank:
+        strikes.prepare(job.point, runtime, job.topology, job.folder / "struck")
+    if job.point is not None and job.point.fault == "slow":
+        is_slow = job.point.rank == rank
+        strikes.stretch(runtime, strikes.PASS_SECONDS * (strikes.SLOW_TIMES if is_slow else 1.0))
+    return training

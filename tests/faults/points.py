@@ -1,0 +1,110 @@
+"""The faults, and where in a run each of them strikes: points drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+NUM_RANKS = 2
+NUM_STEPS = 6
+SAVE_INTERVAL = 2
+LOSS_SECONDS = 5.0
+MARKS = ("forward", "backward", "reduce", "end")
+BATCH = 4
+BATCH_OF_FULL_MICRO_BATCHES = 24  # which tell how fast a rank is
+LAYOUTS = {
+    "rings": "--hdp-tokens-per-rank 128 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "alone": "--hdp-tokens-per-rank 256",
+    "stages": "--hdp-tokens-per-rank 256 --pipeline-model-parallel-size 2 --seq1f1b-slices 2",
+}
+FORMATS = ("torch", "torch_dist")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        text: name in the table.
+        ends: the run cannot go on and has to be started again.
+        needs_root: it needs network namespaces or a file system of its own.
+        layouts: keys of ``LAYOUTS`` in which it is tried.
+    """
+
+    text: str
+    ends: bool = True
+    needs_root: bool = False
+    layouts: tuple[str, ...] = ("rings", "stages")
+
+
+FAULTS = {
+    "killed": Fault("SIGKILL of a rank"),
+    "stopped": Fault("SIGSTOP of a rank for longer than the timeout"),
+    "cut-link": Fault("link of a rank cut", needs_root=True),
+    "packet-loss": Fault(f"30 % packet loss for {LOSS_SECONDS:g} s", ends=False, needs_root=True),
+    "slow": Fault("a node 3 times slower", ends=False, layouts=("alone",)),
+    "full-disk": Fault("disk full during a save", needs_root=True),
+    "killed-saving": Fault("SIGKILL of a rank in mid-save"),
+    "cut-short": Fault("last checkpoint cut short, as by a host that goes down"),
+    "planner": Fault("planner process killed", ends=False),
+    "ray": Fault("Ray actor killed", ends=False, layouts=("rings",)),
+}
+
+FIRST_STEPS = {"cut-short": 5, "planner": 2}
+"""Two checkpoints are there from step 5 on; a planner process from step 2 on."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a fault strikes.
+
+    Attributes:
+        fault: key of ``FAULTS``.
+        number: of the point; it is the seed.
+        step: iteration, from 1 on.
+        rank: of all processes.
+        mark, nth: the clock's mark at which it strikes: the nth of its kind on the rank in that step, from 0 on, or the
+            end of the step if there are fewer.
+        delay: seconds after the mark.
+        layout: key of ``LAYOUTS``.
+        ckpt_format: Megatron's ``--ckpt-format``.
+        share: 0 to 1: how much fits on the disk, or of a file remains.
+    """
+
+    fault: str
+    number: int
+    step: int
+    rank: int
+    mark: str
+    nth: int
+    delay: float
+    layout: str
+    ckpt_format: str
+    share: float
+
+    @property
+    def batch(self) -> int:
+        """Documents of a step."""
+        return BATCH_OF_FULL_MICRO_BATCHES if self.fault == "slow" else BATCH
+
+    @property
+    def name(self) -> str:
+        """Key of its result."""
+        return f"{self.fault}-{self.number}"
+
+
+def point_of(fault: str, number: int) -> Point:
+    """Return a point of a fault, the same for the same number."""
+    draw = random.Random(f"{fault} {number}")
+    return Point(
+        fault=fault,
+        number=number,
+        step=draw.randint(FIRST_STEPS.get(fault, 1), NUM_STEPS),
+        rank=draw.randrange(NUM_RANKS),
+        mark=draw.choice(MARKS),
+        nth=draw.randint(0, 1),
+        delay=draw.uniform(0.0, 0.02),
+        layout=draw.choice(FAULTS[fault].layouts),
+        ckpt_format=draw.choice(FORMATS),
+        share=draw.random(),
+    )

@@ -1,0 +1,36 @@
+"""The table of tried points on docs/reliability.md, between two marks of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from tests.faults.points import FAULTS
+from tests.faults.trials import Tried
+
+BEGIN, END = "<!-- points: begin -->", "<!-- points: end -->"
+
+
+def table(results: Sequence[Tried]) -> str:
+    """Return the table of results: a row of each fault that was tried."""
+    rows = [
+        "| fault | points | as wanted | seconds to the end of the last rank (median, most) | went on from iteration |",
+        "|---|---|---|---|---|",
+    ]
+    for key, fault in FAULTS.items():
+        found = [one for one in results if one.fault == key]
+        if not found:
+            rows.append(f"| {fault.text} | not tried | | | |")
+            continue
+        ended = [one.end_seconds for one in found if one.end_seconds is not None]
+        seconds = f"{median(ended):.1f}, {max(ended):.1f}" if ended else "goes on"
+        starts = sorted({one.resumed_from for one in found if one.resumed_from is not None})
+        well = sum(not one.problems for one in found)
+        rows.append(f"| {fault.text} | {len(found)} | {well} | {seconds} | {', '.join(map(str, starts)) or '-'} |")
+    return "\n".join(rows)
+
+
+def with_table(page: str, results: Sequence[Tried]) -> str:
+    """Return the page with the table of these results in place of its own."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}"

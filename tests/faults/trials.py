@@ -1,0 +1,170 @@
+"""Try a point: run the job that the fault strikes, start it again if it ended, and note what was not as wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.cluster.topology import Topology
+from tests.faults import strikes
+from tests.faults.jobs import Ended, Job, flags_of, run
+from tests.faults.points import FAULTS, NUM_RANKS, NUM_STEPS, SAVE_INTERVAL, Point
+
+SLACK_SECONDS = 10.0  # to notice, to write the last line and to end, on a busy machine
+TRACKER = "latest_checkpointed_iteration.txt"
+PEER_LOST = re.compile(
+    r"PeerLost: rank \d+, (step \d+|before the first step): .*(over ranks? [\d, ]+|with .*ranks? [\d, ]+|a collective)"
+    r".*failed: .*--distributed-timeout-minutes"
+)
+SAVE_FAILED = re.compile(r"SaveFailed: rank \d+, step \d+: saving the checkpoint in .* failed: .*MB are free there")
+SLOW = re.compile(r"hdp: slow: rank (\d) on \S+ takes ([\d.]+) times as long")
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run without a fault left: the loss and the documents of each step, bytes of its first checkpoint."""
+
+    losses: dict[int, float]
+    documents: dict[int, list[str]]
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a point has shown.
+
+    Attributes:
+        name: of the point.
+        fault: key of ``FAULTS``.
+        end_seconds: from the fault to the end of the last rank; None: the run was not ended by it.
+        resumed_from: iteration of the checkpoint from which the second run went on, 0: from the beginning; None: there
+            was none.
+        last_lines: of the ranks that were not killed.
+        problems: everything that was not as wanted.
+    """
+
+    name: str
+    fault: str
+    end_seconds: float | None
+    resumed_from: int | None
+    last_lines: list[str]
+    problems: list[str]
+
+
+def losses_of(log_dir: Path) -> list[tuple[int, float]]:
+    """Return (iteration, loss) of each line of metrics.jsonl."""
+    path = log_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(row["iteration"], row["lm loss"]) for row in rows]
+
+
+def undisturbed(point: Point, data: Sequence[object], folder: Path) -> Undisturbed:
+    """Run the job of a point without its fault."""
+    ended = run(Job(flags_of(point, data, folder / "save", folder / "log"), folder / "first"))
+    assert ended.completed, ended.text(0)[-3000:]
+    documents = ended.documents()
+    each = [name for names in documents.values() for name in names]
+    assert len(each) == len(set(each)) == point.batch * NUM_STEPS, documents
+    saved = sum(path.stat().st_size for path in (folder / "save" / "iter_0000002").rglob("*") if path.is_file())
+    return Undisturbed(dict(losses_of(folder / "log")), documents, saved)
+
+
+def try_point(
+    point: Point, data: Sequence[object], wanted: Undisturbed, folder: Path, topology: Topology | None = None
+) -> Tried:
+    """Run a point in an empty folder, in the network of ``topology`` where it has one."""
+    save, log_dir = folder / "save", folder / "log"
+    flags = flags_of(point, data, save, log_dir)
+    with small_disk(save, int((1 + point.share) * wanted.checkpoint_bytes), point.fault == "full-disk") as make_room:
+        first = run(Job(flags, folder / "first", point, topology, in_process=point.fault == "planner"))
+        runs, resumed_from = [first], None
+        if topology is not None:
+            strikes.set_link(topology, point.rank, True)
+        if not first.completed:
+            make_room()
+            if point.fault == "cut-short":
+                cut_short(save, point)
+            runs.append(run(Job(flags, folder / "second", topology=topology)))
+            resumed_from = min(runs[1].documents(), default=1) - 1
+    problems = [*problems_of_end(point, first), *problems_of_runs(runs, wanted, log_dir)]
+    lasts = [first.last_line(rank) for rank, code in enumerate(first.codes) if code]
+    seconds = None if first.completed else round(max(first.seconds, default=0.0), 1)
+    return Tried(point.name, point.fault, seconds, resumed_from, lasts, problems)
+
+
+def problems_of_end(point: Point, first: Ended) -> list[str]:
+    """Return what was wrong with how the fault was noticed."""
+    problems = []
+    fault = FAULTS[point.fault]
+    if not fault.ends and not first.completed:
+        problems.append(f"the run ended: {first.codes}")
+    last_step = NUM_STEPS - SAVE_INTERVAL if point.fault == "killed-saving" else NUM_STEPS - 1
+    if fault.ends and first.completed and point.step <= last_step:  # later it may come after the end
+        problems.append("the fault changed nothing")
+    if any("Exception in thread" in first.text(rank) for rank in range(NUM_RANKS)):
+        problems.append("the fault could not strike")
+    if not first.completed and max(first.seconds, default=0.0) > strikes.TIMEOUT_SECONDS + SLACK_SECONDS:
+        problems.append(f"the ranks ended {max(first.seconds):.0f} s after the fault")
+    named = (PEER_LOST, SAVE_FAILED) if point.fault == "full-disk" else (PEER_LOST,)
+    for rank, code in enumerate(first.codes):
+        if code and not any(one.search(first.last_line(rank)) for one in named):
+            problems.append(f"last line of rank {rank}: {first.last_line(rank)}")
+    if point.fault == "full-disk" and not any(SAVE_FAILED.search(first.text(rank)) for rank in range(NUM_RANKS)):
+        problems.append("no rank says that saving failed")
+    slow = SLOW.findall(first.text(NUM_RANKS - 1))
+    if {int(rank) for rank, _ in slow} != ({point.rank} if point.fault == "slow" else set()):
+        problems.append(f"slow ranks in the log: {slow}")
+    return problems
+
+
+def problems_of_runs(runs: Sequence[Ended], wanted: Undisturbed, log_dir: Path) -> list[str]:
+    """Return how losses and documents of the run and its second start differ from those without a fault."""
+    problems = []
+    if not runs[-1].completed:
+        problems.append(f"the last start ended with {runs[-1].codes}: {runs[-1].last_line(0)}")
+    found = losses_of(log_dir)
+    for step, loss in found:
+        if abs(loss / wanted.losses[step] - 1) > 1e-5:
+            problems.append(f"loss of step {step}: {loss} and not {wanted.losses[step]}")
+    documents: dict[int, list[str]] = {}
+    for one in runs:  # what a second start has run counts in place of what it has gone back before
+        steps = one.documents()
+        first_step = min(steps, default=NUM_STEPS + 1)
+        documents = {step: names for step, names in documents.items() if step < first_step} | steps
+    if documents != wanted.documents:
+        problems.append(f"documents: {documents}")
+    return problems
+
+
+def cut_short(save: Path, point: Point) -> None:
+    """Cut a file of the last checkpoint, or the file that names it, as a host does that goes down."""
+    tracker = save / TRACKER
+    folder = save / f"iter_{int(tracker.read_text()):07d}"
+    files = [*sorted(path for path in folder.rglob("*") if path.is_file()), tracker]
+    file = files[point.number % len(files)]
+    size = 0 if file == tracker else int(point.share * file.stat().st_size)
+    with file.open("rb+") as opened:
+        opened.truncate(size)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """Make a file system of ``size`` bytes at a folder if wanted; yields what makes it larger."""
+    folder.mkdir()
+    if not wanted:
+        yield lambda: None
+        return
+
+    def make_room() -> None:
+        subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
+
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield make_room
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -1,0 +1,83 @@
+"""When a rank is called slow: by equal work, against the median of the others, and not for an outlier."""
+
+from __future__ import annotations
+
+import math
+
+from bytescale_ext.measure.stragglers import (
+    FEWEST_PASSES,
+    SLOW_FACTOR,
+    WINDOW_SECONDS,
+    PaceWindow,
+    Straggler,
+    counts_for_pace,
+    stragglers,
+    stragglers_line,
+)
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+
+HOSTS = ("a", "a", "b", "b")
+
+
+def window(*passes: tuple[float, float]) -> PaceWindow:
+    found = PaceWindow()
+    for work, seconds in passes:
+        found.add(work, seconds)
+    return found
+
+
+def test_a_pace_needs_some_passes_and_some_time() -> None:
+    assert math.isnan(window(*[(2.0, 1.0)] * (FEWEST_PASSES - 1)).seconds_per_work())
+    assert window(*[(2.0, 1.0)] * FEWEST_PASSES).seconds_per_work() == 0.5
+    short = WINDOW_SECONDS / 64
+    assert math.isnan(window(*[(2.0, short)] * 63).seconds_per_work())
+    assert window(*[(2.0, short)] * 64).seconds_per_work() == short / 2
+
+
+def test_a_pace_forgets_old_passes() -> None:
+    found = window(*[(2.0, 1.0)] * 20, *[(2.0, 4.0)] * FEWEST_PASSES)
+    assert found.seconds_per_work() == 2.0
+    assert (len(found.passes), found.seconds) == (FEWEST_PASSES, 4.0 * FEWEST_PASSES)
+
+
+def test_outliers_and_small_passes_do_not_move_a_pace() -> None:
+    usual = [(10.0, 1.0)] * 8
+    assert window((10.0, 99.0), (10.0, 99.0), *usual[2:]).seconds_per_work() == 0.1
+    assert window(*usual[:4], *[(0.1, 1.0)] * 4).seconds_per_work() == 0.1
+
+
+def test_half_a_second_on_a_busy_processor_is_not_slow() -> None:
+    """Passes of 10 ms of two ranks; one of them is 2.2 times slower for half a second, as was measured."""
+    calm, busy = [(1.0, 0.010)] * 300, [(1.0, 0.022)] * 23
+    paces = {0: window(*calm).seconds_per_work(), 1: window(*calm, *busy).seconds_per_work()}
+    assert stragglers(paces, HOSTS) == ()
+    slow = window(*calm, *busy * 6).seconds_per_work()
+    assert [one.rank for one in stragglers({0: paces[0], 1: slow}, HOSTS)] == [1]
+
+
+def test_a_rank_is_slow_beside_the_median_of_the_others() -> None:
+    assert stragglers({0: 1.0, 1: 1.1, 2: 0.9, 3: 3.0}, HOSTS) == (Straggler(3, "b", 3.0),)
+    assert stragglers({0: 1.0, 1: 1.0, 2: 0.99 * SLOW_FACTOR, 3: 1.0}, HOSTS) == ()
+    assert stragglers({0: 1.0, 1: 1.0, 2: SLOW_FACTOR, 3: 1.0}, HOSTS) == (Straggler(2, "b", SLOW_FACTOR),)
+
+
+def test_a_slow_node_is_half_of_the_ranks() -> None:
+    assert {one.rank for one in stragglers({0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}, HOSTS)} == {2, 3}
+
+
+def test_ranks_without_a_pace_are_not_compared() -> None:
+    assert stragglers({0: 9.0, 1: math.nan, 2: math.nan}, HOSTS) == ()
+    assert stragglers({}, HOSTS) == ()
+
+
+def test_rings_and_small_micro_batches_do_not_count() -> None:
+    alone, shared = Shard(0, ((0, 40),), (1,)), Shard(1, ((0, 40),), (0, 1))
+    assert counts_for_pace(MicroBatch((alone,)), 80)
+    assert not counts_for_pace(MicroBatch((alone,)), 82)
+    assert not counts_for_pace(MicroBatch((shared, alone)), 80)
+    assert not counts_for_pace(MicroBatch(()), 80)
+
+
+def test_the_line_names_rank_host_and_factor() -> None:
+    line = stragglers_line([Straggler(3, "node7", 2.96)])
+    assert line.startswith(" hdp: slow: rank 3 on node7 takes 3.0 times as long as the other ranks")
