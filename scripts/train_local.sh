@@ -12,25 +12,15 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bin=$root/.venv/bin
-fail() {
-  echo "train_local.sh: error: $1" >&2
-  exit 2
-}
-# Replaces the variable of this name by a whole number; 32K is 32768, 2M is 2097152.
-whole_number() {
-  local -n value=$1
-  [[ $value =~ ^[0-9]+[KM]?$ ]] || fail "$1=$value is not a whole number, such as 8 or 32K"
-  value=${value/K/ * 1024} value=${value/M/ * 1048576}
-  value=$((value))
-}
+# shellcheck source=/dev/null
+source "$root/scripts/checks.sh" train_local.sh
 [[ -x $bin/python ]] || fail "there is no $bin/python; run 'make setup' first"
 
 # The devices. GPUS defaults to the number that torch sees; GPUS=0 trains on CPU.
 GPUS=${GPUS:-$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')}
-whole_number GPUS
+whole_number GPUS 0
 RANKS=${RANKS:-$((GPUS > 0 ? GPUS : 4))}
 whole_number RANKS
-((RANKS > 0)) || fail "RANKS=0: give at least 1"
 # The model.
 LAYERS=${LAYERS:-12}
 HIDDEN=${HIDDEN:-768}
@@ -49,7 +39,10 @@ TOKENS_PER_RANK=${TOKENS_PER_RANK:-$((smallest > 8192 ? smallest : 8192))}
 BATCH=${BATCH:-$((16 * RANKS))}
 ITERS=${ITERS:-1000}
 OUT=${OUT:-$root/runs/local}
+# How often the ranks are started again, from the last checkpoint, after one of them has died.
+MAX_RESTARTS=${MAX_RESTARTS:-0}
 for name in LAYERS HIDDEN FFN HEADS KV_HEADS TOKENS_PER_RANK BATCH ITERS; do whole_number "$name"; done
+whole_number MAX_RESTARTS 0
 
 if ((GPUS > 0 && RANKS > GPUS)); then
   fail "RANKS=$RANKS, but there are $GPUS GPUs; lower RANKS, or set GPUS=0 to train on CPU"
@@ -60,6 +53,7 @@ device=(--bf16)
 
 command=(
   "$bin/python" -m megatron.bytescale.launch --standalone --nproc-per-node="$RANKS" --shutdown-timeout=120
+  --max-restarts="$MAX_RESTARTS"
   "$root/pretrain_gpt_hdp.py"
   --hybrid-data-parallel --hdp-tokens-per-rank "$TOKENS_PER_RANK" --hdp-log-dir "$OUT"
   --num-layers "$LAYERS" --hidden-size "$HIDDEN" --ffn-hidden-size "$FFN"
@@ -85,7 +79,8 @@ if ((GPUS > 0)); then
   present=$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')
   ((GPUS <= present)) || fail "GPUS=$GPUS, but torch sees $present; lower GPUS, or set GPUS=0 to train on CPU"
 fi
-mkdir -p "$OUT" 2>/dev/null && [[ -w $OUT ]] || fail "OUT=$OUT cannot be written; choose another folder"
+check_data "$@"
+check_out
 
 # Micro-batches differ in size; segments that grow leave less memory unused between them.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}

@@ -88,7 +88,8 @@ DECISIONS = (ast.If, ast.For, ast.While, ast.Match)  # with and try decide nothi
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Folders of the source and of the tests that mirror them.
 MIRRORS = {"bytescale_ext": "tests", "megatron/bytescale": "tests/bytescale", "scripts/bench": "tests/bench"}
-NO_MIRROR = ("tests.e2e", "tests.cluster", "tests.faults")  # whole trainings, and an emulated cluster
+# Whole trainings, an emulated cluster, faults in both, and the launchers.
+NO_MIRROR = ("tests.e2e", "tests.cluster", "tests.faults", "tests.scripts")
 ARRAY_TYPE = r"ndarray|NDArray|Tensor"
 SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNORECASE)
 

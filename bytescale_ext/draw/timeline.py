@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,16 +78,30 @@ def draw_timelines(steps: Sequence[tuple[str, Sequence[Span]]], path: Path, unit
     save(figure, path)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Frame:
-    """The area of one ring's boxes: ranks [first, last], time [start, stop); the narrowest box."""
+    """The area of a ring's boxes in one pass. ``rows``: (start, stop) of its box on each rank."""
 
+    kind: str
     shard: SpanShard
-    start: float
-    stop: float
-    first: int
-    last: int
-    narrowest: float = math.inf
+    rows: dict[int, tuple[float, float]]
+
+    @property
+    def narrowest(self) -> float:
+        """Width of the narrowest box."""
+        return min(stop - start for start, stop in self.rows.values())
+
+    @property
+    def shared(self) -> tuple[float, float]:
+        """Return (start, stop) of the time that lies in the boxes of all ranks; start may be the later one."""
+        return max(start for start, _ in self.rows.values()), min(stop for _, stop in self.rows.values())
+
+    def outline(self) -> list[tuple[float, float]]:
+        """Return the corners (time, row), which follow each rank's box: ranks begin and end at different times."""
+        ranks = sorted(self.rows)
+        left = [(self.rows[rank][0], rank + side * _ROW / 2) for rank in ranks for side in (-1, 1)]
+        right = [(self.rows[rank][1], rank + side * _ROW / 2) for rank in ranks for side in (-1, 1)]
+        return left + right[::-1]
 
 
 def _sequence_colour(seq: int, is_ring: bool, kind: str) -> Colour:
@@ -126,52 +140,62 @@ def _draw_boxes(axes: Axes, spans: Sequence[Span], origin: float) -> None:
     axes.add_collection(edges)
 
 
-def _frames(spans: Sequence[Span], origin: float, length: float) -> list[tuple[str, _Frame]]:
-    """Return (kind, frame) of each document in a ring: the area of the boxes of all its members, if none is narrow."""
-    frames: dict[tuple[str, int], _Frame] = {}
+def _frames(spans: Sequence[Span], origin: float, length: float) -> list[_Frame]:
+    """Return the frame of each ring's pass, if none of its boxes is narrow; a document in slices has one for each."""
+    frames: dict[tuple[str, int, int], _Frame] = {}
+    passes: Counter[tuple[str, int, int]] = Counter()
     for span in spans:
         for shard, start, stop in shard_parts(span):
             if len(shard.ring) < 2 or span.kind not in COMPUTE_KINDS:
                 continue
-            start, stop = start - origin, stop - origin
-            frame = frames.setdefault((span.kind, shard.seq), _Frame(shard, start, stop, span.rank, span.rank))
-            frame.start, frame.stop = min(frame.start, start), max(frame.stop, stop)
-            frame.first, frame.last = min(frame.first, span.rank), max(frame.last, span.rank)
-            frame.narrowest = min(frame.narrowest, stop - start)
-    return [(kind, frame) for (kind, _), frame in frames.items() if frame.narrowest >= _NARROW * length]
+            of_rank = (span.kind, shard.seq, span.rank)
+            frame = frames.setdefault((span.kind, shard.seq, passes[of_rank]), _Frame(span.kind, shard, {}))
+            frame.rows[span.rank] = (start - origin, stop - origin)
+            passes[of_rank] += 1
+    return [frame for frame in frames.values() if frame.narrowest >= _NARROW * length]
 
 
 def _draw_rings(axes: Axes, spans: Sequence[Span], origin: float, length: float) -> None:
     """Draw a frame around each ring, and fill the gaps between its rows so that it is one block."""
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import Polygon
 
-    for kind, frame in _frames(spans, origin, length):
+    for frame in _frames(spans, origin, length):
         colour = _sequence_colour(frame.shard.seq, True, "backward")
         dark: Colour = (colour[0] * 0.6, colour[1] * 0.6, colour[2] * 0.6)
-        corner = (frame.start, frame.first - _ROW / 2)
-        size = (frame.stop - frame.start, frame.last - frame.first + _ROW)
-        fill = _sequence_colour(frame.shard.seq, True, kind)
-        axes.add_patch(Rectangle(corner, *size, facecolor=fill, edgecolor="none", zorder=0.5))
-        thick = 1.6 if size[0] > 0.01 * length else 0.8
-        axes.add_patch(Rectangle(corner, *size, facecolor="none", edgecolor=dark, linewidth=thick, zorder=3))
+        fill = _sequence_colour(frame.shard.seq, True, frame.kind)
+        axes.add_patch(Polygon(frame.outline(), facecolor=fill, edgecolor="none", zorder=0.5))
+        edge = Polygon(frame.outline(), facecolor="none", edgecolor=dark, linewidth=2.8, zorder=3)
+        axes.add_patch(edge)
+        edge.set_clip_path(edge)  # the inner half of the line, so that it leaves neighbours alone
+
+
+def _ring_label(frame: _Frame, inches: float, inches_per_row: float) -> tuple[float, float, str]:
+    """Return (time, row, text) of a ring's label: in the box of its middle rank, or where all its boxes are.
+
+    Args:
+        frame: of the ring.
+        inches: width of a unit of time.
+        inches_per_row: height of a row.
+    """
+    ranks = sorted(frame.rows)
+    members, length = len(frame.shard.ring), _count_text(frame.shard.length)
+    middle = ranks[(len(ranks) - 1) // 2]
+    areas = [(*frame.rows[middle], middle, _ROW), (*frame.shared, (ranks[0] + ranks[-1]) / 2, len(ranks) - 1 + _ROW)]
+    name = f"document {frame.shard.seq}"
+    for text in (f"{name}\n{length} on {members}", name, f"{frame.shard.seq}"):
+        for start, stop, row, height in areas:
+            if _fitting_text((text,), (stop - start) * inches, height * inches_per_row):
+                return (start + stop) / 2, row, text
+    return 0.0, 0.0, ""
 
 
 def _draw_labels(axes: Axes, spans: Sequence[Span], origin: float, length: float, inches_per_row: float) -> None:
     """Name the rings, and the documents of wide boxes, where the text fits."""
     inches = 12.5 / length if length else 0.0
-    for kind, frame in _frames(spans, origin, length):
-        members = len(frame.shard.ring)
-        texts = (
-            f"document {frame.shard.seq}\n{_count_text(frame.shard.length)} on {members}",
-            f"document {frame.shard.seq}",
-            f"{frame.shard.seq}",
-        )
-        width = frame.narrowest * inches
-        height = (frame.last - frame.first + _ROW) * inches_per_row
-        text = _fitting_text(texts, width, height)
-        colour = ink_on(_sequence_colour(frame.shard.seq, True, kind))
-        middle = ((frame.start + frame.stop) / 2, float((frame.first + frame.last) // 2))  # on a row, not between
-        axes.text(*middle, text, ha="center", va="center", fontsize=8, color=colour, zorder=4)
+    for frame in _frames(spans, origin, length):
+        time, row, text = _ring_label(frame, inches, inches_per_row)
+        colour = ink_on(_sequence_colour(frame.shard.seq, True, frame.kind))
+        axes.text(time, row, text, ha="center", va="center", fontsize=8, color=colour, zorder=4)
     for span in spans:
         for shard, start, stop in shard_parts(span):
             if len(shard.ring) > 1:

@@ -2,7 +2,7 @@
 
 torchrun ends with 1 and a traceback after SIGTERM, also where all ranks have saved, and with 1 where they have refused
 their flags with 2. This ends with 0 after a save on SIGTERM, or before the first iteration; with 2 after bad input,
-whose line is the last one; else as torchrun does. All arguments are torchrun's.
+which ``--max-restarts`` does not try again; else as torchrun does. All arguments are torchrun's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
+REFUSED = 2  # exit code of a rank that refuses its flags
 SECONDS_TO_APPEAR = 30.0  # a file that another node wrote to a shared file system
 
 
@@ -27,12 +28,14 @@ class Progress:
         save: folder of checkpoints, or None.
         metrics: the file that grows with each logged iteration, or None.
         at_start, at_signal: state of each of them at the start, and when SIGTERM came.
+        ranks_failed: whether a rank of this machine has died, and none has been started since.
     """
 
     save: Path | None
     metrics: Path | None
     at_start: list[object] = field(default_factory=list)
     at_signal: list[object] = field(default_factory=list)
+    ranks_failed: bool = False
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Progress:
@@ -52,6 +55,8 @@ class Progress:
             return 0, "ended on SIGTERM before the first iteration; there was nothing to save"
         if self.save is None:
             return 1, "error: ended on SIGTERM, and there is no --save to continue from"
+        if self.ranks_failed:
+            return 1, f"error: ended on SIGTERM after a rank had died; {self.save} has the last checkpoint"
         deadline = time.monotonic() + SECONDS_TO_APPEAR
         while self.state()[0] == self.at_signal[0]:
             if time.monotonic() > deadline:
@@ -92,12 +97,29 @@ def note_state_at_signal(progress: Progress) -> None:
     api._terminate_process_handler = note_and_end
 
 
+def follow_ranks(progress: Progress) -> None:
+    """Note whether ranks have failed. After a refusal of flags ``--max-restarts`` starts none again."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.launcher import api
+
+    class FollowedAgent(api.LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            progress.ranks_failed = result.is_failed()
+            if any(failure.exitcode == REFUSED for failure in result.failures.values()):
+                self._remaining_restarts = 0
+            return result
+
+    api.LocalElasticAgent = FollowedAgent  # type: ignore[misc]
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run torchrun with these arguments; return the exit code."""
     words = sys.argv[1:] if words is None else words
     signal.signal(signal.SIGTERM, _end_before_ranks)
     progress = Progress.of(words)
     note_state_at_signal(progress)
+    follow_ranks(progress)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -112,8 +134,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return code
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        if failure.exitcode == 2:  # the rank has said why in its last line
-            return 2
+        if failure.exitcode == REFUSED:  # the rank has said why in its last line
+            return REFUSED
         raise
     return 0
 

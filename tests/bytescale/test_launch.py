@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.launcher import api
 
-from megatron.bytescale.launch import TRACKER, Progress, value_of
+from megatron.bytescale.launch import TRACKER, Progress, follow_ranks, value_of
 
 RANK = """
 import pathlib, signal, sys, time
@@ -34,7 +37,7 @@ time.sleep(600)
 def launched(folder: Path, *words: str) -> subprocess.Popen[str]:
     (folder / "rank.py").write_text(RANK)
     command = [sys.executable, "-m", "megatron.bytescale.launch", "--standalone", "--nproc-per-node=1"]
-    command += ["--shutdown-timeout=60", str(folder / "rank.py"), str(folder), *words]
+    command += ["--shutdown-timeout=60", "--max-restarts=2", str(folder / "rank.py"), str(folder), *words]
     root = str(Path(__file__).resolve().parents[2])
     return subprocess.Popen(
         [*command, "--save", str(folder), f"--hdp-log-dir={folder}"],
@@ -70,12 +73,33 @@ def test_a_save_on_sigterm_is_a_success(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_bad_input_of_a_rank_is_exit_code_2(tmp_path: Path) -> None:
+def test_bad_input_of_a_rank_is_exit_code_2_and_is_not_tried_again(tmp_path: Path) -> None:
     process = launched(tmp_path, "saves", "2")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert "pretrain_gpt_hdp.py: error: why\n" in errors
+    assert errors.count("pretrain_gpt_hdp.py: error: why\n") == 1
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("code", "restarts"), [(2, 0), (1, 3)])
+def test_a_rank_that_has_died_is_started_again_and_saves_nothing(
+    code: int, restarts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Agent:
+        _remaining_restarts = 3
+
+        def _monitor_workers(self, worker_group: object) -> RunResult:
+            return RunResult(WorkerState.FAILED, failures={0: SimpleNamespace(exitcode=code)})
+
+    monkeypatch.setattr(api, "LocalElasticAgent", Agent)
+    (tmp_path / TRACKER).write_text("7")
+    progress = Progress.of(["--save", str(tmp_path)])
+    follow_ranks(progress)
+    agent = api.LocalElasticAgent()
+    agent._monitor_workers(None)
+    assert agent._remaining_restarts == restarts
+    progress.at_signal = progress.state()
+    assert progress.ended() == (1, f"error: ended on SIGTERM after a rank had died; {tmp_path} has the last checkpoint")
 
 
 def test_before_the_first_iteration_there_is_nothing_to_save(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train
 MOST: Final = 1 << 40  # tokens, layers and samples beyond it are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
+HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are folders of this machine
 # The package that Megatron's tokenizer of a type imports.
 PACKAGES: Final = {
     "HuggingFaceTokenizer": "transformers",
@@ -31,7 +33,7 @@ def check_values(args: Any) -> None:
     _check_sizes(args)
     _check_split(args)
     _check_folders(args)
-    _check_tokenizer(args)
+    check_tokenizer(args)
 
 
 def value_of(args: Any, flag: str) -> Any:
@@ -76,11 +78,23 @@ def _check_split(args: Any) -> None:
 
 
 def _check_folders(args: Any) -> None:
-    """Raise ValueError if a folder is a file, or cannot be written at start, not at the first save."""
+    """Raise ValueError if a folder is a file, or none can be made there. Makes none: the line may yet be refused."""
     for flag in FOLDERS:
         folder = value_of(args, flag)
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
             raise ValueError(f"{flag} {folder} is a file; give a folder")
+    for flag in WRITTEN:
+        folder = value_of(args, flag)
+        if folder is None:
+            continue
+        there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            reason = "no permission for" if there.is_dir() else "not a folder:"
+            raise ValueError(f"{flag} {folder} cannot be written ({reason} {there}); choose another folder")
+
+
+def make_folders(args: Any) -> None:
+    """Make the folders that a run writes to, before its first save needs one. Raises ValueError naming the flag."""
     for flag in WRITTEN:
         folder = value_of(args, flag)
         if folder is not None:
@@ -97,10 +111,16 @@ def _check_writable(flag: str, folder: Path) -> None:
         raise ValueError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from error
 
 
-def _check_tokenizer(args: Any) -> None:
+def check_tokenizer(args: Any) -> None:
+    """Raise ValueError for a tokenizer without its package, model, files or vocabulary."""
     kind = args.tokenizer_type
     if kind is None:
         raise ValueError("no --tokenizer-type: give the tokenizer that wrote the data (`bytescale corpus` prints it)")
+    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
+        path = value_of(args, flag)
+        is_hub_name = flag == "--tokenizer-model" and kind == "HuggingFaceTokenizer" and HUB_NAME.fullmatch(str(path))
+        if path is not None and not is_hub_name and not Path(path).exists():
+            raise ValueError(f"{flag} {path}: no such file")
     package = PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install '.[tokenizers]'")
@@ -109,10 +129,5 @@ def _check_tokenizer(args: Any) -> None:
     by_files = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
     if package is not None and not by_files and args.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
-    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
-        path = value_of(args, flag)
-        is_hub_name = flag == "--tokenizer-model" and kind == "HuggingFaceTokenizer" and not str(path).startswith("/")
-        if path is not None and not is_hub_name and not Path(path).exists():
-            raise ValueError(f"{flag} {path}: no such file")
     if kind == "TikTokenizer" and not args.tokenizer_model.endswith(".json"):
         raise ValueError(f"--tokenizer-model {args.tokenizer_model}: a TikTokenizer's vocabulary is a .json file")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 
 from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix, environment_entries, source_entries
+from megatron.bytescale.arguments.values import check_tokenizer
 from megatron.bytescale.cli.shared.inputs import size
 
 NAME = "corpus"
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in _TOKENIZER_SETTINGS if getattr(args, name) is not None}
     if settings and args.tokenizer_type is None:
         raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")
+    if settings:
+        check_tokenizer(args)
     if args.sources:
         entries = source_entries(args.sources, args.glob or "*")
     else:

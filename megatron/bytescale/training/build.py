@@ -13,6 +13,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.values import make_folders
 from megatron.bytescale.checkpoints import use_last_whole
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
@@ -57,10 +58,10 @@ class Training:
 
 
 def build(args: Any, runtime: Runtime) -> Training:
-    """Return the training of a run: the stock one, then each feature in the table's order.
+    """Return the training of a run: the stock one, then each feature in the table's order. Make its folders at last.
 
-    Raises ValueError for arguments that Megatron refuses, data and checkpoints that cannot be read, and kernels that do
-    not fit.
+    Raises ValueError for arguments that Megatron refuses, data and checkpoints that cannot be read, kernels that do not
+    fit, and folders that cannot be written.
     """
     training = stock_training(args)
     enabled = features.enabled(args)
@@ -72,6 +73,7 @@ def build(args: Any, runtime: Runtime) -> Training:
     if training.dataset_provider is stock.dataset_provider:
         with refusals_of_megatron():
             stock.dataset_config(args)
+    make_folders(args)
     process = runtime.run.process
     if not process.on_cuda and process.rank == 0:
         print("> bytescale: training on CPU with gloo; CUDA calls are replaced (megatron/bytescale/cpu.py)")

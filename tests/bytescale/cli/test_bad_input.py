@@ -22,6 +22,7 @@ MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4"
 MEMORY = ["memory-plan", "--model-flags"]
 ACTIVATIONS = ["activations", "--model-flags"]
 CORPUS = ["corpus", "--output", "{in}/out"]
+TOKENIZED = [*CORPUS, "--from", "{in}/lines.jsonl", "--tokenizer-type"]
 DRY_RUN = ["dry-run", "--world-size", "8"]
 PROFILE = ["profile", "--output", "{in}/cost.json"]
 
@@ -173,6 +174,11 @@ CASES: list[tuple[list[str], str]] = [
     ([*CORPUS, "--from", "{in}/lines.jsonl", "--json-key", "body"], "no text under the key 'body'.*change --json-key"),
     ([*CORPUS, "--from", "{in}/broken.jsonl"], "broken.jsonl:1: not JSON"),
     ([*CORPUS, "--from", "{in}/lines.jsonl", "--vocab-size", "300"], "add --tokenizer-type"),
+    ([*TOKENIZED, "NullTokenizer"], "--tokenizer-type NullTokenizer needs --vocab-size"),
+    ([*TOKENIZED, "HuggingFaceTokenizer"], "needs --tokenizer-model|transformers is not installed"),
+    ([*TOKENIZED, "HuggingFaceTokenizer", "--tokenizer-model", "{in}/none"], "{in}/none: no such file"),
+    ([*TOKENIZED, "HuggingFaceTokenizer", "--tokenizer-model", "path/to/mine"], "path/to/mine: no such file"),
+    ([*TOKENIZED, "SentencePieceTokenizer", "--tokenizer-model", "none.model"], "none.model: no such file"),
     ([*CORPUS, "--from", "{in}/lines.jsonl", "--tokens", "0"], "'0' is not a size"),
     (["corpus", "--output", "{in}/", "--from", "{in}/lines.jsonl"], "give a path that ends in a name"),
     (["corpus", "--output", "{in}/out.bin", "--from", "{in}/lines.jsonl"], "without .bin or .idx"),

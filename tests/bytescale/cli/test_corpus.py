@@ -108,7 +108,7 @@ def test_each_setting_has_its_training_flag(setting: str, flag: str) -> None:
         (["--merge-file", "m", "--vocab-file", "v"], "merge_file, vocab_file without a tokenizer"),
         (["--glob", "*.cpp"], "no file below matches '*.cpp': give another --glob or another folder"),
         (["--json-key", "body"], "c.jsonl:1: no text under the key 'body' (found: ['text']): change --json-key"),
-        (["--tokenizer-type", "NullTokenizer"], "NullTokenizer: Megatron cannot build it"),
+        (["--tokenizer-type", "NullTokenizer"], "--tokenizer-type NullTokenizer needs --vocab-size"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -31,6 +31,9 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
+    "ITERS=20000 scripts/train_slurm.sbatch ": "tests/scripts/test_bad_values.py",
+    "ITERS=20000 sbatch ": "tests/e2e/runs/test_slurm.py",
+    "SWEEP=sweep.txt sbatch ": "tests/e2e/runs/test_slurm.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --load checkpoints/8k ": "tests/e2e/docs/test_recipes.py",
 }
 SIZES = {

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "recipes.md"
 
 def recipe(**places: Path) -> list[str]:
     """Return the flags of the page's launch line, shrunk, with these folders."""
-    (line,) = code_lines(PAGE.read_text())
+    (line,) = (line for line in code_lines(PAGE.read_text()) if line.startswith("torchrun "))
     words = shlex.split(line)
     flags = words[words.index("pretrain_gpt_hdp.py") + 1 :]
     values = {"--split": "100,0,0", **{f"--{name.replace('_', '-')}": str(path) for name, path in places.items()}}

@@ -60,19 +60,17 @@ def build_megatron_tokenizer(settings: dict[str, Any]) -> Tokenizer:
 
     known = {field.name: getattr(TokenizerConfig(), field.name) for field in dataclasses.fields(TokenizerConfig)}
     values = SimpleNamespace(**{**known, **settings, "pad_vocab_size": False})
-    for name in ("tokenizer_model", "vocab_file", "merge_file", "metadata_path"):
-        value = getattr(values, name)
-        is_hub_name = name == "tokenizer_model" and values.tokenizer_type == "HuggingFaceTokenizer"
-        if value is not None and not is_hub_name and not Path(value).exists():
-            raise ValueError(f"{value}: no such file for {name}")
+    if values.metadata_path is not None and not Path(values.metadata_path).exists():
+        raise ValueError(f"--tokenizer-metadata {values.metadata_path}: no such file")
     try:
         tokenizer: Tokenizer = build_tokenizer(values)
         _ = int(tokenizer.eod), int(tokenizer.vocab_size)
     except ImportError as error:
         raise ValueError(f"{values.tokenizer_type}: {error}; install that package") from error
-    except (TypeError, AttributeError, OSError, NotImplementedError) as error:
+    except (TypeError, AttributeError, OSError, RuntimeError) as error:
+        said = " ".join(str(error).split())
         raise ValueError(
-            f"{values.tokenizer_type}: Megatron cannot build it ({error}): "
+            f"{values.tokenizer_type}: Megatron cannot build it ({said}): "
             "give --tokenizer-model, or --vocab-file and --merge-file"
         ) from error
     return tokenizer

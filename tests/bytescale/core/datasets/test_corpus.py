@@ -146,7 +146,10 @@ def test_text_that_is_not_utf8_is_replaced_and_counted_for_a_tokenizer(tmp_path:
         (["--from", "{in}", "--vocab-size", "300"], "vocab_size without a tokenizer"),
         (["--from", "{in}/b.py", "--tokenizer-type", "Nonsense"], "Nonsense is not supported"),
         (["--from", "{in}/b.py", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "{in}/v"], "v: no such file"),
-        (["--from", "{in}/b.py", "--tokenizer-type", "NullTokenizer"], "NullTokenizer: Megatron cannot build it"),
+        (
+            ["--from", "{in}/b.py", "--tokenizer-type", "NullTokenizer"],
+            "--tokenizer-type NullTokenizer needs --vocab-size",
+        ),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, sources: Path, argv: list[str], message: str) -> None:

@@ -10,27 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import run_ranks
+from tests.scripts.launchers import LOCAL, SHELL_FILES, SLURM, run
 
-ROOT = Path(__file__).resolve().parents[1]
-LOCAL = ROOT / "scripts" / "train_local.sh"
-SLURM = ROOT / "scripts" / "train_slurm.sbatch"
-SHELL_FILES = [LOCAL, SLURM, ROOT / "scripts" / "slurm" / "local_cluster.sh", ROOT / ".ci" / "run"]
 EXTRA = ["--lr", "1e-3", "--wandb-exp-name", "a b"]
 ENTRY = "pretrain_gpt_hdp.py"
-
-
-def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with nothing of ours in its environment but ``variables``."""
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
-    words = [str(word) for word in command]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def parse_as_training_does(rank: int, world: int, words: list[str], num_ranks: int) -> tuple[Any, ...]:
@@ -64,21 +53,7 @@ def test_shell_is_clean(script: Path) -> None:
     assert found.returncode == 0, found.stdout
     assert run(["bash", "-n", script]).returncode == 0
     assert "set -euo pipefail" in script.read_text()
-    assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the launchers, beside a Python whose launch does what the variable FAKE says."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for script in (LOCAL, SLURM):
-        shutil.copy(script, tmp_path / "scripts")
-    python = tmp_path / ".venv" / "bin" / "python"
-    fake = '[[ $1 == -c ]] && { echo 2; exit; }\necho "threads $OMP_NUM_THREADS"\neval "$FAKE"\n'  # torch sees 2 GPUs
-    python.write_text(f"#!/usr/bin/env bash\n{fake}")
-    python.chmod(0o755)
-    return tmp_path
+    assert os.access(script, os.X_OK)
 
 
 def dry_run(checkout: Path, *arguments: str, **variables: str) -> list[str]:
@@ -181,35 +156,6 @@ def test_local_lets_training_end_by_itself_on_sigterm(checkout: Path) -> None:
     assert log.read_text().endswith("saved\n")
 
 
-@pytest.mark.ranks
-def test_local_refuses_what_cannot_run(checkout: Path) -> None:
-    script = checkout / "scripts" / LOCAL.name
-    too_many = run([script], GPUS="2", RANKS="4", FAKE="exit 0")
-    assert too_many.returncode == 2
-    assert "RANKS=4" in too_many.stderr
-    assert "2 GPUs" in too_many.stderr
-    absent = run([script], GPUS="4", FAKE="exit 0")
-    assert (absent.returncode, "GPUS=4, but torch sees 2" in absent.stderr) == (2, True)
-    bad = {"RANKS": "abc", "SEQ_LENGTH": "32KB", "GPUS": "-1", "ITERS": "1e4", "HIDDEN": "wide"}
-    for name, value in bad.items():
-        refused = run([script], **{"GPUS": "0", name: value})
-        assert refused.returncode == 2
-        assert refused.stderr == f"train_local.sh: error: {name}={value} is not a whole number, such as 8 or 32K\n"
-    (checkout / "file").write_text("")
-    for variables, words in (
-        ({"RANKS": "0"}, "RANKS=0"),
-        ({"OUT": str(checkout / "file" / "out")}, "cannot be written"),
-    ):
-        refused = run([script], GPUS="0", FAKE="exit 0", **variables)
-        assert (refused.returncode, words in refused.stderr) == (2, True)
-        assert refused.stderr.count("\n") == 1
-    assert "--seq-length 65536 " in run([script], GPUS="0", SEQ_LENGTH="64K", DRY_RUN="1").stdout
-    (checkout / ".venv" / "bin" / "python").unlink()
-    not_set_up = run([script], GPUS="0")
-    assert not_set_up.returncode == 2
-    assert "make setup" in not_set_up.stderr
-
-
 def test_slurm_has_the_directives_it_needs() -> None:
     lines = SLURM.read_text().splitlines()
     first_command = lines.index("set -euo pipefail")
@@ -218,31 +164,6 @@ def test_slurm_has_the_directives_it_needs() -> None:
     names = {directive.partition("=")[0] for directive in directives}
     assert {"--nodes", "--gpus-per-node", "--cpus-per-task", "--time", "--output", "--requeue"} <= names
     assert {"--ntasks-per-node=1", "--signal=TERM@120"} <= set(directives)
-
-
-@pytest.fixture
-def slurm_job(checkout: Path) -> tuple[Path, dict[str, str]]:
-    """(script, environment) as in a job of three nodes with eight GPUs each."""
-    commands = checkout / "slurm"
-    commands.mkdir()
-    fakes = {
-        "scontrol": '[[ "$*" == "show hostnames node[7-9]" ]] && printf "node7\\nnode8\\nnode9\\n"\n'
-        f'[[ "$*" == "show job 1234567" ]] && echo "   Command={checkout}/scripts/{SLURM.name} --lr 1"; true',
-        "sbatch": 'echo "submitted $*"',
-        "srun": 'echo "$OMP_NUM_THREADS $SRUN_CPUS_PER_TASK" >&2; printf "%q " "$@"',
-    }
-    for name, body in fakes.items():
-        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (commands / name).chmod(0o755)
-    spool = checkout / "spool"  # SLURM runs a copy of the script
-    spool.mkdir()
-    shutil.copy(checkout / "scripts" / SLURM.name, spool / "slurm_script")
-    environment = {
-        "PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "1234567",
-        "SLURM_JOB_NAME": "a-job", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[7-9]",
-        "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "64",
-    }  # fmt: skip
-    return spool / "slurm_script", environment
 
 
 @pytest.mark.ranks
@@ -273,22 +194,26 @@ def test_slurm_needs_to_know_the_processors_of_a_task(slurm_job: tuple[Path, dic
     script, environment = slurm_job
     del environment["SLURM_CPUS_PER_TASK"]
     done = run(["bash", script], **environment)
-    assert done.returncode != 0
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
     assert "--cpus-per-task" in done.stderr
 
 
 @pytest.mark.ranks
-def test_slurm_says_before_the_queue_what_a_job_would_lack(
-    slurm_job: tuple[Path, dict[str, str]], checkout: Path, tmp_path: Path
+def test_slurm_gives_each_task_of_an_array_its_flags_and_its_folder(
+    slurm_job: tuple[Path, dict[str, str]], checkout: Path
 ) -> None:
-    _, environment = slurm_job
-    outside = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
-    script = checkout / "scripts" / SLURM.name
-    no_data = run(["bash", script], **outside)
-    assert (no_data.returncode, "data/python.idx" in no_data.stderr) == (2, True)
-    (checkout / "mine.idx").write_text("")
-    sent = run(["bash", script, "--lr", "1"], DATA=str(checkout / "mine"), **outside)
-    assert sent.stdout == f"submitted {script} --lr 1\n"
-    (checkout / ".venv" / "bin" / "python").unlink()
-    not_set_up = run(["bash", script], **outside)
-    assert (not_set_up.returncode, "make setup" in not_set_up.stderr) == (2, True)
+    script, environment = slurm_job
+    (checkout / "sweep").write_text("--lr 1e-4 --seed 5\n\n--lr 1e-5")
+    environment |= {"SWEEP": str(checkout / "sweep"), "OUT": str(checkout / "out")}
+    for task, flags in {1: ["--lr", "1e-4", "--seed", "5"], 2: [], 3: ["--lr", "1e-5"]}.items():
+        done = run(["bash", script, *EXTRA], **environment, SLURM_ARRAY_TASK_ID=str(task))
+        log = checkout / "out" / str(task) / "slurm-1234567.log"
+        assert done.stdout == f"log: {log}\n"
+        words = shlex.split(log.read_text().splitlines()[1])
+        assert words[-len(EXTRA + flags) :] == EXTRA + flags
+        assert words[words.index("--save") + 1] == str(checkout / "out" / str(task) / "checkpoints")
+    for task in (0, 4):
+        done = run(["bash", script], **environment, SLURM_ARRAY_TASK_ID=str(task))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"sweep has no line {task}; its lines are numbered from 1" in done.stderr

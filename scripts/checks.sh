@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Checks of both launchers, which source this file with their own name as its argument.
+set -euo pipefail
+program=$1
+
+fail() {
+  echo "$program: error: $1" >&2
+  exit 2
+}
+
+# whole_number NAME [LEAST]: replaces the variable of this name by a whole number; 32K is 32768, 2M is 2097152.
+whole_number() {
+  local -n value=$1
+  [[ $value =~ ^([0-9]{1,9})([KM]?)$ ]] || fail "$1=$value is not a whole number, such as 8 or 32K"
+  value=$((10#${BASH_REMATCH[1]}))
+  case ${BASH_REMATCH[2]} in
+    K) value=$((value << 10)) ;;
+    M) value=$((value << 20)) ;;
+  esac
+  ((value >= ${2:-1})) || fail "$1=$value: give at least ${2:-1}"
+}
+
+# check_data ARGUMENTS: the data set DATA is there, or the arguments name other data.
+check_data() {
+  [[ " $*" =~ " --"([a-z-]+-)?(data-path|data-args-path|hdp-loader) ]] && return
+  [[ -f $DATA.idx && -f $DATA.bin ]] || fail "DATA=$DATA: there is no $DATA.idx and .bin; bytescale corpus makes them"
+}
+
+check_out() {
+  mkdir -p "$OUT" 2>/dev/null && [[ -w $OUT ]] || fail "OUT=$OUT cannot be written; choose another folder"
+}

@@ -1,0 +1,21 @@
+"""The launchers, and how tests run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL = ROOT / "scripts" / "train_local.sh"
+SLURM = ROOT / "scripts" / "train_slurm.sbatch"
+CHECKS = ROOT / "scripts" / "checks.sh"
+SHELL_FILES = [LOCAL, SLURM, CHECKS, ROOT / "scripts" / "slurm" / "local_cluster.sh", ROOT / ".ci" / "run"]
+
+
+def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with nothing of ours in its environment but ``variables``."""
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
+    words = [str(word) for word in command]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -1,0 +1,86 @@
+"""Launchers refuse what cannot run: in one line, with exit code 2, before anything is written or submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.launchers import LOCAL, SLURM, run
+
+# (values of variables, the message of both launchers); {in} is the checkout.
+BAD_NUMBERS = {"SEQ_LENGTH": "32KB", "ITERS": "1e4", "HIDDEN": "wide", "BATCH": "-1", "LAYERS": "2.5", "FFN": "9" * 10}
+BAD_VALUES = [
+    *(
+        ({name: value}, f"{name}={value} is not a whole number, such as 8 or 32K")
+        for name, value in BAD_NUMBERS.items()
+    ),
+    *(({name: "0"}, f"{name}=0: give at least 1") for name in ("HEADS", "KV_HEADS", "TOKENS_PER_RANK", "SEQ_LENGTH")),
+    ({"MAX_RESTARTS": "often"}, "MAX_RESTARTS=often is not a whole number, such as 8 or 32K"),
+    ({"DATA": "{in}/none"}, "DATA={in}/none: there is no {in}/none.idx and .bin; bytescale corpus makes them"),
+    ({"DATA": "{in}/half"}, "DATA={in}/half: there is no {in}/half.idx and .bin; bytescale corpus makes them"),
+    ({"OUT": "{in}/file/out"}, "OUT={in}/file/out cannot be written; choose another folder"),
+]
+BAD_VALUES_OF_LOCAL = [
+    *BAD_VALUES,
+    ({"RANKS": "0"}, "RANKS=0: give at least 1"),
+    ({"RANKS": "abc"}, "RANKS=abc is not a whole number, such as 8 or 32K"),
+    ({"GPUS": "-1"}, "GPUS=-1 is not a whole number, such as 8 or 32K"),
+    ({"GPUS": "2", "RANKS": "4"}, "RANKS=4, but there are 2 GPUs; lower RANKS, or set GPUS=0 to train on CPU"),
+    ({"GPUS": "4"}, "GPUS=4, but torch sees 2; lower GPUS, or set GPUS=0 to train on CPU"),
+]
+BAD_VALUES_OF_SLURM = [
+    *BAD_VALUES,
+    ({"GPUS_PER_NODE": "all"}, "GPUS_PER_NODE=all is not a whole number, such as 8 or 32K"),
+    ({"SWEEP": "{in}/none.txt"}, "SWEEP={in}/none.txt: there is no such file"),
+    ({"SBATCH_PARTITION": "none"}, "sbatch: error: no such partition; sbatch: error: not submitted"),
+]
+
+
+def assert_refused(script: Path, checkout: Path, message: str, **variables: str) -> None:
+    """Check that a launcher ends with this line and exit code 2 and leaves nothing behind."""
+    before = sorted(checkout.rglob("*"))
+    given = {name: value.replace("{in}", str(checkout)) for name, value in variables.items()}
+    done = run([script], **given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{script.name}: error: {message.replace('{in}', str(checkout))}\n"
+    assert sorted(checkout.rglob("*")) == before
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES_OF_LOCAL, ids=str)
+def test_local_refuses_what_cannot_run(values: dict[str, str], message: str, checkout: Path) -> None:
+    script = checkout / "scripts" / LOCAL.name
+    assert_refused(script, checkout, message, **{"GPUS": "0", "FAKE": "exit 0", **values})
+
+
+@pytest.mark.ranks
+def test_local_takes_sizes_and_other_data_but_needs_an_environment(checkout: Path) -> None:
+    script = checkout / "scripts" / LOCAL.name
+    assert "--seq-length 65536 " in run([script], GPUS="0", SEQ_LENGTH="64K", DRY_RUN="1").stdout
+    for arguments in (["--train-data-path", "mine"], ["--hdp-loader=ray"], ["--data-args-path", "mine"]):
+        assert run([script, *arguments], GPUS="0", DATA="none", FAKE="exit 0").returncode == 0
+    (checkout / ".venv" / "bin" / "python").unlink()
+    assert_refused(script, checkout, "there is no {in}/.venv/bin/python; run 'make setup' first", GPUS="0")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES_OF_SLURM, ids=str)
+def test_slurm_refuses_before_the_queue(
+    values: dict[str, str], message: str, slurm_job: tuple[Path, dict[str, str]], checkout: Path
+) -> None:
+    _, environment = slurm_job
+    (checkout / "runs" / "bytescale").mkdir(parents=True)
+    outside = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
+    assert_refused(checkout / "scripts" / SLURM.name, checkout, message, **outside, **values)
+
+
+@pytest.mark.ranks
+def test_slurm_submits_what_a_job_lacks_nothing_for(slurm_job: tuple[Path, dict[str, str]], checkout: Path) -> None:
+    _, environment = slurm_job
+    outside = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
+    script = checkout / "scripts" / SLURM.name
+    assert run([script, "--lr", "1"], **outside).stdout == f"submitted {script} --lr 1\n"
+    (checkout / ".venv" / "bin" / "python").unlink()
+    message = "there is no repository with a .venv in {in}; run 'make setup' there, or set ROOT"
+    assert_refused(script, checkout, message, **outside)
