@@ -15,7 +15,6 @@ TESTED_ELSEWHERE = {
     "megatron/bytescale/cli/dry_run.py": "tests/bytescale/cli/shared/test_launch_line.py types the command",
     "megatron/bytescale/core/models/gpt/gpt_layer_specs.py": "tests/e2e/hdp, with every model",
     "megatron/bytescale/core/packed_seq_params.py": "tests/e2e/hdp, with every model",
-    "megatron/bytescale/core/pipeline_parallel/p2p_communication.py": "tests/e2e/hdp/test_pipelines.py",
     "megatron/bytescale/core/transformer/dot_product_attention.py": "tests/e2e/hdp, with every layout",
     "megatron/bytescale/training/activations.py": "tests/e2e/activation",
     "megatron/bytescale/training/build.py": "tests/e2e/runs/test_new_feature.py",

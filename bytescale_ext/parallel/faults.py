@@ -49,6 +49,8 @@ def _collective_text(frame: FrameType) -> str:
     name, group = frame.f_code.co_name, frame.f_locals.get("group")
     if name == "wait":  # for one that was started before
         return "a collective"
+    if not dist.is_initialized():  # it makes the first group
+        return name
     return f"{name} over {ranks_text(dist.get_process_group_ranks(group or dist.group.WORLD))}"
 
 

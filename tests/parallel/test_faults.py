@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,9 +35,10 @@ def lose_a_peer(rank: int, world: int) -> list[str]:
     if rank == 1:
         os._exit(0)
     said = []
-    with pytest.raises(RuntimeError) as of_collective:
-        dist.all_reduce(torch.zeros(1), group=group)
-    said.append(describe(of_collective.value))
+    for one in (group, None):
+        with pytest.raises(RuntimeError) as of_collective:
+            dist.all_reduce(torch.zeros(1), group=one)
+        said.append(describe(of_collective.value))
     comm = RingComm(None, 0, 2)
     for _ in range(2):
         with pytest.raises(PeerLost) as lost:
@@ -46,6 +50,25 @@ def lose_a_peer(rank: int, world: int) -> list[str]:
 @pytest.mark.ranks
 def test_a_collective_and_an_exchange_name_their_ranks() -> None:
     said = run_ranks(lose_a_peer, 2, may_die=[1])[0]
-    assert said[0].startswith("all_reduce over ranks 0, 1 in lose_a_peer (test_faults.py) failed: ")
-    assert all(one.startswith("the exchange with HDP rank 1 failed: ") for one in said[1:])
+    collective = "all_reduce over ranks 0, 1 in lose_a_peer (test_faults.py) failed: "
+    assert all(one.startswith(collective) for one in said[:2])
+    assert all(one.startswith("the exchange with HDP rank 1 failed: ") for one in said[2:])
     assert not any("\n" in one for one in said)
+
+
+def wait_for_nobody(rank: int, world: int) -> str:
+    """What a rank says when the others do not start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place, soon = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=1)
+    with pytest.raises(RuntimeError) as found:
+        dist.init_process_group("gloo", init_method=place, rank=0, world_size=2, timeout=soon)
+    assert is_of_peers(found.value)
+    return describe(found.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_do_not_start_are_missed() -> None:
+    said = run_ranks(wait_for_nobody, 1, init_group=False)[0]
+    assert said.startswith("init_process_group in wait_for_nobody (test_faults.py) failed: Timed out after ")

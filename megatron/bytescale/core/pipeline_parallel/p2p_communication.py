@@ -14,10 +14,13 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from bytescale_ext.measure.metrics import StepClock
+from bytescale_ext.parallel.faults import lost_in_exchange
 from bytescale_ext.parallel.p2p import WorksPending
 from bytescale_ext.plan.schedule.actions import Action, SliceSchedule
 from bytescale_ext.plan.schedule.messages import received_actions
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
+
+_NEIGHBOUR = "a neighbouring stage, global"
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,13 @@ class ShapedP2PCommunicator(P2PCommunicator):
 
     def _communicate(self, **kwargs: Any) -> Any:
         self._mark_wait()
-        return super()._communicate(**kwargs)
+        try:
+            return super()._communicate(**kwargs)
+        except RuntimeError as error:
+            before = kwargs["recv_prev"] or kwargs["tensor_send_prev"] is not None
+            after = kwargs["recv_next"] or kwargs["tensor_send_next"] is not None
+            peers = [self.prev_rank] * before + [self.next_rank] * after
+            raise lost_in_exchange(error, peers, _NEIGHBOUR) from error
 
     def _mark_wait(self) -> None:
         if self._clock is not None:
@@ -126,7 +135,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
         operations = [dist.P2POp(act, tensor, peer, group) for act, tensor in ends if tensor is not None]
         works = dist.batch_isend_irecv(operations) if operations else ()
         tensors = [operation.tensor for operation in operations]
-        return _Exchange(received, WorksPending(works, tensors, [peer], "a neighbouring stage, global"))
+        return _Exchange(received, WorksPending(works, tensors, [peer], _NEIGHBOUR))
 
     def check_all_received(self, training: bool) -> None:
         """Assert at the end of a step that every expected tensor was received; an evaluation has no gradients."""
