@@ -21,7 +21,7 @@ from tests.tree import (
     tree_of,
 )
 
-MAX_FLOORS = 6
+MAX_FLOORS = 7
 # Rooms of plan/, from the ground up; a room imports from rooms beside and below it.
 FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "experts", "sculpt"), ("evaluate",),
           ("search",))  # fmt: skip
@@ -79,4 +79,4 @@ def test_the_drawing_of_rooms() -> None:
     lines = drawing().splitlines()
     assert len(lines) == len(room_arrows()) >= 7
     assert lines[-1].split() == ["1", "step"]
-    assert all(re.fullmatch(r"[1-6]  \w+( +-> \w+ \d+(, \w+ \d+)*)?", line) for line in lines)
+    assert all(re.fullmatch(r"[1-7]  \w+( +-> \w+ \d+(, \w+ \d+)*)?", line) for line in lines)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bytescale_ext.config.offload import PlannedOffload, planned_offload
-from bytescale_ext.plan.activation.forecast import forecast
-from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, load_of_tokens
+from bytescale_ext.plan.activation.forecast import forecast, stage_cost
+from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, full_load, load_of_tokens
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import given_plan, in_gigabytes, make_plan
-from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.hdp.policy_slicing import PolicyOption
 from bytescale_ext.plan.step.sizes import Slicing
@@ -101,19 +101,9 @@ class ActivationConfig:
         return tuple(found)
 
     def stage_cost(self, has_head: bool) -> StageCost:
-        """Return the seconds of this stage: the model's, what the policy rebuilds, and copies that nothing hides.
-
-        Rebuilding and copying is charged by the token, as in the largest slice. ``has_head``: it has the output layer.
-        """
+        """Return the seconds of this stage in its largest micro-batch or slice; ``has_head``: with the output layer."""
         load = self.largest
-        plan = self.plan(load)
-        predicted = forecast(plan, load, self.machine)
-        planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
-        waits = planned * max(0.0, predicted.transfer_seconds - load.forward_seconds)
-        longer = predicted.step_seconds - load.num_layers * (load.forward_seconds + load.backward_seconds)
-        stage = self.cost.stage(load.num_layers, has_head)
-        forward, backward = (CostModel(0.0, seconds / load.num_tokens) for seconds in (waits, longer - waits))
-        return StageCost(stage.forward + forward, stage.backward + backward, stage.key_read)
+        return stage_cost(self.cost, load, self.plan(load), self.machine, has_head)
 
     def load(self, num_tokens: int, forward_seconds: float, backward_seconds: float) -> LayerLoad:
         """Return the load of one micro-batch of a rank, by its tokens and the times of one layer."""
@@ -121,17 +111,8 @@ class ActivationConfig:
 
     @property
     def largest(self) -> LayerLoad:
-        """The largest micro-batch, or slice of one: tokens of the longest sequence, on as many ranks as it needs.
-
-        Slices are assumed to be equal in time.
-        """
-        width = -(-self.length // self.num_tokens)
-        sequences = max(1, self.num_tokens // self.length) / len(self.slices)
-        seconds = [
-            sequences * cost.sequence_cost(min(self.length, self.num_tokens * width), width) + cost.g
-            for cost in (self.cost.forward, self.cost.backward)
-        ]
-        return self.load(-(-self.num_tokens * max(self.slices) // sum(self.slices)), *seconds)
+        """The largest micro-batch, or slice of one (``full_load``)."""
+        return full_load(self.cost, self.num_tokens, self.length, self.layers, self.slices)
 
     def plan(self, load: LayerLoad, share: float = 0.0) -> ActivationPlan:
         """Return the plan of a micro-batch. ``share``: offloaded by the HDP plan, if that chooses shares.

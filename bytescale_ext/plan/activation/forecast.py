@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from bytescale_ext.plan.activation.load import LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_cost import ModelCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,20 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
         device_bytes=need.device_bytes(kept),
         host_bytes=load.times_held * planned * transferred,
     )
+
+
+def stage_cost(cost: ModelCost, load: LayerLoad, plan: ActivationPlan, machine: Machine, has_head: bool) -> StageCost:
+    """Return the seconds of a stage under a plan: the model's, what is rebuilt, and copies that nothing hides.
+
+    Rebuilding and copying is charged by the token, as in this load. ``has_head``: the stage has the output layer.
+    """
+    predicted = forecast(plan, load, machine)
+    planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
+    waits = planned * max(0.0, predicted.transfer_seconds - load.forward_seconds)
+    longer = predicted.step_seconds - load.num_layers * (load.forward_seconds + load.backward_seconds)
+    stage = cost.stage(load.num_layers, has_head)
+    forward, backward = (CostModel(0.0, seconds / load.num_tokens) for seconds in (waits, longer - waits))
+    return StageCost(stage.forward + forward, stage.backward + backward, stage.key_read)
 
 
 @dataclass(frozen=True, slots=True)

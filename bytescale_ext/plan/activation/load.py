@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -239,6 +240,29 @@ def load_of_tokens(
         expert_bytes=expert_bytes(cost.shape, how.element_bytes, ranks, how.expert_load),
         expert_working_bytes=expert_working_bytes(cost.shape, how.element_bytes, how.expert_ranks > 1, how.expert_load),
     )
+
+
+def full_load(
+    cost: ModelCost, num_tokens: int, length: int, how: LayerSettings, slices: Sequence[int] = (1,)
+) -> LayerLoad:
+    """Return the load of the largest micro-batch, or slice of one: tokens of the longest sequence.
+
+    The sequence is on as many ranks as it needs, and its slices are assumed to be equal in time.
+
+    Args:
+        cost: of the model.
+        num_tokens: of the micro-batch on one rank.
+        length: tokens of the longest sequence.
+        how: see ``LayerSettings``.
+        slices: their tokens, or their proportion.
+    """
+    width = -(-length // num_tokens)
+    sequences = max(1, num_tokens // length) / len(slices)
+    forward, backward = (
+        sequences * part.sequence_cost(min(length, num_tokens * width), width) + part.g
+        for part in (cost.forward, cost.backward)
+    )
+    return load_of_tokens(cost, -(-num_tokens * max(slices) // sum(slices)), forward, backward, how)
 
 
 def cost_of_rates(

@@ -80,10 +80,10 @@ def plan_priced(load: LayerLoad, machine: Machine) -> ActivationPlan:
     Raises:
         ValueError: no shares fit; names the least host memory with which some do.
     """
-    return _chosen(_priced, load, machine)
+    return _chosen(priced_or_none, load, machine)
 
 
-def _priced(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
     """Return the plan of ``plan_priced``, or None where no shares fit."""
     fewest = min(load.resident_layers, load.num_layers)
     plans = [
@@ -193,7 +193,7 @@ def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
     plans = [ActivationPlan("none"), plan_offload(load, machine)]
     with contextlib.suppress(ValueError):  # it does not fit; others may
         plans.append(plan_memo(load, machine))
-    priced = _priced(load, machine)
+    priced = priced_or_none(load, machine)
     return _fastest([*plans, *([priced] if priced is not None else [])], load, machine)
 
 

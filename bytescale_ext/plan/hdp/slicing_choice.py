@@ -160,16 +160,21 @@ class SlicingChoice:
 
     def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
         """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
-        lengths = np.full(4 * len(self.memory.num_layers), num_tokens, dtype=np.int64)
-        zeros = np.zeros_like(lengths)
-        placed = PlacedRanks(1, lengths, zeros, zeros + 1, np.arange(len(lengths)), aligned=True)
-        table = ShardTable.of(StepPlan(1, num_tokens, tuple(lengths.tolist()), placed, aligned=True))
+        table = full_micro_batches(4 * len(self.memory.num_layers), num_tokens)
         least = min(held(table, option, problem_cost, self.memory).device_bytes(self.memory) for option in self.options)
         if least > self.device_bytes:
             raise ValueError(
                 f"micro-batches of {num_tokens} tokens take at least {least / 1e9:.4g} GB of device memory in slices, "
                 f"and --device-memory-gb is {self.device_bytes / 1e9:.4g}: give at least that, or fewer tokens"
             )
+
+
+def full_micro_batches(count: int, num_tokens: int) -> ShardTable:
+    """Return ``count`` micro-batches of one rank, each of one sequence of ``num_tokens`` tokens."""
+    lengths = np.full(count, num_tokens, dtype=np.int64)
+    zeros = np.zeros_like(lengths)
+    placed = PlacedRanks(1, lengths, zeros, zeros + 1, np.arange(count), aligned=True)
+    return ShardTable.of(StepPlan(1, num_tokens, tuple(lengths.tolist()), placed, aligned=True))
 
 
 def _longest(

@@ -1,7 +1,7 @@
 """The console command ``bytescale`` and the table of its subcommands.
 
-Each row is a module with NAME, HELP, EXAMPLE, ``add_arguments`` and ``run``. A new subcommand (next: ``search`` for
-parallel strategies) is one module here and one row.
+Each row is a module with NAME, HELP, EXAMPLE, ``add_arguments`` and ``run``. A new subcommand is one module here, or
+a folder with a module ``command``, and one row.
 """
 
 from __future__ import annotations
@@ -27,9 +27,23 @@ from megatron.bytescale.cli import (
     timeline,
     train,
 )
+from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 
-COMMANDS = (train, corpus, profile, dry_run, plan, simulate, schedule, activations, memory_plan, timeline, doctor)
+COMMANDS = (
+    train,
+    corpus,
+    profile,
+    dry_run,
+    plan,
+    search,
+    simulate,
+    schedule,
+    activations,
+    memory_plan,
+    timeline,
+    doctor,
+)
 
 
 def parser() -> OneLineParser:

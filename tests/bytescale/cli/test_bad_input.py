@@ -24,6 +24,8 @@ ACTIVATIONS = ["activations", "--model-flags"]
 CORPUS = ["corpus", "--output", "{in}/out"]
 TOKENIZED = [*CORPUS, "--from", "{in}/lines.jsonl", "--tokenizer-type"]
 DRY_RUN = ["dry-run", "--world-size", "8"]
+SEARCH = ["search", "--model-flags", MODEL, "--sampler", "sft", *"--context 1K --global-batch-size 8 --gpus 8".split(),
+          *"--device-memory-gb 1 --steps 1".split()]  # fmt: skip
 PROFILE = ["profile", "--output", "{in}/cost.json"]
 
 # (command line, words of the message); {in} is a folder with the files that ``folder`` makes.
@@ -202,6 +204,31 @@ CASES: list[tuple[list[str], str]] = [
     ([*DRY_RUN, "--seed", "-1", "--", "--num-layers", "2"], "--seed -1 must be at least 0"),
     ([*DRY_RUN, "--lengths", "{in}/none.idx", "--", "--num-layers", "2"], "no such file"),
     ([*DRY_RUN, "--sampler", "github", "--lengths", "a.npy", "--", "--cpu"], "not allowed with"),
+    # search
+    (["search"], "required: --model-flags, --context"),
+    ([*SEARCH, "--device", "h100", "--sampler", "none"], "--sampler none is unknown"),
+    ([*SEARCH, "--device", "tpu"], "--device tpu is unknown; choose one of h100"),
+    ([*SEARCH, "--device", "h100", "--cost-file", "c.json"], "not allowed with"),
+    (SEARCH, "one of the arguments --cost-file --device is required"),
+    ([*SEARCH, "--cost-file", "{in}/none.json"], "No such file"),
+    ([*SEARCH, "--cost-file", "bytescale_ext/measure/costs/h100_7b.json"], "is for another model: hidden is 4096"),
+    ([*SEARCH, "--device", "h100", "--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
+    ([*SEARCH, "--device", "h100", "--gpus", "0"], "'0' is not a whole number"),
+    ([*SEARCH, "--device", "h100", "--context", "1KB"], "is not a size"),
+    ([*SEARCH, "--device", "h100", "--device-memory-gb", "0"], "--device-memory-gb 0 must be positive"),
+    ([*SEARCH, "--device", "h100", "--host-memory-gb", "nan"], "--host-memory-gb nan must be at least 0"),
+    ([*SEARCH, "--device", "h100", "--slowdown", "0.5"], "--slowdown 0.5 must be at least 1"),
+    ([*SEARCH, "--device", "h100", "--launch", "mpirun"], "--launch mpirun is unknown; choose one of torchrun, slurm"),
+    ([*SEARCH, "--device", "h100", "--explain", "--lr"], "expected one argument"),
+    ([*SEARCH, "--device", "h100", "--explain", "lr"], "--explain --lr: the search does not vary it"),
+    ([*SEARCH, "--device", "h100", "--output", "{in}/none/run.sh"], "there is no folder"),
+    ([*SEARCH, "--device", "h100", "--plot", "{in}/plot.txt"], "give a name that ends with"),
+    ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --pipeline-model-parallel-size 2"], "search decides"),
+    ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --seq-length=8"], "--seq-length=8, which the search"),
+    ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --num-experts 4"], "--num-experts"),
+    ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} 'open"], "--model-flags: No closing quotation"),
+    ([*SEARCH, "--device", "h100", "--gpus", "7"], "--global-batch-size 8 is not a multiple of the HDP ranks"),
+    ([*SEARCH, "--device", "h100", "--device-memory-gb", "1e-6"], "what fits: .* GB of device memory"),
     # doctor
     (["doctor", "--head-dim", "0"], "'0' is not a whole number"),
     (["doctor", "--head-dim", "wide"], "'wide' is not a whole number"),

@@ -25,7 +25,7 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_subcommands() -> None:
     assert [command.NAME for command in cli.COMMANDS] == [
-        "train", "corpus", "profile", "dry-run", "plan", "simulate", "schedule", "activations", "memory-plan",
+        "train", "corpus", "profile", "dry-run", "plan", "search", "simulate", "schedule", "activations", "memory-plan",
         "timeline", "doctor",
     ]  # fmt: skip
 

@@ -30,6 +30,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     ".venv/bin/python -m pytest ": "they run this test",
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
+    "bytescale search ": "tests/bytescale/cli/search/test_command.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
     "ITERS=20000 scripts/train_slurm.sbatch ": "tests/scripts/test_bad_values.py",
     "ITERS=20000 sbatch ": "tests/e2e/runs/test_slurm.py",

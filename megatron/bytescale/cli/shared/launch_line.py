@@ -114,7 +114,8 @@ class Launch:
         seconds = time.process_time() - begun
         node = self.run.cluster.ranks_per_node
         check_step_plan(plan, lengths, self.run.get(HdpConfig).rows_multiple, offload_layers(self.run), node)
-        table = ShardTable.of(plan).with_counts(np.array(micro_batch_counts(plan)))
+        counts = micro_batch_counts(plan, multiple=self.group_size)
+        table = ShardTable.of(plan).with_counts(np.array(counts))
         cut = plan.slicing or slicing(self.run)
         from_rings = self.ring_bytes(table, cut)
         step = self.step(table, cut, lengths, seconds)
@@ -125,6 +126,13 @@ class Launch:
             self.about(), self.args.rank, groups_of_this_process(), step, self.received_gb(table, from_rings),
             self.memory_gb(table, cut),
         )  # fmt: skip
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches that pass a virtual stage together, of which a process runs whole groups; 1 without them."""
+        if not self.args.virtual_pipeline_model_parallel_size:
+            return 1
+        return int(self.args.microbatch_group_size_per_vp_stage or len(self.run.stage_layers))
 
     def about(self) -> dict[str, str]:
         """Return model, processes and features in words."""

@@ -1,0 +1,51 @@
+"""Layers of pipeline stages that end together: what a stage takes decides how many layers it gets.
+
+Galvatron-BMW (Wang et al. 2024) starts from stages that are equal in memory and moves layers at their borders off the
+slowest stage, as long as memory allows and the slowest stage gets faster. Its public code has equal stages only; this
+follows the paper's description. Where all layers are alike, a layer may go to any stage, because all borders between
+move with it, and then no partition within the memory is faster than the one that is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+OfLayers = Callable[[int, int], float]
+"""What a stage of so many layers takes, growing with the layers: (stage, layers) -> seconds or bytes."""
+
+
+def balanced_layers(
+    num_layers: int, num_stages: int, seconds: OfLayers, most_layers: Sequence[int]
+) -> list[int] | None:
+    """Return the layers of each stage with which the slowest stage is fastest, or None where they do not fit.
+
+    Args:
+        num_layers: at least one for each stage.
+        num_stages: number of stages.
+        seconds: of a stage.
+        most_layers: that the memory of each stage holds.
+    """
+    layers = level_layers(num_layers, num_stages, lambda stage, count: count / max(1, most_layers[stage]))
+    if any(count > most for count, most in zip(layers, most_layers, strict=True)):
+        return None
+    while True:
+        slowest = max(range(num_stages), key=lambda stage: seconds(stage, layers[stage]))
+        limit = seconds(slowest, layers[slowest])
+        takers = [
+            (seconds(stage, layers[stage] + 1), stage)
+            for stage in range(num_stages)
+            if stage != slowest and layers[stage] < most_layers[stage] and seconds(stage, layers[stage] + 1) < limit
+        ]
+        if not takers or layers[slowest] == 1:
+            return layers
+        layers[slowest] -= 1
+        layers[min(takers)[1]] += 1
+
+
+def level_layers(num_layers: int, num_stages: int, load: OfLayers) -> list[int]:
+    """Return the layers of each stage, at least one, dealt one by one to the stage whose load then is least."""
+    layers = [1] * num_stages
+    for _ in range(num_layers - num_stages):
+        least = min(range(num_stages), key=lambda stage: load(stage, layers[stage] + 1))
+        layers[least] += 1
+    return layers

@@ -1,0 +1,308 @@
+"""A strategy on a task: what it costs, what it needs, and the figures of a step that the real planner plans for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bytescale_ext.plan.activation.forecast import forecast, stage_cost
+from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, full_load
+from bytescale_ext.plan.activation.policies import priced_or_none
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
+from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
+from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice, full_micro_batches
+from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
+from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, num_warm_up
+from bytescale_ext.plan.search.costs import element_bytes, strategy_cost
+from bytescale_ext.plan.search.strategy import PRICED, Strategy
+from bytescale_ext.plan.search.update import Update, message_seconds, update_of
+from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
+
+
+class Unfit(ValueError):
+    """A strategy does not fit the task.
+
+    Attributes:
+        needed_bytes: memory of a device with which it would fit; 0 where that is not known, or is not the reason.
+    """
+
+    def __init__(self, reason: str, needed_bytes: float = 0.0) -> None:
+        super().__init__(reason)
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The cluster.
+
+    Attributes:
+        count: devices.
+        per_node: devices of a node.
+        memory_bytes: of a device.
+        host_bytes: host memory of each process, for activations or keys.
+        link_bytes_per_second: between a device and host memory, one way.
+    """
+
+    count: int
+    per_node: int
+    memory_bytes: float
+    host_bytes: float = 0.0
+    link_bytes_per_second: float = LINK_BYTES_PER_SECOND
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is given.
+
+    Attributes:
+        cost: of the model, on any number of tensor-parallel ranks.
+        devices: the cluster.
+        context: the most tokens of a document.
+        steps: lengths of the documents of some steps, equally many in each.
+    """
+
+    cost: ModelCost
+    devices: Devices
+    context: int
+    steps: tuple[tuple[int, ...], ...]
+
+    @property
+    def batch(self) -> int:
+        """Documents of a step."""
+        return len(self.steps[0])
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One step, in seconds: it takes the sum of the first four.
+
+    Attributes:
+        compute: mean of all devices.
+        exposed: exchange of keys that nothing hides, mean of all devices.
+        idle: waiting for rings and pipeline stages, mean of all devices.
+        update: gradients, parameters and optimizer, where nothing hides them.
+        device_bytes: the most memory of a device.
+        host_bytes: the most host memory of a process.
+    """
+
+    compute: float
+    exposed: float
+    idle: float
+    update: float
+    device_bytes: float
+    host_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return self.compute + self.exposed + self.idle + self.update
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy that fits a task.
+
+    Attributes:
+        strategy: what was chosen.
+        cluster: its HDP ranks.
+        stages: cost of each virtual stage, chunk by chunk.
+        memory: of the pipeline stages.
+        full_bytes: the most memory of a device and of a process's host memory, where it does not depend on the step.
+        update: of the process with most parameters.
+        message: seconds of a message between stages.
+        planner: plans its steps.
+    """
+
+    strategy: Strategy
+    cluster: Cluster
+    stages: tuple[StageCost, ...]
+    memory: StageMemory
+    full_bytes: tuple[float, float]
+    update: Update
+    message: float
+    planner: HdpPlanner
+
+    @classmethod
+    def of(cls, task: Task, strategy: Strategy) -> Case:
+        """Return the case of a strategy. Raises Unfit where ranks, documents or memory do not suffice."""
+        cluster = cluster_of(task, strategy)
+        cost = strategy_cost(task.cost, strategy)
+        memory = memory_of(cost, strategy, cluster)
+        if strategy.activations == PRICED:
+            physical, full_bytes = _under_policy(task, strategy, cost, memory)
+            virtual = physical
+        else:
+            physical = _stages(task, cost, strategy.stage_layers)
+            virtual = _stages(task, cost, [n // strategy.chunks for n in strategy.stage_layers] * strategy.chunks)
+            full_bytes = (_full_bytes(strategy, memory, physical[-1]), 0.0)
+        nodes, num_stages = cost.nodes(cluster), strategy.num_stages
+        slowest = max(physical, key=lambda stage: stage.both.sequence_cost(strategy.tokens_per_rank, 1)).on(nodes)
+        choice = _choice(task, strategy, memory, slowest) if strategy.chooses_slices else None
+        if choice is None and full_bytes[0] > task.devices.memory_bytes:
+            raise Unfit("device memory", full_bytes[0])
+        planner = HdpPlanner(
+            cluster,
+            (slowest,) * num_stages,
+            tokens_multiple=strategy.tensor_parallel,
+            balance=auto_balance(num_stages > 1),
+            choice=choice,
+        )
+        is_between_nodes = task.devices.count > task.devices.per_node
+        return cls(
+            strategy,
+            cluster,
+            tuple(stage.on(nodes) for stage in virtual),
+            memory,
+            full_bytes,
+            update_of(cost, max(parameters_of(cost, strategy)), cluster, strategy.shares_optimizer),
+            message_seconds(cost, strategy.tokens_per_rank, is_between_nodes) if num_stages > 1 else 0.0,
+            planner,
+        )
+
+    @property
+    def bounding_stages(self) -> tuple[StageCost, ...]:
+        """The stages of which a bound holds: all, or the slowest alone where others may fill the pipeline sooner."""
+        is_plain = not self.strategy.chooses_slices and self.strategy.chunks == 1
+        return self.stages if is_plain else self.planner.stages[:1]
+
+    def least_seconds(self, work: Sequence[tuple[float, float]]) -> float:
+        """Return a time that the mean of steps does not undercut: the slowest stage's own work, evenly on all ranks.
+
+        ``work``: tokens, and the sum of the squares of the lengths, of each step.
+        """
+        both = self.planner.stages[0].both
+        seconds = sum(both.b * tokens + both.a * squares for tokens, squares in work)
+        return seconds / len(work) / self.cluster.num_ranks + self.update.optimizer
+
+    def bound(self, lengths: Sequence[int]) -> float:
+        """Return a time that no plan of these documents undercuts: of the step, and of the optimizer."""
+        return lower_bounds(lengths, self.cluster, self.bounding_stages).largest + self.update.optimizer
+
+    def run(self, lengths: Sequence[int]) -> StepFigures:
+        """Return the figures of a step of these documents: planned by the planner of training, and replayed."""
+        strategy, plan = self.strategy, self.planner(lengths)
+        counts = micro_batch_counts(plan, multiple=strategy.num_stages if strategy.chunks > 1 else 1)
+        table = ShardTable.of(plan).with_counts(np.array(counts))
+        slicing = plan.slicing or ONE_SLICE
+        message = self.message / slicing.num_slices
+        result = replay_stages(table, self.stages, slicing, strategy.chunks, p2p_seconds=message)
+        device_bytes, host_bytes = self.full_bytes
+        if strategy.chooses_slices:
+            most = held(table, slicing, self.planner.stages[0].both, self.memory)
+            device_bytes, host_bytes = most.device_bytes(self.memory), most.host_bytes(self.memory)
+        exposed, idle = (share * result.makespan for share in (result.exposed_share, result.idle_share))
+        return StepFigures(
+            compute=result.makespan - exposed - idle,
+            exposed=exposed,
+            idle=idle,
+            update=self.update.exposed(*_end_passes(result, slicing.num_slices)),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+        )
+
+
+def cluster_of(task: Task, strategy: Strategy) -> Cluster:
+    """Return the HDP ranks of a strategy. Raises Unfit where they do not divide devices or documents, or are too few.
+
+    A node holds as many HDP ranks as it has groups of tensor-parallel ranks, if these fill it and the ranks.
+    """
+    devices = task.devices
+    num_ranks, rest = divmod(devices.count, strategy.model_ranks)
+    if rest or not num_ranks:
+        raise Unfit("ranks")
+    if task.batch % num_ranks:
+        raise Unfit("documents")
+    if task.context > num_ranks * strategy.tokens_per_rank:
+        raise Unfit("context")
+    of_node, rest = divmod(devices.per_node, strategy.tensor_parallel)
+    fills = of_node and not rest and of_node < num_ranks and not num_ranks % of_node
+    return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None)
+
+
+def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMemory:
+    """Return the memory of the stages, with the optimizer shared by HDP ranks or whole; ``cost``: of the strategy."""
+    element = element_bytes(cost)
+    memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
+    of_parameter = parameter_bytes(element, cluster.num_ranks if strategy.shares_optimizer else 1)
+    return replace(memory, state_bytes=tuple(of_parameter * each for each in parameters_of(cost, strategy)))
+
+
+def parameters_of(cost: ModelCost, strategy: Strategy) -> list[float]:
+    """Return the parameters of a process of each stage."""
+    last = strategy.num_stages - 1
+    return [
+        stage_parameters(replace(cost.shape, num_layers=layers), strategy.tensor_parallel, number == 0, number == last)
+        for number, layers in enumerate(strategy.stage_layers)
+    ]
+
+
+def _stages(task: Task, cost: ModelCost, stage_layers: Sequence[int]) -> list[StageCost]:
+    last, link = len(stage_layers) - 1, task.devices.link_bytes_per_second
+    return [cost.stage(layers, number == last, link) for number, layers in enumerate(stage_layers)]
+
+
+def _full_bytes(strategy: Strategy, memory: StageMemory, stage: StageCost) -> float:
+    """Return the most bytes of a device whose micro-batches are full and run whole."""
+    table = full_micro_batches(4 * strategy.num_stages, strategy.tokens_per_rank)
+    return held(table, ONE_SLICE, stage.both, memory, strategy.chunks).device_bytes(memory)
+
+
+def _choice(task: Task, strategy: Strategy, memory: StageMemory, slowest: StageCost) -> SlicingChoice:
+    """Return what chooses the slices of each step, as training does. Raises Unfit where no slices fit."""
+    assert strategy.device_gb is not None, strategy
+    choice = SlicingChoice.within(memory.without_states(), strategy.device_gb * 1e9, strategy.host_gb * 1e9)
+    try:
+        choice.check_fits(slowest.both, strategy.tokens_per_rank)
+    except ValueError:
+        raise Unfit("device memory") from None
+    return choice
+
+
+def _under_policy(
+    task: Task, strategy: Strategy, cost: ModelCost, memory: StageMemory
+) -> tuple[list[StageCost], tuple[float, float]]:
+    """Return the cost of each stage under the policy ``priced``, and the most bytes of a device and of a host.
+
+    Raises:
+        Unfit: the policy does not fit on a stage.
+    """
+    assert strategy.device_gb is not None, strategy
+    machine = Machine(strategy.device_gb * 1e9, strategy.host_gb * 1e9, task.devices.link_bytes_per_second)
+    stages, device_bytes, host_bytes = [], 0.0, 0.0
+    for number, layers in enumerate(strategy.stage_layers):
+        is_last = number == strategy.num_stages - 1
+        in_flight = num_warm_up(strategy.num_stages, number, ONE_SLICE) + 1
+        how = LayerSettings(
+            num_layers=layers,
+            resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
+            in_flight=in_flight,
+            element_bytes=element_bytes(cost),
+            sequence_parallel=strategy.tensor_parallel > 1,
+            loss_tokens=strategy.loss_tokens if is_last else 0,
+        )
+        load = full_load(cost, strategy.tokens_per_rank, task.context, how)
+        plan = priced_or_none(load, machine)
+        if plan is None:
+            raise Unfit("device memory")
+        found = forecast(plan, load, machine)
+        stages.append(stage_cost(cost, load, plan, machine, is_last))
+        device_bytes = max(device_bytes, memory.state_bytes[number] + found.device_bytes)
+        host_bytes = max(host_bytes, found.host_bytes)
+    return stages, (device_bytes, host_bytes)
+
+
+def _end_passes(result: StageReplay, num_slices: int) -> tuple[float, float]:
+    """Return the shortest first forward pass and last backward pass of any pipeline on one stage, in seconds."""
+    each = result.own_seconds.reshape(-1, num_slices, *result.own_seconds.shape[1:]).sum(axis=1)
+    of_stages = each.sum(axis=2) / result.num_stages
+    stops = np.cumsum(result.counts)
+    return float(of_stages[stops - result.counts, FORWARD].min()), float(of_stages[stops - 1, BACKWARD].min())

@@ -1,0 +1,46 @@
+"""What would make a task fit in which no strategy does: the smallest change of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from bytescale_ext.plan.search.case import Task
+from bytescale_ext.plan.search.explore import Exploration, fitting_cases
+from bytescale_ext.plan.search.space import Space
+
+DOUBLINGS: Final = 3
+"""Devices, host memory and shorter contexts are tried up to this many times twice as many."""
+
+
+def remedies(task: Task, space: Space, seen: Exploration) -> list[str]:
+    """Return the changes that make something fit, each with its figures; ``seen``: the search that found nothing."""
+    found = []
+    if seen.needed is not None:
+        needed, strategy = seen.needed
+        found.append(f"{needed / 1e9:.4g} GB of device memory ({strategy})")
+    devices, host_bytes = task.devices, max(task.devices.host_bytes, 1e9)
+    counts = (devices.count << power for power in range(1, DOUBLINGS + 1))
+    hosts = (host_bytes * 2**power for power in range(DOUBLINGS + 1))
+    contexts = (task.context >> power for power in range(1, DOUBLINGS + 1))
+    more = _first(space, (replace(task, devices=replace(devices, count=count)) for count in counts))
+    if more is not None:
+        found.append(f"{more.devices.count} devices")
+    hosted = _first(space, (replace(task, devices=replace(devices, host_bytes=size)) for size in hosts))
+    if hosted is not None:
+        found.append(f"{hosted.devices.host_bytes / 1e9:.4g} GB of host memory for each process")
+    shorter = _first(space, (_cut(task, context) for context in contexts if context))
+    if shorter is not None:
+        found.append(f"a context of {shorter.context} tokens")
+    return found
+
+
+def _first(space: Space, tasks: Iterable[Task]) -> Task | None:
+    """Return the first task in which some strategy fits."""
+    return next((one for one in tasks if any(fitting_cases(one, space.strategies(one), Exploration()))), None)
+
+
+def _cut(task: Task, context: int) -> Task:
+    steps = tuple(tuple(min(length, context) for length in step) for step in task.steps)
+    return replace(task, context=context, steps=steps)

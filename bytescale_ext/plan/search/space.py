@@ -1,0 +1,155 @@
+"""The strategies that a task allows, as a tree: tensor parallelism, stages, their layers, C, then what else varies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final
+
+from bytescale_ext.plan.schedule.actions import num_warm_up
+from bytescale_ext.plan.search.balance import balanced_layers
+from bytescale_ext.plan.search.case import Task, Unfit, cluster_of, memory_of
+from bytescale_ext.plan.search.costs import strategy_cost
+from bytescale_ext.plan.search.strategy import ACTIVATIONS, FULL, PRICED, Strategy
+from bytescale_ext.plan.step.sizes import ONE_SLICE
+
+LOSS_TOKENS: Final = 4096
+"""Tokens of a chunk of the loss."""
+
+FEWEST_TOKENS: Final = 1024
+"""The smallest C that is tried, unless the context fits on the ranks with less."""
+
+MOST_CHUNKS: Final = 4
+"""The most virtual stages of a stage that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Which values are tried. The fields narrow what the task allows.
+
+    Attributes:
+        tensor_parallel: sizes; empty: every power of two that divides heads and groups and fits in a node.
+        stages: numbers of stages; empty: every divisor of the devices.
+        tokens_per_rank: values of C; empty: powers of two from what holds the context to the context.
+        activations: see ``ACTIVATIONS``.
+        pipelines: of ("whole", "slices", "virtual"), how stages run micro-batches.
+        uneven: also stages of unequal layers.
+    """
+
+    tensor_parallel: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    tokens_per_rank: tuple[int, ...] = ()
+    activations: tuple[str, ...] = ACTIVATIONS
+    pipelines: tuple[str, ...] = ("whole", "slices", "virtual")
+    uneven: bool = True
+
+    def strategies(self, task: Task) -> Iterator[Strategy]:
+        """Yield each strategy whose ranks, documents and context fit; memory is not asked."""
+        for one, num_ranks in self._meshes(task):
+            for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel):
+                if tokens * num_ranks >= task.context:
+                    yield from self._of_mesh(task, replace(one, tokens_per_rank=tokens))
+
+    def _meshes(self, task: Task) -> Iterator[tuple[Strategy, int]]:
+        """Yield tensor parallelism and stages, as a strategy with the largest C, and the HDP ranks that they leave."""
+        sizes = product(
+            self.tensor_parallel or tensor_sizes(task), self.stages or range(1, task.cost.shape.num_layers + 1)
+        )
+        for tensor_parallel, stages in sizes:
+            one = Strategy(tensor_parallel, (1,) * stages, task.context)
+            try:
+                num_ranks = cluster_of(task, one).num_ranks
+            except Unfit:
+                continue
+            yield one, num_ranks
+
+    def _of_mesh(self, task: Task, mesh: Strategy) -> Iterator[Strategy]:
+        """Yield the strategies with this tensor parallelism, number of stages and C."""
+        losses = (None, LOSS_TOKENS) if mesh.tokens_per_rank > LOSS_TOKENS else (None,)
+        for activations, loss_tokens, shares_optimizer in product(self.activations, losses, (True, False)):
+            one = replace(mesh, activations=activations, loss_tokens=loss_tokens, shares_optimizer=shares_optimizer)
+            for layers in self._layers(task, one):
+                yield from self._of_layers(task, replace(one, stage_layers=layers))
+
+    def _layers(self, task: Task, strategy: Strategy) -> list[tuple[int, ...]]:
+        """Return equal stages, if they exist, and stages balanced within the memory, if these differ."""
+        num_layers, num_stages = task.cost.shape.num_layers, strategy.num_stages
+        found = [] if num_layers % num_stages else [(num_layers // num_stages,) * num_stages]
+        balanced = balanced_stages(task, strategy) if self.uneven and num_stages > 1 else None
+        return [*found, *([balanced] if balanced is not None and balanced not in found else [])]
+
+    def _of_layers(self, task: Task, strategy: Strategy) -> Iterator[Strategy]:
+        """Yield the ways in which the stages run micro-batches."""
+        layers, num_stages = strategy.stage_layers, strategy.num_stages
+        if "whole" in self.pipelines or num_stages == 1:
+            yield with_budgets(task, strategy)
+        if num_stages == 1 or strategy.activations == PRICED:
+            return
+        if "slices" in self.pipelines:
+            yield with_budgets(task, replace(strategy, chooses_slices=True))
+        if "virtual" in self.pipelines and len(set(layers)) == 1:
+            for chunks in range(2, MOST_CHUNKS + 1):
+                if not layers[0] % chunks:
+                    yield replace(strategy, chunks=chunks)
+
+
+def tensor_sizes(task: Task) -> list[int]:
+    """Return the powers of two that fit in a node and divide query heads, key-value heads and devices."""
+    shape, devices = task.cost.shape, task.devices
+    common = math.gcd(shape.num_heads, shape.num_kv_heads, devices.count)
+    return [1 << power for power in range(16) if not common % (1 << power) and 1 << power <= devices.per_node]
+
+
+def capacities(task: Task, num_ranks: int, multiple: int) -> list[int]:
+    """Return values of C: the smallest that holds the context on the ranks, and greater powers of two.
+
+    They are multiples of ``multiple`` tokens, and at most the context.
+    """
+    smallest = -(-task.context // num_ranks)
+    smallest = max(-(-smallest // multiple) * multiple, min(FEWEST_TOKENS, task.context))
+    greater = (1 << power for power in range(smallest.bit_length(), task.context.bit_length() + 1))
+    return [smallest, *(tokens for tokens in greater if smallest < tokens <= task.context)]
+
+
+def with_budgets(task: Task, strategy: Strategy) -> Strategy:
+    """Return a strategy with the memory that its flags give to activations and keys.
+
+    Its device memory is what the model states of the fullest stage leave, rounded down to a megabyte.
+    """
+    if not (strategy.chooses_slices or strategy.activations == PRICED):
+        return strategy
+    memory = memory_of(strategy_cost(task.cost, strategy), strategy, cluster_of(task, strategy))
+    left = task.devices.memory_bytes - max(memory.state_bytes)
+    host_gb = math.floor(task.devices.host_bytes / 1e6) / 1e3
+    return replace(strategy, device_gb=max(0.0, math.floor(left / 1e6) / 1e3), host_gb=host_gb)
+
+
+def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
+    """Return layers with which the slowest stage is fastest within the memory of whole micro-batches, or None.
+
+    A stage's time is that of the first step's documents, each on one rank. Of activations under the policy ``priced``
+    only the layer input counts, as for full recompute.
+    """
+    num_stages, num_layers = strategy.num_stages, task.cost.shape.num_layers
+    if strategy.activations == PRICED:
+        strategy = replace(strategy, activations=FULL)
+    cost = strategy_cost(task.cost, strategy)
+    both = cost.forward + cost.backward
+    layer = sum(both.sequence_cost(float(length), 1.0) for length in task.steps[0])
+    head = (cost.head_forward + cost.head_backward) * sum(task.steps[0])
+    cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
+    for count in range(1, num_layers - num_stages + 2):
+        memory = memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster)
+        for stage, states in enumerate(memory.state_bytes):
+            in_flight = num_warm_up(num_stages, stage, ONE_SLICE) + 1
+            kept = count * in_flight * strategy.tokens_per_rank * memory.layer.activations
+            if states + memory.working_bytes[stage] + kept <= task.devices.memory_bytes:
+                most_layers[stage] = count
+
+    def seconds(stage: int, count: int) -> float:
+        return count * layer + head * (stage == num_stages - 1)
+
+    found = balanced_layers(num_layers, num_stages, seconds, most_layers)
+    return None if found is None else tuple(found)

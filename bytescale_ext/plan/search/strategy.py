@@ -1,0 +1,153 @@
+"""One way to run a model on a cluster: a frozen value that prints as flags of the training and parses back."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+KEEP: Final = "keep"
+FULL: Final = "full"
+PRICED: Final = "priced"
+ACTIVATIONS: Final = (KEEP, PRICED, FULL)
+"""What layers do with their activations: keep all, what ``--activation-policy priced`` says, or full recompute."""
+
+FULL_RECOMPUTE: Final = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                         "--recompute-num-layers", "1")  # fmt: skip
+_ACTIVATION_NAMES: Final = {PRICED: "priced activations", FULL: "full recompute"}
+_KEPT: Final = {"none": KEEP, PRICED: PRICED}
+_LAYERS: Final = re.compile(r"E?t\*(\d+)L?")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What the search decides about a run.
+
+    Attributes:
+        tensor_parallel: ranks that share each layer, with sequence parallelism.
+        stage_layers: transformer layers of each pipeline stage; one stage without pipelines.
+        chunks: virtual stages of each stage.
+        tokens_per_rank: C, the most tokens of a micro-batch on one rank.
+        shares_optimizer: HDP ranks share the optimizer states (ZeRO-1).
+        chooses_slices: the planner chooses the slices of each step; else micro-batches run whole.
+        activations: one of ``ACTIVATIONS``.
+        loss_tokens: tokens of a chunk of the loss; None: all logits of a micro-batch exist together.
+        device_gb: device memory for activations, where the flags need it.
+        host_gb: host memory of each process for activations or keys; 0: none.
+    """
+
+    tensor_parallel: int
+    stage_layers: tuple[int, ...]
+    tokens_per_rank: int
+    chunks: int = 1
+    shares_optimizer: bool = False
+    chooses_slices: bool = False
+    activations: str = KEEP
+    loss_tokens: int | None = None
+    device_gb: float | None = None
+    host_gb: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.activations in ACTIVATIONS, self
+        assert self.chunks == 1 or not self.chooses_slices, self
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.stage_layers)
+
+    @property
+    def model_ranks(self) -> int:
+        """Devices that hold the model once."""
+        return self.tensor_parallel * self.num_stages
+
+    def flags(self) -> list[str]:
+        """Return the flags of the training, without those of the model."""
+        words: list[object] = ["--hybrid-data-parallel", "--hdp-tokens-per-rank", self.tokens_per_rank]
+        words += ["--tensor-model-parallel-size", self.tensor_parallel]
+        words += ["--sequence-parallel"] if self.tensor_parallel > 1 else []
+        words += ["--pipeline-model-parallel-size", self.num_stages]
+        if len(set(self.stage_layers)) > 1:
+            words += ["--pipeline-model-parallel-layout", layout_text(self.stage_layers)]
+        words += ["--num-virtual-stages-per-pipeline-rank", self.chunks] if self.chunks > 1 else []
+        words += ["--overlap-grad-reduce"]
+        words += ["--use-distributed-optimizer", "--overlap-param-gather"] if self.shares_optimizer else []
+        words += ["--seq1f1b-slices", "auto"] if self.chooses_slices else []
+        words += FULL_RECOMPUTE if self.activations == FULL else ()
+        words += ["--activation-policy", PRICED] if self.activations == PRICED else []
+        words += ["--chunked-cross-entropy", self.loss_tokens] if self.loss_tokens is not None else []
+        words += [] if self.device_gb is None else ["--device-memory-gb", f"{self.device_gb:g}"]
+        words += ["--host-memory-gb", f"{self.host_gb:g}"] if self.host_gb or self.activations == PRICED else []
+        return [str(word) for word in words]
+
+    def __str__(self) -> str:
+        """Return the choices in short, for example ``tp 2, pp 4, C 8192, slices``."""
+        stages = str(self.num_stages)
+        if len(set(self.stage_layers)) > 1:
+            stages += f" ({'+'.join(map(str, self.stage_layers))})"
+        parts = [f"tp {self.tensor_parallel}", f"pp {stages}", f"C {self.tokens_per_rank}"]
+        parts += [f"vpp {self.chunks}"] if self.chunks > 1 else []
+        parts += ["slices"] if self.chooses_slices else []
+        parts += [_ACTIVATION_NAMES[self.activations]] if self.activations != KEEP else []
+        parts += ["chunked loss"] if self.loss_tokens is not None else []
+        parts += [] if self.shares_optimizer else ["no ZeRO-1"]
+        return ", ".join(parts)
+
+
+def layout_text(stage_layers: Sequence[int]) -> str:
+    """Return the layers of at least two stages as ``--pipeline-model-parallel-layout`` takes them."""
+    parts = [f"t*{layers}" for layers in stage_layers]
+    return "|".join((f"E{parts[0]}", *parts[1:-1], f"{parts[-1]}L"))
+
+
+def parse_strategy(flags: Sequence[str], num_layers: int) -> Strategy:
+    """Invert ``Strategy.flags`` for a model of ``num_layers`` layers; other flags may stand between them.
+
+    Raises:
+        ValueError: a flag has no value or one of another type, or the layout is not one that ``layout_text`` writes.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    for flag in ("--hdp-tokens-per-rank", "--chunked-cross-entropy"):
+        parser.add_argument(flag, type=int)
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size",
+                 "--num-virtual-stages-per-pipeline-rank"):  # fmt: skip
+        parser.add_argument(flag, type=int, default=1)
+    for flag in ("--device-memory-gb", "--host-memory-gb"):
+        parser.add_argument(flag, type=float)
+    for flag in ("--pipeline-model-parallel-layout", "--seq1f1b-slices", "--recompute-granularity"):
+        parser.add_argument(flag)
+    parser.add_argument("--activation-policy", default="none")
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
+    try:
+        found, _ = parser.parse_known_args(list(flags))
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    if found.hdp_tokens_per_rank is None:
+        raise ValueError("the flags have no --hdp-tokens-per-rank")
+    if found.activation_policy not in _KEPT:
+        raise ValueError(f"--activation-policy {found.activation_policy}: strategies have none or {PRICED}")
+    return Strategy(
+        tensor_parallel=found.tensor_model_parallel_size,
+        stage_layers=_stage_layers(found, num_layers),
+        tokens_per_rank=found.hdp_tokens_per_rank,
+        chunks=found.num_virtual_stages_per_pipeline_rank,
+        shares_optimizer=found.use_distributed_optimizer,
+        chooses_slices=found.seq1f1b_slices == "auto",
+        activations=FULL if found.recompute_granularity == FULL else _KEPT[found.activation_policy],
+        loss_tokens=found.chunked_cross_entropy,
+        device_gb=found.device_memory_gb,
+        host_gb=found.host_memory_gb or 0.0,
+    )
+
+
+def _stage_layers(found: argparse.Namespace, num_layers: int) -> tuple[int, ...]:
+    num_stages, layout = int(found.pipeline_model_parallel_size), found.pipeline_model_parallel_layout
+    if layout is None:
+        return (num_layers // num_stages,) * num_stages
+    parts = [_LAYERS.fullmatch(part) for part in str(layout).split("|")]
+    layers = tuple(int(part.group(1)) for part in parts if part is not None)
+    if len(layers) != num_stages or sum(layers) != num_layers or layout != layout_text(layers):
+        raise ValueError(f"--pipeline-model-parallel-layout {layout} does not lay {num_layers} layers on {num_stages}")
+    return layers

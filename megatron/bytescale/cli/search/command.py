@@ -1,0 +1,263 @@
+"""``bytescale search``: find the launch line for a model, a cluster and the lengths of documents. No GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
+from bytescale_ext.measure.progress import peak_flops
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.search.case import Devices, Task
+from bytescale_ext.plan.search.costs import scaled_cost
+from bytescale_ext.plan.search.explore import Exploration, Scored, explore
+from bytescale_ext.plan.search.remedies import remedies
+from bytescale_ext.plan.search.space import Space
+from bytescale_ext.plan.search.strategy import Strategy
+from megatron.bytescale.cli.activations import shape_of_flags
+from megatron.bytescale.cli.plan import cut_lengths, read_lengths
+from megatron.bytescale.cli.search.choices import CHOICES, DECIDED
+from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
+from megatron.bytescale.cli.search.table import Row, counts_text, rows_of, table_text
+from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
+
+NAME = "search"
+HELP = "find the fastest launch line for a model, a cluster and the lengths of documents, and write it"
+EXAMPLE = (
+    'bytescale search --model-flags "$MODEL_FLAGS" --sampler byted --context 256K --gpus 64 --device h100 '
+    "--device-memory-gb 80 --output launch.sh --global-batch-size 512"
+)
+
+DEVICES: Final = {"h100": "h100_7b"}
+"""Devices whose published timings are shipped, as the costs of a model from which those of others follow."""
+
+
+VOCAB_MULTIPLE: Final = 128
+"""Megatron pads the vocabulary to a multiple of this and the tensor-parallel ranks."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bytescale search``."""
+    parser.add_argument(
+        "--model-flags",
+        required=True,
+        metavar="'FLAGS'",
+        help="Megatron's flags of the model in one quoted string; the script gets them as they are",
+    )
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--lengths", type=Path, metavar="FILE", help="draw documents of this .idx or .npy file")
+    lengths.add_argument("--sampler", metavar="NAME", help=f"draw lengths of a distribution: {', '.join(SAMPLERS)}")
+    parser.add_argument(
+        "--context", type=size, required=True, metavar="S", help="the most tokens of a document; longer ones are cut"
+    )
+    parser.add_argument("--global-batch-size", type=size, required=True, metavar="N", help="documents of a step")
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="devices of the cluster")
+    parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="devices of a node (8)")
+    parser.add_argument("--device-memory-gb", type=float, required=True, metavar="G", help="memory of a device")
+    parser.add_argument(
+        "--host-memory-gb", type=float, default=0.0, metavar="G", help="host memory of each process, to swap to (0)"
+    )
+    costs = parser.add_mutually_exclusive_group(required=True)
+    costs.add_argument("--cost-file", type=Path, metavar="F.json", help="costs of the model by bytescale profile")
+    costs.add_argument("--device", metavar="NAME", help=f"published timings, scaled: {', '.join(DEVICES)}")
+    parser.add_argument(
+        "--slowdown",
+        type=float,
+        metavar="X",
+        help="a byte from another node takes X times as long as in a node (default: as the costs say)",
+    )
+    parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps to score strategies on (4)")
+    parser.add_argument("--best", type=count, default=10, metavar="N", help="strategies to list (10)")
+    parser.add_argument(
+        "--explain",
+        type=lambda text: f"--{text.lstrip('-')}",
+        metavar="FLAG",
+        help="list the fastest strategy with each value of this flag, for example tensor-model-parallel-size",
+    )
+    parser.add_argument("--output", type=Path, metavar="F.sh", help="write the launch script of the fastest strategy")
+    parser.add_argument("--launch", default="torchrun", metavar="HOW", help=f"one of {', '.join(LAUNCHERS)}")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time against memory of the strategies")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print and write the script.
+
+    Raises:
+        ValueError: options that conflict, a bad file, or nothing that fits.
+    """
+    check_options(args)
+    task = task_of(args)
+    if args.explain is not None:
+        return explain(args, task)
+    space = Space()
+    seen = watched(task, space.strategies(task), args.best, sys.stderr.isatty())
+    if not seen.fitting + seen.unfit.total():
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes "
+            f"and stages leave of --gpus {args.gpus}: change one of them"
+        )
+    if not seen.found:
+        changes = "; ".join(remedies(task, space, seen)) or "nothing that was tried helps"
+        raise ValueError(f"none of {sum(seen.unfit.values()):,} strategies fits; what fits: {changes}")
+    rows = rows_of(task, seen.found, peak_flops(task.cost.device))
+    if args.output is not None:
+        write_script(args, task.cost, seen.found[0].strategy, rows[0])
+    if args.plot is not None:
+        plot(args, task, seen)
+    if args.json:
+        counts = {"unfit": dict(seen.unfit), "fitting": seen.fitting, "bounded": seen.bounded,
+                  "replayed": seen.replayed, "steps_run": seen.steps_run}  # fmt: skip
+        print(json.dumps({"strategies": [asdict(row) for row in rows], "counts": counts}))
+        return 0
+    print(f"{task.cost.device}: {args.gpus} devices, steps of {args.global_batch_size} documents; predicted\n")
+    print(table_text(rows))
+    print(f"\n{counts_text(seen)}")
+    if not task.cost.forward.c:
+        print("the cost file has no exchange between ranks (c is 0), so rings cost nothing here: profile with several")
+    print(f"wrote {args.output}" if args.output else f"flags of the first: {rows[0].flags}")
+    return 0
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that conflict or are out of range, or files that cannot be written."""
+    check_picture("--plot", args.plot)
+    if args.output is not None:
+        check_writable("--output", args.output)
+    if args.launch not in LAUNCHERS:
+        raise ValueError(f"--launch {args.launch} is unknown; choose one of {', '.join(LAUNCHERS)}")
+    if args.explain is not None and args.explain not in CHOICES:
+        raise ValueError(f"--explain {args.explain}: the search does not vary it; choose one of {', '.join(CHOICES)}")
+    if args.sampler is not None and args.sampler not in SAMPLERS:
+        raise ValueError(f"--sampler {args.sampler} is unknown; choose one of {', '.join(SAMPLERS)}")
+    if args.device is not None and args.device not in DEVICES:
+        raise ValueError(f"--device {args.device} is unknown; choose one of {', '.join(DEVICES)}, or give --cost-file")
+    if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
+        raise ValueError(f"--gpus {args.gpus} is not a multiple of --gpus-per-node {args.gpus_per_node}")
+    if not 0 < args.device_memory_gb < math.inf:
+        raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} must be positive")
+    if not 0 <= args.host_memory_gb < math.inf:
+        raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} must be at least 0")
+    if args.slowdown is not None and not 1 <= args.slowdown < math.inf:
+        raise ValueError(f"--slowdown {args.slowdown:g} must be at least 1")
+    try:
+        words = shlex.split(args.model_flags)
+    except ValueError as error:
+        raise ValueError(f"--model-flags: {error}") from None
+    decided = [word for word in words if word.partition("=")[0] in DECIDED]
+    if decided:
+        raise ValueError(f"--model-flags has {decided[0]}, which the search decides: remove it")
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    """Return the task of the options. Raises ValueError for another model, experts, or too few documents."""
+    shape = shape_of_flags(args.model_flags)
+    if shape.num_experts:
+        raise ValueError("--model-flags has --num-experts: the search is for dense models; remove it")
+    if args.cost_file is not None:
+        cost = read_cost(args.cost_file)
+        if 0 < cost.shape.vocab - shape.vocab < VOCAB_MULTIPLE * cost.tensor_parallel:  # padded, as Megatron does
+            shape = replace(shape, vocab=cost.shape.vocab)
+        cost = check_same_model(cost, shape, cost.tensor_parallel, cost.dtype, args.cost_file)
+    else:
+        cost = scaled_cost(shipped(DEVICES[args.device]), shape, 1)
+    if args.slowdown is not None:
+        cost = replace(cost, slowdown=args.slowdown)
+    devices = Devices(
+        args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
+    )
+    return Task(cost, devices, args.context, tuple(tuple(draw(args, seed)) for seed in range(args.steps)))
+
+
+def draw(args: argparse.Namespace, seed: int) -> list[int]:
+    """Return the lengths of one step. Raises ValueError for a bad file."""
+    number = args.global_batch_size
+    if args.sampler is None:
+        pieces = cut_lengths(read_lengths(args.lengths), args.context)
+        return [int(one) for one in np.random.default_rng(seed).choice(pieces, number, replace=len(pieces) < number)]
+    num_tokens = max(args.context, 1024 * number)
+    while len(lengths := sample_lengths(args.sampler, args.context, num_tokens, seed)) < number:
+        num_tokens *= 2
+    return [int(length) for length in lengths[:number]]
+
+
+def watched(task: Task, strategies: Iterable[Strategy], best: int, shows: bool) -> Exploration:
+    """Search with a progress bar on standard error; Ctrl-C ends it with what was found so far."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    seen = Exploration()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
+        line = bar.add_task("", total=best)
+        try:
+            for seen in explore(task, strategies, best):
+                text = f"{len(seen.found)} of {best} found, {seen.steps_run} steps replayed"
+                bar.update(line, completed=len(seen.found), description=text)
+        except KeyboardInterrupt:
+            if not seen.found:
+                raise
+            print("stopped; the best so far:", file=sys.stderr)
+    return seen
+
+
+def write_script(args: argparse.Namespace, cost: ModelCost, strategy: Strategy, row: Row) -> None:
+    """Write the launch script of a strategy."""
+    measured = args.cost_file if strategy.tensor_parallel == cost.tensor_parallel else None
+    launched = Run(
+        shlex.split(args.model_flags), strategy.flags(), args.context, args.global_batch_size, measured, cost.dtype
+    )
+    comments = [
+        f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
+        "Give the flags of data, learning rate and duration as arguments.",
+    ]
+    text = script_text(launched, args.gpus, args.gpus_per_node, args.launch, comments)
+    args.output.write_text(text, encoding="utf-8")
+    args.output.chmod(0o755)
+
+
+def explain(args: argparse.Namespace, task: Task) -> int:
+    """Print the fastest strategy with each value of one flag. Raises ValueError where nothing fits with any value."""
+    choice = CHOICES[args.explain]
+    groups: dict[str, list[Strategy]] = {}
+    for strategy in Space().strategies(task):
+        groups.setdefault(choice(strategy), []).append(strategy)
+    found: dict[str, Scored] = {}
+    for value, strategies in groups.items():
+        seen = watched(task, strategies, 1, sys.stderr.isatty())
+        if seen.found:
+            found[value] = seen.found[0]
+        elif not args.json:
+            print(f"{args.explain} {value}: nothing fits ({', '.join(sorted(seen.unfit))})")
+    if not found:
+        raise ValueError(f"nothing fits with any value of {args.explain}; search without --explain says what would")
+    values = sorted(found, key=lambda value: found[value].seconds)
+    rows = rows_of(task, [found[value] for value in values], peak_flops(task.cost.device))
+    if args.json:
+        print(json.dumps({value: asdict(row) for value, row in zip(values, rows, strict=True)}))
+        return 0
+    print(
+        table_text([replace(row, strategy=f"{value}: {row.strategy}") for value, row in zip(values, rows, strict=True)])
+    )
+    return 0
+
+
+def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
+    """Draw the strategies of a search."""
+    from bytescale_ext.draw.search import draw_strategies
+
+    found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in seen.found]
+    bounded = [
+        (one.seconds, one.case.full_bytes[0] / 1e9) for one in seen.waiting if not one.case.strategy.chooses_slices
+    ]
+    draw_strategies(found, bounded, args.plot, f"{args.gpus} devices, context {args.context}: predicted")

@@ -1,0 +1,123 @@
+"""What ``bytescale search`` prints of the strategies that it found: a table, and the same as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from bytescale_ext.plan.cost.model_cost import model_flops
+from bytescale_ext.plan.search.case import Task
+from bytescale_ext.plan.search.explore import Exploration, Scored
+
+PARTS: Final = {"compute": "computing", "exposed": "exchange", "idle": "waiting", "update": "update"}
+"""Parts of the time of a step, and what the table calls them."""
+
+FULL_SHARE: Final = 0.95
+"""From this share of the device memory on, memory binds a strategy."""
+
+FREE_SHARE: Final = 0.03
+"""What waits for less than this share of the time binds nothing."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy in figures: means over the steps, memory at its most.
+
+    Attributes:
+        strategy: in short.
+        flags: of the training.
+        seconds: of a step.
+        slow_seconds: 95 % of the steps take at most this.
+        tokens_per_second: of all devices.
+        mfu: model FLOP/s over those of the devices; None where these are not known.
+        device_gb, host_gb: memory of a device, and host memory of a process.
+        parts: seconds of ``PARTS``.
+        binds: what more of would make it faster.
+        loses: what it takes longer than the fastest strategy.
+    """
+
+    strategy: str
+    flags: str
+    seconds: float
+    slow_seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    device_gb: float
+    host_gb: float
+    parts: Mapping[str, float]
+    binds: str
+    loses: str
+
+
+def rows_of(task: Task, found: Sequence[Scored], peak_flops: float | None) -> list[Row]:
+    """Return the rows of strategies, fastest first. ``peak_flops``: of one device."""
+    tokens = sum(map(sum, task.steps)) / len(task.steps)
+    flops = sum(model_flops(task.cost.shape, step) for step in task.steps) / len(task.steps)
+    rows: list[Row] = []
+    for one in found:
+        parts = {name: one.mean(name) for name in PARTS}
+        device_bytes = one.most("device_bytes")
+        row = Row(
+            strategy=str(one.strategy),
+            flags=" ".join(one.strategy.flags()),
+            seconds=one.seconds,
+            slow_seconds=one.slow_seconds,
+            tokens_per_second=tokens / one.seconds,
+            mfu=None if peak_flops is None else flops / one.seconds / peak_flops / task.devices.count,
+            device_gb=device_bytes / 1e9,
+            host_gb=one.most("host_bytes") / 1e9,
+            parts=parts,
+            binds=binds(parts, device_bytes / task.devices.memory_bytes),
+            loses=loses(parts, rows[0].parts) if rows else "",
+        )
+        rows.append(row)
+    return rows
+
+
+def binds(parts: Mapping[str, float], memory_share: float) -> str:
+    """Return what binds a strategy: the longest wait, or computing where none counts; and memory where it is full."""
+    total = sum(parts.values())
+    waits = {name: seconds for name, seconds in parts.items() if name != "compute" and seconds > FREE_SHARE * total}
+    longest = PARTS[max(waits, key=lambda name: waits[name])] if waits else "computing"
+    return f"{longest}, memory" if memory_share >= FULL_SHARE else longest
+
+
+def loses(parts: Mapping[str, float], best: Mapping[str, float]) -> str:
+    """Return the part in which a strategy loses most to the best one, for example ``+0.12 s waiting``."""
+    longer = {name: parts[name] - best[name] for name in PARTS}
+    most = max(longer, key=lambda name: longer[name])
+    return f"+{longer[most]:.3g} s {PARTS[most]}" if longer[most] > 0 else "equal"
+
+
+def table_text(rows: Sequence[Row]) -> str:
+    """Return the rows as a table."""
+    heads = ("", "strategy", "s/step", "p95", "tokens/s", "MFU", "GB", "host GB", "waiting", "exchange", "update",
+             "binds", "loses by")  # fmt: skip
+    lines = [heads, *(_cells(number, row) for number, row in enumerate(rows, 1))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    left = {1, len(heads) - 2, len(heads) - 1}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cells(number: int, row: Row) -> tuple[str, ...]:
+    shares = (f"{row.parts[name] / row.seconds:.1%}" for name in ("idle", "exposed", "update"))
+    return (str(number), row.strategy, f"{row.seconds:.4g}", f"{row.slow_seconds:.4g}",
+            f"{row.tokens_per_second:,.0f}", "-" if row.mfu is None else f"{row.mfu:.1%}", f"{row.device_gb:.1f}",
+            f"{row.host_gb:.1f}", *shares, row.binds, row.loses)  # fmt: skip
+
+
+def counts_text(seen: Exploration) -> str:
+    """Return how many strategies were pruned, bounded and replayed, in one line."""
+    tried = seen.fitting + sum(seen.unfit.values())
+    unfit = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(seen.unfit.items()))
+    return (
+        f"{tried:,} strategies: {sum(seen.unfit.values()):,} do not fit ({unfit or 'none'}), {seen.bounded:,} were "
+        f"bounded, {seen.replayed:,} planned and replayed, in {seen.steps_run:,} steps"
+    )

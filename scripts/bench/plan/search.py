@@ -1,0 +1,151 @@
+"""Compare the searched launch line with fixed-length ways to choose one, on one cost model: replays, no GPU.
+
+    python scripts/bench/plan/search.py [--cases "byted 256K" "github 64K"] [--json]
+
+A 7B model on 64 H100 in nodes of 8, with published timings. The others pack documents on a static mesh:
+
+- recipe: tensor parallelism fills a node, then the fewest stages and the narrowest mesh that fit.
+- fixed-length search: tensor parallelism, stages, full recompute and ZeRO-1, as in Galvatron's published space, chosen
+  by steps of samples that are all as long as the context, each on one rank.
+- table: the best of twelve lines that an engineer might write down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from bytescale_ext.plan.search.case import Case, Devices, Task, Unfit
+from bytescale_ext.plan.search.explore import explore
+from bytescale_ext.plan.search.space import Space
+from bytescale_ext.plan.search.strategy import FULL, KEEP, Strategy
+from megatron.bytescale.cli.shared.inputs import size
+
+CASES = ("byted 64K", "byted 256K", "github 64K", "github 256K")
+DOCUMENTS = 512
+STEPS = 4
+SLOWDOWN = 6.0
+"""Assumed: eight links of 400 Gbit/s of a node, against 308 GB/s of each device inside it."""
+TABLE = ((1, 1, 8), (1, 1, 16), (1, 1, 32), (2, 1, 8), (2, 1, 16), (4, 1, 8), (8, 1, 8), (8, 1, 4), (2, 2, 8),
+         (4, 2, 8), (8, 2, 4), (4, 4, 4))  # fmt: skip
+"""(tensor parallelism, stages, width of the static mesh) of the engineer's lines."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One way to choose a line: what it chose, its mean seconds of a step, and the processor seconds that it took."""
+
+    strategy: str
+    seconds: float
+    search_seconds: float
+
+
+def task_of(sampler: str, context: int) -> Task:
+    """Return the task of a case."""
+    cost = replace(shipped("h100_7b"), slowdown=SLOWDOWN)
+    num_tokens = max(context, 1024 * DOCUMENTS)
+    steps = []
+    for seed in range(STEPS):
+        while len(lengths := sample_lengths(sampler, context, num_tokens, seed)) < DOCUMENTS:
+            num_tokens *= 2
+        steps.append(tuple(lengths[:DOCUMENTS].tolist()))
+    return Task(cost, Devices(64, 8, 80e9, 100e9), context, tuple(steps))
+
+
+def fitting(task: Task, meshes: Iterable[tuple[int, int, int]]) -> Iterator[Case]:
+    """Yield the case of each (tensor parallelism, stages, width), with full recompute where it does not fit without."""
+    for tensor_parallel, stages, width in meshes:
+        layers, tokens = (task.cost.shape.num_layers // stages,) * stages, task.context // width
+        kept = Strategy(tensor_parallel, layers, tokens, shares_optimizer=True)
+        cases = (static(task, one) for one in (kept, replace(kept, activations=FULL)))
+        yield from [case for case in cases if case is not None][:1]
+
+
+def static(task: Task, strategy: Strategy) -> Case | None:
+    """Return the case of a strategy on a static mesh that holds the context, or None where it does not fit."""
+    try:
+        case = Case.of(task, strategy)
+    except Unfit:
+        return None
+    width = task.context // strategy.tokens_per_rank
+    return None if case.cluster.num_ranks % width else replace(case, planner=replace(case.planner, static_width=width))
+
+
+def seconds_of(case: Case, task: Task) -> float:
+    """Return the mean time of the steps."""
+    return float(np.mean([case.run(step).seconds for step in task.steps]))
+
+
+def recipe(task: Task) -> Case:
+    """Return the case of the usual recipe."""
+    return next(fitting(task, ((8, stages, width) for stages in (1, 2, 4, 8) for width in (1, 2, 4, 8))))
+
+
+def fixed_length(task: Task) -> Case:
+    """Return the case that is fastest on samples of the full context, each on one rank, one for each device."""
+    samples = replace(task, steps=((task.context,) * task.devices.count,))
+    space = Space(tokens_per_rank=(task.context,), activations=(KEEP, FULL), pipelines=("whole",), uneven=False)
+    cases = [static(task, one) for one in space.strategies(task) if one.loss_tokens is None]
+    return min((case for case in cases if case is not None), key=lambda case: seconds_of(case, samples))
+
+
+def table(task: Task) -> Case:
+    """Return the case of the engineer's best line."""
+    return min(fitting(task, TABLE), key=lambda case: seconds_of(case, task))
+
+
+def compare(task: Task) -> dict[str, Found]:
+    """Return what each way finds."""
+    found = {}
+    for name, choose in (("recipe", recipe), ("fixed-length search", fixed_length), ("table", table)):
+        began = time.process_time()
+        case = choose(task)
+        seconds = time.process_time() - began
+        width = task.context // case.strategy.tokens_per_rank
+        found[name] = Found(f"{case.strategy}, width {width}", seconds_of(case, task), seconds)
+    began = time.process_time()
+    *_, seen = explore(task, Space().strategies(task), 1)
+    best = seen.found[0]
+    found["search"] = Found(str(best.strategy), best.seconds, time.process_time() - began)
+    return found
+
+
+def text_of(case: str, found: dict[str, Found]) -> str:
+    """Return the figures of a case as rows of a table."""
+    best = found["search"].seconds
+    rows = []
+    for name, one in found.items():
+        figures = (f"{one.seconds:.4g}", f"{one.seconds / best:.2f}", f"{one.search_seconds:.1f}")
+        rows.append(f"| {' | '.join((case, name, one.strategy, *figures))} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="'NAME CONTEXT'", help="sampler and context")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    args = parser.parse_args()
+    every = {}
+    for case in args.cases:
+        sampler, context = case.split()
+        every[case] = compare(task_of(sampler, size(context)))
+        if not args.json:
+            print(text_of(case, every[case]), flush=True)
+    if args.json:
+        print(json.dumps({case: {name: asdict(one) for name, one in found.items()} for case, found in every.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""``bytescale search`` as it is typed, on small tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.plan.search.explore import Exploration
+from bytescale_ext.plan.search.strategy import parse_strategy
+from megatron.bytescale import cli
+from megatron.bytescale.cli.search import command
+from tests.plan.search.tasks import COST
+
+MODEL = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128 --swiglu"
+SIZES = ["--model-flags", f"{MODEL} --vocab-size 256", "--context", "4K", "--global-batch-size", "8", "--gpus", "4",
+         "--device-memory-gb", "1", "--steps", "2", "--best", "3"]  # fmt: skip
+LINE = ["search", *SIZES, "--sampler", "github", "--device", "h100"]
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(words) == 0
+    return capsys.readouterr().out
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(words) == 2
+    return capsys.readouterr().err
+
+
+def test_the_table_and_the_flags_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(LINE, capsys).splitlines()
+    assert lines[0] == "NVIDIA H100 (published timings): 4 devices, steps of 8 documents; predicted"
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
+    assert "planned and replayed" in lines[-2]
+    flags = lines[-1].removeprefix("flags of the first: ").split()
+    strategy = parse_strategy(flags, 1)
+    assert str(strategy) in lines[3]
+
+
+def test_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed([*LINE, "--json"], capsys))
+    rows = found["strategies"]
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert all(sum(row["parts"].values()) == pytest.approx(row["seconds"]) for row in rows)
+    assert all(0 < row["mfu"] < 1 and row["device_gb"] <= 1 for row in rows)
+    assert found["counts"]["replayed"] <= found["counts"]["fitting"]
+    assert json.loads(printed([*LINE, "--json"], capsys)) == found
+
+
+def test_documents_of_a_file_are_cut_at_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([9000, 10, 500, 3000]))
+    words = ["search", *SIZES, "--lengths", str(tmp_path / "lengths.npy"), "--device", "h100"]
+    args = cli.parse(words)
+    task = command.task_of(args)
+    assert {length for step in task.steps for length in step} <= {4096, 9000 - 8192, 10, 500, 3000}
+    assert task.batch == 8
+    assert "predicted" in printed(words, capsys)
+
+
+def test_slower_links_between_nodes(tmp_path: Path) -> None:
+    args = cli.parse([*LINE, "--gpus-per-node", "2", "--slowdown", "8"])
+    task = command.task_of(args)
+    assert task.cost.slowdown == 8
+    assert (task.devices.count, task.devices.per_node) == (4, 2)
+
+
+def test_a_script_with_the_measured_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_cost(tmp_path / "cost.json", COST)
+    script = tmp_path / "launch.sh"
+    words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
+    assert f"wrote {script}" in printed([*words, "--output", str(script)], capsys)
+    text = script.read_text()
+    found = json.loads(printed([*words, "--json"], capsys))["strategies"][0]
+    assert found["flags"] in " ".join(text.replace("\\\n", " ").replace("'", "").split())
+    has_one_rank = "--tensor-model-parallel-size 1" in text
+    assert (f"--cost-file {tmp_path}/cost.json" in text) == has_one_rank
+    assert script.stat().st_mode & 0o111
+    assert "a step predicted" in text
+    text = (printed([*words, "--output", str(script), "--launch", "slurm"], capsys), script.read_text())[1]
+    assert "#SBATCH --nodes=1" in text
+
+
+def test_measured_costs_of_a_padded_vocabulary(tmp_path: Path) -> None:
+    """Megatron pads the vocabulary, and cost files have it padded."""
+    write_cost(tmp_path / "cost.json", COST)
+    words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
+    words[words.index("--model-flags") + 1] = f"{MODEL} --vocab-size 200"
+    assert command.task_of(cli.parse(words)).cost.shape.vocab == 256
+    words[words.index("--model-flags") + 1] = f"{MODEL} --vocab-size 100"
+    with pytest.raises(ValueError, match="vocab is 256 there and 100 here"):
+        command.task_of(cli.parse(words))
+
+
+def test_costs_without_exchange_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_cost(tmp_path / "cost.json", replace(COST, forward=replace(COST.forward, c=0.0)))
+    words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
+    assert "has no exchange between ranks" in printed(words, capsys)
+
+
+def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed([*LINE, "--explain", "tensor-model-parallel-size"], capsys).splitlines()
+    assert sorted(line.split()[1] for line in lines[1:]) == ["1:", "2:"]
+    found = json.loads(printed([*LINE, "--explain", "use-distributed-optimizer", "--json"], capsys))
+    assert set(found) == {"on", "off"}
+    best = json.loads(printed([*LINE, "--json"], capsys))["strategies"][0]
+    assert min(row["seconds"] for row in found.values()) == best["seconds"]
+
+
+def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    tight = [*LINE, "--device-memory-gb", "0.003", "--explain", "hdp-tokens-per-rank"]
+    assert "--hdp-tokens-per-rank 4096: nothing fits (device memory)" in printed(tight, capsys)
+    with_any = refused([*tight, "--device-memory-gb", "0.0001"], capsys)
+    assert "nothing fits with any value of --hdp-tokens-per-rank" in with_any
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused([*LINE, "--device-memory-gb", "0.001"], capsys)
+    assert "strategies fits; what fits: 0.0" in line
+    assert "GB of device memory (tp" in line
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed([*LINE, "--plot", str(tmp_path / "search.png")], capsys)
+    assert (tmp_path / "search.png").stat().st_size > 5000
+
+
+def test_an_interrupted_search_prints_what_it_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = command.explore
+
+    def interrupted(*words: object) -> Iterator[Exploration]:
+        for seen in real(*words):  # type: ignore[arg-type]
+            yield seen
+            if seen.found:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "explore", interrupted)
+    assert cli.main(LINE) == 0
+    shown = capsys.readouterr()
+    assert "stopped; the best so far:" in shown.err
+    assert shown.out.splitlines()[3].split()[0] == "1"
+
+
+def test_an_interrupted_search_without_anything_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Iterator[Exploration]:
+        yield Exploration()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "explore", interrupted)
+    assert cli.main(LINE) == 130

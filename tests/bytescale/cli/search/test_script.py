@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
+
+RUN = Run(["--num-layers", "4", "--swiglu"], ["--hdp-tokens-per-rank", "64"], 256, 8, None, "bfloat16")
+
+
+def words(text: str) -> list[str]:
+    """Return the words of the command that a script runs."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return shlex.split(" ".join(line.removesuffix("\\") for line in lines))
+
+
+def test_flags_of_a_run() -> None:
+    assert " ".join(RUN.flags()) == (
+        "--num-layers 4 --swiglu --attention-dropout 0 --hidden-dropout 0 --bf16 --seq-length 256 "
+        "--max-position-embeddings 256 --global-batch-size 8 --hdp-tokens-per-rank 64"
+    )
+
+
+def test_what_the_user_gave_is_kept(tmp_path: Path) -> None:
+    given = ["--hidden-dropout=0.1", "--bf16", "--max-position-embeddings", "512"]
+    run = Run(given, [], 256, 8, tmp_path / "cost.json", "bfloat16")
+    assert run.flags() == [*given, "--attention-dropout", "0", "--seq-length", "256", "--global-batch-size", "8",
+                           "--cost-file", str(tmp_path / "cost.json")]  # fmt: skip
+    assert "--bf16" not in Run([], [], 256, 8, None, "float32").flags()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("devices", [2, 8, 64])
+def test_scripts_are_bash(launcher: str, devices: int) -> None:
+    text = script_text(RUN, devices, 8, launcher, ["a comment; with 'quotes'"])
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=True).stderr == ""
+    found = words(text)
+    assert found[-1] == "$@"
+    assert "megatron.bytescale.train" in found
+    assert found[found.index("megatron.bytescale.train") + 1 : -1] == RUN.flags()
+    assert f"--nproc-per-node={min(8, devices)}" in found
+    assert ("srun" in found) == (launcher == "slurm")
+    assert ("--standalone" in found) == (launcher == "torchrun" and devices <= 8)
+    assert ("#SBATCH --nodes=8" in text) == (launcher == "slurm" and devices == 64)
+    assert "# a comment; with 'quotes'\n" in text
+
+
+def test_directives_come_first() -> None:
+    lines = script_text(RUN, 16, 8, "slurm", ["about"]).splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert all(line.startswith("#SBATCH") for line in lines[1:5])
+    assert lines[5] == "# about"
+
+
+def test_words_with_spaces_are_quoted() -> None:
+    run = Run(
+        ["--tensorboard-dir", "a folder"], ["--pipeline-model-parallel-layout", "Et*3|t*1L"], 8, 8, None, "float32"
+    )
+    text = script_text(run, 1, 8, "torchrun", [])
+    assert "--tensorboard-dir 'a folder'" in text
+    assert "'Et*3|t*1L'" in text

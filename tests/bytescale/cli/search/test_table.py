@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.plan.cost.model_cost import model_flops
+from bytescale_ext.plan.search.case import StepFigures
+from bytescale_ext.plan.search.explore import Exploration, Scored
+from bytescale_ext.plan.search.strategy import Strategy
+from megatron.bytescale.cli.search.table import binds, counts_text, loses, rows_of, table_text
+from tests.plan.search.tasks import STEPS, small_task
+
+FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(8.0, 0.1, 0.1, 0.0, 5e8, 0.0),) * 2)
+SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(8.0, 0.1, 3.0, 0.2, 9.9e8, 2e9),) * 2)
+
+
+def test_rows() -> None:
+    task = small_task()
+    fast, slow = rows_of(task, [FAST, SLOW], peak_flops=1e9)
+    assert fast.seconds == pytest.approx(8.2)
+    tokens = sum(map(sum, STEPS)) / 2
+    assert fast.tokens_per_second == pytest.approx(tokens / 8.2)
+    flops = sum(model_flops(task.cost.shape, step) for step in STEPS) / 2
+    assert fast.mfu == pytest.approx(flops / 8.2 / 1e9 / 8)
+    assert (fast.device_gb, slow.host_gb) == (0.5, 2.0)
+    assert (fast.binds, fast.loses) == ("computing", "")
+    assert (slow.binds, slow.loses) == ("waiting, memory", "+2.9 s waiting")
+    assert rows_of(task, [FAST], None)[0].mfu is None
+
+
+def test_what_binds_and_loses() -> None:
+    parts = {"compute": 90.0, "exposed": 6.0, "idle": 2.0, "update": 2.0}
+    assert binds(parts, 0.5) == "exchange"
+    assert binds({**parts, "exposed": 2.0}, 0.96) == "computing, memory"
+    assert loses(parts, parts) == "equal"
+    assert loses({**parts, "compute": 91.0}, parts) == "+1 s computing"
+
+
+def test_the_table_lines_up() -> None:
+    lines = table_text(rows_of(small_task(), [FAST, SLOW], None)).splitlines()
+    assert lines[0].split()[:3] == ["strategy", "s/step", "p95"]
+    assert "tp 2, pp 1, C 1024" in lines[2]
+    assert lines[2].endswith("+2.9 s waiting")
+    assert lines[1].index("8.2") + 3 == lines[0].index("s/step") + 6
+    assert lines[1].split()[-1] == "computing"
+
+
+def test_counts() -> None:
+    seen = Exploration(fitting=4, bounded=3, replayed=2, steps_run=5)
+    assert counts_text(seen).startswith("4 strategies: 0 do not fit (none), 3 were bounded, 2 planned")
+    seen.unfit["device memory"] = 2
+    assert "6 strategies: 2 do not fit (2 for device memory)" in counts_text(seen)

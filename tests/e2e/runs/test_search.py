@@ -1,0 +1,86 @@
+"""Launch lines of the search: Megatron's parser takes them, their memory is what a dry run says, and they train."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytescale_ext.measure.cost_file import shipped, write_cost
+from bytescale_ext.plan.search.case import Case, Devices, Task
+from bytescale_ext.plan.search.costs import scaled_cost
+from bytescale_ext.plan.search.space import Space
+from bytescale_ext.plan.search.strategy import FULL, PRICED, Strategy
+from megatron.bytescale import cli
+from megatron.bytescale.cli.activations import shape_of_flags
+from tests.bytescale.cli.shared.test_launch_line import predicted
+from tests.e2e.corpora import documents
+from tests.e2e.training import MODEL, TRAIN
+
+pytestmark = pytest.mark.ranks
+
+CUT = MODEL.index("--seq-length")
+SIZED = [*MODEL[:CUT], "--num-layers", "6"]
+LENGTHS = [256, 3, 190, 130, 1, 17, 64, 40, 2, 100, 33, 65, 129, 8, 20, 50]
+SHAPE = replace(shape_of_flags(" ".join(SIZED)), vocab=128)  # as Megatron pads it
+SCALED = scaled_cost(shipped("h100_7b"), SHAPE, 1)
+COST = replace(SCALED, dtype="float32", layer_bytes=2 * SCALED.layer_bytes, recompute_bytes=2 * SCALED.recompute_bytes)
+TASK = Task(COST, Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),))
+
+
+def one_of(**fields: object) -> Strategy:
+    """Return the first strategy of the space with these fields."""
+    for strategy in Space(tokens_per_rank=(64,)).strategies(TASK):
+        if all(getattr(strategy, name) == value for name, value in fields.items()):
+            return strategy
+    raise AssertionError(fields)
+
+
+LINES = {
+    "priced": one_of(tensor_parallel=1, num_stages=2, activations=PRICED, shares_optimizer=False),
+    "uneven": replace(one_of(tensor_parallel=1, num_stages=2, activations=FULL), stage_layers=(4, 2)),
+    "slices": one_of(tensor_parallel=1, num_stages=2, chooses_slices=True),
+    "virtual": one_of(tensor_parallel=1, num_stages=2, chunks=3),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
+    write_cost(tmp_path / "cost.json", COST)
+    strategy, case = LINES[name], Case.of(TASK, LINES[name])
+    sizes = "--ckpt-format torch_dist --seq-length 256 --max-position-embeddings 256 --global-batch-size 16".split()
+    flags = [*SIZED, *TRAIN, *sizes, "--cost-file", str(tmp_path / "cost.json"), *strategy.flags()]
+    found = predicted(flags, 8, LENGTHS)
+    rows: list[dict[str, Any]] = found["memory_gb"]
+    assert [row["layers"] for row in rows] == list(strategy.stage_layers)
+    assert [row["states"] * 1e9 for row in rows] == pytest.approx(case.memory.state_bytes)
+    most = max(row["total"] for row in rows) * 1e9
+    figures = case.run(LENGTHS)
+    if strategy.activations == PRICED or strategy.chooses_slices:
+        assert most == pytest.approx(figures.device_bytes)
+    else:  # the search counts full micro-batches, which the step may not have
+        assert most <= figures.device_bytes * (1 + 1e-9)
+    # A dry run replays without virtual stages, messages, update and full recompute.
+    if strategy.chunks == 1 and strategy.activations != FULL:
+        seconds = float(re.match(r"([\d.e+-]+) s predicted", found["step"]["time"]).group(1))  # type: ignore[union-attr]
+        assert figures.seconds - figures.update == pytest.approx(seconds, rel=0.05)
+
+
+def test_the_written_script_trains(tmp_path: Path) -> None:
+    write_cost(tmp_path / "cost.json", COST)
+    script = tmp_path / "launch.sh"
+    words = ["search", "--model-flags", " ".join(SIZED), "--lengths", f"{documents()}.idx", "--context", "256",
+             "--global-batch-size", "4", "--gpus", "2", "--device-memory-gb", "1", "--steps", "1", "--best", "1",
+             "--cost-file", str(tmp_path / "cost.json"), "--output", str(script)]  # fmt: skip
+    assert cli.main(words) == 0
+    more = ["--cpu", "--data-path", str(documents()), *TRAIN[2:], "--train-iters", "1", "--ckpt-format", "torch_dist"]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([script, *more], capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "iteration        1/       1" in done.stdout

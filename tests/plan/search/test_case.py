@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.evaluate.replay import replay_stages
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.memory.model_states import state_bytes
+from bytescale_ext.plan.search.case import Case, Task, Unfit, cluster_of, memory_of
+from bytescale_ext.plan.search.costs import strategy_cost
+from bytescale_ext.plan.search.space import with_budgets
+from bytescale_ext.plan.search.strategy import FULL, PRICED, Strategy
+from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.sizes import Cluster
+from tests.plan.search.tasks import COST, SHAPE, STEPS, small_task
+
+WHOLE = Strategy(1, (6,), 1024, shares_optimizer=True)
+PIPED = Strategy(1, (3, 3), 1024, shares_optimizer=True)
+TASK = small_task()
+SLICED = with_budgets(TASK, replace(PIPED, chooses_slices=True))
+ALL = [
+    WHOLE,
+    replace(WHOLE, tensor_parallel=2),
+    replace(WHOLE, activations=FULL),
+    with_budgets(TASK, replace(WHOLE, activations=PRICED)),
+    PIPED,
+    replace(PIPED, stage_layers=(4, 2)),
+    replace(PIPED, chunks=3),
+    SLICED,
+]
+
+
+def test_a_step_without_pipelines_is_the_replay_of_its_plan() -> None:
+    case = Case.of(TASK, WHOLE)
+    figures = case.run(STEPS[0])
+    plan = HdpPlanner(Cluster(8, 1024, 4), (COST.whole(),))(STEPS[0])
+    table = ShardTable.of(plan).with_counts(np.array(micro_batch_counts(plan)))
+    result = replay_stages(table, (COST.whole(),))
+    assert figures.seconds - figures.update == pytest.approx(result.makespan)
+    assert figures.idle == pytest.approx(result.idle_share * result.makespan)
+    assert figures.exposed == pytest.approx(result.exposed_share * result.makespan)
+    assert figures.compute > 0
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_no_step_undercuts_its_bounds(strategy: Strategy) -> None:
+    case = Case.of(TASK, strategy)
+    steps = [step[:3] for step in STEPS]
+    seconds = [case.run(step).seconds for step in steps]
+    bounds = [case.bound(step) for step in steps]
+    assert all(np.less_equal(bounds, seconds))
+    work = [(float(sum(step)), float(sum(length**2 for length in step))) for step in steps]
+    assert 0 < case.least_seconds(work) <= np.mean(bounds) + 1e-12
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_memory_is_within_the_device(strategy: Strategy) -> None:
+    figures = Case.of(TASK, strategy).run(STEPS[0][:2])
+    states = max(memory_of(strategy_cost(COST, strategy), strategy, cluster_of(TASK, strategy)).state_bytes)
+    assert states < figures.device_bytes <= TASK.devices.memory_bytes
+
+
+def test_states_without_pipelines() -> None:
+    for shares, ranks in ((True, 8), (False, 1)):
+        strategy = replace(WHOLE, shares_optimizer=shares)
+        memory = memory_of(COST, strategy, cluster_of(TASK, strategy))
+        assert memory.state_bytes == pytest.approx((state_bytes(SHAPE, optimizer_ranks=ranks),))
+
+
+def test_full_micro_batches_take_the_activations_of_all_layers() -> None:
+    case = Case.of(TASK, WHOLE)
+    held = 1024 * COST.layer_bytes * SHAPE.num_layers
+    assert case.full_bytes[0] == pytest.approx(case.memory.state_bytes[0] + case.memory.working_bytes[0] + held)
+    piped = Case.of(TASK, PIPED)  # the first stage holds two micro-batches
+    held = 2 * 1024 * COST.layer_bytes * 3
+    assert piped.full_bytes[0] == pytest.approx(piped.memory.state_bytes[0] + piped.memory.working_bytes[0] + held)
+
+
+def test_full_recompute_takes_less_memory_and_longer() -> None:
+    plain, full = (Case.of(TASK, strategy) for strategy in (WHOLE, replace(WHOLE, activations=FULL)))
+    assert full.full_bytes[0] < plain.full_bytes[0]
+    assert full.run(STEPS[0]).compute > 1.2 * plain.run(STEPS[0]).compute
+
+
+def test_a_policy_recomputes_only_what_does_not_fit() -> None:
+    roomy = with_budgets(TASK, replace(WHOLE, activations=PRICED))
+    assert Case.of(TASK, roomy).run(STEPS[0]).compute == pytest.approx(Case.of(TASK, WHOLE).run(STEPS[0]).compute)
+    case = Case.of(TASK, WHOLE)
+    tight = small_task(memory_bytes=case.full_bytes[0] - 3e6)
+    with pytest.raises(Unfit, match="device memory") as error:
+        Case.of(tight, WHOLE)
+    assert error.value.needed_bytes == case.full_bytes[0]
+    priced = with_budgets(tight, replace(WHOLE, activations=PRICED))
+    figures = Case.of(tight, replace(priced, device_gb=tight.devices.memory_bytes / 1e9 - 0.003)).run(STEPS[0])
+    assert figures.device_bytes <= tight.devices.memory_bytes
+    assert figures.compute > Case.of(TASK, WHOLE).run(STEPS[0]).compute
+
+
+def test_nothing_fits_in_no_memory() -> None:
+    none = small_task(memory_bytes=1e5)
+    for strategy in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=0.0), replace(SLICED, device_gb=0.0)):
+        with pytest.raises(Unfit, match="device memory"):
+            Case.of(none, strategy)
+
+
+def test_reasons_besides_memory() -> None:
+    for strategy, reason in (
+        (replace(WHOLE, tensor_parallel=3), "ranks"),
+        (replace(WHOLE, tensor_parallel=16), "ranks"),
+        (replace(WHOLE, tokens_per_rank=256), "context"),
+    ):
+        with pytest.raises(Unfit, match=reason):
+            cluster_of(TASK, strategy)
+    odd = Task(COST, TASK.devices, 4096, tuple(step[:6] for step in STEPS))
+    with pytest.raises(Unfit, match="documents"):
+        cluster_of(odd, WHOLE)
+
+
+def test_ranks_of_a_node() -> None:
+    assert cluster_of(TASK, WHOLE) == Cluster(8, 1024, 4)
+    assert cluster_of(TASK, replace(WHOLE, tensor_parallel=2)) == Cluster(4, 1024, 2)
+    assert cluster_of(TASK, PIPED) == Cluster(4, 1024, None)
+    assert cluster_of(TASK, replace(WHOLE, tensor_parallel=4, tokens_per_rank=4096)) == Cluster(2, 4096, 1)
+
+
+def test_virtual_stages_run_groups_of_micro_batches() -> None:
+    case = Case.of(TASK, replace(PIPED, chunks=3))
+    assert len(case.stages) == 6
+    assert sum(stage.both.b for stage in case.stages) == pytest.approx(COST.whole().both.b)
+    assert case.run(STEPS[0]).seconds > 0
+
+
+def test_slices_are_those_of_training() -> None:
+    case = Case.of(TASK, SLICED)
+    choice = case.planner.choice
+    assert choice is not None
+    plan = case.planner(STEPS[0][:3])
+    assert plan.slicing in {replace(one, kept_tokens=plan.slicing.kept_tokens, summed_tokens=plan.slicing.summed_tokens)
+                            for one in choice.options} if plan.slicing else False  # fmt: skip

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bytescale_ext.plan.search.case import Task, cluster_of
+from bytescale_ext.plan.search.space import Space, balanced_stages, capacities, tensor_sizes, with_budgets
+from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy, parse_strategy
+from tests.plan.search.tasks import COST, SHAPE, small_task
+
+TASK = small_task()
+
+
+def test_every_strategy_is_valid_and_none_comes_twice() -> None:
+    found = list(Space().strategies(TASK))
+    assert len(set(found)) == len(found) > 100
+    for one in found:
+        assert cluster_of(TASK, one).num_ranks * one.tokens_per_rank >= TASK.context
+        assert sum(one.stage_layers) == SHAPE.num_layers
+        assert parse_strategy(one.flags(), SHAPE.num_layers) == one
+    for name in ("tensor_parallel", "num_stages", "tokens_per_rank", "chunks", "shares_optimizer", "chooses_slices",
+                 "activations", "loss_tokens"):  # fmt: skip
+        assert len({getattr(one, name) for one in found}) > (name == "loss_tokens") * 0 + (name != "loss_tokens"), name
+
+
+def test_a_narrow_space() -> None:
+    space = Space((2,), (2,), (2048,), (KEEP,), ("whole",), uneven=False)
+    found = list(space.strategies(TASK))
+    assert [one.shares_optimizer for one in found] == [True, False]
+    assert {one.stage_layers for one in found} == {(3, 3)}
+
+
+def test_tensor_parallel_sizes_divide_groups_and_fit_a_node() -> None:
+    assert tensor_sizes(TASK) == [1, 2]
+    wide = replace(TASK, cost=replace(COST, shape=replace(SHAPE, num_heads=16, num_kv_heads=16)))
+    assert tensor_sizes(wide) == [1, 2, 4]
+    assert tensor_sizes(replace(wide, devices=replace(TASK.devices, count=2))) == [1, 2]
+
+
+def test_capacities_hold_the_context() -> None:
+    assert capacities(TASK, 8, 1) == [1024, 2048, 4096]
+    assert capacities(TASK, 3, 1) == [1366, 2048, 4096]
+    assert capacities(TASK, 3, 4) == [1368, 2048, 4096]
+    assert capacities(replace(TASK, context=300), 8, 1) == [300]
+
+
+def test_budgets_are_what_states_leave() -> None:
+    strategy = Strategy(1, (6,), 1024, activations=PRICED)
+    found = with_budgets(small_task(memory_bytes=2e9, host_bytes=3.456e9), strategy)
+    assert found.host_gb == 3.456
+    assert found.device_gb is not None
+    assert 1.99 < found.device_gb < 2.0
+    assert with_budgets(small_task(memory_bytes=1e5), strategy).device_gb == 0.0
+    assert with_budgets(TASK, replace(strategy, activations=KEEP)).device_gb is None
+
+
+def test_stages_are_balanced_in_time_and_within_memory() -> None:
+    heavy = Task(replace(COST, head_forward=1e-5, head_backward=2e-5), TASK.devices, TASK.context, TASK.steps)
+    one = Strategy(1, (1, 1), 1024)
+    assert balanced_stages(heavy, one) == (4, 2)
+    assert balanced_stages(TASK, one) == (3, 3)
+    none = replace(heavy, devices=replace(TASK.devices, memory_bytes=1e5))
+    assert balanced_stages(none, one) is None
+    assert (4, 2) in {strategy.stage_layers for strategy in Space(stages=(2,)).strategies(heavy)}
+
+
+def test_memory_limits_the_first_stage() -> None:
+    """The first stage holds most micro-batches, so with little memory it gets fewer layers."""
+    heavy = Task(replace(COST, head_forward=1e-5, head_backward=2e-5), TASK.devices, TASK.context, TASK.steps)
+    one, found = Strategy(1, (1, 1), 4096), []
+    for megabytes in range(200, 0, -4):
+        layers = balanced_stages(replace(heavy, devices=replace(TASK.devices, memory_bytes=megabytes * 1e6)), one)
+        found += [layers] if layers is not None else []
+    assert found[0] == (4, 2)
+    assert found[-1][0] < 4
