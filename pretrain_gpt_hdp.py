@@ -38,6 +38,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         from megatron.bytescale.arguments.resolve import resolve
         from megatron.bytescale.runtime import Runtime
         from megatron.bytescale.training.build import build
+        from megatron.bytescale.training.initialize import stand_alone
 
         args = parse(sys.argv, on_cpu)
         runtime = Runtime.of(resolve(args))
@@ -45,6 +46,7 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
         training = build(args, runtime)
         if adapt is not None:
             training = adapt(training, runtime)
+    stand_alone()
     with named_faults():
         config = pretrain_cfg_container_from_args(args, training.model)
         pretrain(config, training.dataset_provider, ModelType.encoder_or_decoder, training.forward_step)

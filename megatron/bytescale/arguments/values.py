@@ -79,6 +79,8 @@ def _check_split(args: Any) -> None:
 
 def _check_folders(args: Any) -> None:
     """Raise ValueError if a folder is a file, or none can be made there. Makes none: the line may yet be refused."""
+    if args.save is not None and args.save_interval is None:
+        raise ValueError(f"--save {args.save} needs --save-interval: the iterations from one checkpoint to the next")
     for flag in FOLDERS:
         folder = value_of(args, flag)
         if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
@@ -123,7 +125,7 @@ def check_tokenizer(args: Any) -> None:
             raise ValueError(f"{flag} {path}: no such file")
     package = PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
-        raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install '.[tokenizers]'")
+        raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install -e '.[tokenizers]'")
     if kind == "NullTokenizer" and args.vocab_size is None:
         raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (`bytescale corpus` prints it)")
     by_files = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")

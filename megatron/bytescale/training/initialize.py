@@ -1,9 +1,17 @@
-"""Wrap three functions that Megatron calls at start; each would end a run or waste memory before the first step."""
+"""What would end a run, or waste memory, before the first step: three functions of Megatron, and a missing address."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
+
+
+def stand_alone() -> None:
+    """Give a process that torchrun has not started, and that is the only one, an address for its group."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "0")  # any free one
 
 
 def wrap_compile_helpers(original: Callable[[], None], runtime: object) -> Callable[[], None]:

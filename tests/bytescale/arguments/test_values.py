@@ -61,6 +61,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*COMMON, "--split", "nan,1,1"], "--split nan,1,1: give the shares"),
     *(([*COMMON, flag, "{in}/file"], f"{flag} {{in}}/file is a file; give a folder") for flag in values.FOLDERS),
     *(([*COMMON, flag, "{in}/file/sub"], f"{flag} {{in}}/file/sub cannot be written") for flag in values.WRITTEN),
+    ([*without("--save-interval"), "--save", "{in}/new"], "--save {in}/new needs --save-interval"),
     ([*COMMON, "--hdp-timeline-step", "2"], "--hdp-timeline-step needs --hdp-log-dir"),
     ([*COMMON, "--hdp-timeline-step", "0"], "--hdp-timeline-step 0: iterations begin with 1"),
     (without("--data-path"), "no data: give --data-path PREFIX"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.corpora import write_documents
 from tests.e2e.oracle import train_documents_one_by_one
-from tests.e2e.training import HDP, MODEL, TRAIN, train
+from tests.e2e.training import HDP, MODEL, TRAIN, train, train_apart
 
 pytestmark = pytest.mark.ranks
 
@@ -29,6 +29,11 @@ def test_full_documents_train_as_megatrons_data_parallelism(sharded: list[str], 
     ours = train(4, *flags, *HDP, "--hdp-tokens-per-rank", SEQ_LENGTH)
     assert len(stock.losses) == 3
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
+def test_one_process_trains_without_torchrun(corpus: Path) -> None:
+    (alone,) = train_apart([*COMMON, *HDP, "--hdp-tokens-per-rank", SEQ_LENGTH, "--data-path", corpus])
+    assert len(alone.losses) == 3
 
 
 def train_and_print_status() -> None:
