@@ -16,6 +16,7 @@ import megatron.core.tokenizers.text.models  # noqa: E402
 import megatron.training.models.gpt  # noqa: E402
 import torch.profiler._cupti_monitor  # noqa: E402
 import torch.utils.serialization.config  # noqa: E402, F401
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.training.argument_utils import ArgumentGroupFactory  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
@@ -30,6 +31,9 @@ for found in pkgutil.walk_packages(megatron.bytescale.__path__, "megatron.bytesc
 read_help = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
 ArgumentGroupFactory._get_field_docstrings = staticmethod(read_help)
 add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+# A rank that saves a distributed checkpoint starts a process that holds a queue; a new one would import all this again.
+filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, "fork")
 
 # What is here lives as long as every rank: a rank's garbage collector neither visits nor copies it.
 gc.collect()

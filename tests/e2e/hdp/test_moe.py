@@ -39,6 +39,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 
 EP2 = ["--expert-model-parallel-size", 2]
 PP2 = ["--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]
 SLICES = ["--seq1f1b-slices", 3]
+RECOMPUTED = ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
 CHOSEN_SLICES = ["--seq1f1b-slices", "auto", "--device-memory-gb", 1]
 CASES: dict[str, tuple[int, list[object]]] = {
     "plain": (4, []),
@@ -51,7 +52,7 @@ CASES: dict[str, tuple[int, list[object]]] = {
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
     "ep4-empty-ranks": (4, ["--expert-model-parallel-size", 4, "--hdp-tokens-per-rank", 256]),
     "ep2-pp2": (4, [*EP2, *PP2, "--overlap-grad-reduce"]),  # the first stage has no experts
-    "slices-pp2": (4, [*PP2, *CHOSEN_SLICES, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
+    "chosen-slices-pp2": (2, [*PP2, "--hdp-tokens-per-rank", 512, *CHOSEN_SLICES, *RECOMPUTED]),
     "slices-ep2-pp2-empty-slots": (4, [*EP2, *PP2, "--hdp-tokens-per-rank", 512, *SLICES]),
     "slices-ep2-policy": (
         4,
@@ -231,14 +232,15 @@ def test_sharded_and_resumed_where_a_stage_has_no_experts(
 
 
 def test_resumed_with_other_expert_ranks(corpus: Path, oracle: tuple[Outcome, Any], tmp_path: Path) -> None:
-    def part(expert_ranks: int, *flags: object) -> Outcome:
-        return train(4, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED,
+    def part(num_ranks: int, expert_ranks: int, *flags: object) -> Outcome:
+        return train(num_ranks, *MODEL, *TRAIN, *MOE, "--data-path", corpus, *HDP, *EXACT, *SHARDED,
                      "--ckpt-format", "torch_dist", *flags,
-                     "--expert-model-parallel-size", expert_ranks, entry=partial(with_equal_weights, None))  # fmt: skip
+                     "--hdp-tokens-per-rank", 512 // num_ranks, "--expert-model-parallel-size", expert_ranks,
+                     entry=partial(with_equal_weights, None))  # fmt: skip
 
-    begun = part(2, "--save", tmp_path, "--exit-interval", 2)
+    begun = part(2, 2, "--save", tmp_path, "--exit-interval", 2)
     assert begun.code == 0
-    resumed = part(4, "--load", tmp_path)
+    resumed = part(4, 4, "--load", tmp_path)
     assert [*begun.losses, *resumed.losses] == pytest.approx(oracle[0].losses, rel=TOLERANCE)
     with pytest.raises(RanksFailed, match=r"an optimizer of 2 parts and this run has one of 1, .*--no-load-optim"):
-        part(1, "--load", tmp_path)
+        part(2, 1, "--load", tmp_path)
