@@ -32,11 +32,11 @@ def draw_strategies(
               color=BLUE, markeredgecolor=INK, label="replayed")  # fmt: skip
     best = frontier(found)
     axes.plot([gb for _, gb, _ in best], [seconds for seconds, _, _ in best], color=DARK_BLUE, label="frontier")
-    for seconds, gb, name in best:
-        axes.annotate(name, (gb, seconds), xytext=(4, -9), textcoords="offset points", fontsize=7, color=INK)
+    seconds, gb, name = best[-1]
+    axes.annotate(name, (gb, seconds), xytext=(0, -14), textcoords="offset points", fontsize=9, color=INK, ha="right")
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0.0)
     axes.set_xlabel("device memory, GB")
     axes.set_ylabel("seconds of a step")
     axes.legend(frameon=False, fontsize=9)
