@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from scripts.cluster.emulate import cluster
+from scripts.cluster.emulate import cluster, ended_by_signals
 from scripts.cluster.topology import Topology
 from tests.cluster.test_emulate import LACKS
 from tests.e2e.corpora import VOCAB
@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {one.name for one in results}
     points = [point_of(fault, number) for number in range(args.points) for fault in args.faults]
     args.results.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
+    with (
+        ended_by_signals(),
+        tempfile.TemporaryDirectory(prefix="faults-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         trials = Trials(Path(folder), stack)
         for point in (one for one in points if one.name not in done):
             if FAULTS[point.fault].needs_root and LACKS:

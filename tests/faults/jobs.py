@@ -98,14 +98,14 @@ def run(job: Job) -> Ended:
         port = free.getsockname()[1]
     codes = run_ranks(rank_main, NUM_RANKS, job, port, init_group=False, may_die=range(NUM_RANKS), timeout=120.0)
     struck = job.folder / "struck"
-    began = float(struck.read_text()) if struck.exists() else time.time()
     seconds = []
     for rank in range(NUM_RANKS):
         ended = job.folder / f"ended-{rank}"
         if ended.exists():
             code, at = ended.read_text().split()
             codes[rank] = int(code)
-            seconds.append(float(at) - began)
+            if struck.exists():  # a full disk strikes at no time that is known
+                seconds.append(float(at) - float(struck.read_text()))
     return Ended(codes, seconds, job.folder)
 
 

@@ -23,7 +23,7 @@ def table(results: Sequence[Tried]) -> str:
             rows.append(f"| {fault.text} | not tried | | | |")
             continue
         ended = [one.end_seconds for one in found if one.end_seconds is not None]
-        seconds = f"{median(ended):.1f}, {max(ended):.1f}" if ended else "goes on"
+        seconds = f"{median(ended):.1f}, {max(ended):.1f}" if ended else "-" if fault.ends else "goes on"
         starts = sorted({one.resumed_from for one in found if one.resumed_from is not None})
         well = sum(not one.problems for one in found)
         rows.append(f"| {fault.text} | {len(found)} | {well} | {seconds} | {', '.join(map(str, starts)) or '-'} |")

@@ -41,7 +41,7 @@ class Tried:
     Attributes:
         name: of the point.
         fault: key of ``FAULTS``.
-        end_seconds: from the fault to the end of the last rank; None: the run was not ended by it.
+        end_seconds: from the fault to the end of the last rank; None: it did not end, or the disk was full.
         resumed_from: iteration of the checkpoint from which the second run went on, 0: from the beginning; None: there
             was none.
         last_lines: of the ranks that were not killed.
@@ -93,7 +93,7 @@ def try_point(
             resumed_from = min(runs[1].documents(), default=1) - 1
     problems = [*problems_of_end(point, first), *problems_of_runs(runs, wanted, log_dir)]
     lasts = [first.last_line(rank) for rank, code in enumerate(first.codes) if code]
-    seconds = None if first.completed else round(max(first.seconds, default=0.0), 1)
+    seconds = None if first.completed or not first.seconds else round(max(first.seconds), 1)
     return Tried(point.name, point.fault, seconds, resumed_from, lasts, problems)
 
 
