@@ -32,8 +32,8 @@ read_help = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGr
 ArgumentGroupFactory._get_field_docstrings = staticmethod(read_help)
 add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
-# A rank that saves a distributed checkpoint starts a process that holds a queue; a new one would import all this again.
-filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, "fork")
+# A rank that saves a distributed checkpoint starts a process that holds a queue; a new Python imports all this again.
+filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, "forkserver")
 
 # What is here lives as long as every rank: a rank's garbage collector neither visits nor copies it.
 gc.collect()
