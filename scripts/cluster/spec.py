@@ -73,7 +73,7 @@ def matched_links(spec: Spec, cost: ModelCost, cores_per_rank: float, scale: flo
     if cost.dtype not in ELEMENT_BYTES:
         raise ValueError(f"the cost file is for {cost.dtype}; known are {', '.join(ELEMENT_BYTES)}")
     real_bytes = key_value_bytes(spec.shape)
-    own_bytes = key_value_bytes(cost.shape, cost.tensor_parallel, ELEMENT_BYTES[cost.dtype])
+    own_bytes = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
     own_square = cost.forward.a / cores_per_rank
     factor = scale * (own_bytes / real_bytes) * (spec.seconds_per_square / own_square)
     inter, intra = spec.nic_gbps * factor, spec.nvlink_gbps * factor

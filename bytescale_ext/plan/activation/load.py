@@ -27,6 +27,9 @@ COLLECTIVES_OF_A_LAYER: Final = 4
 COLLECTIVE_BYTES_PER_SECOND: Final = 300e9
 """Received by each tensor-parallel rank, without a cost file: two thirds of an H200's NVLink, 450 GB/s each way."""
 
+MEMORY_BYTES_PER_SECOND: Final = 3.3e12
+"""Of device memory, where it is not given; an H100 has 3.35e12."""
+
 LOGIT_BYTES: Final = 6
 """Bytes of one logit during the loss: 16 bits, and a float32 copy that becomes its gradient."""
 
@@ -45,7 +48,7 @@ class Machine:
     device_bytes: float
     host_bytes: float
     link_bytes_per_second: float = LINK_BYTES_PER_SECOND
-    memory_bytes_per_second: float = 3.3e12
+    memory_bytes_per_second: float = MEMORY_BYTES_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)

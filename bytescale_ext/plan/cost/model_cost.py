@@ -58,6 +58,11 @@ class ModelCost:
     collective: float = 0.0
     slowdown: float = 1.0
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of a parameter or an activation."""
+        return 4 if self.dtype == "float32" else 2
+
     def stage(self, num_layers: int, has_head: bool = False, link: float = LINK_BYTES_PER_SECOND) -> StageCost:
         """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer.
 
@@ -67,8 +72,7 @@ class ModelCost:
         if has_head:
             forward = replace(forward, b=forward.b + self.head_forward)
             backward = replace(backward, b=backward.b + self.head_backward)
-        element_bytes = 4 if self.dtype == "float32" else 2
-        keys = key_value_bytes(self.shape, self.tensor_parallel, element_bytes)
+        keys = key_value_bytes(self.shape, self.tensor_parallel, self.element_bytes)
         return StageCost(forward, backward, num_layers * keys / link)
 
     def nodes(self, cluster: Cluster) -> Nodes | None:

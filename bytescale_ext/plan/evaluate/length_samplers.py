@@ -83,6 +83,14 @@ lognormal: mean 1024, sigma 1.5, at least 128 (the example of Megatron's dynamic
 """
 
 
+def sample_documents(name: str, context: int, count: int, seed: int) -> tuple[int, ...]:
+    """Return the lengths of the first ``count`` documents of ``sample_lengths``. Raises ValueError as it does."""
+    num_tokens = max(context, 1024 * count)
+    while len(lengths := sample_lengths(name, context, num_tokens, seed)) < count:
+        num_tokens *= 2
+    return tuple(lengths[:count].tolist())
+
+
 def sample_lengths(name: str, context: int, num_tokens: int, seed: int) -> Ints:
     """Return the lengths of documents of one step: [n], in the order drawn.
 

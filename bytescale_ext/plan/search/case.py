@@ -21,7 +21,7 @@ from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, num_warm_up
-from bytescale_ext.plan.search.costs import element_bytes, strategy_cost
+from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.strategy import PRICED, Strategy
 from bytescale_ext.plan.search.update import Update, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
@@ -170,7 +170,7 @@ class Case:
 
     @property
     def bounding_stages(self) -> tuple[StageCost, ...]:
-        """The stages of which a bound holds: all, or the slowest alone where others may fill the pipeline sooner."""
+        """The stages to bound a step by: the slowest alone where micro-batches run in slices or chunks, else all."""
         is_plain = not self.strategy.chooses_slices and self.strategy.chunks == 1
         return self.stages if is_plain else self.planner.stages[:1]
 
@@ -230,7 +230,7 @@ def cluster_of(task: Task, strategy: Strategy) -> Cluster:
 
 def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMemory:
     """Return the memory of the stages, with the optimizer shared by HDP ranks or whole; ``cost``: of the strategy."""
-    element = element_bytes(cost)
+    element = cost.element_bytes
     memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
     of_parameter = parameter_bytes(element, cluster.num_ranks if strategy.shares_optimizer else 1)
     return replace(memory, state_bytes=tuple(of_parameter * each for each in parameters_of(cost, strategy)))
@@ -285,7 +285,7 @@ def _under_policy(
             num_layers=layers,
             resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
             in_flight=in_flight,
-            element_bytes=element_bytes(cost),
+            element_bytes=cost.element_bytes,
             sequence_parallel=strategy.tensor_parallel > 1,
             loss_tokens=strategy.loss_tokens if is_last else 0,
         )

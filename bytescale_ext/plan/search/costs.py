@@ -1,4 +1,4 @@
-"""The cost of a model under a strategy, from its cost on other tensor-parallel ranks, or from that of another model."""
+"""The cost of a model under a strategy, derived from the cost of other tensor-parallel ranks or of another model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
         products = max(0.0, one.b - waited) * linear
         return replace(one, a=one.a * attention, b=products + waits, c=one.c * keys, h=one.h * keys)
 
-    head = shape.hidden * shape.vocab / (cost.shape.hidden * cost.shape.vocab) * cost.tensor_parallel / tensor_parallel
+    fewer = cost.tensor_parallel / tensor_parallel
+    head = shape.hidden * shape.vocab / (cost.shape.hidden * cost.shape.vocab) * fewer
     return replace(
         cost,
         shape=shape,
@@ -50,11 +51,7 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
         head_forward=cost.head_forward * head,
         head_backward=cost.head_backward * head,
         layer_bytes=cost.layer_bytes * kept,
-        recompute_bytes=cost.recompute_bytes
-        * shape.hidden
-        / cost.shape.hidden
-        * cost.tensor_parallel
-        / tensor_parallel,
+        recompute_bytes=cost.recompute_bytes * shape.hidden / cost.shape.hidden * fewer,
         collective=collective if tensor_parallel > 1 else cost.collective,
     )
 
@@ -67,13 +64,8 @@ def strategy_cost(cost: ModelCost, strategy: Strategy) -> ModelCost:
     """
     cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel)
     if strategy.activations == FULL:
-        keys = key_value_bytes(cost.shape, cost.tensor_parallel, element_bytes(cost))
+        keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
         cost = replace(cost, backward=cost.backward + cost.forward, layer_bytes=cost.recompute_bytes + keys)
     if strategy.loss_tokens is not None:
         cost = replace(cost, head_backward=cost.head_backward + cost.head_forward)
     return cost
-
-
-def element_bytes(cost: ModelCost) -> int:
-    """Return the bytes of one element of an activation."""
-    return 4 if cost.dtype == "float32" else 2

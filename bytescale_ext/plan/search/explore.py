@@ -86,8 +86,8 @@ class Exploration:
         unfit: number of strategies that do not fit, by reason.
         needed: the least device memory that a strategy needs that does not fit, and the strategy; None: not known.
         fitting: number of strategies that fit.
-        bounded: number of them of which bounds were computed.
-        replayed: number of them that ran at least one step.
+        bounded: number of those whose bounds were computed.
+        replayed: number of those that ran at least one step.
         steps_run: steps that strategies ran.
         found: strategies that ran all steps, fastest first.
         waiting: those that did not, unordered.

@@ -129,8 +129,8 @@ def with_budgets(task: Task, strategy: Strategy) -> Strategy:
 def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     """Return layers with which the slowest stage is fastest within the memory of whole micro-batches, or None.
 
-    A stage's time is that of the first step's documents, each on one rank. Of activations under the policy ``priced``
-    only the layer input counts, as for full recompute.
+    Stages are timed on the documents of the first step, each on one rank. Under the policy ``priced``, only the input
+    of a layer counts as memory, as with full recompute.
     """
     num_stages, num_layers = strategy.num_stages, task.cost.shape.num_layers
     if strategy.activations == PRICED:

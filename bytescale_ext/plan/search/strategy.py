@@ -64,7 +64,7 @@ class Strategy:
         return self.tensor_parallel * self.num_stages
 
     def flags(self) -> list[str]:
-        """Return the flags of the training, without those of the model."""
+        """Return the flags of the training that a strategy decides; the model has its own."""
         words: list[object] = ["--hybrid-data-parallel", "--hdp-tokens-per-rank", self.tokens_per_rank]
         words += ["--tensor-model-parallel-size", self.tensor_parallel]
         words += ["--sequence-parallel"] if self.tensor_parallel > 1 else []

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     machine = Machine(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, link_gb * 1e9)
     load = load_of(args, cost, args.seq_length)
     plan = make_plan(args.policy, load, machine)
-    states = state_bytes(cost.shape, 4 if cost.dtype == "float32" else 2, cost.tensor_parallel, args.optimizer_ranks)
+    states = state_bytes(cost.shape, cost.element_bytes, cost.tensor_parallel, args.optimizer_ranks)
     rows = [predict(policy, load_of(args, cost, length), length, machine)
             for length in LENGTHS for policy in (POLICIES if args.plot else (args.policy,))]  # fmt: skip
     if args.plot:

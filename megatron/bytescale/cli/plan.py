@@ -179,6 +179,12 @@ def cut_lengths(lengths: Sequence[int], seq_length: int | None) -> list[int]:
     return [min(seq_length, length - begin) for length in lengths for begin in range(0, length, seq_length)]
 
 
+def draw_pieces(lengths: Sequence[int], seq_length: int, count: int, seed: int) -> list[int]:
+    """Return ``count`` of the pieces of ``cut_lengths`` at random, none twice while there are enough."""
+    pieces = cut_lengths(lengths, seq_length)
+    return [int(one) for one in np.random.default_rng(seed).choice(pieces, count, replace=len(pieces) < count)]
+
+
 def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
     """Return the figures of a plan, one on each line."""
     return "\n".join(

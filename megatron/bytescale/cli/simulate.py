@@ -30,6 +30,7 @@ from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_leng
 from megatron.bytescale.cli.shared.inputs import check_picture, count, size
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
 from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, link_of, slicing_of
+from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "simulate"
 HELP = "compare schedulers by replaying their plans under a cost model: time over the lower bound, and more"
@@ -235,13 +236,7 @@ def as_text(scenario: Described, figures: Mapping[str, Figures | str]) -> str:
             continue
         rows.append([name, *(_cell(row[figure], spec, 1e-9 if figure.endswith("_bytes") else 1.0)
                              for figure, (_, spec) in columns.items())])  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = [
-        "  ".join(cell.ljust(width) if not column else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]  # fmt: skip
-    return "\n".join([_title(scenario), "mean and worst of each figure", "", *lines, *notes])
+    return "\n".join([_title(scenario), "mean and worst of each figure", "", *aligned(rows, left={0}), *notes])
 
 
 def _cell(figure: Figure | None, spec: str, unit: float) -> str:

@@ -17,7 +17,6 @@ from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 from scripts.bench.cluster.cases import Arm, Case
 from scripts.bench.cluster.hybrid import HybridPlanner, group_numbers
-from scripts.cluster.spec import ELEMENT_BYTES
 from scripts.cluster.topology import Topology
 
 _PAYLOAD = 0.95  # of a link's rate: the rest are headers of packets
@@ -30,7 +29,7 @@ def wall_cost(cost: ModelCost, topology: Topology) -> ModelCost:
         cost: in processor seconds, except ``c``: that of unlimited links, in wall time.
         topology: its shares of cores and its links.
     """
-    fastest = key_value_bytes(cost.shape, cost.tensor_parallel, ELEMENT_BYTES[cost.dtype]) / cost.forward.c
+    fastest = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes) / cost.forward.c
     rates = [
         min(fastest, gbps * 1e9 / 8 * _PAYLOAD if gbps else fastest)
         for gbps in (topology.intra_gbps, topology.inter_gbps)

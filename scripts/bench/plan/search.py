@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bytescale_ext.measure.cost_file import shipped
-from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.search.case import Case, Devices, Task, Unfit
 from bytescale_ext.plan.search.explore import explore
 from bytescale_ext.plan.search.space import Space
@@ -54,13 +54,8 @@ class Found:
 def task_of(sampler: str, context: int) -> Task:
     """Return the task of a case."""
     cost = replace(shipped("h100_7b"), slowdown=SLOWDOWN)
-    num_tokens = max(context, 1024 * DOCUMENTS)
-    steps = []
-    for seed in range(STEPS):
-        while len(lengths := sample_lengths(sampler, context, num_tokens, seed)) < DOCUMENTS:
-            num_tokens *= 2
-        steps.append(tuple(lengths[:DOCUMENTS].tolist()))
-    return Task(cost, Devices(64, 8, 80e9, 100e9), context, tuple(steps))
+    steps = tuple(sample_documents(sampler, context, DOCUMENTS, seed) for seed in range(STEPS))
+    return Task(cost, Devices(64, 8, 80e9, 100e9), context, steps)
 
 
 def fitting(task: Task, meshes: Iterable[tuple[int, int, int]]) -> Iterator[Case]:

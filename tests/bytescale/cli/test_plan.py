@@ -211,3 +211,12 @@ def test_the_command_describes_itself() -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     assert parser.parse_args(command.EXAMPLE.split()[2:]).ranks == 64
+
+
+def test_pieces_are_drawn_twice_only_when_there_are_too_few() -> None:
+    pieces = [1, 5, 5, 2, 3]
+    assert sorted(command.draw_pieces([1, 12, 3], 5, 5, seed=0)) == sorted(pieces)
+    assert command.draw_pieces([1, 12, 3], 5, 3, seed=7) == command.draw_pieces([1, 12, 3], 5, 3, seed=7)
+    more = command.draw_pieces([1, 12, 3], 5, 40, seed=0)
+    assert len(more) == 40
+    assert set(more) == set(pieces)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_documents, sample_lengths
 
 MANY = 64 << 20
 
@@ -66,3 +66,10 @@ def test_first_bucket_begins_at_256() -> None:
 def test_bad_input_is_named(name: str, context: int, num_tokens: int, seed: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         sample_lengths(name, context, num_tokens, seed)
+
+
+@pytest.mark.parametrize("count", [1, 700])
+def test_so_many_documents_are_the_first_that_are_drawn(count: int) -> None:
+    found = sample_documents("byted", 65536, count, 3)
+    assert len(found) == count
+    assert list(found) == sample_lengths("byted", 65536, 1 << 24, 3)[:count].tolist()

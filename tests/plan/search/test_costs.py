@@ -8,7 +8,7 @@ from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
-from bytescale_ext.plan.search.costs import element_bytes, scaled_cost, strategy_cost
+from bytescale_ext.plan.search.costs import scaled_cost, strategy_cost
 from bytescale_ext.plan.search.strategy import FULL, Strategy
 from tests.plan.search.tasks import COST, SHAPE
 
@@ -50,7 +50,7 @@ def test_exchange_and_memory_scale_with_their_bytes() -> None:
 def test_full_recompute_repeats_the_forward_pass_and_keeps_the_input() -> None:
     cost = strategy_cost(COST, Strategy(1, (6,), 1024, activations=FULL))
     assert cost.backward == COST.backward + COST.forward
-    keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * element_bytes(COST)
+    keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * COST.element_bytes
     assert cost.layer_bytes == COST.recompute_bytes + keys
 
 
@@ -61,4 +61,4 @@ def test_a_chunked_loss_computes_the_output_layer_again() -> None:
 
 
 def test_element_bytes() -> None:
-    assert (element_bytes(COST), element_bytes(replace(COST, dtype="float32"))) == (2, 4)
+    assert (COST.element_bytes, replace(COST, dtype="float32").element_bytes) == (2, 4)

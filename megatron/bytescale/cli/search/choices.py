@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from bytescale_ext.plan.search.strategy import Strategy, layout_text
+from bytescale_ext.plan.search.strategy import FULL, PRICED, Strategy, layout_text
 
 CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
     "--tensor-model-parallel-size": lambda one: str(one.tensor_parallel),
@@ -17,8 +17,8 @@ CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
     "--hdp-tokens-per-rank": lambda one: str(one.tokens_per_rank),
     "--use-distributed-optimizer": lambda one: "on" if one.shares_optimizer else "off",
     "--seq1f1b-slices": lambda one: "auto" if one.chooses_slices else "1",
-    "--activation-policy": lambda one: "priced" if one.activations == "priced" else "none",
-    "--recompute-granularity": lambda one: "full" if one.activations == "full" else "none",
+    "--activation-policy": lambda one: PRICED if one.activations == PRICED else "none",
+    "--recompute-granularity": lambda one: FULL if one.activations == FULL else "none",
     "--chunked-cross-entropy": lambda one: "off" if one.loss_tokens is None else str(one.loss_tokens),
 }
 """Flags that ``--explain`` takes, each with its value in a strategy."""

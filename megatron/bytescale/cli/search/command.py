@@ -12,12 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
 from bytescale_ext.measure.progress import peak_flops
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
+from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_documents
 from bytescale_ext.plan.search.case import Devices, Task
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.explore import Exploration, Scored, explore
@@ -25,7 +23,7 @@ from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import Strategy
 from megatron.bytescale.cli.activations import shape_of_flags
-from megatron.bytescale.cli.plan import cut_lengths, read_lengths
+from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.search.choices import CHOICES, DECIDED
 from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
 from megatron.bytescale.cli.search.table import Row, counts_text, rows_of, table_text
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not seen.found:
         changes = "; ".join(remedies(task, space, seen)) or "nothing that was tried helps"
-        raise ValueError(f"none of {sum(seen.unfit.values()):,} strategies fits; what fits: {changes}")
+        raise ValueError(f"none of {seen.unfit.total():,} strategies fits; what fits: {changes}")
     rows = rows_of(task, seen.found, peak_flops(task.cost.device))
     if args.output is not None:
         write_script(args, task.cost, seen.found[0].strategy, rows[0])
@@ -176,19 +174,16 @@ def task_of(args: argparse.Namespace) -> Task:
     devices = Devices(
         args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     )
-    return Task(cost, devices, args.context, tuple(tuple(draw(args, seed)) for seed in range(args.steps)))
+    return Task(cost, devices, args.context, draw_steps(args))
 
 
-def draw(args: argparse.Namespace, seed: int) -> list[int]:
-    """Return the lengths of one step. Raises ValueError for a bad file."""
-    number = args.global_batch_size
-    if args.sampler is None:
-        pieces = cut_lengths(read_lengths(args.lengths), args.context)
-        return [int(one) for one in np.random.default_rng(seed).choice(pieces, number, replace=len(pieces) < number)]
-    num_tokens = max(args.context, 1024 * number)
-    while len(lengths := sample_lengths(args.sampler, args.context, num_tokens, seed)) < number:
-        num_tokens *= 2
-    return [int(length) for length in lengths[:number]]
+def draw_steps(args: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the documents of each step. Raises ValueError for a bad file."""
+    number, seeds = args.global_batch_size, range(args.steps)
+    if args.sampler is not None:
+        return tuple(sample_documents(args.sampler, args.context, number, seed) for seed in seeds)
+    lengths = read_lengths(args.lengths)
+    return tuple(tuple(draw_pieces(lengths, args.context, number, seed)) for seed in seeds)
 
 
 def watched(task: Task, strategies: Iterable[Strategy], best: int, shows: bool) -> Exploration:

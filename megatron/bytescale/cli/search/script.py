@@ -55,7 +55,7 @@ class Run:
     dtype: str
 
     def flags(self) -> list[str]:
-        """Return all flags of the training but those of data, optimizer and duration."""
+        """Return the flags of the training. Those of data, optimizer and duration are the user's to add."""
         given = {word.partition("=")[0] for word in self.model_flags}
         words = [*self.model_flags, *(word for flag in NEEDED if flag[0] not in given for word in flag)]
         words += ["--bf16"] if self.dtype == "bfloat16" and "--bf16" not in given else []

@@ -9,6 +9,7 @@ from typing import Final
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.search.case import Task
 from bytescale_ext.plan.search.explore import Exploration, Scored
+from megatron.bytescale.cli.shared.tables import aligned
 
 PARTS: Final = {"compute": "computing", "exposed": "exchange", "idle": "waiting", "update": "update"}
 """Parts of the time of a step, and what the table calls them."""
@@ -30,7 +31,7 @@ class Row:
         seconds: of a step.
         slow_seconds: 95 % of the steps take at most this.
         tokens_per_second: of all devices.
-        mfu: model FLOP/s over those of the devices; None where these are not known.
+        mfu: model FLOP/s as a share of what the devices can do; None where that is not known.
         device_gb, host_gb: memory of a device, and host memory of a process.
         parts: seconds of ``PARTS``.
         binds: what more of would make it faster.
@@ -95,15 +96,7 @@ def table_text(rows: Sequence[Row]) -> str:
     heads = ("", "strategy", "s/step", "p95", "tokens/s", "MFU", "GB", "host GB", "waiting", "exchange", "update",
              "binds", "loses by")  # fmt: skip
     lines = [heads, *(_cells(number, row) for number, row in enumerate(rows, 1))]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    left = {1, len(heads) - 2, len(heads) - 1}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(aligned(lines, left={1, len(heads) - 2, len(heads) - 1}))
 
 
 def _cells(number: int, row: Row) -> tuple[str, ...]:
@@ -115,9 +108,9 @@ def _cells(number: int, row: Row) -> tuple[str, ...]:
 
 def counts_text(seen: Exploration) -> str:
     """Return how many strategies were pruned, bounded and replayed, in one line."""
-    tried = seen.fitting + sum(seen.unfit.values())
+    num_unfit = seen.unfit.total()
     unfit = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(seen.unfit.items()))
     return (
-        f"{tried:,} strategies: {sum(seen.unfit.values()):,} do not fit ({unfit or 'none'}), {seen.bounded:,} were "
+        f"{seen.fitting + num_unfit:,} strategies: {num_unfit:,} do not fit ({unfit or 'none'}), {seen.bounded:,} were "
         f"bounded, {seen.replayed:,} planned and replayed, in {seen.steps_run:,} steps"
     )

@@ -30,7 +30,7 @@ from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
-from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import num_parameters, parameter_bytes, stage_parameters
@@ -40,7 +40,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.cli.plan import cut_lengths, read_lengths
+from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.features import activations
 from megatron.bytescale.features.activations import cost_in_seconds
 from megatron.bytescale.features.slices import stage_memory
@@ -96,16 +96,11 @@ class Launch:
             if not files or not all(file.exists() for file in files):
                 raise ValueError("no lengths: give --sampler or --lengths, or a --data-path whose .idx files are here")
             lengths = [length for file in files for length in read_lengths(file)]
-        pieces, number = cut_lengths(lengths, self.args.seq_length), self.args.global_batch_size
-        return [int(one) for one in np.random.default_rng(seed).choice(pieces, number, replace=len(pieces) < number)]
+        return draw_pieces(lengths, self.args.seq_length, self.args.global_batch_size, seed)
 
     def sample(self, sampler: str, seed: int) -> list[int]:
         """Return the lengths of one step of a published distribution. Raises ValueError for an unknown one."""
-        longest, number = self.args.seq_length, self.args.global_batch_size
-        num_tokens = max(longest, 1024 * number)
-        while len(lengths := sample_lengths(sampler, longest, num_tokens, seed)) < number:
-            num_tokens *= 2
-        return [int(length) for length in lengths[:number]]
+        return list(sample_documents(sampler, self.args.seq_length, self.args.global_batch_size, seed))
 
     def plan(self, lengths: Sequence[int]) -> DryRun:
         """Plan a step of these documents, and count what it sends and holds."""
@@ -129,7 +124,7 @@ class Launch:
 
     @property
     def group_size(self) -> int:
-        """Micro-batches that pass a virtual stage together, of which a process runs whole groups; 1 without them."""
+        """Micro-batches that pass a virtual stage together. A process runs whole groups; without virtual stages, 1."""
         if not self.args.virtual_pipeline_model_parallel_size:
             return 1
         return int(self.args.microbatch_group_size_per_vp_stage or len(self.run.stage_layers))
