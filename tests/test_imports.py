@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sys
 
-import pytest
-
 from tests.tree import (
     MODULES,
     SOURCE,
     circle_in,
     drawing,
     floors,
+    for_each,
     imported_modules,
     imports_at_start,
     is_under,
@@ -29,7 +28,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 SOLVER = "ortools"  # certifies, inside one function
 
 
-@pytest.mark.parametrize("name", SOURCE)
+@for_each(SOURCE)
 def test_imports_go_one_way(name: str) -> None:
     for module in imported_modules(tree_of(name)):
         assert not is_under(module, "tests"), module
@@ -44,13 +43,13 @@ def test_imports_go_one_way(name: str) -> None:
             assert allowed or module.split(".")[0] in sys.stdlib_module_names, module
 
 
-@pytest.mark.parametrize("name", SOURCE)
+@for_each(SOURCE)
 def test_megatrons_arguments_are_read_at_its_border_only(name: str) -> None:
     calls = re.findall(r"\bget_args\(", text_of(name))
     assert not calls or name.startswith("megatron/bytescale/")
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCE if "/bytescale/core/" in name])
+@for_each([name for name in SOURCE if "/bytescale/core/" in name])
 def test_core_never_imports_training(name: str) -> None:
     assert not [one for one in imported_modules(tree_of(name)) if is_under(one, "megatron.bytescale.training")]
 

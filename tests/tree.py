@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +30,24 @@ PYTHON = [name for name in FILES if name.endswith(".py")]
 SOURCE = [name for name in PYTHON if not name.startswith("tests/")]
 TESTS = [name for name in PYTHON if name.startswith("tests/")]
 PACKAGES = [name for name in SOURCE if name.startswith(("megatron/", "bytescale_ext/"))]
+
+
+def for_each(names: Sequence[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """Make a rule for one name into one test of all: thousands of tests would take longer than what they check."""
+
+    def test_of_all(rule: Callable[[str], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for name in names:
+                try:
+                    rule(name)
+                except AssertionError as error:
+                    broken.append(f"{name}: {error}")
+            assert not broken, "\n".join(broken)
+
+        return test
+
+    return test_of_all
 
 
 def text_of(name: str) -> str:

@@ -14,9 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron writes it when a checkpoint is complete
 REFUSED = 2  # exit code of a rank that refuses its flags
+SECONDS_TO_REFUSE = 3.0  # for the other ranks of a machine to say the same; then there is nothing to wait for
 SECONDS_TO_APPEAR = 30.0  # a file that another node wrote to a shared file system
 
 
@@ -98,12 +103,16 @@ def note_state_at_signal(progress: Progress) -> None:
 
 
 def follow_ranks(progress: Progress) -> None:
-    """Note whether ranks have failed. After a refusal of flags ``--max-restarts`` starts none again."""
+    """Note whether ranks have failed. After a refusal of flags none is started again, and none is waited for.
+
+    torchrun waits 30 s for ranks that ignore SIGTERM, as those do that wait in a collective for the one that refused.
+    """
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
     from torch.distributed.launcher import api
 
     class FollowedAgent(api.LocalElasticAgent):
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            end_after_refusal(list(getattr(self._pcontext, "subprocess_handlers", {}).values()))
             result = super()._monitor_workers(worker_group)
             progress.ranks_failed = result.is_failed()
             if any(failure.exitcode == REFUSED for failure in result.failures.values()):
@@ -111,6 +120,18 @@ def follow_ranks(progress: Progress) -> None:
             return result
 
     api.LocalElasticAgent = FollowedAgent  # type: ignore[misc]
+
+
+def end_after_refusal(ranks: Sequence[SubprocessHandler]) -> None:
+    """Where one of these processes has refused its flags, let the others do so for a moment, and kill those left."""
+    if all(rank.proc.poll() != REFUSED for rank in ranks):
+        return
+    deadline = time.monotonic() + SECONDS_TO_REFUSE
+    while any(rank.proc.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for rank in ranks:
+        if rank.proc.poll() is None:
+            rank.close(signal.SIGKILL)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -133,8 +154,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"bytescale launch: {message}", file=sys.stderr)
         return code
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        if failure.exitcode == REFUSED:  # the rank has said why in its last line
+        if any(failure.exitcode == REFUSED for failure in error.failures.values()):  # its last line says why
             return REFUSED
         raise
     return 0

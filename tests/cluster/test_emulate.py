@@ -18,6 +18,7 @@ from scripts.cluster.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "bstest"
+PROBE = f"probe-{NAME}-{os.getpid()}"  # workers of a test session probe at the same time
 EMULATE = str(ROOT / "scripts" / "cluster" / "emulate.py")
 PROGRAM = """
 import os, socket, sys
@@ -44,10 +45,10 @@ def lacks() -> str:
     try:
         check_machine(Topology(1, 1))
         QuotaGroups(NAME, 1)
-        probe = subprocess.run(["ip", "netns", "add", f"{NAME}-probe"], capture_output=True, text=True)
+        probe = subprocess.run(["ip", "netns", "add", PROBE], capture_output=True, text=True)
         if probe.returncode:
             return f"no network namespaces: {probe.stderr.strip()}"
-        subprocess.run(["ip", "netns", "delete", f"{NAME}-probe"], check=True)
+        subprocess.run(["ip", "netns", "delete", PROBE], check=True)
     except (ValueError, OSError) as error:
         return str(error)
     return ""
