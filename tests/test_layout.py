@@ -56,6 +56,7 @@ FLAGS = [
     "--hdp-static-width",
     "--hdp-log-dir",
     "--hdp-timeline-step",
+    "--hdp-memory-step",
     "--hdp-loader",
     "--hdp-ray-address",
     "--hdp-ray-servers",

@@ -31,6 +31,7 @@ class HdpConfig:
         static_width: None, or the width of a static context-parallel mesh to compare with.
         log_dir: folder of metrics and timelines, or None.
         timeline_step: the step whose timeline is recorded (needs ``log_dir``), or None.
+        memory_step: the step whose memory is measured, or None.
         plans_offload: plans may move activations to host memory (``--activation-policy offload``), so that ranks hold
             more than C tokens; ``PlannedOffload`` then checks that the longest sequence fits.
     """
@@ -49,6 +50,7 @@ class HdpConfig:
     static_width: int | None = None
     log_dir: Path | None = None
     timeline_step: int | None = None
+    memory_step: int | None = None
     plans_offload: bool = False
 
     def __post_init__(self) -> None:

@@ -289,3 +289,15 @@ def lengths_text(lengths: Sequence[int]) -> str:
         else:
             parts.append([1, length])
     return " + ".join(f"{count} x {length}" if count > 1 else str(length) for count, length in parts)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Return Spearman's rank correlation (Spearman 1904); equal values share a rank. None where a side is all equal."""
+    one, other = (_places(np.array(side)) for side in zip(*pairs, strict=True))
+    return float(np.corrcoef(one, other)[0, 1]) if np.ptp(one) and np.ptp(other) else None
+
+
+def _places(values: Floats) -> npt.NDArray[np.int64]:
+    """Return twice the mean place of each value in ascending order: [n], as the values."""
+    ordered = np.sort(values)
+    return np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")

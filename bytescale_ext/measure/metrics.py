@@ -101,7 +101,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class RankStep:
-    """Figures of one HDP rank for one step. Adding steps adds all fields but ``host_peak_bytes``, a maximum."""
+    """Figures of one HDP rank for one step. Adding steps adds all fields but the peaks, which are maxima."""
 
     work_seconds: float = 0.0
     planned_work: float = 0.0
@@ -116,10 +116,15 @@ class RankStep:
     recomputed_bytes: float = 0.0
     host_peak_bytes: float = 0.0
     num_slices: float = 0.0
+    device_peak_bytes: float = 0.0
 
     def __add__(self, other: RankStep) -> RankStep:
         sums = RankStep(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
-        return replace(sums, host_peak_bytes=max(self.host_peak_bytes, other.host_peak_bytes))
+        return replace(
+            sums,
+            host_peak_bytes=max(self.host_peak_bytes, other.host_peak_bytes),
+            device_peak_bytes=max(self.device_peak_bytes, other.device_peak_bytes),
+        )
 
     def values(self) -> tuple[float, ...]:
         """Return the fields in order."""
@@ -138,6 +143,7 @@ class RankStep:
             swapped_bytes=sum(stage.swapped_bytes for stage in stages),
             recomputed_bytes=sum(stage.recomputed_bytes for stage in stages),
             host_peak_bytes=max(stage.host_peak_bytes for stage in stages),
+            device_peak_bytes=max(stage.device_peak_bytes for stage in stages),
         )
 
 
@@ -149,6 +155,7 @@ class IntervalMetrics:
     padding; ``plan_wait_ms`` is the longest wait of a rank for its plans, per step. With an activation policy:
     megabytes kept, swapped and recomputed per step on all ranks, and the highest host memory of one process so far.
     ``slices_per_micro_batch`` is a mean over steps. ``stragglers`` are the ranks that compute more slowly than others.
+    ``device_peak_megabytes`` is the highest memory of one process, passes and model states, of ``--hdp-memory-step``.
     """
 
     iteration: int
@@ -167,6 +174,7 @@ class IntervalMetrics:
     host_peak_megabytes: float = 0.0
     slices_per_micro_batch: float = 1.0
     stragglers: tuple[Straggler, ...] = ()
+    device_peak_megabytes: float = 0.0
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:
@@ -189,6 +197,7 @@ class IntervalMetrics:
             recomputed_megabytes_per_step=sum(rank.recomputed_bytes for rank in ranks) / num_steps / 1e6,
             host_peak_megabytes=max(rank.host_peak_bytes for rank in ranks) / 1e6,
             slices_per_micro_batch=max(1.0, ranks[0].num_slices / num_steps),
+            device_peak_megabytes=max(rank.device_peak_bytes for rank in ranks) / 1e6,
         )
 
     def scalars(self) -> dict[str, float]:
@@ -206,7 +215,8 @@ class IntervalMetrics:
             f" hdp: {self.tokens_per_second:,.0f} tokens/s | micro-batches per rank: {counts}{more} | "
             f"imbalance planned {self.planned_imbalance:.2f} measured {self.measured_imbalance:.2f} | "
             f"padding {100 * self.padding_share:.2f}% | waited for plan {self.plan_wait_ms:.1f} ms | "
-            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step{self._slices()}{self._activations()}"
+            f"ring traffic {self.megabytes_sent_per_step:.1f} MB/step"
+            f"{self._slices()}{self._activations()}{self._peak()}"
         )
 
     def _slices(self) -> str:
@@ -215,6 +225,9 @@ class IntervalMetrics:
     def _activations(self) -> str:
         parts = self.kept_megabytes_per_step, self.swapped_megabytes_per_step, self.recomputed_megabytes_per_step
         return f" | {activations_text(*parts, self.host_peak_megabytes)}" if any(parts) else ""
+
+    def _peak(self) -> str:
+        return f" | memory {self.device_peak_megabytes:,.1f} MB" if self.device_peak_megabytes else ""
 
 
 def activations_text(kept: float, swapped: float, recomputed: float, host_peak: float) -> str:

@@ -17,6 +17,7 @@ from bytescale_ext.config.planner import slicing, step_cost
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.measure.metrics import RankStep, StepClock
+from bytescale_ext.measure.peak import PeakMeter
 from bytescale_ext.measure.stragglers import PaceWindow, counts_for_pace
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.cost.model_cost import model_flops
@@ -66,6 +67,7 @@ class Runtime:
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
         pace: how fast this rank has computed lately.
+        peak: measures the memory of ``--hdp-memory-step``.
         hosts: of all processes; known from the first log line on.
         tokens_so_far: of the whole run, on the rank that writes the log.
         plans_compared: the ranks have compared their plans once.
@@ -86,6 +88,7 @@ class Runtime:
     step: StepBatch | None = None
     totals: Totals = field(default_factory=Totals)
     pace: PaceWindow = field(default_factory=PaceWindow)
+    peak: PeakMeter = field(default_factory=PeakMeter)
     hosts: tuple[str, ...] = ()
     tokens_so_far: int = 0
     plans_compared: bool = False
@@ -150,6 +153,7 @@ class Runtime:
             recomputed_bytes=counts.recomputed_bytes,
             host_peak_bytes=0.0 if link is None else link.arena.peak_bytes,
             num_slices=self.slicing.num_slices,
+            device_peak_bytes=self.peak.end(),
         )
         seconds = self.clock.backward_seconds()
         for index, micro_batch in enumerate(step.plan.ranks[self.rank]):

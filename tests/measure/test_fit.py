@@ -24,6 +24,7 @@ from bytescale_ext.measure.fit import (
     model_cost,
     prediction_table,
     predictions,
+    rank_correlation,
     ring_bytes_per_token,
     unseen_lengths,
     unseen_rings,
@@ -233,3 +234,11 @@ def test_texts() -> None:
     assert table[2].endswith("2 x 8")
     assert "-5.0%" in table[2]
     assert table[3].endswith("9, a ring of 2 ranks")
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([(1.0, 10.0), (2.0, 20.0), (3.0, 90.0)]) == pytest.approx(1.0)
+    assert rank_correlation([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]) == pytest.approx(-1.0)
+    assert rank_correlation([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)]) == pytest.approx(0.5)
+    assert rank_correlation([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)]) == pytest.approx(0.75**0.5)  # equal ones share a rank
+    assert rank_correlation([(1.0, 1.0), (1.0, 2.0)]) is None

@@ -103,7 +103,7 @@ def test_figures_of_steps_add_up() -> None:
     one = RankStep(*(float(i + 1) for i in range(len(fields(RankStep)))))
     assert one + RankStep() == one
     doubled = RankStep(*(2 * value for value in one.values()))
-    assert one + one == replace(doubled, host_peak_bytes=one.host_peak_bytes)
+    assert one + one == replace(doubled, host_peak_bytes=one.host_peak_bytes, device_peak_bytes=one.device_peak_bytes)
     assert one.values()[:3] == (one.work_seconds, one.planned_work, one.num_micro_batches) == (1.0, 2.0, 3.0)
     assert RankStep(*one.values()) == one
 
@@ -127,6 +127,14 @@ def test_activations_add_up_and_their_peak_does_not() -> None:
     assert (metrics.kept_megabytes_per_step, metrics.swapped_megabytes_per_step) == (8.0, 4.5)
     assert metrics.line().endswith("activations kept 8.0 swapped 4.5 recomputed 12.0 MB/step, host peak 5.0 MB")
     assert "activations" not in IntervalMetrics.of(4, 2, 1.0, [RankStep(num_micro_batches=1)]).line()
+
+
+def test_memory_is_that_of_the_process_that_needs_most() -> None:
+    stages = RankStep.of_stages([RankStep(device_peak_bytes=3e6), RankStep(device_peak_bytes=5e6)])
+    metrics = IntervalMetrics.of(4, 2, 1.0, [stages + RankStep(), RankStep(device_peak_bytes=4e6)])
+    assert metrics.scalars()["device_peak_megabytes"] == 5.0
+    assert metrics.line().endswith(" | memory 5.0 MB")
+    assert "memory" not in IntervalMetrics.of(4, 2, 1.0, [RankStep()]).line()
 
 
 def test_slices_are_a_mean_over_steps() -> None:

@@ -45,6 +45,11 @@ class Scored:
         return self.mean("seconds")
 
     @property
+    def median_seconds(self) -> float:
+        """Median time of a step."""
+        return float(np.median([step.seconds for step in self.steps]))
+
+    @property
     def slow_seconds(self) -> float:
         """The time that 95 % of the steps do not exceed."""
         return float(np.quantile([step.seconds for step in self.steps], 0.95))

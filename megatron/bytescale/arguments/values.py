@@ -14,6 +14,7 @@ POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train
 MOST: Final = 1 << 40  # tokens, layers and samples beyond it are typing errors
 FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--data-cache-path")
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
+RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are folders of this machine
 # The package that Megatron's tokenizer of a type imports.
 PACKAGES: Final = {
@@ -56,13 +57,12 @@ def _check_sizes(args: Any) -> None:
     iterations = args.train_iters
     if iterations is not None and iterations < (0 if args.skip_train else 1):
         raise ValueError(f"--train-iters {iterations}: nothing to train; give at least 1")
-    step = args.hdp_timeline_step
-    if step is not None and step < 1:
-        raise ValueError(f"--hdp-timeline-step {step}: iterations begin with 1")
-    if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
-        print(
-            f"warning: --hdp-timeline-step {step} is after the last iteration, {iterations}: there will be no timeline"
-        )
+    for flag in RECORDED_STEPS:
+        step = value_of(args, flag)
+        if step is not None and step < 1:
+            raise ValueError(f"{flag} {step}: iterations begin with 1")
+        if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
+            print(f"warning: {flag} {step} is after the last iteration, {iterations}: nothing will be recorded")
 
 
 def _check_split(args: Any) -> None:

@@ -94,6 +94,13 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hdp-timeline-step", type=int, metavar="N", help="Record what each rank computes in iteration N, and when."
     )
+    group.add_argument(
+        "--hdp-memory-step",
+        type=int,
+        metavar="N",
+        help="Measure the memory of iteration N, passes and model states, and log that of the process that needs most. "
+        "On CPU the bytes of all tensors are counted, which slows the iteration down.",
+    )
 
 
 def is_on(args: Any) -> bool:
@@ -166,7 +173,9 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
     balance = args.hdp_balance or "auto"
     if balance == "auto":
         balance = auto_balance(aligned=num_stages > 1 or expert_ranks > 1)
-    names = ("plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step")
+    names = (
+        "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step", "memory_step",
+    )  # fmt: skip
     given = {name: getattr(args, f"hdp_{name}") for name in names}
     return HdpConfig(
         run.cluster,

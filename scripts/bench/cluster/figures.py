@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-import numpy as np
-
+from bytescale_ext.measure.fit import rank_correlation
 from scripts.bench.cluster.cases import ARMS
 from scripts.bench.cluster.results import Run, Step
 
@@ -158,7 +157,8 @@ def cost_model_truth(cases: Mapping[str, Arms]) -> Truth | None:
     errors = [abs(predicted / measured - 1.0) for found in by_case for predicted, measured in found.values()]
     if not errors:
         return None
-    correlations = [rank_correlation(list(found.values())) for found in by_case if len(found) > 2]
+    each = [rank_correlation(list(found.values())) for found in by_case if len(found) > 2]
+    correlations = [one for one in each if one is not None]
     return {
         "pairs": len(errors),
         "median_error": statistics.median(errors),
@@ -166,13 +166,6 @@ def cost_model_truth(cases: Mapping[str, Arms]) -> Truth | None:
         "rank_correlation": statistics.median(correlations) if correlations else None,
         "lowest_rank_correlation": min(correlations) if correlations else None,
     }
-
-
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return Spearman's rank correlation of pairs without ties (Spearman 1904)."""
-    ranks = [np.argsort(np.argsort(column)) for column in zip(*pairs, strict=True)]
-    squares = int(np.square(ranks[0] - ranks[1]).sum())
-    return 1.0 - 6.0 * squares / (len(pairs) * (len(pairs) ** 2 - 1))
 
 
 def table(title: str, figures: CaseFigures, refused: Mapping[str, str]) -> str:

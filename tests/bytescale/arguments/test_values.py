@@ -64,6 +64,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*without("--save-interval"), "--save", "{in}/new"], "--save {in}/new needs --save-interval"),
     ([*COMMON, "--hdp-timeline-step", "2"], "--hdp-timeline-step needs --hdp-log-dir"),
     ([*COMMON, "--hdp-timeline-step", "0"], "--hdp-timeline-step 0: iterations begin with 1"),
+    ([*COMMON, "--hdp-memory-step", "0"], "--hdp-memory-step 0: iterations begin with 1"),
     (without("--data-path"), "no data: give --data-path PREFIX"),
     ([*COMMON, "--data-path", "{in}/none", "--save", "{in}/new", "--hdp-log-dir", "{in}/new"], "none.idx: no such"),
     ([*COMMON, "--hdp-attention-kernel", "best", "--save", "{in}/save"], "kernel 'best'"),
@@ -167,7 +168,7 @@ def test_a_timeline_beyond_the_run_is_a_warning(folder: Path, tmp_path: Path) ->
     words = [*common, "--hdp-log-dir", str(tmp_path), "--hdp-timeline-step", "999"]
     ((code, output),) = run_ranks(one_launch, 1, words, init_group=False)
     assert code == 0
-    assert "warning: --hdp-timeline-step 999 is after the last iteration, 3: there will be no timeline\n" in output
+    assert "warning: --hdp-timeline-step 999 is after the last iteration, 3: nothing will be recorded\n" in output
 
 
 VALUES = [

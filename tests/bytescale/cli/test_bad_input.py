@@ -227,6 +227,11 @@ CASES: list[tuple[list[str], str]] = [
     ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --seq-length=8"], "--seq-length=8, which the search"),
     ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} --num-experts 4"], "--num-experts"),
     ([*SEARCH, "--device", "h100", "--model-flags", f"{MODEL} 'open"], "--model-flags: No closing quotation"),
+    ([*SEARCH, "--device", "h100", "--verify", "0"], "'0' is not a whole number"),
+    ([*SEARCH, "--device", "h100", "--verify", "2", "--gpus", "16"], "several nodes of --gpus-per-node 8: search for"),
+    ([*SEARCH, "--device", "h100", "--verify", "2", "--explain", "hdp-tokens-per-rank"], "exclude each other"),
+    ([*SEARCH, "--device", "h100", "--verify", "2", *"--gpus 32768 --gpus-per-node 32768".split()],
+     "too many processes for its|this machine, which has"),
     ([*SEARCH, "--device", "h100", "--gpus", "7"], "--global-batch-size 8 is not a multiple of the HDP ranks"),
     ([*SEARCH, "--device", "h100", "--device-memory-gb", "1e-6"], "what fits: .* GB of device memory"),
     # doctor

@@ -21,10 +21,11 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 
 @pytest.mark.ranks
 def test_the_configuration_holds_what_was_given() -> None:
-    words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3]
+    words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3, "--hdp-memory-step", 2]
     found = resolved(4, *COMMON, *words)
     values = found.args
-    assert found.features == {"hdp": hdp_of(static_width=4, log_dir=Path("logs"), timeline_step=3, plan_ahead=1)}
+    expected = hdp_of(static_width=4, log_dir=Path("logs"), timeline_step=3, memory_step=2, plan_ahead=1)
+    assert found.features == {"hdp": expected}
     assert values["calculate_per_token_loss"] is True
     assert values["dataloader_type"] == "external"
     assert values["micro_batch_size"] == values["eval_micro_batch_size"] == 1
@@ -117,6 +118,7 @@ def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
         "--hdp-static-width 2",
         "--hdp-log-dir logs",
         "--hdp-timeline-step 2",
+        "--hdp-memory-step 2",
         "--hdp-attention-kernel reference",
         "--hdp-balance none",
         "--hdp-ranks-per-node 2",

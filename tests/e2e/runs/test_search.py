@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,15 +70,14 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
         assert figures.seconds - figures.update == pytest.approx(seconds, rel=0.05)
 
 
-def test_the_written_script_trains(tmp_path: Path) -> None:
+def test_the_written_script_trains_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path / "cost.json", COST)
-    script = tmp_path / "launch.sh"
-    words = ["search", "--model-flags", " ".join(SIZED), "--lengths", f"{documents()}.idx", "--context", "256",
-             "--global-batch-size", "4", "--gpus", "2", "--device-memory-gb", "1", "--steps", "1", "--best", "1",
-             "--cost-file", str(tmp_path / "cost.json"), "--output", str(script)]  # fmt: skip
+    words = ["search", "--model-flags", f"{' '.join(SIZED)} --cpu", "--lengths", f"{documents()}.idx",
+             "--context", "256", "--global-batch-size", "4", "--gpus", "2", "--device-memory-gb", "1", "--steps", "2",
+             "--best", "1", "--cost-file", str(tmp_path / "cost.json"), "--verify", "1", "--json"]  # fmt: skip
     assert cli.main(words) == 0
-    more = ["--cpu", "--data-path", str(documents()), *TRAIN[2:], "--train-iters", "1", "--ckpt-format", "torch_dist"]
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([script, *more], capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert "iteration        1/       1" in done.stdout
+    (row,) = json.loads(capsys.readouterr().out)["verified"]
+    assert row["failure"] == ""
+    assert row["seconds"] > 0
+    # Model states alone are half of it; costs are not of this machine, so its activations are not known well.
+    assert row["gb"] == pytest.approx(row["predicted_gb"], rel=0.5)

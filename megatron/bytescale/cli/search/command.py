@@ -27,6 +27,7 @@ from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.search.choices import CHOICES, DECIDED
 from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
 from megatron.bytescale.cli.search.table import Row, counts_text, rows_of, table_text
+from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
 from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
 
 NAME = "search"
@@ -84,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="F.sh", help="write the launch script of the fastest strategy")
     parser.add_argument("--launch", default="torchrun", metavar="HOW", help=f"one of {', '.join(LAUNCHERS)}")
+    parser.add_argument(
+        "--verify",
+        type=count,
+        metavar="N",
+        help="train the best N for a few steps on this machine, as many processes as --gpus, and compare",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time against memory of the strategies")
 
@@ -99,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if args.explain is not None:
         return explain(args, task)
     space = Space()
-    seen = watched(task, space.strategies(task), args.best, sys.stderr.isatty())
+    seen = watched(task, space.strategies(task), max(args.best, args.verify or 0), sys.stderr.isatty())
     if not seen.fitting + seen.unfit.total():
         raise ValueError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes "
@@ -116,15 +123,27 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         counts = {"unfit": dict(seen.unfit), "fitting": seen.fitting, "bounded": seen.bounded,
                   "replayed": seen.replayed, "steps_run": seen.steps_run}  # fmt: skip
-        print(json.dumps({"strategies": [asdict(row) for row in rows], "counts": counts}))
+        found = {"strategies": [asdict(row) for row in rows], "counts": counts}
+        print(json.dumps(found | verification(args, task, seen)))
         return 0
     print(f"{task.cost.device}: {args.gpus} devices, steps of {args.global_batch_size} documents; predicted\n")
     print(table_text(rows))
     print(f"\n{counts_text(seen)}")
     if not task.cost.forward.c:
         print("the cost file has no exchange between ranks (c is 0), so rings cost nothing here: profile with several")
-    print(f"wrote {args.output}" if args.output else f"flags of the first: {rows[0].flags}")
+    print(f"wrote {args.output}" if args.output else f"flags of the first: {rows[0].flags}", flush=True)
+    if args.verify is not None:
+        print(f"\nmeasured on this machine, median of {args.steps} steps:\n")
+        print(verified_text(verified(args, task, seen.found[: args.verify])))
     return 0
+
+
+def verification(args: argparse.Namespace, task: Task, seen: Exploration) -> dict[str, object]:
+    """Return what ``--verify`` adds to the JSON."""
+    if args.verify is None:
+        return {}
+    rows = verified(args, task, seen.found[: args.verify])
+    return {"verified": [asdict(row) for row in rows], "rank_correlation": correlation(rows)}
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -134,6 +153,8 @@ def check_options(args: argparse.Namespace) -> None:
         check_writable("--output", args.output)
     if args.launch not in LAUNCHERS:
         raise ValueError(f"--launch {args.launch} is unknown; choose one of {', '.join(LAUNCHERS)}")
+    if args.verify is not None:
+        check_machine(args)
     if args.explain is not None and args.explain not in CHOICES:
         raise ValueError(f"--explain {args.explain}: the search does not vary it; choose one of {', '.join(CHOICES)}")
     if args.sampler is not None and args.sampler not in SAMPLERS:
@@ -208,15 +229,11 @@ def watched(task: Task, strategies: Iterable[Strategy], best: int, shows: bool) 
 
 def write_script(args: argparse.Namespace, cost: ModelCost, strategy: Strategy, row: Row) -> None:
     """Write the launch script of a strategy."""
-    measured = args.cost_file if strategy.tensor_parallel == cost.tensor_parallel else None
-    launched = Run(
-        shlex.split(args.model_flags), strategy.flags(), args.context, args.global_batch_size, measured, cost.dtype
-    )
     comments = [
         f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
         "Give the flags of data, learning rate and duration as arguments.",
     ]
-    text = script_text(launched, args.gpus, args.gpus_per_node, args.launch, comments)
+    text = script_text(Run.of(args, cost, strategy), args.gpus, args.gpus_per_node, args.launch, comments)
     args.output.write_text(text, encoding="utf-8")
     args.output.chmod(0o755)
 

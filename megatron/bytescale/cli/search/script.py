@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.search.strategy import Strategy
 
 LAUNCHERS: Final = ("torchrun", "slurm")
 
@@ -53,6 +57,13 @@ class Run:
     batch: int
     cost_file: Path | None
     dtype: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, cost: ModelCost, strategy: Strategy) -> Run:
+        """Return the run of a strategy; ``args``: of ``bytescale search``, ``cost``: of its task."""
+        measured = args.cost_file if strategy.tensor_parallel == cost.tensor_parallel else None
+        words = shlex.split(args.model_flags)
+        return cls(words, strategy.flags(), args.context, args.global_batch_size, measured, cost.dtype)
 
     def flags(self) -> list[str]:
         """Return the flags of the training. Those of data, optimizer and duration are the user's to add."""

@@ -160,6 +160,8 @@ def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
     if not training:
         return
     runtime.reset_counts()
+    if step.step_index + 1 == runtime.hdp.memory_step:
+        runtime.peak.begin(runtime.clock.on_cuda, [] if runtime.link is None else [runtime.link.arena.memory])
     runtime.totals.step_started = time.perf_counter()
     runtime.clock.begin(traced=step.step_index + 1 == runtime.hdp.timeline_step)
 

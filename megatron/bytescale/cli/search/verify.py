@@ -1,0 +1,214 @@
+"""``bytescale search --verify N``: train the best strategies on this machine, and compare them with their predictions.
+
+Each one is started by the script that the search writes, on documents of random tokens with the lengths of the task's
+steps. One step runs before those that are timed, and one after them, whose memory is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.data.samples.epochs import EpochOrder
+from bytescale_ext.measure.fit import rank_correlation
+from bytescale_ext.plan.search.case import Task
+from bytescale_ext.plan.search.explore import Scored
+from megatron.bytescale.cli.activations import shape_of_flags
+from megatron.bytescale.cli.search.script import Run, script_text
+from megatron.bytescale.cli.shared.tables import aligned
+
+SEED: Final = 1234
+TRAIN: Final = 0
+"""The split whose order decides which documents a step gets."""
+
+MOST_IDS: Final = 1 << 16
+"""Of the random tokens, which are written with 16 bits."""
+
+MOST_SECONDS: Final = 1800.0
+"""A training that takes longer is ended."""
+
+SECONDS_TO_END: Final = 60.0
+RANKS_OF_A_CORE: Final = 4
+"""The most processes that share a core of a machine without GPUs."""
+
+_FAILURES: Final = (r"^pretrain_gpt_hdp.py: error: (.+)$", r"^(?:\[rank\d+\]: ?)?([\w.]+Error: .+)$")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A strategy that was tried.
+
+    Attributes:
+        number: place in the search.
+        strategy: in short.
+        predicted_seconds, seconds: median of a step; None: it failed.
+        predicted_gb, gb: device memory of the process that needs most, in the step with most tokens.
+        failure: why it failed; empty if it did not.
+    """
+
+    number: int
+    strategy: str
+    predicted_seconds: float
+    predicted_gb: float
+    seconds: float | None = None
+    gb: float | None = None
+    failure: str = ""
+
+
+def check_machine(args: argparse.Namespace) -> None:
+    """Raise ValueError where this machine cannot run the processes of ``--gpus``."""
+    import torch
+
+    if args.explain is not None:
+        raise ValueError("--verify and --explain exclude each other: remove one of them")
+    if args.gpus > args.gpus_per_node:
+        raise ValueError(
+            f"--verify trains on this machine, and --gpus {args.gpus} are several nodes of --gpus-per-node "
+            f"{args.gpus_per_node}: search for one node"
+        )
+    there, cores = torch.cuda.device_count(), os.cpu_count() or 1
+    if not on_cpu(args) and args.gpus > there:
+        raise ValueError(
+            f"--verify trains on this machine, which has {there} GPUs: search for --gpus {there}, or add --cpu to "
+            "--model-flags"
+        )
+    if on_cpu(args) and args.gpus > RANKS_OF_A_CORE * cores:
+        raise ValueError(
+            f"--verify trains on this machine: --gpus {args.gpus} are too many processes for its {cores} cores; "
+            f"search for up to {RANKS_OF_A_CORE * cores}"
+        )
+
+
+def on_cpu(args: argparse.Namespace) -> bool:
+    """Return whether trainings run on CPU: there is no GPU, or the flags of the model say so."""
+    import torch
+
+    return "--cpu" in shlex.split(args.model_flags) or not torch.cuda.is_available()
+
+
+def verified(args: argparse.Namespace, task: Task, scored: Sequence[Scored]) -> list[Verified]:
+    """Train these strategies one after the other; Ctrl-C ends this after those that are done."""
+    fullest = max(range(len(task.steps)), key=lambda step: sum(task.steps[step]))
+    steps = [task.steps[0], *task.steps, task.steps[fullest]]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="bytescale-search-") as name:
+        folder = Path(name)
+        write_documents(folder / "documents", steps, min(MOST_IDS, shape_of_flags(args.model_flags).vocab))
+        for number, one in enumerate(scored, 1):
+            print(f"training {number} of {len(scored)}: {one.strategy}", file=sys.stderr)
+            of_number = folder / str(number)
+            of_number.mkdir()
+            script = of_number / "launch.sh"
+            run = Run.of(args, task.cost, one.strategy)
+            script.write_text(script_text(run, args.gpus, args.gpus_per_node, "torchrun", []), encoding="utf-8")
+            command = ["bash", str(script), *flags_of_trial(args, folder / "documents", of_number, len(steps))]
+            gb = one.steps[fullest].device_bytes / 1e9
+            try:
+                rows.append(measured(command, of_number, Verified(number, str(one.strategy), one.median_seconds, gb)))
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                print("stopped; those that are done:", file=sys.stderr)
+                break
+    return rows
+
+
+def write_documents(prefix: Path, steps: Sequence[Sequence[int]], num_ids: int) -> None:
+    """Write documents of random tokens that a training with ``SEED`` reads as these steps."""
+    from megatron.bytescale.core.datasets.corpus import write_tokens  # Megatron takes seconds to import
+
+    lengths = np.array([length for step in steps for length in step])
+    of_rows = np.empty_like(lengths)
+    of_rows[EpochOrder(len(lengths), SEED, TRAIN).rows(np.arange(len(lengths)))] = lengths
+    random = np.random.default_rng(SEED)
+    write_tokens(prefix, (random.integers(0, num_ids, length) for length in of_rows))
+
+
+def flags_of_trial(args: argparse.Namespace, documents: Path, folder: Path, num_steps: int) -> list[str]:
+    """Return the flags of data and duration, which the script takes as its arguments."""
+    given = {word.partition("=")[0] for word in shlex.split(args.model_flags)}
+    words: list[object] = ["--data-path", documents, "--split", "100,0,0", "--seed", SEED, "--lr", 1e-5]
+    words += ["--train-iters", num_steps, "--eval-iters", 0, "--eval-interval", num_steps, "--log-interval", 1]
+    words += ["--hdp-log-dir", folder, "--hdp-memory-step", num_steps]
+    if "--tokenizer-type" not in given:
+        words += ["--tokenizer-type", "NullTokenizer"]
+        words += [] if "--vocab-size" in given else ["--vocab-size", shape_of_flags(args.model_flags).vocab]
+    words += ["--cpu"] if on_cpu(args) else []
+    return [str(word) for word in words]
+
+
+def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
+    """Run a training and return its row with what ``folder``/metrics.jsonl says, or with why it failed."""
+    log = folder / "log.txt"
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder)
+        try:
+            code = process.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            return replace(row, failure=f"it takes longer than {MOST_SECONDS:g} s")
+        finally:
+            end(process)
+    if code:
+        return replace(row, failure=reason(log.read_text(encoding="utf-8", errors="replace"), code))
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = [step["step_seconds"] for step in steps[1:-1]]
+    return replace(row, seconds=statistics.median(timed), gb=steps[-1]["device_peak_megabytes"] / 1e3)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that still runs, which ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def reason(text: str, code: int) -> str:
+    """Return why a training failed, from what it printed: what it refused, or the first error of a rank."""
+    found = (re.search(pattern, text, re.MULTILINE) for pattern in _FAILURES)
+    return next((match.group(1)[:200] for match in found if match is not None), f"exit code {code}")
+
+
+def correlation(rows: Sequence[Verified]) -> float | None:
+    """Return the rank correlation of predicted and measured times; None for less than two that ran."""
+    pairs = [(row.predicted_seconds, row.seconds) for row in rows if row.seconds is not None]
+    return rank_correlation(pairs) if len(pairs) > 1 else None
+
+
+def verified_text(rows: Sequence[Verified]) -> str:
+    """Return the strategies by measured time, and how well they were predicted, as text."""
+    heads = ("", "strategy", "predicted s", "measured s", "of predicted", "predicted GB", "measured GB", "of predicted")
+    ran = [(row.seconds, row.gb, row) for row in rows if row.seconds is not None and row.gb is not None]
+    ran.sort(key=lambda one: one[0])
+    cells = [
+        (str(row.number), row.strategy, f"{row.predicted_seconds:.4g}", f"{seconds:.4g}",
+         f"{seconds / row.predicted_seconds:.2f}", f"{row.predicted_gb:.4g}", f"{gb:.4g}",
+         f"{gb / row.predicted_gb:.3f}")
+        for seconds, gb, row in ran
+    ]  # fmt: skip
+    lines = aligned([heads, *cells], left={1})
+    lines += [f"{row.number}  {row.strategy}: failed: {row.failure}" for row in rows if row.failure]
+    found = correlation(rows)
+    if found is not None:
+        lines.append(f"\nrank correlation of predicted and measured times: {found:.2f}")
+    first = next((seconds for seconds, _, row in ran if row.number == 1), None)
+    if first is not None:
+        lines.append(f"the first of the search takes {first / ran[0][0]:.3f} times as long as the fastest")
+    return "\n".join(lines)

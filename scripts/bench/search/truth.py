@@ -1,0 +1,116 @@
+"""Compare the predicted with the measured step of many strategies of one model, on CPU processes of this machine.
+
+    python scripts/bench/search/truth.py [--ranks 2] [--arms 14] [--json]
+
+``bytescale profile`` measures the model on all ranks at once, ``bytescale search`` scores all strategies with that cost
+file, and the fastest strategies of different kinds, from the fastest to the slowest, are trained as ``--verify`` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from bytescale_ext.plan.search.case import Task
+from bytescale_ext.plan.search.explore import Scored, explore
+from bytescale_ext.plan.search.space import Space
+from bytescale_ext.plan.search.strategy import Strategy
+from megatron.bytescale import cli
+from megatron.bytescale.cli.search.command import task_of
+from megatron.bytescale.cli.search.verify import Verified, correlation, verified, verified_text
+from scripts.bench.plan.launch import printed_by
+
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
+    "--vocab-size 256 --cpu"
+)
+TASK = "--sampler github --context 4K --global-batch-size 16 --device-memory-gb 4 --steps 3"
+MOST_TOKENS = 2048
+"""Of a micro-batch that is profiled."""
+
+
+def profile(num_ranks: int, output: Path) -> None:
+    """Measure the model on all ranks at once. Raises RuntimeError."""
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    bytescale = str(Path(sys.executable).parent / "bytescale")
+    words = ["profile", "--output", str(output), "--max-tokens", str(MOST_TOKENS), "--", *MODEL.split()]
+    printed_by([*ranks, "--no-python", bytescale, *words])
+
+
+def kind(strategy: Strategy) -> tuple[object, ...]:
+    """Return what strategies of one kind have in common."""
+    return (strategy.tensor_parallel, strategy.num_stages, strategy.tokens_per_rank, strategy.chunks,
+            strategy.chooses_slices, strategy.activations)  # fmt: skip
+
+
+def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
+    """Return the fastest strategy of each kind, fastest first."""
+    strategies = list(space.strategies(task))
+    *_, seen = explore(task, strategies, len(strategies))
+    found: dict[tuple[object, ...], Scored] = {}
+    for one in seen.found:
+        found.setdefault(kind(one.strategy), one)
+    return list(found.values())
+
+
+def spread(scored: Sequence[Scored], count: int) -> list[Scored]:
+    """Return so many of them, from the first to the last."""
+    return [scored[round(place)] for place in sorted(set(np.linspace(0, len(scored) - 1, count).round().tolist()))]
+
+
+def summary(rows: Sequence[Verified]) -> dict[str, float | None]:
+    """Return how far predictions are from what was measured. Raises ValueError where nothing was."""
+    ran = [(row, row.seconds, row.gb) for row in rows if row.seconds is not None and row.gb is not None]
+    if not ran:
+        raise ValueError("no strategy ran")
+    first = next((seconds for row, seconds, _ in ran if row.number == 1), None)
+    memory = [abs(row.predicted_gb / gb - 1.0) for row, _, gb in ran]
+    return {
+        "strategies": len(ran),
+        "rank_correlation": correlation(rows),
+        "choice_over_best": None if first is None else first / min(seconds for _, seconds, _ in ran),
+        "median_time_error": statistics.median(abs(row.predicted_seconds / seconds - 1.0) for row, seconds, _ in ran),
+        "median_memory_error": statistics.median(memory),
+        "worst_memory_error": max(memory),
+    }
+
+
+def main() -> None:
+    """Profile, search, train and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes, at most one for each core (2)")
+    parser.add_argument("--arms", type=int, default=14, metavar="N", help="strategies to train (14)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    args = parser.parse_args()
+    if args.ranks > (os.cpu_count() or 1):
+        parser.error(f"--ranks {args.ranks}: predictions are of one core for each, and there are {os.cpu_count()}")
+    with tempfile.TemporaryDirectory() as folder:
+        cost = Path(folder) / "cost.json"
+        profile(args.ranks, cost)
+        words = ["search", "--model-flags", MODEL, *TASK.split(), "--gpus", str(args.ranks), "--cost-file", str(cost)]
+        search = cli.parse(words)
+        task = task_of(search)
+        rows = verified(search, task, spread(fastest_of_kinds(task, Space()), args.arms))
+    found = summary(rows)
+    if args.json:
+        print(json.dumps({"strategies": [asdict(row) for row in rows], "summary": found}))
+        return
+    print(verified_text(rows))
+    print(", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in found.items() if value is not None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import torch
+
+from bytescale_ext.measure.peak import PeakMeter, existing_tensors
+
+MEGABYTE = 1 << 20
+
+
+def floats(num_megabytes: int) -> torch.Tensor:
+    """Return float32 ones of so many megabytes, [n]."""
+    return torch.ones(num_megabytes * MEGABYTE // 4)
+
+
+def measured(num_megabytes: int, host: list[torch.Tensor]) -> float:
+    """Return what a step takes in which so many megabytes and half as many live at the same time, and later as many."""
+    meter = PeakMeter()
+    meter.begin(False, host)
+    both = [floats(num_megabytes), floats(num_megabytes // 2)]
+    both.clear()
+    floats(num_megabytes).mul_(2.0)
+    return meter.end()
+
+
+def test_what_lives_together_counts() -> None:
+    before = measured(8, [])
+    assert measured(16, []) - before == 12 * MEGABYTE
+
+
+def test_what_existed_counts_once_and_host_memory_does_not() -> None:
+    before = measured(8, [])
+    state = floats(32)
+    views = [state[:7], state.view(2, -1)]
+    assert measured(8, []) - before == 32 * MEGABYTE
+    assert measured(8, [state]) == before
+    assert len(views) == 2
+
+
+def test_existing_tensors_of_other_devices_are_left_out() -> None:
+    on_meta = torch.ones(3, device="meta")
+    assert not any(one is on_meta for one in existing_tensors())
+
+
+def test_nothing_is_measured_without_a_begin() -> None:
+    meter = PeakMeter()
+    assert meter.end() == 0.0
+    meter.begin(False)
+    floats(1).mul_(2.0)
+    assert meter.end() >= MEGABYTE
+    assert meter.end() == 0.0
