@@ -126,13 +126,8 @@ def flops_cost(shape: ModelShape) -> CostModel:
 
 
 def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True) -> StageCost:
-    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without.
-
-    Experts count as if they were spread evenly over the layers.
-    """
-    experts = -(-shape.num_expert_layers * num_layers // shape.num_layers)
-    vocab = shape.vocab if has_head else 0
-    both = flops_cost(replace(shape, num_layers=num_layers, num_expert_layers=experts, vocab=vocab))
+    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without."""
+    both = flops_cost(replace(shape.part(num_layers), vocab=shape.vocab if has_head else 0))
     forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
     return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))
 

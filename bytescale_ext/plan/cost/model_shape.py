@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 BACKWARD_PER_FORWARD: Final = 2.0
@@ -31,6 +31,7 @@ class ModelShape:
             ones.
         num_experts: in such a layer, the experts that the router chooses from.
         experts_per_token: how many of them it chooses for a token.
+        shared_ffn_hidden: the part of ``expert_ffn_hidden`` that is the shared experts', which every token passes.
     """
 
     num_layers: int
@@ -45,6 +46,12 @@ class ModelShape:
     expert_ffn_hidden: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    shared_ffn_hidden: int = 0
+
+    def part(self, num_layers: int) -> ModelShape:
+        """Return the sizes of so many of the layers; experts count as if they were spread evenly over all."""
+        of_experts = -(-self.num_expert_layers * num_layers // self.num_layers)
+        return replace(self, num_layers=num_layers, num_expert_layers=of_experts)
 
 
 LLAMA_7B: Final = ModelShape(

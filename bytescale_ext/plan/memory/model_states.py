@@ -17,24 +17,45 @@ MAIN_PARAMETER_BYTES: Final = 4
 
 
 def num_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Count the parameters of one tensor-parallel rank: matrices, norms, embedding, output layer; no experts."""
+    """Count the parameters of one tensor-parallel rank, as ``stage_parameters`` of a single stage does."""
     return stage_parameters(shape, tensor_parallel, True, True)
 
 
 def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: bool, has_head: bool) -> float:
-    """Count the parameters of the layers of ``shape`` on one tensor-parallel rank, with the ends that it has."""
+    """Count the parameters of the layers of ``shape`` on one tensor-parallel rank, with the ends that it has.
+
+    They are matrices, norms, routers, shared experts, embedding and output layer; ``expert_parameters`` are not.
+    """
     query = shape.num_heads * shape.head_dim
     key_value = 2 * shape.num_kv_heads * shape.head_dim
-    mlp = (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
     products = shape.num_layers * shape.hidden * (2 * query + key_value)
-    products += (shape.num_layers - shape.num_expert_layers) * mlp
+    dense = (shape.num_layers - shape.num_expert_layers) * shape.ffn_hidden
+    products += _matrices(shape) * (dense + shape.num_expert_layers * shape.shared_ffn_hidden)
     ends = (has_embedding + has_head) * shape.vocab * shape.hidden
     norms = (2 * shape.num_layers + has_head) * shape.hidden
-    return (products + ends) / tensor_parallel + norms
+    routers = shape.num_expert_layers * shape.num_experts * shape.hidden
+    return (products + ends) / tensor_parallel + norms + routers
+
+
+def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parallel: int = 1) -> float:
+    """Count the parameters of the experts of a process, of which ``expert_parallel`` HDP ranks share out each layer's.
+
+    Tensor-parallel ranks share each of them, as Megatron does unless ``--expert-tensor-parallel-size`` says otherwise.
+    """
+    if not shape.num_expert_layers:
+        return 0.0
+    width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
+    of_layer = shape.num_experts * _matrices(shape) * width
+    return shape.num_expert_layers * of_layer / expert_parallel / tensor_parallel
+
+
+def _matrices(shape: ModelShape) -> int:
+    """Return the parameters of an MLP for each of its inner rows."""
+    return (3 if shape.gated else 2) * shape.hidden
 
 
 def state_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, optimizer_ranks: int = 1) -> float:
-    """Return the bytes of parameters, gradients and Adam's states of one process.
+    """Return the bytes of parameters, gradients and Adam's states of one process, without ``expert_parameters``.
 
     A 16-bit parameter takes 18 bytes, a 32-bit one 16. ``optimizer_ranks`` ranks share the optimizer's part
     (``--use-distributed-optimizer``; the same terms as in ZeRO, Rajbhandari et al. 2020, section 3.1).

@@ -37,12 +37,14 @@ class StageMemory:
         num_layers: of each stage.
         state_bytes: of each stage: parameters, gradients, optimizer states.
         working_bytes: of each stage: gradients of the layer that runs its backward pass, or logits.
+        layer_working: of such a layer's gradients.
     """
 
     layer: LayerBytes
     num_layers: tuple[int, ...]
     state_bytes: tuple[float, ...]
     working_bytes: tuple[float, ...]
+    layer_working: float = 0.0
 
     @classmethod
     def of(
@@ -66,7 +68,7 @@ class StageMemory:
         logits = (loss_tokens or cluster.tokens_per_rank) * LOGIT_BYTES * shape.vocab / ranks
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
-            stage_parameters(replace(shape, num_layers=layers), ranks, stage == 0, stage == last)
+            stage_parameters(shape.part(layers), ranks, stage == 0, stage == last)
             for stage, layers in enumerate(num_layers)
         )
         return cls(
@@ -74,7 +76,17 @@ class StageMemory:
             tuple(num_layers),
             tuple(of_parameter * count for count in parameters),
             (working,) * last + (max(working, logits),),
+            working,
         )
+
+    def recomputing(self, kept_bytes: float, num_tokens: int) -> StageMemory:
+        """Return the memory of layers that keep ``kept_bytes`` of a token and are computed again one by one.
+
+        ``num_tokens``: of the micro-batch whose layer is computed again.
+        """
+        again = self.layer_working + num_tokens * (self.layer.activations - kept_bytes)
+        working = tuple(max(each, again) for each in self.working_bytes)
+        return replace(self, layer=replace(self.layer, activations=kept_bytes), working_bytes=working)
 
     def without_states(self) -> StageMemory:
         """Return the memory besides parameters, gradients and optimizer states."""

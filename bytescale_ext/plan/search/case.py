@@ -10,6 +10,7 @@ import numpy as np
 from bytescale_ext.plan.activation.forecast import forecast, stage_cost
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, full_load
 from bytescale_ext.plan.activation.policies import priced_or_none
+from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
@@ -18,12 +19,14 @@ from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
 from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
 from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice, full_micro_batches
 from bytescale_ext.plan.memory.held import held
-from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
+from bytescale_ext.plan.memory.model_states import expert_parameters, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, num_warm_up
 from bytescale_ext.plan.search.costs import strategy_cost
-from bytescale_ext.plan.search.strategy import PRICED, Strategy
-from bytescale_ext.plan.search.update import Update, message_seconds, update_of
+from bytescale_ext.plan.search.experts import coupling
+from bytescale_ext.plan.search.layers import block_bytes, computed_again, recomputed_bytes, tokens_in_flight
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
+from bytescale_ext.plan.search.update import Parameters, Update, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
 
@@ -135,11 +138,16 @@ class Case:
     def of(cls, task: Task, strategy: Strategy) -> Case:
         """Return the case of a strategy. Raises Unfit where ranks, documents or memory do not suffice."""
         cluster = cluster_of(task, strategy)
-        cost = strategy_cost(task.cost, strategy)
+        cost = strategy_cost(task.cost, strategy, cluster)
         memory = memory_of(cost, strategy, cluster)
         if strategy.activations == PRICED:
             physical, full_bytes = _under_policy(task, strategy, cost, memory)
             virtual = physical
+        elif strategy.activations == BLOCK:
+            numbers = [min(layers, strategy.recomputed_layers) for layers in strategy.stage_layers]
+            kept = _stages(task, cost, strategy.stage_layers)
+            physical = [computed_again(stage, cost, number) for stage, number in zip(kept, numbers, strict=True)]
+            virtual, full_bytes = physical, (block_bytes(cost, memory, strategy), 0.0)
         else:
             physical = _stages(task, cost, strategy.stage_layers)
             virtual = _stages(task, cost, [n // strategy.chunks for n in strategy.stage_layers] * strategy.chunks)
@@ -153,9 +161,11 @@ class Case:
             cluster,
             (slowest,) * num_stages,
             tokens_multiple=strategy.tensor_parallel,
-            balance=auto_balance(num_stages > 1),
+            balance=auto_balance(num_stages > 1 or strategy.expert_parallel > 1),
+            aligned=strategy.expert_parallel > 1,
             choice=choice,
         )
+        most = max(parameters_of(cost, strategy), key=lambda parameters: parameters.count)
         is_between_nodes = task.devices.count > task.devices.per_node
         return cls(
             strategy,
@@ -163,7 +173,7 @@ class Case:
             tuple(stage.on(nodes) for stage in virtual),
             memory,
             full_bytes,
-            update_of(cost, max(parameters_of(cost, strategy)), cluster, strategy.shares_optimizer),
+            update_of(cost, most, cluster, strategy.shares_optimizer),
             message_seconds(cost, strategy.tokens_per_rank, is_between_nodes) if num_stages > 1 else 0.0,
             planner,
         )
@@ -190,7 +200,8 @@ class Case:
     def run(self, lengths: Sequence[int]) -> StepFigures:
         """Return the figures of a step of these documents: planned by the planner of training, and replayed."""
         strategy, plan = self.strategy, self.planner(lengths)
-        counts = micro_batch_counts(plan, multiple=strategy.num_stages if strategy.chunks > 1 else 1)
+        group = strategy.num_stages if strategy.chunks > 1 else 1
+        counts = micro_batch_counts(plan, strategy.expert_parallel, group)
         table = ShardTable.of(plan).with_counts(np.array(counts))
         slicing = plan.slicing or ONE_SLICE
         message = self.message / slicing.num_slices
@@ -200,10 +211,11 @@ class Case:
             most = held(table, slicing, self.planner.stages[0].both, self.memory)
             device_bytes, host_bytes = most.device_bytes(self.memory), most.host_bytes(self.memory)
         exposed, idle = (share * result.makespan for share in (result.exposed_share, result.idle_share))
+        in_slots = (coupling(result, slicing.num_slices, strategy.expert_parallel) - 1.0) * result.makespan
         return StepFigures(
             compute=result.makespan - exposed - idle,
             exposed=exposed,
-            idle=idle,
+            idle=idle + in_slots,
             update=self.update.exposed(*_end_passes(result, slicing.num_slices)),
             device_bytes=device_bytes,
             host_bytes=host_bytes,
@@ -211,7 +223,7 @@ class Case:
 
 
 def cluster_of(task: Task, strategy: Strategy) -> Cluster:
-    """Return the HDP ranks of a strategy. Raises Unfit where they do not divide devices or documents, or are too few.
+    """Return the HDP ranks of a strategy. Raises Unfit where they do not divide what they share, or are too few.
 
     A node holds as many HDP ranks as it has groups of tensor-parallel ranks, if these fill it and the ranks.
     """
@@ -223,25 +235,37 @@ def cluster_of(task: Task, strategy: Strategy) -> Cluster:
         raise Unfit("documents")
     if task.context > num_ranks * strategy.tokens_per_rank:
         raise Unfit("context")
+    if num_ranks % strategy.expert_parallel:
+        raise Unfit("experts")
     of_node, rest = divmod(devices.per_node, strategy.tensor_parallel)
     fills = of_node and not rest and of_node < num_ranks and not num_ranks % of_node
     return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None)
 
 
 def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMemory:
-    """Return the memory of the stages, with the optimizer shared by HDP ranks or whole; ``cost``: of the strategy."""
+    """Return the memory of the stages, with the optimizer shared by HDP ranks or whole; ``cost``: of the strategy.
+
+    Under ``BLOCK`` it is that of the layers that keep their activations.
+    """
     element = cost.element_bytes
     memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
-    of_parameter = parameter_bytes(element, cluster.num_ranks if strategy.shares_optimizer else 1)
-    return replace(memory, state_bytes=tuple(of_parameter * each for each in parameters_of(cost, strategy)))
+    if strategy.activations == FULL:
+        memory = memory.recomputing(recomputed_bytes(cost), cluster.tokens_per_rank)
+    sharing = element, cluster.num_ranks, strategy.shares_optimizer
+    return replace(memory, state_bytes=tuple(each.state_bytes(*sharing) for each in parameters_of(cost, strategy)))
 
 
-def parameters_of(cost: ModelCost, strategy: Strategy) -> list[float]:
+def parameters_of(cost: ModelCost, strategy: Strategy) -> list[Parameters]:
     """Return the parameters of a process of each stage."""
-    last = strategy.num_stages - 1
+    last, tensor, experts = strategy.num_stages - 1, strategy.tensor_parallel, strategy.expert_parallel
+    shapes = [cost.shape.part(layers) for layers in strategy.stage_layers]
     return [
-        stage_parameters(replace(cost.shape, num_layers=layers), strategy.tensor_parallel, number == 0, number == last)
-        for number, layers in enumerate(strategy.stage_layers)
+        Parameters(
+            stage_parameters(shape, tensor, number == 0, number == last),
+            expert_parameters(shape, tensor, experts),
+            experts,
+        )
+        for number, shape in enumerate(shapes)
     ]
 
 
@@ -252,6 +276,8 @@ def _stages(task: Task, cost: ModelCost, stage_layers: Sequence[int]) -> list[St
 
 def _full_bytes(strategy: Strategy, memory: StageMemory, stage: StageCost) -> float:
     """Return the most bytes of a device whose micro-batches are full and run whole."""
+    if strategy.chunks == 1:
+        return memory.most_bytes([tokens * memory.layer.activations for tokens in tokens_in_flight(strategy)])
     table = full_micro_batches(4 * strategy.num_stages, strategy.tokens_per_rank)
     return held(table, ONE_SLICE, stage.both, memory, strategy.chunks).device_bytes(memory)
 
@@ -288,6 +314,8 @@ def _under_policy(
             element_bytes=cost.element_bytes,
             sequence_parallel=strategy.tensor_parallel > 1,
             loss_tokens=strategy.loss_tokens if is_last else 0,
+            expert_load=EXPERT_LOAD if strategy.expert_parallel > 1 else 1.0,
+            expert_ranks=strategy.expert_parallel,
         )
         load = full_load(cost, strategy.tokens_per_rank, task.context, how)
         plan = priced_or_none(load, machine)

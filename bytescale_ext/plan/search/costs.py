@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, COLLECTIVES_OF_A_LAYER
-from bytescale_ext.plan.activation.tensors import layer_tensors, received_bytes
+from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes, linear_flops_per_token
 from bytescale_ext.plan.search.strategy import FULL, Strategy
+from bytescale_ext.plan.step.sizes import Cluster
 
 
 def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> ModelCost:
@@ -28,6 +29,7 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
         """Return linear FLOPs of a layer, attention, keys and activations of a token on one rank."""
         layer = linear_flops_per_token(of) - 2.0 * of.hidden * of.vocab
         tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, 2, ranks, ranks > 1))
+        tensors += expert_bytes(of, 2, ranks)
         return (layer / of.num_layers / ranks, of.num_heads * of.head_dim / ranks,
                 of.num_kv_heads * of.head_dim / ranks, tensors)  # fmt: skip
 
@@ -56,16 +58,48 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
     )
 
 
-def strategy_cost(cost: ModelCost, strategy: Strategy) -> ModelCost:
+def strategy_cost(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> ModelCost:
     """Return the cost of a model under a strategy, from its cost on any number of tensor-parallel ranks.
 
-    Full recompute repeats the forward pass of each layer and keeps its input, and keys, which a slice that waits keeps
-    too. A loss in chunks computes the output layer again. What the policy ``priced`` takes is not in it (``Case.of``).
+    Ranks that share experts exchange tokens in both passes, and budgets assume that experts get ``EXPERT_LOAD`` times
+    an even share of them. Full recompute repeats the forward pass of each layer, and a loss in chunks computes the
+    output layer again. What the policy ``priced`` and the recompute of some layers take is not in it (``Case.of``), nor
+    is what layers keep.
     """
     cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel)
+    if strategy.expert_parallel > 1:
+        seconds, element = exchange_seconds(cost, strategy.expert_parallel, cluster), cost.element_bytes
+        loads = [expert_bytes(cost.shape, element, cost.tensor_parallel, load) for load in (EXPERT_LOAD, 1.0)]
+        forward, backward = (replace(one, b=one.b + seconds) for one in (cost.forward, cost.backward))
+        cost = replace(cost, forward=forward, backward=backward, layer_bytes=cost.layer_bytes + loads[0] - loads[1])
     if strategy.activations == FULL:
-        keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
-        cost = replace(cost, backward=cost.backward + cost.forward, layer_bytes=cost.recompute_bytes + keys)
+        cost = replace(cost, backward=cost.backward + cost.forward)
     if strategy.loss_tokens is not None:
         cost = replace(cost, head_backward=cost.head_backward + cost.head_forward)
     return cost
+
+
+def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) -> float:
+    """Return the seconds for each token in which a layer's experts receive its copies and send back their results.
+
+    A token has a copy for each of its experts, of which the ranks that share them hold equal parts (all-to-all: Fedus
+    et al. 2022, section 2.2). The ranks are neighbours, in a node as far as it has that many.
+    """
+    node = min(expert_parallel, cluster.node_ranks)
+    group = Cluster(expert_parallel, cluster.tokens_per_rank, node if not expert_parallel % node else None)
+    copies = cost.shape.num_expert_layers / cost.shape.num_layers * cost.shape.experts_per_token
+    copy_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
+    return 2 * copies * copy_bytes * (1 - 1 / expert_parallel) * byte_seconds(cost, group)
+
+
+def byte_seconds(cost: ModelCost, cluster: Cluster) -> float:
+    """Return the seconds in which a rank receives a byte from the HDP ranks, all links of a node at work.
+
+    Inside a node it is the cost file's exchange of keys, or ``COLLECTIVE_BYTES_PER_SECOND``. Between nodes, n ranks of
+    a node share the border as in hierarchical rings (``Nodes.hops``): ``slowdown / n`` times as long, if that is more.
+    """
+    keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
+    inside = cost.forward.c / keys or 1.0 / COLLECTIVE_BYTES_PER_SECOND
+    if cluster.node_ranks == cluster.num_ranks:
+        return inside
+    return inside * max(1.0, cost.slowdown / cluster.node_ranks)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
-from bytescale_ext.plan.schedule.actions import num_warm_up
 from bytescale_ext.plan.search.balance import balanced_layers
 from bytescale_ext.plan.search.case import Task, Unfit, cluster_of, memory_of
 from bytescale_ext.plan.search.costs import strategy_cost
-from bytescale_ext.plan.search.strategy import ACTIVATIONS, FULL, PRICED, Strategy
-from bytescale_ext.plan.step.sizes import ONE_SLICE
+from bytescale_ext.plan.search.layers import fewest_recomputed, tokens_in_flight
+from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
 
 LOSS_TOKENS: Final = 4096
 """Tokens of a chunk of the loss."""
@@ -36,6 +35,7 @@ class Space:
         activations: see ``ACTIVATIONS``.
         pipelines: of ("whole", "slices", "virtual"), how stages run micro-batches.
         uneven: also stages of unequal layers.
+        expert_parallel: sizes; empty: every one that divides the experts of a layer and the HDP ranks.
     """
 
     tensor_parallel: tuple[int, ...] = ()
@@ -44,13 +44,16 @@ class Space:
     activations: tuple[str, ...] = ACTIVATIONS
     pipelines: tuple[str, ...] = ("whole", "slices", "virtual")
     uneven: bool = True
+    expert_parallel: tuple[int, ...] = ()
 
     def strategies(self, task: Task) -> Iterator[Strategy]:
         """Yield each strategy whose ranks, documents and context fit; memory is not asked."""
         for one, num_ranks in self._meshes(task):
             for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel):
-                if tokens * num_ranks >= task.context:
-                    yield from self._of_mesh(task, replace(one, tokens_per_rank=tokens))
+                if tokens * num_ranks < task.context:
+                    continue
+                for experts in self.expert_parallel or expert_sizes(task, num_ranks):
+                    yield from self._of_mesh(task, replace(one, tokens_per_rank=tokens, expert_parallel=experts))
 
     def _meshes(self, task: Task) -> Iterator[tuple[Strategy, int]]:
         """Yield tensor parallelism and stages, as a strategy with the largest C, and the HDP ranks that they leave."""
@@ -69,9 +72,11 @@ class Space:
         """Yield the strategies with this tensor parallelism, number of stages and C."""
         losses = (None, LOSS_TOKENS) if mesh.tokens_per_rank > LOSS_TOKENS else (None,)
         for activations, loss_tokens, shares_optimizer in product(self.activations, losses, (True, False)):
-            one = replace(mesh, activations=activations, loss_tokens=loss_tokens, shares_optimizer=shares_optimizer)
+            one = replace(mesh, loss_tokens=loss_tokens, shares_optimizer=shares_optimizer)
+            one = replace(one, activations=FULL if activations == BLOCK else activations)
             for layers in self._layers(task, one):
-                yield from self._of_layers(task, replace(one, stage_layers=layers))
+                of_layers = replace(one, stage_layers=layers)
+                yield from blocks(task, of_layers) if activations == BLOCK else self._of_layers(task, of_layers)
 
     def _layers(self, task: Task, strategy: Strategy) -> list[tuple[int, ...]]:
         """Return equal stages, if they exist, and stages balanced within the memory, if these differ."""
@@ -95,11 +100,26 @@ class Space:
                     yield replace(strategy, chunks=chunks)
 
 
+def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
+    """Yield the strategy that computes no more layers again than it must, if those are some and not all."""
+    kept, cluster = replace(strategy, activations=KEEP), cluster_of(task, strategy)
+    cost = strategy_cost(task.cost, kept, cluster)
+    number = fewest_recomputed(cost, memory_of(cost, kept, cluster), kept, task.devices.memory_bytes)
+    if number is not None and 0 < number < max(kept.stage_layers):
+        yield replace(kept, activations=BLOCK, recomputed_layers=number)
+
+
 def tensor_sizes(task: Task) -> list[int]:
     """Return the powers of two that fit in a node and divide query heads, key-value heads and devices."""
     shape, devices = task.cost.shape, task.devices
     common = math.gcd(shape.num_heads, shape.num_kv_heads, devices.count)
     return [1 << power for power in range(16) if not common % (1 << power) and 1 << power <= devices.per_node]
+
+
+def expert_sizes(task: Task, num_ranks: int) -> list[int]:
+    """Return the numbers of HDP ranks that may share out the experts of a layer; 1 alone without experts."""
+    common = math.gcd(task.cost.shape.num_experts, num_ranks) if task.cost.shape.num_experts else 1
+    return [size for size in range(1, common + 1) if not common % size]
 
 
 def capacities(task: Task, num_ranks: int, multiple: int) -> list[int]:
@@ -120,7 +140,8 @@ def with_budgets(task: Task, strategy: Strategy) -> Strategy:
     """
     if not (strategy.chooses_slices or strategy.activations == PRICED):
         return strategy
-    memory = memory_of(strategy_cost(task.cost, strategy), strategy, cluster_of(task, strategy))
+    cluster = cluster_of(task, strategy)
+    memory = memory_of(strategy_cost(task.cost, strategy, cluster), strategy, cluster)
     left = task.devices.memory_bytes - max(memory.state_bytes)
     host_gb = math.floor(task.devices.host_bytes / 1e6) / 1e3
     return replace(strategy, device_gb=max(0.0, math.floor(left / 1e6) / 1e3), host_gb=host_gb)
@@ -135,16 +156,15 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     num_stages, num_layers = strategy.num_stages, task.cost.shape.num_layers
     if strategy.activations == PRICED:
         strategy = replace(strategy, activations=FULL)
-    cost = strategy_cost(task.cost, strategy)
+    cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
+    cost = strategy_cost(task.cost, strategy, cluster)
     both = cost.forward + cost.backward
     layer = sum(both.sequence_cost(float(length), 1.0) for length in task.steps[0])
     head = (cost.head_forward + cost.head_backward) * sum(task.steps[0])
-    cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
     for count in range(1, num_layers - num_stages + 2):
         memory = memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster)
-        for stage, states in enumerate(memory.state_bytes):
-            in_flight = num_warm_up(num_stages, stage, ONE_SLICE) + 1
-            kept = count * in_flight * strategy.tokens_per_rank * memory.layer.activations
+        for stage, (states, tokens) in enumerate(zip(memory.state_bytes, tokens_in_flight(strategy), strict=True)):
+            kept = count * tokens * memory.layer.activations
             if states + memory.working_bytes[stage] + kept <= task.devices.memory_bytes:
                 most_layers[stage] = count
 

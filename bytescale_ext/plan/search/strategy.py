@@ -11,12 +11,18 @@ from typing import Final
 KEEP: Final = "keep"
 FULL: Final = "full"
 PRICED: Final = "priced"
-ACTIVATIONS: Final = (KEEP, PRICED, FULL)
-"""What layers do with their activations: keep all, what ``--activation-policy priced`` says, or full recompute."""
+BLOCK: Final = "block"
+ACTIVATIONS: Final = (KEEP, PRICED, BLOCK, FULL)
+"""What layers do with their activations: keep all, what ``--activation-policy priced`` says, full recompute of the
+first layers of each stage, or of all layers."""
 
 FULL_RECOMPUTE: Final = ("--recompute-granularity", "full", "--recompute-method", "uniform",
                          "--recompute-num-layers", "1")  # fmt: skip
-_ACTIVATION_NAMES: Final = {PRICED: "priced activations", FULL: "full recompute"}
+BLOCK_RECOMPUTE: Final = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers")
+EXPERT_EXCHANGE: Final = ("--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size")
+"""HDP ranks have different numbers of tokens, which only this exchange takes."""
+
+_ACTIVATION_NAMES: Final = {PRICED: "priced activations", BLOCK: "recomputed layers", FULL: "full recompute"}
 _KEPT: Final = {"none": KEEP, PRICED: PRICED}
 _LAYERS: Final = re.compile(r"E?t\*(\d+)L?")
 
@@ -36,6 +42,8 @@ class Strategy:
         loss_tokens: tokens of a chunk of the loss; None: all logits of a micro-batch exist together.
         device_gb: device memory for activations, where the flags need it.
         host_gb: host memory of each process for activations or keys; 0: none.
+        expert_parallel: HDP ranks that share out the experts of each layer.
+        recomputed_layers: the first layers of each stage, which are computed again under ``BLOCK``.
     """
 
     tensor_parallel: int
@@ -48,10 +56,13 @@ class Strategy:
     loss_tokens: int | None = None
     device_gb: float | None = None
     host_gb: float = 0.0
+    expert_parallel: int = 1
+    recomputed_layers: int = 0
 
     def __post_init__(self) -> None:
         assert self.activations in ACTIVATIONS, self
         assert self.chunks == 1 or not self.chooses_slices, self
+        assert (self.recomputed_layers > 0) == (self.activations == BLOCK), self
 
     @property
     def num_stages(self) -> int:
@@ -69,6 +80,7 @@ class Strategy:
         words += ["--tensor-model-parallel-size", self.tensor_parallel]
         words += ["--sequence-parallel"] if self.tensor_parallel > 1 else []
         words += ["--pipeline-model-parallel-size", self.num_stages]
+        words += [*EXPERT_EXCHANGE, self.expert_parallel] if self.expert_parallel > 1 else []
         if len(set(self.stage_layers)) > 1:
             words += ["--pipeline-model-parallel-layout", layout_text(self.stage_layers)]
         words += ["--num-virtual-stages-per-pipeline-rank", self.chunks] if self.chunks > 1 else []
@@ -76,6 +88,7 @@ class Strategy:
         words += ["--use-distributed-optimizer", "--overlap-param-gather"] if self.shares_optimizer else []
         words += ["--seq1f1b-slices", "auto"] if self.chooses_slices else []
         words += FULL_RECOMPUTE if self.activations == FULL else ()
+        words += [*BLOCK_RECOMPUTE, self.recomputed_layers] if self.activations == BLOCK else []
         words += ["--activation-policy", PRICED] if self.activations == PRICED else []
         words += ["--chunked-cross-entropy", self.loss_tokens] if self.loss_tokens is not None else []
         words += [] if self.device_gb is None else ["--device-memory-gb", f"{self.device_gb:g}"]
@@ -88,9 +101,11 @@ class Strategy:
         if len(set(self.stage_layers)) > 1:
             stages += f" ({'+'.join(map(str, self.stage_layers))})"
         parts = [f"tp {self.tensor_parallel}", f"pp {stages}", f"C {self.tokens_per_rank}"]
+        parts += [f"ep {self.expert_parallel}"] if self.expert_parallel > 1 else []
         parts += [f"vpp {self.chunks}"] if self.chunks > 1 else []
         parts += ["slices"] if self.chooses_slices else []
-        parts += [_ACTIVATION_NAMES[self.activations]] if self.activations != KEEP else []
+        count = f"{self.recomputed_layers} " if self.activations == BLOCK else ""
+        parts += [f"{count}{_ACTIVATION_NAMES[self.activations]}"] if self.activations != KEEP else []
         parts += ["chunked loss"] if self.loss_tokens is not None else []
         parts += [] if self.shares_optimizer else ["no ZeRO-1"]
         return ", ".join(parts)
@@ -109,14 +124,15 @@ def parse_strategy(flags: Sequence[str], num_layers: int) -> Strategy:
         ValueError: a flag has no value or one of another type, or the layout is not one that ``layout_text`` writes.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    for flag in ("--hdp-tokens-per-rank", "--chunked-cross-entropy"):
+    for flag in ("--hdp-tokens-per-rank", "--chunked-cross-entropy", "--recompute-num-layers"):
         parser.add_argument(flag, type=int)
-    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size",
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size",
                  "--num-virtual-stages-per-pipeline-rank"):  # fmt: skip
         parser.add_argument(flag, type=int, default=1)
     for flag in ("--device-memory-gb", "--host-memory-gb"):
         parser.add_argument(flag, type=float)
-    for flag in ("--pipeline-model-parallel-layout", "--seq1f1b-slices", "--recompute-granularity"):
+    for flag in ("--pipeline-model-parallel-layout", "--seq1f1b-slices", "--recompute-granularity",
+                 "--recompute-method"):  # fmt: skip
         parser.add_argument(flag)
     parser.add_argument("--activation-policy", default="none")
     parser.add_argument("--use-distributed-optimizer", action="store_true")
@@ -128,6 +144,9 @@ def parse_strategy(flags: Sequence[str], num_layers: int) -> Strategy:
         raise ValueError("the flags have no --hdp-tokens-per-rank")
     if found.activation_policy not in _KEPT:
         raise ValueError(f"--activation-policy {found.activation_policy}: strategies have none or {PRICED}")
+    activations = _KEPT[found.activation_policy]
+    if found.recompute_granularity == "full":
+        activations = BLOCK if found.recompute_method == "block" else FULL
     return Strategy(
         tensor_parallel=found.tensor_model_parallel_size,
         stage_layers=_stage_layers(found, num_layers),
@@ -135,10 +154,12 @@ def parse_strategy(flags: Sequence[str], num_layers: int) -> Strategy:
         chunks=found.num_virtual_stages_per_pipeline_rank,
         shares_optimizer=found.use_distributed_optimizer,
         chooses_slices=found.seq1f1b_slices == "auto",
-        activations=FULL if found.recompute_granularity == FULL else _KEPT[found.activation_policy],
+        activations=activations,
         loss_tokens=found.chunked_cross_entropy,
         device_gb=found.device_memory_gb,
         host_gb=found.host_memory_gb or 0.0,
+        expert_parallel=found.expert_model_parallel_size,
+        recomputed_layers=found.recompute_num_layers if activations == BLOCK else 0,
     )
 
 

@@ -4,11 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, MEMORY_BYTES_PER_SECOND
+from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.memory.model_states import GRADIENT_BYTES, MAIN_PARAMETER_BYTES, MOMENT_BYTES
+from bytescale_ext.plan.memory.model_states import (
+    GRADIENT_BYTES,
+    MAIN_PARAMETER_BYTES,
+    MOMENT_BYTES,
+    parameter_bytes,
+)
+from bytescale_ext.plan.search.costs import byte_seconds
 from bytescale_ext.plan.step.sizes import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a process.
+
+    Attributes:
+        dense: those that all HDP ranks have.
+        experts: of the experts that are its own.
+        expert_parallel: HDP ranks that share out the experts of each layer.
+    """
+
+    dense: float
+    experts: float = 0.0
+    expert_parallel: int = 1
+
+    @property
+    def count(self) -> float:
+        """All of them."""
+        return self.dense + self.experts
+
+    def parts(self, num_ranks: int) -> tuple[tuple[float, int], ...]:
+        """Return each part with the HDP ranks, of all ``num_ranks``, that have the same."""
+        return (self.dense, num_ranks), (self.experts, num_ranks // self.expert_parallel)
+
+    def state_bytes(self, element: int, num_ranks: int, shares_optimizer: bool) -> float:
+        """Return the bytes of parameters, gradients and optimizer states, these shared or not."""
+        parts = self.parts(num_ranks)
+        return sum(count * parameter_bytes(element, ranks if shares_optimizer else 1) for count, ranks in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,35 +64,22 @@ class Update:
         return max(0.0, self.reduce - last_backward) + max(0.0, self.gather - first_forward) + self.optimizer
 
 
-def update_of(cost: ModelCost, parameters: float, cluster: Cluster, shares_optimizer: bool) -> Update:
-    """Return the update of a process with this many parameters.
+def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_optimizer: bool) -> Update:
+    """Return the update of a process with these parameters.
 
     A rank receives ``(D - 1) / D`` of the gradients in a reduce-scatter, and as many parameters in an all-gather; an
     all-reduce is both, of gradients (Rajbhandari et al. 2020, section 7.1). Adam reads and writes a float32 copy, two
     moments, the gradient and the parameter at ``MEMORY_BYTES_PER_SECOND``.
     """
-    element, ranks = cost.element_bytes, cluster.num_ranks
-    received = parameters * (1 - 1 / ranks) * byte_seconds(cost, cluster)
+    element, parts = cost.element_bytes, parameters.parts(cluster.num_ranks)
+    received = sum(count * (1 - 1 / ranks) for count, ranks in parts) * byte_seconds(cost, cluster)
     touched = 2 * (MAIN_PARAMETER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + element
-    of_rank = parameters / ranks if shares_optimizer else parameters
+    of_rank = sum(count / ranks for count, ranks in parts) if shares_optimizer else parameters.count
     return Update(
         reduce=received * (GRADIENT_BYTES if shares_optimizer else 2 * GRADIENT_BYTES),
         gather=received * element if shares_optimizer else 0.0,
         optimizer=of_rank * touched / MEMORY_BYTES_PER_SECOND,
     )
-
-
-def byte_seconds(cost: ModelCost, cluster: Cluster) -> float:
-    """Return the seconds in which a rank receives a byte from the HDP ranks, all links of a node at work.
-
-    Inside a node it is the cost file's exchange of keys, or ``COLLECTIVE_BYTES_PER_SECOND``. Between nodes, n ranks of
-    a node share the border as in hierarchical rings (``Nodes.hops``): ``slowdown / n`` times as long, if that is more.
-    """
-    keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
-    inside = cost.forward.c / keys or 1.0 / COLLECTIVE_BYTES_PER_SECOND
-    if cluster.node_ranks == cluster.num_ranks:
-        return inside
-    return inside * max(1.0, cost.slowdown / cluster.node_ranks)
 
 
 def message_seconds(cost: ModelCost, num_tokens: int, is_between_nodes: bool) -> float:

@@ -17,12 +17,13 @@ def model_shape(args: Any) -> ModelShape:
     experts = {}
     if args.num_experts:
         every = args.moe_layer_freq  # a number, or 0 or 1 for each layer
+        shared = args.moe_shared_expert_intermediate_size or 0
         experts = {
             "num_expert_layers": sum(every) if isinstance(every, list) else -(-args.num_layers // every),
-            "expert_ffn_hidden": args.moe_router_topk * args.moe_ffn_hidden_size
-            + (args.moe_shared_expert_intermediate_size or 0),
+            "expert_ffn_hidden": args.moe_router_topk * args.moe_ffn_hidden_size + shared,
             "num_experts": args.num_experts,
             "experts_per_token": args.moe_router_topk,
+            "shared_ffn_hidden": shared,
         }
     return ModelShape(
         num_layers=args.num_layers,

@@ -146,7 +146,8 @@ def shape_of_flags(flags: str) -> ModelShape:
     """Read the sizes from a string of Megatron's flags, with its defaults. Raises ValueError for a missing one."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
-                 "kv-channels", "vocab-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size"):  # fmt: skip
+                 "kv-channels", "vocab-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
+                 "moe-shared-expert-intermediate-size"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--swiglu", action="store_true")
     try:
@@ -162,12 +163,13 @@ def shape_of_flags(flags: str) -> ModelShape:
     check_divides("--num-attention-heads", heads, "--num-query-groups", found.num_query_groups or heads)
     experts = {}
     if found.num_experts:
-        chosen = found.moe_router_topk or 2
+        chosen, shared = found.moe_router_topk or 2, found.moe_shared_expert_intermediate_size or 0
         experts = {
             "num_expert_layers": found.num_layers,
-            "expert_ffn_hidden": chosen * (found.moe_ffn_hidden_size or ffn),
+            "expert_ffn_hidden": chosen * (found.moe_ffn_hidden_size or ffn) + shared,
             "num_experts": found.num_experts,
             "experts_per_token": chosen,
+            "shared_ffn_hidden": shared,
         }
     return ModelShape(
         num_layers=found.num_layers,

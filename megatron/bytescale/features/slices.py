@@ -247,16 +247,20 @@ def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceCo
 
 
 def stage_memory(args: Any, run: RunConfig) -> StageMemory:
-    """Return the device memory of the stages, without activation policies."""
+    """Return the device memory of the stages, without activation policies.
+
+    Where only some layers are recomputed (``--recompute-method block``), it is that of none.
+    """
     cost, element = cost_in_seconds(run), args.params_dtype.itemsize
     tensors = [one.bytes_per_token for one in layer_tensors(run.shape, element, cost.tensor_parallel)]
-    if args.recompute_granularity == "full":  # of a slice that waits, its keys too
-        kept = tensors[0] + key_value_bytes(run.shape, cost.tensor_parallel, element)
-        cost = replace(cost, layer_bytes=kept)
-    elif run.cost is None:
+    if run.cost is None:
         of_experts = expert_bytes(run.shape, element, cost.tensor_parallel, expert_load(args))
         cost = replace(cost, layer_bytes=sum(tensors) + of_experts)
-    return StageMemory.of(cost, run.stage_layers, run.cluster, element, args.chunked_cross_entropy)
+    memory = StageMemory.of(cost, run.stage_layers, run.cluster, element, args.chunked_cross_entropy)
+    if args.recompute_granularity != "full" or args.recompute_method == "block":
+        return memory
+    kept = tensors[0] + key_value_bytes(run.shape, cost.tensor_parallel, element)  # a slice that waits keeps its keys
+    return memory.recomputing(kept, run.cluster.tokens_per_rank)
 
 
 def _affordable_tokens(args: Any, run: RunConfig) -> int:

@@ -52,7 +52,7 @@ def test_model_shape_with_experts(pattern: Any, num_layers: int) -> None:
     shape = model_shape(args)
     assert (shape.num_expert_layers, shape.expert_ffn_hidden, shape.num_experts) == (num_layers, 48, 8)
     args.moe_shared_expert_intermediate_size = 10
-    assert model_shape(args).expert_ffn_hidden == 58
+    assert (model_shape(args).expert_ffn_hidden, model_shape(args).shared_ffn_hidden) == (58, 10)
 
 
 def test_costs_are_of_this_model(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescale_ext.plan.search.strategy import BLOCK_RECOMPUTE
 from tests.e2e.oracle import gradients, relative_error, shard_of, train_documents_one_by_one
 from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train, train_once
 
@@ -16,7 +17,7 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 CASES = {
     "plain": (4, ["--train-iters", 6]),
     "zero1-overlap": (4, SHARDED),
-    "zero1": (4, ["--use-distributed-optimizer"]),
+    "zero1-recompute-block": (4, ["--use-distributed-optimizer", *BLOCK_RECOMPUTE, 1]),
     "overlap-grad-reduce": (4, ["--overlap-grad-reduce"]),
     "tp2": (4, ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]),
     "tp2-sp-zero1": (8, ["--tensor-model-parallel-size", 2, "--sequence-parallel", *SHARDED]),

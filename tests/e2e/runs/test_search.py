@@ -14,7 +14,7 @@ from bytescale_ext.measure.cost_file import shipped, write_cost
 from bytescale_ext.plan.search.case import Case, Devices, Task
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.space import Space
-from bytescale_ext.plan.search.strategy import FULL, PRICED, Strategy
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
 from megatron.bytescale import cli
 from megatron.bytescale.cli.activations import shape_of_flags
 from tests.bytescale.cli.shared.test_launch_line import predicted
@@ -26,15 +26,23 @@ pytestmark = pytest.mark.ranks
 CUT = MODEL.index("--seq-length")
 SIZED = [*MODEL[:CUT], "--num-layers", "6"]
 LENGTHS = [256, 3, 190, 130, 1, 17, 64, 40, 2, 100, 33, 65, 129, 8, 20, 50]
-SHAPE = replace(shape_of_flags(" ".join(SIZED)), vocab=128)  # as Megatron pads it
-SCALED = scaled_cost(shipped("h100_7b"), SHAPE, 1)
-COST = replace(SCALED, dtype="float32", layer_bytes=2 * SCALED.layer_bytes, recompute_bytes=2 * SCALED.recompute_bytes)
-TASK = Task(COST, Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),))
+SPARSE = [*SIZED, *"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24".split()]
 
 
-def one_of(**fields: object) -> Strategy:
+def task_of(flags: list[str]) -> Task:
+    """Return the task of a model of these flags in float32."""
+    shape = replace(shape_of_flags(" ".join(flags)), vocab=128)  # as Megatron pads it
+    scaled = scaled_cost(shipped("h100_7b"), shape, 1)
+    doubled = {"layer_bytes": 2 * scaled.layer_bytes, "recompute_bytes": 2 * scaled.recompute_bytes}
+    return Task(replace(scaled, dtype="float32", **doubled), Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),))
+
+
+TASK = task_of(SIZED)
+
+
+def one_of(task: Task = TASK, **fields: object) -> Strategy:
     """Return the first strategy of the space with these fields."""
-    for strategy in Space(tokens_per_rank=(64,)).strategies(TASK):
+    for strategy in Space(tokens_per_rank=(64,)).strategies(task):
         if all(getattr(strategy, name) == value for name, value in fields.items()):
             return strategy
     raise AssertionError(fields)
@@ -45,15 +53,19 @@ LINES = {
     "uneven": replace(one_of(tensor_parallel=1, num_stages=2, activations=FULL), stage_layers=(4, 2)),
     "slices": one_of(tensor_parallel=1, num_stages=2, chooses_slices=True),
     "virtual": one_of(tensor_parallel=1, num_stages=2, chunks=3),
+    "block": replace(one_of(num_stages=2), activations=BLOCK, recomputed_layers=2),
+    "experts": one_of(task_of(SPARSE), num_stages=2, expert_parallel=2),
 }
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
-    write_cost(tmp_path / "cost.json", COST)
-    strategy, case = LINES[name], Case.of(TASK, LINES[name])
+    model = SPARSE if name == "experts" else SIZED
+    task, strategy = task_of(model), LINES[name]
+    write_cost(tmp_path / "cost.json", task.cost)
+    case = Case.of(task, strategy)
     sizes = "--ckpt-format torch_dist --seq-length 256 --max-position-embeddings 256 --global-batch-size 16".split()
-    flags = [*SIZED, *TRAIN, *sizes, "--cost-file", str(tmp_path / "cost.json"), *strategy.flags()]
+    flags = [*model, *TRAIN, *sizes, "--cost-file", str(tmp_path / "cost.json"), *strategy.flags()]
     found = predicted(flags, 8, LENGTHS)
     rows: list[dict[str, Any]] = found["memory_gb"]
     assert [row["layers"] for row in rows] == list(strategy.stage_layers)
@@ -62,16 +74,16 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
     figures = case.run(LENGTHS)
     if strategy.activations == PRICED or strategy.chooses_slices:
         assert most == pytest.approx(figures.device_bytes)
-    else:  # the search counts full micro-batches, which the step may not have
+    elif strategy.activations != BLOCK:  # the search counts full micro-batches, which the step may not have
         assert most <= figures.device_bytes * (1 + 1e-9)
-    # A dry run replays without virtual stages, messages, update and full recompute.
-    if strategy.chunks == 1 and strategy.activations != FULL:
+    # A dry run replays without virtual stages, messages, update, recompute and the exchange of tokens.
+    if strategy.chunks == strategy.expert_parallel == 1 and strategy.activations not in (BLOCK, FULL):
         seconds = float(re.match(r"([\d.e+-]+) s predicted", found["step"]["time"]).group(1))  # type: ignore[union-attr]
         assert figures.seconds - figures.update == pytest.approx(seconds, rel=0.05)
 
 
 def test_the_written_script_trains_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_cost(tmp_path / "cost.json", COST)
+    write_cost(tmp_path / "cost.json", TASK.cost)
     words = ["search", "--model-flags", f"{' '.join(SIZED)} --cpu", "--lengths", f"{documents()}.idx",
              "--context", "256", "--global-batch-size", "4", "--gpus", "2", "--device-memory-gb", "1", "--steps", "2",
              "--best", "1", "--cost-file", str(tmp_path / "cost.json"), "--verify", "1", "--json"]  # fmt: skip

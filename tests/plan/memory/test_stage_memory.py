@@ -44,3 +44,13 @@ def test_the_fullest_stage_counts() -> None:
     assert memory.most_bytes([4.0, 2.0]) == 50.0
     assert memory.most_bytes([8.0, 2.0]) == 66.0
     assert memory.without_states().most_bytes([8.0, 2.0]) == 58.0
+
+
+def test_a_layer_that_is_computed_again_exists_once() -> None:
+    kept, tokens = 100.0, 8192
+    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    again = memory.recomputing(kept, tokens)
+    assert again.layer.activations == kept
+    assert again.working_bytes[0] == memory.working_bytes[0] + tokens * (COST.layer_bytes - kept)
+    assert again.working_bytes[-1] == max(memory.working_bytes[-1], again.working_bytes[0])
+    assert again.state_bytes == memory.state_bytes

@@ -14,6 +14,7 @@ from bytescale_ext.plan.search.case import Devices, Task
 SHAPE = ModelShape(
     num_layers=6, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden=128, gated=True, vocab=256
 )
+SPARSE = replace(SHAPE, num_expert_layers=6, expert_ffn_hidden=256, num_experts=8, experts_per_token=2)
 LAYER = CostModel(a=1e-9, b=2e-6, c=5e-8, g=3e-5)
 COST = ModelCost(
     SHAPE, "a device", "bfloat16", 1, "test", LAYER, replace(LAYER.scaled(2.0), a=2.5e-9), 1e-6, 2e-6, 2000.0, 128.0

@@ -8,14 +8,16 @@ import pytest
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.slicing_choice import full_micro_batches
+from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import state_bytes
 from bytescale_ext.plan.search.case import Case, Task, Unfit, cluster_of, memory_of
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.space import with_budgets
-from bytescale_ext.plan.search.strategy import FULL, PRICED, Strategy
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
 from bytescale_ext.plan.step.placed import micro_batch_counts
-from bytescale_ext.plan.step.sizes import Cluster
-from tests.plan.search.tasks import COST, SHAPE, STEPS, small_task
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
+from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
 
 WHOLE = Strategy(1, (6,), 1024, shares_optimizer=True)
 PIPED = Strategy(1, (3, 3), 1024, shares_optimizer=True)
@@ -28,6 +30,7 @@ ALL = [
     with_budgets(TASK, replace(WHOLE, activations=PRICED)),
     PIPED,
     replace(PIPED, stage_layers=(4, 2)),
+    replace(PIPED, stage_layers=(4, 2), activations=BLOCK, recomputed_layers=3),
     replace(PIPED, chunks=3),
     SLICED,
 ]
@@ -59,7 +62,8 @@ def test_no_step_undercuts_its_bounds(strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_memory_is_within_the_device(strategy: Strategy) -> None:
     figures = Case.of(TASK, strategy).run(STEPS[0][:2])
-    states = max(memory_of(strategy_cost(COST, strategy), strategy, cluster_of(TASK, strategy)).state_bytes)
+    cluster = cluster_of(TASK, strategy)
+    states = max(memory_of(strategy_cost(COST, strategy, cluster), strategy, cluster).state_bytes)
     assert states < figures.device_bytes <= TASK.devices.memory_bytes
 
 
@@ -72,11 +76,14 @@ def test_states_without_pipelines() -> None:
 
 def test_full_micro_batches_take_the_activations_of_all_layers() -> None:
     case = Case.of(TASK, WHOLE)
-    held = 1024 * COST.layer_bytes * SHAPE.num_layers
-    assert case.full_bytes[0] == pytest.approx(case.memory.state_bytes[0] + case.memory.working_bytes[0] + held)
+    kept = 1024 * COST.layer_bytes * SHAPE.num_layers
+    assert case.full_bytes[0] == pytest.approx(case.memory.state_bytes[0] + case.memory.working_bytes[0] + kept)
     piped = Case.of(TASK, PIPED)  # the first stage holds two micro-batches
-    held = 2 * 1024 * COST.layer_bytes * 3
-    assert piped.full_bytes[0] == pytest.approx(piped.memory.state_bytes[0] + piped.memory.working_bytes[0] + held)
+    table = full_micro_batches(8, 1024)
+    of_schedule = held(table, ONE_SLICE, COST.whole().both, piped.memory).device_bytes(piped.memory)
+    assert piped.full_bytes[0] == pytest.approx(of_schedule)
+    kept = 2 * 1024 * COST.layer_bytes * 3
+    assert piped.full_bytes[0] == pytest.approx(piped.memory.state_bytes[0] + piped.memory.working_bytes[0] + kept)
 
 
 def test_full_recompute_takes_less_memory_and_longer() -> None:
@@ -140,3 +147,18 @@ def test_slices_are_those_of_training() -> None:
     plan = case.planner(STEPS[0][:3])
     assert plan.slicing in {replace(one, kept_tokens=plan.slicing.kept_tokens, summed_tokens=plan.slicing.summed_tokens)
                             for one in choice.options} if plan.slicing else False  # fmt: skip
+
+
+def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
+    task = replace(TASK, cost=replace(COST, shape=SPARSE))
+    apart, shared = (Case.of(task, replace(WHOLE, expert_parallel=ranks)) for ranks in (1, 4))
+    dense = SPARSE.hidden * 3 * SPARSE.ffn_hidden  # an expert is as wide as the MLP of the dense model
+    saved = 6 * 8 * dense * (1 - 1 / 4) * (2 + 4)  # parameters and gradients; optimizer states are shared anyway
+    assert apart.memory.state_bytes[0] - shared.memory.state_bytes[0] == pytest.approx(saved)
+    assert shared.planner.needs_aligned
+    assert not apart.planner.needs_aligned
+    figures = shared.run(STEPS[0])
+    assert figures.compute > 0
+    assert shared.bound(STEPS[0]) <= figures.seconds
+    with pytest.raises(Unfit, match="experts"):
+        cluster_of(task, replace(WHOLE, expert_parallel=3))

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 
 from bytescale_ext.plan.activation.load import cost_of_rates
-from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
-from bytescale_ext.plan.search.costs import scaled_cost, strategy_cost
+from bytescale_ext.plan.search.costs import byte_seconds, exchange_seconds, scaled_cost, strategy_cost
 from bytescale_ext.plan.search.strategy import FULL, Strategy
-from tests.plan.search.tasks import COST, SHAPE
+from bytescale_ext.plan.step.sizes import Cluster
+from tests.plan.search.tasks import COST, SHAPE, SPARSE
 
+CLUSTER = Cluster(8, 1024, 4)
 RATES = (600e12, 500e12, 400e12)
 WIDE = replace(LLAMA_7B, hidden=8192, num_heads=64, num_kv_heads=16, ffn_hidden=20480, num_layers=60, vocab=64000)
 
@@ -47,18 +49,38 @@ def test_exchange_and_memory_scale_with_their_bytes() -> None:
     assert split.tensor_parallel == 2
 
 
-def test_full_recompute_repeats_the_forward_pass_and_keeps_the_input() -> None:
-    cost = strategy_cost(COST, Strategy(1, (6,), 1024, activations=FULL))
+def test_full_recompute_repeats_the_forward_pass() -> None:
+    cost = strategy_cost(COST, Strategy(1, (6,), 1024, activations=FULL), CLUSTER)
     assert cost.backward == COST.backward + COST.forward
-    keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * COST.element_bytes
-    assert cost.layer_bytes == COST.recompute_bytes + keys
 
 
 def test_a_chunked_loss_computes_the_output_layer_again() -> None:
-    cost = strategy_cost(COST, Strategy(1, (6,), 1024, loss_tokens=256))
+    cost = strategy_cost(COST, Strategy(1, (6,), 1024, loss_tokens=256), CLUSTER)
     assert cost.head_backward == COST.head_backward + COST.head_forward
     assert cost.backward == COST.backward
 
 
 def test_element_bytes() -> None:
     assert (COST.element_bytes, replace(COST, dtype="float32").element_bytes) == (2, 4)
+
+
+def test_copies_of_tokens_go_to_experts_and_back() -> None:
+    """Half of them stay where two ranks share the experts; a token has two copies of 64 elements of 2 bytes."""
+    inside = byte_seconds(COST, Cluster(2, 1024))
+    assert exchange_seconds(replace(COST, shape=SPARSE), 2, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.5 * inside)
+    slow = replace(COST, shape=SPARSE, slowdown=8.0)
+    assert exchange_seconds(slow, 4, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.75 * inside)
+    assert exchange_seconds(slow, 8, CLUSTER) == pytest.approx(2 * 2 * 128 * 0.875 * 2 * inside)
+
+
+def test_shared_experts_cost_an_exchange_and_hold_more_than_their_share() -> None:
+    sparse, apart = replace(COST, shape=SPARSE), Strategy(1, (6,), 1024)
+    shared = replace(apart, expert_parallel=4)
+    one, other = (strategy_cost(sparse, strategy, CLUSTER) for strategy in (apart, shared))
+    assert one == sparse
+    seconds = exchange_seconds(sparse, 4, CLUSTER)
+    assert (other.forward.b, other.backward.b) == (one.forward.b + seconds, one.backward.b + seconds)
+    more = expert_bytes(SPARSE, 2, load=EXPERT_LOAD) - expert_bytes(SPARSE, 2)
+    assert other.layer_bytes == pytest.approx(one.layer_bytes + more)
+    again = strategy_cost(sparse, replace(shared, activations=FULL), CLUSTER)
+    assert again.backward.b == pytest.approx(one.backward.b + one.forward.b + 2 * seconds)

@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bytescale_ext.plan.search.case import Task, cluster_of
-from bytescale_ext.plan.search.space import Space, balanced_stages, capacities, tensor_sizes, with_budgets
+from bytescale_ext.plan.search.space import Space, balanced_stages, capacities, expert_sizes, tensor_sizes, with_budgets
 from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy, parse_strategy
-from tests.plan.search.tasks import COST, SHAPE, small_task
+from tests.plan.search.tasks import COST, SHAPE, SPARSE, small_task
 
 TASK = small_task()
 
@@ -72,3 +72,13 @@ def test_memory_limits_the_first_stage() -> None:
         found += [layers] if layers is not None else []
     assert found[0] == (4, 2)
     assert found[-1][0] < 4
+
+
+def test_ranks_that_share_experts_divide_both() -> None:
+    sparse = replace(TASK, cost=replace(COST, shape=SPARSE))
+    assert expert_sizes(TASK, 8) == [1]
+    assert expert_sizes(sparse, 8) == [1, 2, 4, 8]
+    assert expert_sizes(sparse, 6) == [1, 2]
+    found = list(Space(tensor_parallel=(1,), stages=(2,), tokens_per_rank=(1024,)).strategies(sparse))
+    assert {one.expert_parallel for one in found} == {1, 2, 4}
+    assert {one.expert_parallel for one in Space(stages=(1,), expert_parallel=(4,)).strategies(sparse)} == {4}

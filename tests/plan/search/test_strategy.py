@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from bytescale_ext.plan.search.strategy import (
     ACTIVATIONS,
+    BLOCK,
     FULL,
     KEEP,
     PRICED,
@@ -35,6 +36,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
         loss_tokens=draw(st.none() | st.integers(1, 1 << 16)),
         device_gb=draw(budget) if needs else None,
         host_gb=draw(budget) if needs else 0.0,
+        expert_parallel=draw(st.integers(1, 8)),
+        recomputed_layers=draw(st.integers(1, 9)) if activations == BLOCK else 0,
     )
 
 
@@ -67,9 +70,15 @@ def test_full_recompute_and_policies() -> None:
     full = Strategy(1, (4,), 1024, activations=FULL, loss_tokens=512)
     assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in " ".join(full.flags())
     assert str(full) == "tp 1, pp 1, C 1024, full recompute, chunked loss, no ZeRO-1"
+    block = Strategy(1, (4,), 1024, shares_optimizer=True, activations=BLOCK, recomputed_layers=3)
+    assert "--recompute-granularity full --recompute-method block --recompute-num-layers 3" in " ".join(block.flags())
+    assert str(block) == "tp 1, pp 1, C 1024, 3 recomputed layers"
     priced = Strategy(1, (4,), 1024, activations=PRICED, device_gb=3.0)
     assert priced.flags()[-6:] == ["--activation-policy", "priced", "--device-memory-gb", "3", "--host-memory-gb", "0"]
     assert Strategy(1, (4, 4), 1024, chunks=2).activations == KEEP
+    experts = Strategy(1, (4,), 1024, shares_optimizer=True, expert_parallel=4)
+    assert "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 4" in " ".join(experts.flags())
+    assert str(experts) == "tp 1, pp 1, C 1024, ep 4"
 
 
 def test_layouts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from bytescale_ext.plan.search.strategy import FULL, PRICED, Strategy, layout_text
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy, layout_text
 
 CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
     "--tensor-model-parallel-size": lambda one: str(one.tensor_parallel),
@@ -13,21 +13,24 @@ CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
     "--pipeline-model-parallel-layout": lambda one: (
         layout_text(one.stage_layers) if len(set(one.stage_layers)) > 1 else "equal stages"
     ),
+    "--expert-model-parallel-size": lambda one: str(one.expert_parallel),
     "--num-virtual-stages-per-pipeline-rank": lambda one: str(one.chunks),
     "--hdp-tokens-per-rank": lambda one: str(one.tokens_per_rank),
     "--use-distributed-optimizer": lambda one: "on" if one.shares_optimizer else "off",
     "--seq1f1b-slices": lambda one: "auto" if one.chooses_slices else "1",
     "--activation-policy": lambda one: PRICED if one.activations == PRICED else "none",
-    "--recompute-granularity": lambda one: FULL if one.activations == FULL else "none",
+    "--recompute-granularity": lambda one: FULL if one.activations in (FULL, BLOCK) else "none",
+    "--recompute-method": lambda one: {FULL: "uniform", BLOCK: BLOCK}.get(one.activations, "none"),
     "--chunked-cross-entropy": lambda one: "off" if one.loss_tokens is None else str(one.loss_tokens),
 }
 """Flags that ``--explain`` takes, each with its value in a strategy."""
 
 DECIDED: Final = frozenset(CHOICES) | {
     "--hybrid-data-parallel", "--sequence-parallel", "--context-parallel-size", "--seq-length", "--global-batch-size",
-    "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-method", "--recompute-num-layers",
+    "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-num-layers",
     "--device-memory-gb", "--host-memory-gb", "--cost-file", "--hdp-kept-keys", "--hdp-swapped-keys",
     "--swap-fraction", "--recompute-fraction", "--recompute-activations", "--num-layers-per-virtual-pipeline-stage",
-    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--moe-token-dispatcher-type",
+    "--expert-tensor-parallel-size",
 }  # fmt: skip
 """Flags of the training that the search decides or takes by an option of its own."""

@@ -176,13 +176,13 @@ def check_options(args: argparse.Namespace) -> None:
     decided = [word for word in words if word.partition("=")[0] in DECIDED]
     if decided:
         raise ValueError(f"--model-flags has {decided[0]}, which the search decides: remove it")
+    if any(word.partition("=")[0] == "--moe-layer-freq" for word in words):
+        raise ValueError("--model-flags has --moe-layer-freq: the search takes all layers as equal; remove it")
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    """Return the task of the options. Raises ValueError for another model, experts, or too few documents."""
+    """Return the task of the options. Raises ValueError for another model, a bad file, or too few documents."""
     shape = shape_of_flags(args.model_flags)
-    if shape.num_experts:
-        raise ValueError("--model-flags has --num-experts: the search is for dense models; remove it")
     if args.cost_file is not None:
         cost = read_cost(args.cost_file)
         if 0 < cost.shape.vocab - shape.vocab < VOCAB_MULTIPLE * cost.tensor_parallel:  # padded, as Megatron does

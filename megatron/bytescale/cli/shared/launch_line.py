@@ -33,7 +33,7 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.memory.held import held
-from bytescale_ext.plan.memory.model_states import num_parameters, parameter_bytes, stage_parameters
+from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, parameter_bytes, stage_parameters
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import Slicing
@@ -136,7 +136,7 @@ class Launch:
         shape, where = run.shape, "GPUs, as on this machine" if run.process.on_cuda else "CPU, as on this machine"
         experts = f", {shape.num_experts} experts in {shape.num_expert_layers} layers" if shape.num_experts else ""
         return {
-            "model": f"{num_parameters(shape) / 1e9:.3g} G parameters{' without experts' if experts else ''}, "
+            "model": f"{(num_parameters(shape) + expert_parameters(shape)) / 1e9:.3g} G parameters, "
             f"{shape.num_layers} layers of {shape.hidden}, vocabulary {shape.vocab}{experts}; "
             f"{str(args.params_dtype).removeprefix('torch.')}",
             "processes": f"{args.world_size:,} = {tensor} tensor-parallel x {stages} stages x {run.cluster.num_ranks} "
@@ -217,22 +217,31 @@ class Launch:
         """Return the parameters of a process of each stage, without experts."""
         shape, stages = self.run.shape, self.run.stage_layers
         return [
-            stage_parameters(
-                replace(shape, num_layers=layers), self.run.process.tensor_parallel, not stage, stage == len(stages) - 1
-            )
+            stage_parameters(shape.part(layers), self.run.process.tensor_parallel, not stage, stage == len(stages) - 1)
             for stage, layers in enumerate(stages)
+        ]
+
+    def state_bytes(self) -> list[float]:
+        """Return the bytes of parameters, gradients and optimizer states of a process of each stage."""
+        args, run = self.args, self.run
+        tensor, experts = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+        holders = args.world_size // (len(run.stage_layers) * tensor * experts)
+        shares, element = args.use_distributed_optimizer, args.params_dtype.itemsize
+        of_dense = parameter_bytes(element, run.cluster.num_ranks if shares else 1)
+        of_experts = parameter_bytes(element, holders if shares else 1)
+        return [
+            of_dense * dense + of_experts * expert_parameters(run.shape.part(layers), tensor, experts)
+            for dense, layers in zip(self.parameters(), run.stage_layers, strict=True)
         ]
 
     def memory_gb(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:
         """Return the device memory of each stage, of the HDP rank that holds most."""
-        args, run = self.args, self.run
-        sharers = run.cluster.num_ranks if args.use_distributed_optimizer else 1
-        of_parameter = parameter_bytes(args.params_dtype.itemsize, sharers)
+        run = self.run
         under_policy = run.find(ActivationConfig) is not None
         of_plan = [] if under_policy else self._held(table, cut)
         rows = []
-        for stage, (layers, count) in enumerate(zip(run.stage_layers, self.parameters(), strict=True)):
-            states = {"states": of_parameter * count}
+        for stage, (layers, state_bytes) in enumerate(zip(run.stage_layers, self.state_bytes(), strict=True)):
+            states = {"states": state_bytes}
             held_bytes = self._under_policy(stage, cut) if under_policy else of_plan[stage]
             in_gb = {name: each / 1e9 for name, each in (states | held_bytes).items()}
             total = sum(each for name, each in in_gb.items() if name != "host")

@@ -113,7 +113,7 @@ def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    tight = [*LINE, "--device-memory-gb", "0.003", "--explain", "hdp-tokens-per-rank"]
+    tight = [*LINE, "--device-memory-gb", "0.005", "--explain", "hdp-tokens-per-rank"]
     assert "--hdp-tokens-per-rank 4096: nothing fits (device memory)" in printed(tight, capsys)
     with_any = refused([*tight, "--device-memory-gb", "0.0001"], capsys)
     assert "nothing fits with any value of --hdp-tokens-per-rank" in with_any

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.search.case import Case, cluster_of, memory_of
+from bytescale_ext.plan.search.layers import Choice, block_bytes, cheapest, fewest_recomputed, recomputed_bytes
+from bytescale_ext.plan.search.space import Space, blocks
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, Strategy
+from tests.plan.search.tasks import COST, SHAPE, small_task
+
+TASK = small_task()
+
+
+def in_all_ways(layers: list[tuple[Choice, ...]], capacity: float) -> float | None:
+    """Return the least time of all choices that fit, tried one by one."""
+    fitting = [way for way in product(*layers) if sum(one.bytes for one in way) <= capacity]
+    return min((sum(one.seconds for one in way) for way in fitting), default=None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    layers = [
+        tuple(Choice(*map(float, random.integers(0, 9, 2))) for _ in range(random.integers(1, 4)))
+        for _ in range(random.integers(0, 6))
+    ]
+    capacity = float(random.integers(0, 25))
+    found, best = cheapest(layers, capacity), in_all_ways(layers, capacity)
+    if found is None:
+        assert best is None
+        return
+    assert len(found) == len(layers)
+    assert all(one in choices for one, choices in zip(found, layers, strict=True))
+    assert sum(one.bytes for one in found) <= capacity
+    assert sum(one.seconds for one in found) == best
+
+
+def test_a_recomputed_layer_keeps_its_input_and_keys() -> None:
+    assert recomputed_bytes(COST) == COST.recompute_bytes + 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+
+
+@pytest.mark.parametrize("stage_layers", [(6,), (3, 3), (4, 2)])
+def test_as_few_layers_as_the_memory_needs(stage_layers: tuple[int, ...]) -> None:
+    kept = Strategy(1, stage_layers, 1024, shares_optimizer=True)
+    cluster = cluster_of(TASK, kept)
+    memory = memory_of(COST, kept, cluster)
+    full = Case.of(TASK, replace(kept, activations=FULL)).full_bytes[0]
+    whole, seen = Case.of(TASK, kept).full_bytes[0], set()
+    for device_bytes in np.linspace(0.9 * full, 1.1 * whole, 60):
+        number = fewest_recomputed(COST, memory, kept, device_bytes)
+        fitting = [
+            count
+            for count in range(1, max(stage_layers) + 1)
+            if block_bytes(COST, memory, replace(kept, activations=BLOCK, recomputed_layers=count)) <= device_bytes
+        ]
+        best = 0 if whole <= device_bytes else min(fitting, default=None)
+        assert number == best, device_bytes
+        seen.add(number)
+    assert {None, 0} < seen
+
+
+def test_the_space_has_blocks_where_memory_is_short() -> None:
+    kept = Strategy(1, (6,), 1024, shares_optimizer=True)
+    whole = Case.of(TASK, kept).full_bytes[0]
+    assert list(blocks(TASK, replace(kept, activations=FULL))) == []
+    tight = small_task(memory_bytes=whole - 4e6)
+    (block,) = blocks(tight, replace(kept, activations=FULL))
+    assert 0 < block.recomputed_layers < 6
+    assert block in list(Space(stages=(1,), tokens_per_rank=(1024,)).strategies(tight))
+    case, full = Case.of(tight, block), Case.of(tight, replace(kept, activations=FULL))
+    assert full.full_bytes[0] < case.full_bytes[0] <= tight.devices.memory_bytes
+    seconds = [one.run(TASK.steps[0]).compute for one in (Case.of(TASK, kept), case, full)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] < seconds[2]
