@@ -104,11 +104,11 @@ def _file_bytes(path: Path) -> bytes:
         raise ValueError(f"{path}: cannot read ({error.strerror}): change --from or --glob") from error
 
 
-def checked_prefix(prefix: str) -> str:
-    """Return the path of the unfinished files. Raises ValueError if they cannot be written."""
+def checked_prefix(prefix: str, flag: str = "--output") -> str:
+    """Return the path of the unfinished files. Raises ValueError, naming the flag, if they cannot be written."""
     target = Path(prefix)
     if not target.name or prefix.endswith(("/", ".bin", ".idx")):
-        raise ValueError(f"--output {prefix}: give a path that ends in a name, without .bin or .idx")
+        raise ValueError(f"{flag} {prefix}: give a path that ends in a name, without .bin or .idx")
     partial = str(target.with_name(f".{target.name}.partial"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def checked_prefix(prefix: str) -> str:
         Path(partial + ".bin").unlink()
     except OSError as error:
         raise ValueError(
-            f"--output {prefix}: cannot write to {target.parent} ({error.strerror}): change --output"
+            f"{flag} {prefix}: cannot write to {target.parent} ({error.strerror}): change {flag}"
         ) from error
     return partial
 

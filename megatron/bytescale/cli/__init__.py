@@ -27,12 +27,14 @@ from megatron.bytescale.cli import (
     timeline,
     train,
 )
+from megatron.bytescale.cli.data import command as data
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 
 COMMANDS = (
     train,
     corpus,
+    data,
     profile,
     dry_run,
     plan,

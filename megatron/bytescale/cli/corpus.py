@@ -7,22 +7,12 @@ import dataclasses
 import json
 
 from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix, environment_entries, source_entries
-from megatron.bytescale.arguments.values import check_tokenizer
 from megatron.bytescale.cli.shared.inputs import size
+from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings, training_flags
 
 NAME = "corpus"
 HELP = "write a Megatron data set (.bin and .idx) from files, one document per file or JSONL line"
 EXAMPLE = "bytescale corpus --output data/python --tokens 20000000"
-
-_TOKENIZER_SETTINGS = (
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "tiktoken_pattern",
-    "metadata_path",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the random order (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    group = parser.add_argument_group("tokenizer (Megatron's flags; without --tokenizer-type a token is a byte)")
-    group.add_argument("--tokenizer-type", help="as in training, for example HuggingFaceTokenizer")
-    group.add_argument("--tokenizer-model", metavar="PATH")
-    group.add_argument("--vocab-file", metavar="PATH")
-    group.add_argument("--merge-file", metavar="PATH")
-    group.add_argument("--vocab-size", type=int, metavar="N")
-    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"))
-    group.add_argument("--tokenizer-metadata", dest="metadata_path", metavar="PATH")
+    add_tokenizer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,11 +41,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a source, a line or a setting is bad.
     """
-    settings = {name: getattr(args, name) for name in _TOKENIZER_SETTINGS if getattr(args, name) is not None}
-    if settings and args.tokenizer_type is None:
-        raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")
-    if settings:
-        check_tokenizer(args)
+    settings = tokenizer_settings(args)
     if args.sources:
         entries = source_entries(args.sources, args.glob or "*")
     else:
@@ -81,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         num_tokens=args.tokens,
         seed=args.seed,
     )
-    flags = ["--data-path", args.output, *(_training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
+    flags = ["--data-path", args.output, *(training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
     if args.json:
         print(json.dumps({**dataclasses.asdict(summary), "training_flags": flags}, indent=2))
         return 0
@@ -100,12 +79,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
     print(f"train with {' '.join(flags)}")
     return 0
-
-
-def _training_flags(settings: dict[str, object]) -> list[str]:
-    """Return the training flags of the same tokenizer."""
-    flags: list[str] = []
-    for name, value in settings.items():
-        flag = "--tokenizer-metadata" if name == "metadata_path" else "--" + name.replace("_", "-")
-        flags += [flag, str(value)]
-    return flags

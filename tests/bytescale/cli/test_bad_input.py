@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.bytescale import cli
 from megatron.bytescale.cli.plan import read_lengths
 from megatron.bytescale.cli.shared.inputs import OneLineParser
+from tests.data.sources import write_data_set
 
 PLAN = ["plan", "--lengths", "{in}/lengths.npy", "--ranks", "9", "--tokens-per-rank", "10"]
 SIMULATE = "simulate --sampler sft --context 8K --ranks 8 --tokens-per-rank 8K --global-tokens 64K --seeds 1".split()
@@ -26,6 +27,7 @@ TOKENIZED = [*CORPUS, "--from", "{in}/lines.jsonl", "--tokenizer-type"]
 DRY_RUN = ["dry-run", "--world-size", "8"]
 SEARCH = ["search", "--model-flags", MODEL, "--sampler", "sft", *"--context 1K --global-batch-size 8 --gpus 8".split(),
           *"--device-memory-gb 1 --steps 1".split()]  # fmt: skip
+SCULPT = "data sculpt --input {in}/docs --context 8 --output-prefix {in}/out".split()
 PROFILE = ["profile", "--output", "{in}/cost.json"]
 
 # (command line, words of the message); {in} is a folder with the files that ``folder`` makes.
@@ -185,6 +187,28 @@ CASES: list[tuple[list[str], str]] = [
     (["corpus", "--output", "{in}/", "--from", "{in}/lines.jsonl"], "give a path that ends in a name"),
     (["corpus", "--output", "{in}/out.bin", "--from", "{in}/lines.jsonl"], "without .bin or .idx"),
     (["corpus", "--output", "{in}/lines.jsonl/out", "--from", "{in}/lines.jsonl"], "cannot write to"),
+    # data sculpt
+    (["data"], "required: COMMAND"),
+    (["data", "mould"], "invalid choice: 'mould'"),
+    (["data", "sculpt"], "required: --input, --context, --output-prefix"),
+    *(([*SCULPT, "--context", bad], f"'{bad}' is not a size") for bad in ("0", "8KB", "x")),
+    ([*SCULPT, "--overflow", "cut"], "invalid choice: 'cut'"),
+    ([*SCULPT, "--context", "2"], "shortest document has 3 tokens.*--context 3 or more, or --overflow split"),
+    ([*SCULPT, "--input", "{in}/none"], "none.idx: no such file"),
+    ([*SCULPT, "--input", "{in}/short"], "short.idx"),
+    ([*SCULPT, "--input", "{in}/none.jsonl"], "none.jsonl: No such file"),
+    ([*SCULPT, "--input", "{in}/broken.jsonl"], "broken.jsonl:1: not JSON"),
+    ([*SCULPT, "--input", "{in}/binary.jsonl"], "binary.jsonl:1: not JSON"),
+    ([*SCULPT, "--input", "{in}/empty.jsonl"], "all of them empty"),
+    ([*SCULPT, "--input", "{in}/chat.jsonl"], "a chat under the key 'messages'"),
+    ([*SCULPT, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "docs holds tokens already"),
+    ([*SCULPT, "--vocab-size", "9"], "add --tokenizer-type"),
+    ([*SCULPT, "--embedder", "bert"], "--embedder bert: give hf:PATH"),
+    ([*SCULPT, "--embedder", "hf:{in}/none"], "there is no folder {in}/none"),
+    ([*SCULPT, "--embedder", "hf:{in}"], "sentence-transformers is not installed"),
+    ([*SCULPT, "--output-prefix", "{in}/"], "--output-prefix .*give a path that ends in a name"),
+    ([*SCULPT, "--output-prefix", "{in}/lines.jsonl/out"], "change --output-prefix"),
+    ([*SCULPT, "--plot", "{in}/none/a.png"], "there is no folder"),
     # profile
     (["profile"], "required: --output"),
     (PROFILE, "give the flags of the training command after a --"),
@@ -257,6 +281,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
     (root / "lines.jsonl").write_text('{"text": "one"}\n')
     (root / "broken.jsonl").write_text("{\n")
+    (root / "binary.jsonl").write_bytes(b"\x7fELF\xff\x00")
+    (root / "empty.jsonl").write_text("")
+    write_data_set(root / "docs", [[[1, 2, 3]], [[4, 5, 6, 7]]])
     return root
 
 

@@ -25,8 +25,8 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_subcommands() -> None:
     assert [command.NAME for command in cli.COMMANDS] == [
-        "train", "corpus", "profile", "dry-run", "plan", "search", "simulate", "schedule", "activations", "memory-plan",
-        "timeline", "doctor",
+        "train", "corpus", "data", "profile", "dry-run", "plan", "search", "simulate", "schedule", "activations",
+        "memory-plan", "timeline", "doctor",
     ]  # fmt: skip
 
 
@@ -44,7 +44,11 @@ def test_help_has_an_example_that_parses(command: object, capsys: pytest.Capture
     assert cli.parser().parse_args(words).command == name
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS[1:], ids=lambda command: command.NAME)
+@pytest.mark.parametrize(
+    "command",
+    [*(command for command in cli.COMMANDS[1:] if command is not cli.data), *cli.data.COMMANDS],
+    ids=lambda command: command.NAME,
+)
 def test_figures_come_as_json_too(command: object) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)  # type: ignore[attr-defined]

@@ -90,18 +90,6 @@ def test_the_flags_of_the_tokenizer_are_those_of_training(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("setting", "flag"),
-    [
-        ("metadata_path", "--tokenizer-metadata"),
-        ("tokenizer_model", "--tokenizer-model"),
-        ("merge_file", "--merge-file"),
-    ],
-)
-def test_each_setting_has_its_training_flag(setting: str, flag: str) -> None:
-    assert cli.corpus._training_flags({"tokenizer_type": "T", setting: "a"}) == ["--tokenizer-type", "T", flag, "a"]
-
-
-@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--vocab-size", "300"], "vocab_size without a tokenizer: add --tokenizer-type"),

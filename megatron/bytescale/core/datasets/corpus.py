@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,16 +110,37 @@ def write_corpus(
     dtype = DType.optimal_dtype(vocab_size)
     encode = encoder(tokenizer)
     tally = _Tally()
-    partial = checked_prefix(prefix)
-    try:
+    with _whole_files(prefix) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
             _add_documents(builder, entries, encode, json_key, num_tokens, tally)
         finally:
             builder.data_file.close()
         if not tally.lengths:
-            raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, change --from or --glob")
+            raise ValueError(f"{len(entries)} documents, all of them empty: nothing to write, choose other files")
         builder.finalize(partial + ".idx")
+    eod = BYTE_LEVEL_EOD if tokenizer is None else int(tokenizer.eod)
+    return tally.summary(prefix, np.dtype(dtype).name, vocab_size, eod)
+
+
+def write_tokens(prefix: Path, documents: Iterable[np.ndarray], dtype: type[np.integer] = np.uint16) -> None:
+    """Write token ids, [n] for each document, as they are to ``prefix``.bin and ``prefix``.idx.
+
+    ``dtype``: type in which they are stored, which must hold them all.
+    """
+    with _whole_files(str(prefix)) as partial:
+        builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
+        for tokens in documents:
+            builder.add_document(tokens, [len(tokens)])
+        builder.finalize(partial + ".idx")
+
+
+@contextmanager
+def _whole_files(prefix: str) -> Iterator[str]:
+    """Yield the prefix of unfinished files, which take the place of ``prefix`` at the end, or go if the block fails."""
+    partial = checked_prefix(prefix)
+    try:
+        yield partial
         # Remove the old index first, so that an old index never describes new data.
         Path(prefix + ".idx").unlink(missing_ok=True)
         os.replace(partial + ".bin", prefix + ".bin")
@@ -126,16 +148,6 @@ def write_corpus(
     finally:
         for suffix in (".bin", ".idx"):
             Path(partial + suffix).unlink(missing_ok=True)
-    eod = BYTE_LEVEL_EOD if tokenizer is None else int(tokenizer.eod)
-    return tally.summary(prefix, np.dtype(dtype).name, vocab_size, eod)
-
-
-def write_tokens(prefix: Path, documents: Iterable[np.ndarray]) -> None:
-    """Write token ids below 65,536, [n] for each document, as they are to ``prefix``.bin and ``prefix``.idx."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for tokens in documents:
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
 
 
 class _Tally:

@@ -1,0 +1,114 @@
+"""What pieces of documents are about, as unit vectors: words or tokens weighed by rarity, in few dimensions.
+
+The default embedder needs no model: counts of hashed words (of token ids, where tokens are not bytes), TF-IDF, and a
+truncated SVD. ``hf:PATH`` takes a model of sentence-transformers from a folder instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from bytescale_ext.data.corpus.tokens import CorpusTokens
+from bytescale_ext.data.samples.lengths import SampleTable
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+MODEL: Final = "hf:"
+_FEATURES: Final = 1 << 18
+_DIMENSIONS: Final = 128
+_FITTED: Final = 20_000  # pieces that dimensions are found from
+
+
+def check_embedder(embedder: str | None) -> None:
+    """Raise ValueError unless this machine can embed. ``embedder``: None for the default, or ``hf:PATH``."""
+    if importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("faiss") is None:
+        raise ValueError("scikit-learn and faiss are needed: pip install 'bytescale-megatron[data]'")
+    if embedder is None:
+        return
+    path = embedder.removeprefix(MODEL)
+    if path == embedder or not path:
+        raise ValueError(f"--embedder {embedder}: give hf:PATH, the folder of a model, or leave it out")
+    if not Path(path).is_dir():
+        raise ValueError(f"--embedder {embedder}: there is no folder {path}")
+    if importlib.util.find_spec("sentence_transformers") is None:
+        raise ValueError(f"--embedder {embedder}: sentence-transformers is not installed")
+
+
+def embed(corpus: CorpusTokens, table: SampleTable, embedder: str | None, seed: int) -> np.ndarray:
+    """Return a unit vector of each piece, float32 [pieces, d]; zeros where a piece has no words.
+
+    Args:
+        corpus: the tokens.
+        table: the pieces.
+        embedder: as ``check_embedder`` takes it.
+        seed: of the choice of pieces that dimensions are found from, and of the SVD.
+
+    Raises:
+        ValueError: a model needs text, and the tokens are not bytes.
+    """
+    is_bytes = corpus.is_bytes
+    if embedder is None:
+        counts = word_counts(corpus.texts(table)) if is_bytes else token_counts(corpus.pieces(table))
+        return reduced(counts, seed)
+    if not is_bytes:
+        raise ValueError(f"--embedder {embedder} needs text, and the tokens of {corpus.prefix} are not bytes")
+    return by_model(embedder.removeprefix(MODEL), corpus.texts(table))
+
+
+def word_counts(texts: Iterable[str]) -> csr_matrix:
+    """Return how often each hashed word stands in each text: float32 [texts, features]."""
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    hashing = HashingVectorizer(n_features=_FEATURES, alternate_sign=False, norm=None, dtype=np.float32)
+    return hashing.transform(texts)
+
+
+def token_counts(pieces: Iterable[np.ndarray]) -> csr_matrix:
+    """Return how often each token id stands in each piece: float32 [pieces, features]. ``pieces``: ids [length]."""
+    from scipy.sparse import csr_matrix
+
+    ids, counts = [], []
+    for piece in pieces:
+        found, times = np.unique(piece.astype(np.int64) % _FEATURES, return_counts=True)
+        ids.append(found)
+        counts.append(times.astype(np.float32))
+    bounds = np.cumsum([0, *(len(one) for one in ids)])
+    return csr_matrix((np.concatenate(counts), np.concatenate(ids), bounds), shape=(len(ids), _FEATURES))
+
+
+def reduced(counts: csr_matrix, seed: int) -> np.ndarray:
+    """Return the unit vectors, float32 [n, d], of rows of counts [n, features].
+
+    Features of a single row say nothing about likeness and are left out.
+    """
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfTransformer
+
+    shared = np.flatnonzero(np.bincount(counts.indices, minlength=_FEATURES) >= 2)
+    num_rows = counts.shape[0]
+    if len(shared) < 2 or num_rows < 3:
+        return np.ones((num_rows, 1), dtype=np.float32)
+    weights = TfidfTransformer(sublinear_tf=True).fit_transform(counts[:, shared])
+    fitted = np.sort(np.random.RandomState(seed % 2**32).permutation(num_rows)[:_FITTED])
+    dimensions = min(_DIMENSIONS, len(fitted) - 1, len(shared) - 1)
+    svd = TruncatedSVD(dimensions, n_iter=3, random_state=seed % 2**32).fit(weights[fitted])
+    return unit(svd.transform(weights))
+
+
+def by_model(path: str, texts: Iterable[str]) -> np.ndarray:
+    """Return the unit vectors, float32 [texts, d], of a model of sentence-transformers in a folder."""
+    from sentence_transformers import SentenceTransformer
+
+    return unit(np.asarray(SentenceTransformer(path, local_files_only=True).encode(list(texts))))
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors [n, d] of length 1, as float32; zeros stay zeros."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0).astype(np.float32)

@@ -1,0 +1,1 @@
+"""``bytescale data``: what happens to a corpus before training on long contexts."""

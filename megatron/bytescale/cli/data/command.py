@@ -1,0 +1,29 @@
+"""``bytescale data``: the table of its own subcommands."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.bytescale.cli.data import sculpt
+
+NAME = "data"
+HELP = "prepare a corpus for long contexts: windows of related documents (bytescale data sculpt)"
+EXAMPLE = sculpt.EXAMPLE
+
+COMMANDS = (sculpt,)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
+    subparsers = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = subparsers.add_parser(
+            command.NAME, help=command.HELP, description=command.HELP, epilog=f"example: {command.EXAMPLE}"
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(run_data=command.run, prog=sub.prog)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one subcommand and return its exit code."""
+    return int(args.run_data(args))

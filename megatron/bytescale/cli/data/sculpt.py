@@ -1,0 +1,170 @@
+"""``bytescale data sculpt``: windows of related documents for training on long contexts (DataSculpt)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.data.corpus.embed import check_embedder
+from bytescale_ext.data.corpus.sculpting import SculptedCorpus, sculpt_corpus
+from bytescale_ext.data.corpus.tokens import CorpusTokens, open_tokens
+from bytescale_ext.data.corpus.windows_file import SUFFIX, WindowsHeader, save_windows, sha256_of
+from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix, file_entries
+from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
+from bytescale_ext.plan.sculpt.quality import quality_of
+from bytescale_ext.plan.sculpt.sculpt import SculptSettings
+from megatron.bytescale.cli.shared.inputs import check_picture, size
+from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings
+
+NAME = "sculpt"
+HELP = "group related documents into windows of a context length, without copying the corpus"
+EXAMPLE = "bytescale data sculpt --input data/python --context 64K --overflow none --output-prefix data/python-64k"
+
+_TEXT: Final = ".jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``bytescale data sculpt``."""
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="PREFIX",
+        help="a data set PREFIX.bin and PREFIX.idx; or a .jsonl file, which is first written as a data set at "
+        "--output-prefix",
+    )
+    parser.add_argument("--context", type=size, required=True, metavar="N", help="the most tokens of a window")
+    parser.add_argument(
+        "--overflow",
+        choices=OVERFLOWS,
+        default=OVERFLOWS[0],
+        help="the end of a document that its window has no room for: none, the document goes elsewhere (default); "
+        "truncate, the end is dropped; split, the end goes elsewhere. Documents longer than a window are always cut",
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="P", help=f"write P{SUFFIX} and, beside it, what it was made from"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the clusters (%(default)s)")
+    parser.add_argument(
+        "--embedder",
+        metavar="hf:PATH",
+        help="a model of sentence-transformers in a folder; default: words weighed by rarity (TF-IDF), which needs no "
+        "model",
+    )
+    parser.add_argument(
+        "--materialise",
+        action="store_true",
+        help="also write P.windows.bin and P.windows.idx, in which each window is one document",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--plot", type=Path, metavar="F.png", help="draw a map of the clusters and their sizes")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in .jsonl (%(default)s)")
+    add_tokenizer_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the windows, write them, and print the report.
+
+    Raises:
+        ValueError: an option, a file or the data set is bad, or no window can be made.
+    """
+    began = time.perf_counter()
+    settings = SculptSettings(args.context, args.overflow, args.seed)
+    check_options(args)
+    corpus = open_tokens(data_set_of(args))
+    header = WindowsHeader(args.context, args.overflow, args.seed, sha256_of(corpus.prefix + ".idx"))
+    made = sculpt_corpus(corpus, settings, args.embedder)
+    path = Path(args.output_prefix + SUFFIX)
+    save_windows(path, made.made.table, header)
+    if args.materialise:
+        materialise(corpus, made, Path(args.output_prefix + ".windows"))
+    if args.plot is not None:
+        from bytescale_ext.draw.sculpt import draw_clusters
+
+        draw_clusters(made.pieces.vectors, made.made.cluster, made.pieces.length, args.plot)
+    report = {"windows": str(path), **report_of(corpus, made, args.context), "seconds": time.perf_counter() - began}
+    print(json.dumps(report, indent=2) if args.json else text_of(report, args, corpus.prefix))
+    return 0
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot be done or written, before anything slow begins."""
+    check_embedder(args.embedder)
+    check_picture("--plot", args.plot)
+    settings = tokenizer_settings(args)
+    is_text = args.input.endswith(_TEXT)
+    if settings and not is_text:
+        raise ValueError(f"--tokenizer-type is for {_TEXT} files: --input {args.input} holds tokens already")
+    if is_text:
+        check_first_lines(file_entries(Path(args.input)), args.json_key)
+    else:
+        open_tokens(args.input)
+    checked_prefix(args.output_prefix, "--output-prefix")
+
+
+def data_set_of(args: argparse.Namespace) -> str:
+    """Return the prefix of the data set; write it first where the input is text."""
+    if not args.input.endswith(_TEXT):
+        return str(args.input)
+    # Imported here because Megatron takes seconds to import, which --help and errors should not.
+    from megatron.bytescale.core.datasets import corpus
+
+    settings = tokenizer_settings(args)
+    corpus.write_corpus(
+        args.output_prefix,
+        file_entries(Path(args.input)),
+        tokenizer=corpus.build_megatron_tokenizer(settings) if settings else None,
+        json_key=args.json_key,
+    )
+    return str(args.output_prefix)
+
+
+def materialise(corpus: CorpusTokens, made: SculptedCorpus, prefix: Path) -> None:
+    """Write a data set in which each window is one document."""
+    from megatron.bytescale.core.datasets.corpus import write_tokens
+
+    table = made.made.table
+    bounds = window_bounds(table).tolist()
+    windows = (
+        np.concatenate([corpus.read(*row) for row in table[["document", "start", "length"]][first:end].tolist()])
+        for first, end in pairwise(bounds)
+    )
+    write_tokens(prefix, windows, corpus.tokens.dtype.type)
+
+
+def report_of(corpus: CorpusTokens, made: SculptedCorpus, context: int) -> dict[str, object]:
+    """Return the figures of the windows."""
+    clusters = made.cluster_tokens
+    return {
+        "documents": len(corpus.lengths),
+        "tokens": int(corpus.lengths.sum()),
+        **asdict(quality_of(made.made.table, made.pieces, context)),
+        "documents_longer_than_context": made.num_long,
+        "clusters": len(clusters),
+        "largest_cluster_tokens": int(clusters[0]),
+        "median_cluster_tokens": int(np.median(clusters)),
+    }
+
+
+def text_of(report: dict[str, object], args: argparse.Namespace, prefix: str) -> str:
+    """Return the report as text."""
+    long = report["documents_longer_than_context"]
+    lines = [
+        f"{report['windows']}",
+        f"documents   {report['documents']:,} of {report['tokens']:,} tokens; {long:,} are longer than a window",
+        f"windows     {report['num_windows']:,} of {args.context:,} tokens, filled to {report['fill']:.3f}",
+        f"inside      {report['documents_per_window']:.1f} documents a window, relevance {report['relevance']:.3f} "
+        f"(of random ones {report['random_relevance']:.3f})",
+        f"cut         {report['cut']:.1%} of the documents that fit, tokens kept {report['tokens_kept']:.1%}",
+        f"clusters    {report['clusters']:,}, tokens median {report['median_cluster_tokens']:,}, "
+        f"largest {report['largest_cluster_tokens']:,}",
+        f"seconds     {report['seconds']:.1f}",
+        f"train with --data-path {prefix} --sculpt-windows {report['windows']} --seq-length {args.context}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""``bytescale data sculpt``: its report, its files, and that the corpus stays as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale_ext.data.corpus.tokens import open_tokens
+from bytescale_ext.data.corpus.windows_file import load_windows, sha256_of
+from bytescale_ext.plan.sculpt.check import check_windows
+from bytescale_ext.plan.sculpt.pieces import OVERFLOWS, window_bounds
+from megatron.bytescale import cli
+from megatron.bytescale.cli.data import command
+from tests.data.corpus.books import texts, write_texts
+
+CONTEXT = 1000
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_texts(tmp_path / "docs", texts()[0])
+    return tmp_path / "docs"
+
+
+def sculpt(source: Path, out: Path, *words: object) -> int:
+    options = ["--input", source, "--context", CONTEXT, "--output-prefix", out, *words]
+    return cli.main([command.NAME, command.sculpt.NAME, *map(str, options)])
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+def test_the_report_and_the_files(
+    overflow: str, prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+    assert sculpt(prefix, tmp_path / "out" / "a", "--overflow", overflow, "--json", "--seed", 7) == 0
+    report = json.loads(capsys.readouterr().out)
+    path = tmp_path / "out" / "a.windows.npy"
+    table, header = load_windows(path)
+    corpus = open_tokens(str(prefix))
+    check_windows(table, corpus.lengths, CONTEXT, overflow)
+    assert (header.context, header.overflow, header.seed) == (CONTEXT, overflow, 7)
+    assert header.idx_sha256 == sha256_of(f"{prefix}.idx")
+    assert report["windows"] == str(path)
+    assert report["num_windows"] == table["window"][-1] + 1
+    assert report["fill"] == pytest.approx(table["length"].sum() / report["num_windows"] / CONTEXT)
+    assert (report["documents"], report["tokens"]) == (len(corpus.lengths), corpus.lengths.sum())
+    assert report["relevance"] > 1.5 * report["random_relevance"]
+    assert [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")] == before
+    assert sorted(one.name for one in path.parent.iterdir()) == ["a.windows.json", "a.windows.npy"]
+
+
+def test_the_report_as_text(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sculpt(prefix, tmp_path / "a", "--plot", tmp_path / "map.png") == 0
+    lines = capsys.readouterr().out.splitlines()
+    path = tmp_path / "a.windows.npy"
+    assert lines[0] == str(path)
+    assert [line.split()[0] for line in lines[1:-1]] == [
+        "documents", "windows", "inside", "cut", "clusters", "seconds",
+    ]  # fmt: skip
+    assert "0.0% of the documents that fit, tokens kept 100.0%" in lines[4]
+    assert lines[-1] == f"train with --data-path {prefix} --sculpt-windows {path} --seq-length {CONTEXT}"
+    assert (tmp_path / "map.png").stat().st_size > 1000
+
+
+def test_equal_seeds_give_equal_files(prefix: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert sculpt(prefix, tmp_path / name) == 0
+    assert (tmp_path / "a.windows.npy").read_bytes() == (tmp_path / "b.windows.npy").read_bytes()
+
+
+def test_windows_as_documents_of_a_new_data_set(prefix: Path, tmp_path: Path) -> None:
+    assert sculpt(prefix, tmp_path / "a", "--materialise") == 0
+    corpus, windows = open_tokens(str(prefix)), open_tokens(str(tmp_path / "a.windows"))
+    table, _ = load_windows(tmp_path / "a.windows.npy")
+    bounds = window_bounds(table)
+    assert len(windows.lengths) == len(bounds) - 1
+    assert windows.tokens.dtype == corpus.tokens.dtype
+    for window in (0, len(bounds) - 2):
+        rows = table[bounds[window] : bounds[window + 1]]
+        expected = np.concatenate([corpus.read(*row) for row in rows[["document", "start", "length"]].tolist()])
+        assert windows.read(window, 0, int(windows.lengths[window])).tolist() == expected.tolist()
+
+
+def test_text_becomes_a_data_set_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, _ = texts(30)
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"body": text}) + "\n" for text in made))
+    assert sculpt(source, tmp_path / "a", "--json-key", "body") == 0
+    corpus = open_tokens(str(tmp_path / "a"))
+    assert corpus.lengths.tolist() == [len(text) + 1 for text in made]
+    assert load_windows(tmp_path / "a.windows.npy")[1].idx_sha256 == sha256_of(tmp_path / "a.idx")
+    assert f"--data-path {tmp_path / 'a'} " in capsys.readouterr().out

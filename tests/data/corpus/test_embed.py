@@ -1,0 +1,106 @@
+"""Vectors of documents: those about one topic are alike, from words and from token ids; bad embedders are refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bytescale_ext.data.corpus.embed import check_embedder, embed, reduced, token_counts, unit, word_counts
+from bytescale_ext.data.corpus.tokens import open_tokens
+from bytescale_ext.data.samples.lengths import sample_table
+from tests.data.corpus.books import TOPICS, texts, write_texts
+from tests.data.sources import write_data_set
+
+
+def likeness(vectors: np.ndarray, topics: list[int]) -> tuple[float, float]:
+    """Return the mean cosine of two documents of one topic, and of different ones."""
+    products = vectors @ vectors.T
+    same = np.equal.outer(topics, topics)
+    off = ~np.eye(len(topics), dtype=bool)
+    return float(products[same & off].mean()), float(products[~same].mean())
+
+
+def test_documents_of_a_topic_are_alike(tmp_path: Path) -> None:
+    made, topics = texts()
+    corpus = write_texts(tmp_path / "a", made)
+    vectors = embed(corpus, sample_table(corpus.lengths, 10_000), None, 1)
+    assert vectors.dtype == np.float32
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1)
+    same, other = likeness(vectors, topics)
+    assert same > 0.6
+    assert other < 0.1
+
+
+def test_token_ids_stand_for_words(tmp_path: Path) -> None:
+    made, topics = texts()
+    number = {word: 300 + i for i, word in enumerate(" ".join(TOPICS).split())}
+    documents = [[[number[word] for word in text.split()]] for text in made]
+    corpus = open_tokens(write_data_set(tmp_path / "a", documents))
+    same, other = likeness(embed(corpus, sample_table(corpus.lengths, 10_000), None, 1), topics)
+    assert same > 0.6
+    assert other < 0.1
+
+
+def test_counts_of_words_and_tokens() -> None:
+    words = word_counts(["two two one", "one"])
+    assert sorted(words[0].data.tolist()) == [1, 2]
+    tokens = token_counts([np.array([7, 7, 9]), np.array([9 + (1 << 18)])])
+    assert (tokens[0, 7], tokens[0, 9], tokens[1, 9]) == (2, 1, 1)
+
+
+def test_equal_seeds_give_equal_vectors(tmp_path: Path) -> None:
+    counts = word_counts(texts()[0])
+    assert np.array_equal(reduced(counts, 3), reduced(counts, 3))
+
+
+@pytest.mark.parametrize("documents", [["one"], ["one", "two"], ["", "", ""], ["a b", "c d", "e f", "g h"]])
+def test_documents_without_common_words(documents: list[str]) -> None:
+    vectors = reduced(word_counts(documents), 1)
+    assert vectors.shape[0] == len(documents)
+    assert np.isfinite(vectors).all()
+
+
+def test_unit_vectors_keep_zeros() -> None:
+    assert np.allclose(unit(np.array([[3.0, 4.0], [0, 0]])), [[0.6, 0.8], [0, 0]])
+
+
+def test_a_model_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for sentence-transformers: vectors of the first and last letter."""
+    seen = []
+
+    class Model:
+        def __init__(self, path: str, local_files_only: bool) -> None:
+            seen.append((path, local_files_only))
+
+        def encode(self, documents: list[str]) -> np.ndarray:
+            return np.array([[ord(one[0]), ord(one[-1])] for one in documents], dtype=np.float64)
+
+    module = SimpleNamespace(SentenceTransformer=Model, __spec__=SimpleNamespace(name="sentence_transformers"))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
+    check_embedder(f"hf:{tmp_path}")
+    corpus = write_texts(tmp_path / "a", ["ab", "ba"])
+    vectors = embed(corpus, sample_table(corpus.lengths, 100), f"hf:{tmp_path}", 1)
+    assert seen == [(str(tmp_path), True)]
+    assert np.allclose(vectors, unit(np.array([[97.0, 98], [98, 97]])))
+    numbers = open_tokens(write_data_set(tmp_path / "b", [[[300]]]))
+    with pytest.raises(ValueError, match=r"needs text, and the tokens of .*b are not bytes"):
+        embed(numbers, sample_table(numbers.lengths, 100), f"hf:{tmp_path}", 1)
+
+
+@pytest.mark.parametrize(
+    ("embedder", "message"),
+    [("bert", "give hf:PATH"), ("hf:", "give hf:PATH"), ("hf:none", "there is no folder none")],
+)
+def test_bad_embedders(embedder: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_embedder(embedder)
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"scikit-learn and faiss are needed: pip install .*\[data\]"):
+        check_embedder(None)
