@@ -62,6 +62,8 @@ FLAGS = [
     "--hdp-ray-servers",
     "--hdp-ray-server-tokens",
     "--hdp-json-key",
+    "--sculpt-windows",
+    "--sculpt-attention",
     "--seq1f1b-slices",
     "--seq1f1b-partition",
     "--seq1f1b-eager",

@@ -21,7 +21,7 @@ from megatron.bytescale.training.initialize import (
 )
 from megatron.bytescale.training.training import wrap_check_checkpoint_args, wrap_training_log
 
-ALWAYS, CPU, HDP, SLICES = "always", "cpu", "hdp", "slices"
+ALWAYS, CPU, HDP, SCULPT, SLICES = "always", "cpu", "hdp", "sculpt", "slices"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -63,7 +63,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.training.checkpointing:check_checkpoint_args",
         wrap=wrap_check_checkpoint_args,
-        features=(HDP,),
+        features=(HDP, SCULPT),
         why="it alone sees what a checkpoint has counted; a hook after loading sees only the sum",
         source_hash="4c636308e56b",
     ),

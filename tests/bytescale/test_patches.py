@@ -35,7 +35,7 @@ FEATURES = {
     "compile_helpers": "always",
     **CPU_ROWS,
     "set_jit_fusion_options": "hdp",
-    "check_checkpoint_args": "hdp",
+    "check_checkpoint_args": "hdp, sculpt",
     "get_forward_backward_func": "hdp, slices",
     **SCHEDULE_ROWS,
     "training_log": "hdp",

@@ -119,15 +119,23 @@ class StepLoader(StepsAhead):
         source: samples; on all ranks the same.
         plans: makes the plan of a step from its lengths.
         settings: which steps, and how they are read.
+        sequences: returns what a plan places for the samples of a step, by the numbers by which the source reads them;
+            default: the samples themselves.
 
     Raises:
         ValueError: a cyclic source without samples.
     """
 
-    def __init__(self, source: TokenSource, plans: PlanMaker, settings: LoaderSettings) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        plans: PlanMaker,
+        settings: LoaderSettings,
+        sequences: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
+    ) -> None:
         if settings.cyclic and len(source) == 0:
             raise ValueError("a data set without samples cannot be repeated: give one with documents")
-        super().__init__(_LocalSteps(source, plans, settings), settings)
+        super().__init__(_LocalSteps(source, plans, settings, sequences), settings)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -137,6 +145,7 @@ class _LocalSteps:
     source: TokenSource
     plans: PlanMaker
     settings: LoaderSettings
+    sequences: Callable[[tuple[int, ...]], tuple[int, ...]]
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
         return self.settings.sample_ids(consumed_samples, len(self.source))
@@ -155,10 +164,11 @@ class _LocalSteps:
         make_plan: Callable[[tuple[int, ...]], tuple[StepPlan, bool]],
     ) -> StepBatch:
         began = time.perf_counter()
-        lengths = tuple(self.source.length(i) for i in sample_ids)
+        sequences = self.sequences(sample_ids)
+        lengths = tuple(self.source.length(i) for i in sequences)
         plan, fell_back = make_plan(lengths)
         planned = time.perf_counter()
-        micro_batches = self.settings.read(self.settings.units(plan), self.source, sample_ids, lengths)
+        micro_batches = self.settings.read(self.settings.units(plan), self.source, sequences, lengths)
         return StepBatch(
             step_index=step_index,
             sample_ids=sample_ids,

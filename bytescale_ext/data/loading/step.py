@@ -88,7 +88,8 @@ class StepBatch:
 
     Attributes:
         step_index: number of the step, counted from the loader's ``first_step``.
-        sample_ids: samples of the step on all ranks, in order; entry ``seq`` is the plan's sequence ``seq``.
+        sample_ids: samples of the step on all ranks, in order. Entry ``seq`` is the plan's sequence ``seq``, unless
+            the plan places parts of samples (``StepLoader``).
         plan: the plan of all ranks.
         micro_batches: this rank's micro-batches, or their slices, in running order; may be empty.
         plan_seconds: time for lengths, plan and check, in the background.
@@ -118,7 +119,7 @@ class StepBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample of the step."""
+        """Tokens of each sequence of the step."""
         return self.plan.lengths
 
     def __reduce__(self) -> tuple[type[StepBatch], tuple[object, ...]]:

@@ -2,7 +2,7 @@
 
 To add a feature, write one file here and add its row to ``FEATURES``; its decisions go to ``bytescale_ext/plan/``.
 Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table. ``states``, ``experts``,
-``gates``, ``drafts``, ``ngram`` and ``sculpt`` will be rows too.
+``gates``, ``drafts`` and ``ngram`` will be rows too.
 
 Importing this package imports neither torch nor Megatron; features import what they build with inside their functions.
 """
@@ -20,13 +20,24 @@ from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory_plan import MEMORY_PLAN
 from megatron.bytescale.features.memory_record import MEMORY_RECORD
 from megatron.bytescale.features.ray import RAY
+from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.slices import SLICES
 from megatron.bytescale.features.zero_bubble import ZERO_BUBBLE
 
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Patch
 
-FEATURES: tuple[Feature, ...] = (HDP, RAY, SLICES, ZERO_BUBBLE, LOSS_CHUNKS, ACTIVATIONS, MEMORY_PLAN, MEMORY_RECORD)
+FEATURES: tuple[Feature, ...] = (
+    HDP,
+    RAY,
+    SCULPT,
+    SLICES,
+    ZERO_BUBBLE,
+    LOSS_CHUNKS,
+    ACTIVATIONS,
+    MEMORY_PLAN,
+    MEMORY_RECORD,
+)
 """In the order in which they resolve and build: each may use the results of the features before it."""
 
 

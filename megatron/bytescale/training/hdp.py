@@ -13,13 +13,14 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
-from megatron.training.training import get_train_valid_test_num_samples, update_seqlen_stats_from_cu_seqlens
-from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels.table import choose_kernel, counting
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
 from bytescale_ext.data.loading.planning import PlanMaker, Planner, PlannerInProcess
@@ -35,7 +36,8 @@ from megatron.bytescale.core.datasets.document_dataset import (
     check_labels,
     check_splits,
 )
-from megatron.bytescale.core.datasets.remote import RemoteData, check_line_file, open_remote, start_remote
+from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
+from megatron.bytescale.core.datasets.window_dataset import build_windows, window_config
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
@@ -44,7 +46,7 @@ from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_mo
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
-from megatron.bytescale.training.stock import data_settings
+from megatron.bytescale.training.stock import data_prefixes, data_settings, wanted_samples
 
 
 def train_on_documents(training: Training, runtime: Runtime) -> Training:
@@ -52,7 +54,10 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
 
     Raises ValueError for data that cannot be read.
     """
-    check_data(get_args(), is_text=runtime.run.find(RemoteConfig) is not None)
+    args, run = get_args(), runtime.run
+    check_data(args, is_text=run.find(RemoteConfig) is not None)
+    if run.find(RemoteConfig) is None and run.find(SculptConfig) is None:  # else these count what they split
+        check_labels(check_splits(BlendedMegatronDatasetConfig(**data_settings(args)), wanted_samples(args)))
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 
@@ -68,7 +73,20 @@ def load_from_ray(training: Training, runtime: Runtime) -> Training:
     """Load documents from Ray actors, which start here on process 0. Raises ValueError where they cannot."""
     args = get_args()
     remote = open_remote(args, runtime.run.get(RemoteConfig), data_settings(args), wanted_samples(args))
-    return replace(training, dataset_provider=dataset_provider(runtime, remote))
+    make_plan = plan_maker(runtime, planner_of(runtime.run))
+
+    def sources(num_samples: Sequence[int | None]) -> Sequence[RemoteSplit | None]:
+        return start_remote(remote, data_settings(args), num_samples, make_plan)
+
+    return replace(training, dataset_provider=dataset_provider(runtime, sources))
+
+
+def train_on_windows(training: Training, runtime: Runtime) -> Training:
+    """Plan windows, or their documents, in place of the documents of a data set. Raises ValueError for empty splits."""
+    config = runtime.run.get(SculptConfig)
+    windows = window_config(config, data_settings(get_args()))
+    check_splits(windows, wanted_samples(get_args()), windows.num_windows)
+    return replace(training, dataset_provider=dataset_provider(runtime, partial(build_windows, windows)))
 
 
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -87,12 +105,23 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     return use_document_positions(model_chunks)
 
 
+def document_sources(num_samples: Sequence[int | None]) -> Sequence[SampleSource | None]:
+    """Return the documents of each split of Megatron's data sets."""
+    config = BlendedMegatronDatasetConfig(**data_settings(get_args()))
+    return build_document_datasets(config, num_samples, lambda: True)
+
+
 def dataset_provider(
-    runtime: Runtime, remote: RemoteData | None = None, planner: Planner | None = None
+    runtime: Runtime,
+    sources: Callable[[Any], Sequence[SampleSource | RemoteSplit | None]] = document_sources,
+    planner: Planner | None = None,
 ) -> Callable[..., Any]:
     """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split.
 
-    ``planner``: plans the steps in place of the run's own.
+    Args:
+        runtime: of this process.
+        sources: returns the samples of each split from the numbers wanted of them.
+        planner: plans the steps in place of the run's own.
     """
     planner = planner or planner_of(runtime.run)
 
@@ -100,19 +129,12 @@ def dataset_provider(
         if vp_stage:  # all chunks run the step that the first chunk's loader returns
             return None, None, None
         args = get_args()
-        sources: Sequence[SampleSource | RemoteSplit | None]
-        if remote is None:
-            config = BlendedMegatronDatasetConfig(**data_settings(args))
-            sources = build_document_datasets(config, num_samples, lambda: True)
-        else:
-            make_plan = plan_maker(runtime, planner)
-            sources = start_remote(remote, data_settings(args), num_samples, make_plan)
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
         slices = runtime.run.find(DocumentSliceConfig)
         loaders: list[StepsAhead | None] = []
-        for source, (consumed, size), cyclic in zip(sources, places, (False, True, True), strict=True):
+        for source, (consumed, size), cyclic in zip(sources(num_samples), places, (False, True, True), strict=True):
             settings = LoaderSettings(
                 rank=hdp_rank(),
                 samples_per_step=size,
@@ -154,7 +176,7 @@ def step_loader(
         )
         process = runtime.run.process.rank
         return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
-    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings)
+    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences)
 
 
 def forward_step(runtime: Runtime) -> Callable[..., Any]:
@@ -218,21 +240,6 @@ def sum_of_losses(
     return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}
 
 
-def wanted_samples(args: Any) -> tuple[int | None, ...]:
-    """Return the samples of the three splits, where they are known before Megatron has counted iterations."""
-    if args.train_iters is None:
-        return args.train_samples, args.eval_iters, args.eval_iters
-    sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
-    return sizes
-
-
-def data_prefixes(args: Any) -> list[str]:
-    """Return the data sets of all splits. Raises ValueError for flags that Megatron refuses."""
-    with refusals_of_megatron():
-        blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return [prefix for part in blend_per_split or [blend] if part is not None for prefix in part[0]]
-
-
 def check_data(args: Any, is_text: bool) -> None:
     """Raise ValueError for data sets that are missing, truncated, empty, of another format or of another vocabulary.
 
@@ -257,5 +264,3 @@ def check_data(args: Any, is_text: bool) -> None:
                 f"no documents for the {name} split: give another --split (it is {args.split}) or "
                 f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
             )
-    if not is_text:  # its documents are counted in ``open_remote``
-        check_labels(check_splits(config, wanted_samples(args)))

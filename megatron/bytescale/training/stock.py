@@ -17,10 +17,24 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_
 from megatron.training import get_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.global_vars import get_tokenizer
+from megatron.training.training import get_train_valid_test_num_samples
 from megatron.training.utils import get_blend_and_blend_per_split
+
+from bytescale_ext.config.sculpt import SculptConfig
+from bytescale_ext.data.samples.lengths import check_token_ids
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.core.datasets.document_dataset import check_splits
+from megatron.bytescale.core.datasets.window_dataset import WindowSamples, window_config
 
 SPIKE: Final = 10
 """``--check-for-spiky-loss`` reports a loss this many times the largest so far, as Megatron's own script does."""
+
+
+def data_prefixes(args: Any) -> list[str]:
+    """Return the data sets of all splits. Raises ValueError for flags that Megatron refuses."""
+    with refusals_of_megatron():
+        blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return [prefix for part in blend_per_split or [blend] if part is not None for prefix in part[0]]
 
 
 def data_settings(args: Any) -> dict[str, Any]:
@@ -78,6 +92,30 @@ def dataset_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
 
 
 dataset_provider.is_distributed = True  # type: ignore[attr-defined]  # the builder has barriers for all ranks
+
+
+def window_provider(windows: SculptConfig) -> Callable[..., Any]:
+    """Return ``train_valid_test_datasets_provider`` over windows. Raises ValueError for bad data and empty splits."""
+    args = get_args()
+    for prefix in data_prefixes(args) if args.rank == 0 else []:
+        check_token_ids(prefix, args.padded_vocab_size)
+    config = window_config(windows, data_settings(args))
+    check_splits(config, wanted_samples(args), config.num_windows)
+
+    def provide(num_samples: Any, vp_stage: int | None = None) -> Any:
+        on_rank = partial(_is_first_of_tensor_group, args.pipeline_model_parallel_size)
+        return BlendedMegatronDatasetBuilder(WindowSamples, num_samples, on_rank, config).build()
+
+    provide.is_distributed = True  # type: ignore[attr-defined]
+    return provide
+
+
+def wanted_samples(args: Any) -> tuple[int | None, ...]:
+    """Return the samples of the three splits, where they are known before Megatron has counted iterations."""
+    if args.train_iters is None:
+        return args.train_samples, args.eval_iters, args.eval_iters
+    sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
+    return sizes
 
 
 def _is_first_of_tensor_group(num_stages: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_tensorboard_writer, get_wandb_writer
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
@@ -115,19 +115,27 @@ def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: di
 
 
 def wrap_check_checkpoint_args(original: Callable[..., Any], runtime: object) -> Callable[..., Any]:
-    """Warn where consumed samples of a run without hybrid data parallelism go on as documents.
+    """Warn where consumed samples go on as samples of another kind: documents, windows, or windows of another file.
 
     Megatron calls it when it restores the counters of a checkpoint, so not with ``--finetune``.
     """
 
     def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
         consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
-        if consumed and not getattr(checkpoint_args, "hybrid_data_parallel", False):
+        before, now = samples_in_words(checkpoint_args), samples_in_words(get_args())
+        if consumed and before != now:
             print_rank_0(
-                f"WARNING: the checkpoint counts {consumed:,} windows of {checkpoint_args.seq_length:,} tokens; they "
-                "count as documents from now on, and data and learning-rate schedule go on after them. Add --finetune "
-                "to begin anew with its weights (docs/recipes.md)."
+                f"WARNING: the checkpoint counts {consumed:,} {before}; they count as {now} from now on, and data and "
+                "learning-rate schedule go on after them. Add --finetune to begin anew with its weights "
+                "(docs/recipes.md)."
             )
         return original(checkpoint_args, *args, **kwargs)
 
     return check_checkpoint_args
+
+
+def samples_in_words(args: Any) -> str:
+    """Return what the samples of a run with these arguments are."""
+    if files := getattr(args, "sculpt_windows", None):
+        return f"windows of {', '.join(file.name for file in files)}"
+    return "documents" if getattr(args, "hybrid_data_parallel", False) else f"windows of {args.seq_length:,} tokens"

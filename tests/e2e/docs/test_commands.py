@@ -30,6 +30,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     ".venv/bin/python -m pytest ": "they run this test",
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
+    "torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --sculpt-windows ": "tests/e2e/hdp/test_sculpt.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
     "ITERS=20000 scripts/train_slurm.sbatch ": "tests/scripts/test_bad_values.py",
@@ -105,7 +106,7 @@ def run_console(rank: int, world: int, folder: str, words: list[str]) -> tuple[i
     os.chdir(folder)
     library = f"{folder}/lib"
     places = {"stdlib": library, "purelib": f"{library}/site-packages", "platlib": f"{library}/site-packages"}
-    sysconfig.get_paths = lambda: places  # type: ignore[assignment]
+    sysconfig.get_paths = lambda *_: places  # type: ignore[assignment]
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code = cli.main(words)

@@ -23,6 +23,7 @@ from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.planner import offload_layers, planner_of, slicing
 from bytescale_ext.config.run import RunConfig
+from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.measure.fit import ring_bytes_per_token
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.cost.cost_model import CostModel
@@ -44,8 +45,8 @@ from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.features import activations
 from megatron.bytescale.features.activations import cost_in_seconds
 from megatron.bytescale.features.slices import stage_memory
-from megatron.bytescale.training.hdp import data_prefixes
 from megatron.bytescale.training.profile import command_line
+from megatron.bytescale.training.stock import data_prefixes
 
 Floats = npt.NDArray[np.float64]
 
@@ -89,8 +90,12 @@ class Launch:
     def draw(self, lengths: Sequence[int] | None, seed: int) -> list[int]:
         """Return the lengths of one step, drawn from documents that are cut at ``--seq-length``.
 
-        ``lengths``: of the documents; None: those of ``--data-path``. Raises ValueError where these are not here.
+        ``lengths``: of the documents; None: those of ``--data-path``, or of its windows. Raises ValueError where these
+        are not here.
         """
+        windows = self.run.find(SculptConfig)
+        if lengths is None and windows is not None:
+            return windows.drawn(self.args.global_batch_size, seed)
         if lengths is None:
             files = [Path(f"{prefix}.idx") for prefix in data_prefixes(self.args)]
             if not files or not all(file.exists() for file in files):

@@ -131,16 +131,13 @@ class DocumentDataset(MegatronDataset):
         """
         sample = self.sample(i)
         if not 0 <= start <= stop <= sample.length + 1:
-            raise IndexError(f"tokens {start}..{stop} of {_describe(sample)}")
-        first_sequence, end_sequence = (int(b) for b in self.dataset.document_indices[sample.document :][:2])
-        num_tokens = int(self.dataset.sequence_lengths[first_sequence:end_sequence].sum(dtype=np.int64))
-        first = sample.start + start
-        count = min(sample.start + stop, num_tokens) - first
-        if count <= 0:
-            return np.zeros(0, dtype=np.int64)
-        # The sequences of a document lie end to end: a read from the first one continues into the others.
-        tokens: np.ndarray = self.dataset.get(first_sequence, offset=first, length=count).astype(np.int64)
-        return tokens
+            raise IndexError(f"tokens {start}..{stop} of {self.describe(i)}")
+        return read_document(self.dataset, sample.document, sample.start + start, sample.start + stop)
+
+    def describe(self, i: int) -> str:
+        """Return ``"<prefix>: document 12 tokens 0-4096"``."""
+        sample = self.sample(i)
+        return f"{sample.prefix}: document {sample.document} tokens {sample.start}-{sample.start + sample.length}"
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
         """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
@@ -158,6 +155,18 @@ class DocumentDataset(MegatronDataset):
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} of {self.dataset_path}")
         return self.order.row(i)
+
+
+def read_document(dataset: IndexedDataset, document: int, start: int, stop: int) -> np.ndarray:
+    """Return tokens ``start`` to ``stop`` of a document, int64 [stop - start], reading no other; fewer at its end."""
+    first_sequence, end_sequence = (int(b) for b in dataset.document_indices[document:][:2])
+    num_tokens = int(dataset.sequence_lengths[first_sequence:end_sequence].sum(dtype=np.int64))
+    count = min(stop, num_tokens) - start
+    if count <= 0:
+        return np.zeros(0, dtype=np.int64)
+    # The sequences of a document lie end to end: a read from the first one continues into the others.
+    tokens: np.ndarray = dataset.get(first_sequence, offset=start, length=count).astype(np.int64)
+    return tokens
 
 
 class SampleSource:
@@ -185,8 +194,13 @@ class SampleSource:
         return dataset.read(inner, start, stop)
 
     def describe(self, i: int) -> str:
-        """Return ``"<prefix>: document 12 tokens 0-4096"``."""
-        return _describe(self.sample(i))
+        """Return where sample ``i`` is from, as ``DocumentDataset.describe``."""
+        dataset, inner = self._locate(i)
+        return dataset.describe(inner)
+
+    def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what a plan places for these samples: the samples themselves."""
+        return samples
 
     def _locate(self, i: int) -> tuple[DocumentDataset, int]:
         """Return the data set of sample ``i``, and its number there."""
@@ -324,7 +338,3 @@ def _empty_split(prefix: str, split: Split, num_documents: int) -> str:
         f"{prefix}: the {split.name} split of its {num_documents} documents holds no token: use more documents, "
         "another --split (say 80,10,10), or --eval-iters 0"
     )
-
-
-def _describe(sample: Sample) -> str:
-    return f"{sample.prefix}: document {sample.document} tokens {sample.start}-{sample.start + sample.length}"

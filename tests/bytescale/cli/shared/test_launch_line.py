@@ -9,8 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from bytescale_ext.data.corpus.windows_file import WindowsHeader, save_windows, sha256_of
+from bytescale_ext.plan.sculpt.pieces import ROW
+from tests.data.sources import write_data_set
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, record_steps, train_ranks
 from tests.harness import run_ranks
@@ -40,6 +44,24 @@ def dry_run(rank: int, world: int, flags: list[str], world_size: int, lengths: l
 def predicted(flags: list[str], world_size: int, lengths: list[int], of: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = run_ranks(dry_run, 1, flags, world_size, lengths, of, init_group=False)[0]
     return found
+
+
+def drawn(rank: int, world: int, flags: list[str]) -> list[int]:
+    from megatron.bytescale.cli.shared.launch_line import prepare
+
+    return prepare([*flags, "--cpu"], 2, 0, 8, on_cpu=True).draw(None, seed=0)
+
+
+def test_a_step_of_windows_is_drawn_from_them(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "a", [[[1] * 90], [[2] * 50], [[3] * 120]])
+    table = np.array([(0, 0, 0, 90), (0, 1, 0, 50), (1, 2, 0, 120)], dtype=ROW)
+    header = WindowsHeader(256, "none", 1, sha256_of(tmp_path / "a.idx"))
+    save_windows(tmp_path / "a.windows.npy", table, header)
+    flags = [*ONE_STEP, "--data-path", str(tmp_path / "a"), "--sculpt-windows", str(tmp_path / "a.windows.npy")]
+    flags = [*flags, "--global-batch-size", "2", "--hdp-tokens-per-rank", "128"]
+    for attention, expected in (("window", [120, 140]), ("document", [50, 90, 120])):
+        found = run_ranks(drawn, 1, [*flags, "--sculpt-attention", attention], init_group=False)[0]
+        assert sorted(found) == expected
 
 
 @pytest.mark.parametrize(("num_ranks", "more"), [(2, []), (4, PIPELINES)], ids=["rings", "rings in slices"])

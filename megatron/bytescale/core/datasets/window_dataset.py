@@ -1,0 +1,199 @@
+"""Samples that are windows of documents, with Megatron's own blends, splits and sizes.
+
+A table of ``bytescale data sculpt`` says which tokens of which documents are in a window; tokens are read from the data
+set itself. ``--split`` cuts between windows. Two kinds of attention::
+
+    window     one sequence: a token attends to all before it in the window. The last token of a document predicts the
+               first of the next one, as in Megatron's own samples; the last one of the window has no label.
+    document   each document is a sequence by itself, with positions of its own. The label of its last token is the
+               next token of the document, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from bytescale_ext.config.sculpt import SculptConfig
+from bytescale_ext.data.samples.packed import shift_labels
+from bytescale_ext.plan.sculpt.pieces import window_bounds
+from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentDataset,
+    SampleSource,
+    build_document_datasets,
+    read_document,
+)
+
+
+@dataclass
+class WindowConfig(BlendedMegatronDatasetConfig):
+    """Megatron's configuration, with the table of windows of each data set by path, and their attention."""
+
+    tables: dict[str, np.ndarray] = field(default_factory=dict)
+    attention: str = "window"
+
+    def num_windows(self, prefix: str) -> int:
+        """Return the number of windows of a data set."""
+        return len(window_bounds(self.tables[prefix])) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class WindowedDocuments:
+    """What a ``DocumentDataset`` needs of Megatron's reader to order samples: windows in the place of documents.
+
+    Attributes:
+        reader: Megatron's reader of the documents.
+        table: [rows] of windows.
+        document_indices: [windows + 1] first row of each window.
+        sequence_lengths: [rows] tokens of each row.
+    """
+
+    reader: IndexedDataset
+    table: np.ndarray
+    document_indices: np.ndarray
+    sequence_lengths: np.ndarray
+
+
+class WindowDataset(DocumentDataset):
+    """The windows of one split of one data set, in a new order each epoch; each is one sample."""
+
+    dataset: WindowedDocuments
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: WindowConfig) -> Any:  # type: ignore[override]
+        """Return the windows of a data set."""
+        table = config.tables[dataset_path]
+        reader = DocumentDataset.build_low_level_dataset(dataset_path, config)
+        return WindowedDocuments(reader, table, window_bounds(table), table["length"])
+
+    def rows(self, i: int) -> np.ndarray:
+        """Return the rows [n] of the window of sample ``i``."""
+        window = self.sample(i).document
+        first, end = self.dataset.document_indices[window : window + 2]
+        return self.dataset.table[first:end]
+
+    def read_row(self, row: np.void, start: int, stop: int) -> np.ndarray:
+        """Return tokens ``start`` to ``stop`` of a row, int64 [stop - start].
+
+        ``stop`` may be one past its end, for the next token of the document; where there is none, the result is one
+        shorter.
+        """
+        first = int(row["start"])
+        return read_document(self.dataset.reader, int(row["document"]), first + start, first + stop)
+
+    def read(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens ``start`` to ``stop`` of a window, int64 [stop - start], reading no other; fewer at its end."""
+        found, begin = [np.zeros(0, dtype=np.int64)], 0
+        for row in self.rows(i):
+            end = begin + int(row["length"])
+            if start < end and begin < stop:
+                found.append(self.read_row(row, max(start, begin) - begin, min(stop, end) - begin))
+            begin = end
+        return np.concatenate(found)
+
+    def describe(self, i: int) -> str:
+        """Return ``"<prefix>: window 3"``."""
+        sample = self.sample(i)
+        return f"{sample.prefix}: window {sample.document}"
+
+    def describe_row(self, i: int, place: int) -> str:
+        """Return ``"<prefix>: window 3, document 12 tokens 0-4096"``."""
+        row = self.rows(i)[place]
+        first, length = int(row["start"]), int(row["length"])
+        return f"{self.describe(i)}, document {int(row['document'])} tokens {first}-{first + length}"
+
+
+class WindowSamples(WindowDataset):
+    """Windows as Megatron's own training reads samples: tensors of ``--seq-length`` tokens, padded at the end."""
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """Return the sample under the keys of Megatron's GPT samples: tensors [s], and a mask [1, s, s].
+
+        Only attention inside documents needs the mask, which is True where a token is not seen.
+        """
+        size = self.config.sequence_length
+        tokens, labels = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        loss_mask, positions = np.zeros(size, dtype=np.float32), np.arange(size)
+        sequence, at = np.full(size, -1), 0
+        for number, (read, length) in enumerate(self._sequences(idx)):
+            part = slice(at, at + length)
+            tokens[part], labels[part], loss_mask[part] = shift_labels(read, length)
+            positions[part], sequence[part] = np.arange(length), number
+            at += length
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": positions}
+        if self.config.attention == "document":
+            seen = np.tril(np.equal.outer(sequence, sequence))
+            sample["attention_mask"] = ~seen[None]
+        return {name: torch.from_numpy(values) for name, values in sample.items()}
+
+    def _sequences(self, i: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield (tokens and the next one [n + 1 or n], n) of each sequence in the window of sample ``i``."""
+        if self.config.attention == "window":
+            length = self.length(i)
+            yield self.read(i, 0, length), length
+            return
+        for row in self.rows(i):
+            length = int(row["length"])
+            yield self.read_row(row, 0, length + 1), length
+
+
+class DocumentsOfWindows(SampleSource):
+    """A ``TokenSource`` of windows whose sequences are the rows of the windows: parts of documents.
+
+    Row k of sample i has the number ``i * most + k``, where no window has more than ``most`` rows.
+    """
+
+    def __init__(self, dataset: WindowDataset | BlendedDataset) -> None:
+        super().__init__(dataset)
+        datasets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+        self._most = max(int(np.diff(one.dataset.document_indices).max()) for one in datasets)
+
+    def sequences(self, samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rows of the windows of these samples."""
+        numbers: list[int] = []
+        for first in (i * self._most for i in samples):
+            dataset, window, _ = self._place(first)
+            numbers += range(first, first + len(dataset.rows(window)))
+        return tuple(numbers)
+
+    def length(self, i: int) -> int:
+        """Return the number of tokens of row ``i``, without reading them."""
+        dataset, window, place = self._place(i)
+        return int(dataset.rows(window)[place]["length"])
+
+    def read(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens [stop - start] of row ``i``, as ``WindowDataset.read_row``."""
+        dataset, window, place = self._place(i)
+        return dataset.read_row(dataset.rows(window)[place], start, stop)
+
+    def describe(self, i: int) -> str:
+        """Return where row ``i`` is from."""
+        dataset, window, place = self._place(i)
+        return dataset.describe_row(window, place)
+
+    def _place(self, i: int) -> tuple[WindowDataset, int, int]:
+        """Return the data set of row ``i``, the number of its sample there, and its place in the window."""
+        sample, place = divmod(i, self._most)
+        dataset, window = self._locate(sample)
+        assert isinstance(dataset, WindowDataset), f"{dataset=}"
+        return dataset, window, place
+
+
+def window_config(config: SculptConfig, settings: dict[str, Any]) -> WindowConfig:
+    """Return the configuration of data sets of windows. ``settings``: fields of Megatron's own."""
+    return WindowConfig(**settings, tables=config.tables(), attention=config.attention)
+
+
+def build_windows(config: WindowConfig, sizes: Sequence[int | None]) -> tuple[SampleSource | None, ...]:
+    """Return the train, validation and test samples, as ``build_document_datasets`` does. Collective."""
+    built = build_document_datasets(config, sizes, lambda: True, WindowDataset, config.num_windows)
+    if config.attention == "window":
+        return built
+    return tuple(None if source is None else DocumentsOfWindows(source.dataset) for source in built)
