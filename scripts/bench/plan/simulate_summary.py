@@ -13,7 +13,7 @@ STAGES = (4, 8)
 BUDGET = 80  # GB
 SCHEDULERS = {"static": "static", "megatron-hybrid": "megatron-hybrid", "bytescale": "the paper's Algorithm 2",
               "ours": "ours"}  # fmt: skip
-FIGURES = ("performance.png", "performance_pipelines.png")
+FIGURES = ("performance/single.png", "performance/pipelines.png")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def summary(text: str) -> list[str]:
 
 
 def draw_figures(text: str, folder: Path) -> None:
-    """Write the two figures of a page to its folder."""
+    """Write the two figures of a page, whose folder this is, below that folder."""
+    (folder / FIGURES[0]).parent.mkdir(exist_ok=True)
     found = read_figures(text)
     plain = {one.case: [one.over_bound[1, name] for name in SCHEDULERS] for one in found}
     axis = "time of a step / lower bound (1: nothing is faster)"
