@@ -6,6 +6,9 @@ import importlib.util
 import math
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +19,7 @@ FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--d
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are folders of this machine
+SECONDS_TO_CONNECT: Final = 10.0  # to the hub of tokenizers
 # The package that Megatron's tokenizer of a type imports.
 PACKAGES: Final = {
     "HuggingFaceTokenizer": "transformers",
@@ -133,3 +137,21 @@ def check_tokenizer(args: Any) -> None:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
     if kind == "TikTokenizer" and not args.tokenizer_model.endswith(".json"):
         raise ValueError(f"--tokenizer-model {args.tokenizer_model}: a TikTokenizer's vocabulary is a .json file")
+    if kind == "HuggingFaceTokenizer" and not Path(args.tokenizer_model).exists():
+        _check_hub(args.tokenizer_model)
+
+
+def _check_hub(name: str) -> None:
+    """Raise ValueError for a model of a hub that cannot be reached, where transformers would try again for minutes."""
+    hub = importlib.import_module("huggingface_hub")
+    is_here = isinstance(hub.try_to_load_from_cache(name, "tokenizer_config.json"), str)
+    if is_here or hub.constants.HF_HUB_OFFLINE or urllib.request.getproxies():
+        return
+    address = urllib.parse.urlsplit(hub.constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), SECONDS_TO_CONNECT).close()
+    except OSError as error:
+        raise ValueError(
+            f"--tokenizer-model {name}: no such folder, not in the cache of Hugging Face, and {address.hostname} "
+            f"cannot be reached ({error.strerror or error}); give the path of a folder"
+        ) from error

@@ -7,10 +7,12 @@ import io
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -224,3 +226,24 @@ def random_launches(rank: int, world: int, folder: str) -> int:
 def test_random_flags_never_end_in_a_traceback(folder: Path) -> None:
     (num_refused,) = run_ranks(random_launches, 1, str(folder), init_group=False)
     assert num_refused > 10
+
+
+@pytest.mark.parametrize(("cached", "offline"), [(None, False), ("config.json", False), (None, True)])
+def test_a_hub_that_cannot_be_reached_is_said_at_once(
+    cached: str | None, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the tokenizer is in the cache, or transformers is told to look nowhere else."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        constants = SimpleNamespace(HF_HUB_OFFLINE=offline, ENDPOINT=address)
+        hub = SimpleNamespace(constants=constants, try_to_load_from_cache=lambda name, file: cached)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+        monkeypatch.setattr(values.urllib.request, "getproxies", dict)
+        monkeypatch.setattr(values.importlib.util, "find_spec", lambda name: object())
+        args = SimpleNamespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no-such/model")
+        if cached or offline:
+            values.check_tokenizer(args)
+        else:
+            with pytest.raises(ValueError, match=r"no-such/model: no such folder, .* 127.0.0.1 cannot be reached"):
+                values.check_tokenizer(args)
