@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -23,12 +24,18 @@ COST = shipped("bytescale_7b")
 CLUSTER, STAGES = Cluster(8, 8192), 4
 MEMORY = StageMemory.of(COST, equal_layers(COST, STAGES), CLUSTER)
 COSTS = stage_costs(COST, STAGES)
-LENGTHS = [60_000, 30_000, *(9_000,) * 4, *(3_000,) * 30, *(500,) * 60]
+LENGTHS = (60_000, 30_000, *(9_000,) * 4, *(3_000,) * 12, *(500,) * 24)
 SHORT = [500] * 300
 
 
 def planner(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> HdpPlanner:
     return HdpPlanner(CLUSTER, COSTS, balance="pp", choice=SlicingChoice(MEMORY, gigabytes * 1e9, options))
+
+
+@cache
+def planned(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> StepPlan:
+    """The plan of LENGTHS, made once for all tests."""
+    return planner(gigabytes, options)(LENGTHS)
 
 
 def seconds(plan: StepPlan) -> float:
@@ -44,7 +51,7 @@ def gigabytes(plan: StepPlan) -> float:
 
 @pytest.fixture(scope="module")
 def free() -> StepPlan:
-    return planner(1000)(LENGTHS)
+    return planned(1000)
 
 
 def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) -> None:
@@ -57,12 +64,12 @@ def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) ->
 
 def test_plans_hold_their_budget(free: StepPlan) -> None:
     """Between the least that slices take and what the fastest plan takes."""
-    one_option = planner(1, OPTIONS[-2:-1])(LENGTHS)  # nothing fits: the one that holds least
+    one_option = planned(1, OPTIONS[-2:-1])  # nothing fits: the one that holds least
     assert one_option.slicing == OPTIONS[-2]
     least = gigabytes(one_option)
     for share in (0.9, 0.5):
         budget = least + share * (gigabytes(free) - least)
-        plan = planner(budget)(LENGTHS)
+        plan = planned(budget)
         assert gigabytes(plan) <= budget
         assert seconds(plan) >= seconds(free) * 0.99
     assert plan == planner(budget)(LENGTHS)
@@ -70,7 +77,7 @@ def test_plans_hold_their_budget(free: StepPlan) -> None:
 
 def test_a_tight_budget_keeps_fewer_keys() -> None:
     options = OPTIONS[-1:]
-    none, whole = planner(1, options)(LENGTHS), planner(1000, options)(LENGTHS)
+    none, whole = planned(1, options), planned(1000, options)
     tight = planner(gigabytes(none) + 0.1, options)(LENGTHS)
     kept = [plan.slicing.kept_tokens for plan in (none, tight, whole) if plan.slicing is not None]
     assert kept[0] == 0
@@ -134,10 +141,11 @@ def test_out_of_time_leaves_no_half_chosen_plan() -> None:
         planner(1000)(LENGTHS, lambda: next(asked))
 
 
+@cache
 def in_host(host_gigabytes: float, key_read: float) -> StepPlan:
     """The plan of 12 eager slices within what they hold without kept keys and 0.3 GB more."""
     option, costs = OPTIONS[-1:], tuple(replace(cost, key_read=key_read) for cost in COSTS)
-    budget = gigabytes(planner(1, option)(LENGTHS)) + 0.3
+    budget = gigabytes(planned(1, option)) + 0.3
     choice = SlicingChoice(MEMORY, budget * 1e9, option, host_gigabytes * 1e9)
     plan = HdpPlanner(CLUSTER, costs, balance="pp", choice=choice)(LENGTHS)
     assert gigabytes(plan) <= budget
