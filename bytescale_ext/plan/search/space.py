@@ -161,12 +161,12 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     both = cost.forward + cost.backward
     layer = sum(both.sequence_cost(float(length), 1.0) for length in task.steps[0])
     head = (cost.head_forward + cost.head_backward) * sum(task.steps[0])
-    for count in range(1, num_layers - num_stages + 2):
-        memory = memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster)
-        for stage, (states, tokens) in enumerate(zip(memory.state_bytes, tokens_in_flight(strategy), strict=True)):
-            kept = count * tokens * memory.layer.activations
-            if states + memory.working_bytes[stage] + kept <= task.devices.memory_bytes:
-                most_layers[stage] = count
+    one, two = (memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster) for count in (1, 2))
+    for stage, tokens in enumerate(tokens_in_flight(strategy)):
+        each = two.state_bytes[stage] - one.state_bytes[stage] + tokens * one.layer.activations
+        left = task.devices.memory_bytes - (2 * one.state_bytes[stage] - two.state_bytes[stage])
+        most = max(0, math.floor((left - one.working_bytes[stage]) / each))
+        most_layers[stage] = min(most, num_layers - num_stages + 1)
 
     def seconds(stage: int, count: int) -> float:
         return count * layer + head * (stage == num_stages - 1)
