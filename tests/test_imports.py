@@ -22,8 +22,8 @@ from tests.tree import (
 
 MAX_FLOORS = 7
 # Rooms of plan/, from the ground up; a room imports from rooms beside and below it.
-FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "experts", "sculpt"), ("evaluate",),
-          ("search",))  # fmt: skip
+FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "states", "experts", "sculpt"),
+          ("evaluate",), ("search",))  # fmt: skip
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SOLVER = "ortools"  # certifies, inside one function
 

@@ -81,6 +81,9 @@ FLAGS = [
     "--no-measured-speeds",
     "--memory-plan",
     "--record-memory-plan",
+    "--state-policy",
+    "--state-host-gb",
+    "--state-page-mb",
 ]
 SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",

@@ -21,7 +21,7 @@ from megatron.bytescale.training.initialize import (
 )
 from megatron.bytescale.training.training import wrap_check_checkpoint_args, wrap_training_log
 
-ALWAYS, CPU, HDP, SCULPT, SLICES = "always", "cpu", "hdp", "sculpt", "slices"
+ALWAYS, CPU, HDP, SCULPT, SLICES, STATES = "always", "cpu", "hdp", "sculpt", "slices", "states"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -115,7 +115,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.optimizer:get_megatron_optimizer",
         wrap=wrap_get_megatron_optimizer,
-        features=(HDP,),
+        features=(HDP, STATES),
         why="without TransformerEngine a sharded optimizer cannot load or save every checkpoint; no hook lies before",
         source_hash="b473223298c4",
         aliases=("megatron.training.training",),
@@ -123,14 +123,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         wrap=wrap_set_main_param_and_optimizer_states,
-        features=(HDP,),
+        features=(HDP, STATES),
         why="without TransformerEngine it reads from the sharded tensors a step that they lack; no hook skips it",
         source_hash="40cab7846597",
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
         wrap=wrap_load_state_dict,
-        features=(HDP,),
+        features=(HDP, STATES),
         why="a checkpoint with another number of parts ends in a KeyError; Megatron's optimizers have no load hooks",
         source_hash="403774c7dde1",
     ),

@@ -39,9 +39,9 @@ FEATURES = {
     "get_forward_backward_func": "hdp, slices",
     **SCHEDULE_ROWS,
     "training_log": "hdp",
-    "get_megatron_optimizer": "hdp",
-    "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp",
-    "ChainedOptimizer.load_state_dict": "hdp",
+    "get_megatron_optimizer": "hdp, states",
+    "DistributedOptimizer._set_main_param_and_optimizer_states": "hdp, states",
+    "ChainedOptimizer.load_state_dict": "hdp, states",
 }
 ALWAYS_REPLACED = {"megatron.core.datasets.utils.compile_helpers"}
 SLICES_REPLACED = ALWAYS_REPLACED | {
@@ -49,16 +49,22 @@ SLICES_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.pipeline_parallel.get_forward_backward_func",
     "megatron.training.training.get_forward_backward_func",
 }
-REPLACED = SLICES_REPLACED | {
-    "megatron.training.initialize.set_jit_fusion_options",
-    "megatron.training.training.set_jit_fusion_options",
-    "megatron.training.checkpointing.check_checkpoint_args",
-    "megatron.training.training.training_log",
+STATES_REPLACED = ALWAYS_REPLACED | {
     "megatron.core.optimizer.get_megatron_optimizer",
     "megatron.training.training.get_megatron_optimizer",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
     "megatron.core.optimizer.optimizer.ChainedOptimizer.load_state_dict",
 }
+REPLACED = (
+    STATES_REPLACED
+    | SLICES_REPLACED
+    | {
+        "megatron.training.initialize.set_jit_fusion_options",
+        "megatron.training.training.set_jit_fusion_options",
+        "megatron.training.checkpointing.check_checkpoint_args",
+        "megatron.training.training.training_log",
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +165,9 @@ def test_without_the_flag_only_what_the_wheel_lacks_is_replaced(corpus: Path) ->
         ((*HDP, "--hdp-tokens-per-rank", "256"), REPLACED),
         ((*HDP, "--hdp-tokens-per-rank", "256", "--seq1f1b-slices", "2"), REPLACED),
         (("--micro-batch-size", "1", "--seq1f1b-slices", "2"), SLICES_REPLACED),
+        (("--micro-batch-size", "1", "--state-policy", "paged"), STATES_REPLACED),
     ],
-    ids=["hdp", "hdp in slices", "samples in slices"],
+    ids=["hdp", "hdp in slices", "samples in slices", "samples, paged states"],
 )
 def test_a_feature_replaces_what_the_table_says_and_nothing_else(
     flags: tuple[str, ...], replaced: set[str], corpus: Path

@@ -30,6 +30,7 @@ from megatron.bytescale.cli import (
 from megatron.bytescale.cli.data import command as data
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
+from megatron.bytescale.cli.states import command as states
 
 COMMANDS = (
     train,
@@ -42,6 +43,7 @@ COMMANDS = (
     simulate,
     schedule,
     activations,
+    states,
     memory_plan,
     timeline,
     doctor,

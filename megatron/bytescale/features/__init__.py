@@ -1,8 +1,8 @@
 """What a run can do beyond Megatron: one file for each feature, and the table of them.
 
 To add a feature, write one file here and add its row to ``FEATURES``; its decisions go to ``bytescale_ext/plan/``.
-Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table. ``states``, ``experts``,
-``gates``, ``drafts`` and ``ngram`` will be rows too.
+Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table. ``experts``, ``gates``,
+``drafts`` and ``ngram`` will be rows too.
 
 Importing this package imports neither torch nor Megatron; features import what they build with inside their functions.
 """
@@ -22,6 +22,7 @@ from megatron.bytescale.features.memory_record import MEMORY_RECORD
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.slices import SLICES
+from megatron.bytescale.features.states import STATES
 from megatron.bytescale.features.zero_bubble import ZERO_BUBBLE
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ FEATURES: tuple[Feature, ...] = (
     ACTIVATIONS,
     MEMORY_PLAN,
     MEMORY_RECORD,
+    STATES,
 )
 """In the order in which they resolve and build: each may use the results of the features before it."""
 

@@ -16,15 +16,25 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from bytescale_ext.config.states import StateConfig
+from megatron.bytescale.core.optimizer.optimizer import page_parts
+
 
 def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
-    """Build Megatron's optimizer, with the state and the hooks that each part over torch's Adam needs."""
+    """Build Megatron's optimizer, with the state and the hooks that each part over torch's Adam needs.
+
+    Its states lie in pages where the run says so.
+    """
 
     def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        config = runtime.run.find(StateConfig)
+        if config is not None:
+            page_parts(parts, config, runtime.run.process.on_cuda)
         for part in filter(is_over_torch_adam, parts):
-            begin_state(part.optimizer)
+            if config is None:
+                begin_state(part.optimizer)
             part.optimizer.register_load_state_dict_post_hook(separate_steps)
             if not part.optimizer.state and part is not parts[0]:
                 part.optimizer.register_state_dict_post_hook(partial(add_step, parts[0].optimizer))

@@ -1,0 +1,100 @@
+"""The independent validator of page tables and moves. It shares no code with the functions that make them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NoReturn
+
+from bytescale_ext.errors import PlanError
+from bytescale_ext.plan.states.moves import Kind, Move
+from bytescale_ext.plan.states.pages import NUM_BUFFERS, Page, PageTable
+
+
+def check_pages(table: PageTable) -> None:
+    """Raise PlanError unless the table keeps every law.
+
+    1. Each element of each tensor lies in exactly one page, in order, and a plane holds a tensor without a gap.
+    2. The spans of a page are packed from its start and do not exceed it.
+    3. A page holds elements of one group, all with a float32 copy or all without one.
+    4. Pages with copies come first.
+    5. A page holds parts of at most two tensors, where those shorter than a page count as one.
+
+    The message holds the law and the printed table, with ``>>`` before the bad page.
+    """
+    length = table.page_bytes // 4
+    ends: dict[int, tuple[int, int]] = {}  # of each tensor: elements seen so far, position after them in the plane
+    for number, page in enumerate(table.pages):
+        if number and page.has_copy and not table.pages[number - 1].has_copy:
+            _fail(table, number, "a page with copies comes after one without")
+        _check_page(table, number, page)
+        used = 0
+        for span in page.spans:
+            seen, end = ends.get(span.tensor, (0, number * length + span.page_start))
+            if span.page_start != used or used + span.num_elements > length:
+                _fail(table, number, f"spans are not packed into {length} elements")
+            if (span.tensor_start, number * length + span.page_start) != (seen, end):
+                _fail(table, number, f"{table.tensors[span.tensor].name} has a gap or is held twice")
+            used += span.num_elements
+            ends[span.tensor] = seen + span.num_elements, end + span.num_elements
+    for number, tensor in enumerate(table.tensors):
+        if ends.get(number, (0, 0))[0] != tensor.num_elements:
+            lies = f"{tensor.name} has {tensor.num_elements} elements and {ends.get(number, (0, 0))[0]} lie in pages"
+            _fail(table, None, lies)
+
+
+def _check_page(table: PageTable, number: int, page: Page) -> None:
+    """Raise PlanError unless the tensors of a page fit together."""
+    held = [table.tensors[span.tensor] for span in page.spans]
+    if not held or min(span.num_elements for span in page.spans) < 1:
+        _fail(table, number, "a page or a span is empty")
+    if any((tensor.group, tensor.has_copy) != (page.group, page.has_copy) for tensor in held):
+        _fail(table, number, "tensors of two groups, or with and without a copy, share a page")
+    is_short = [tensor.num_elements * 4 < table.page_bytes for tensor in held]
+    if is_short.count(False) + any(is_short) > 2:
+        _fail(table, number, "more than two tensors share a page")
+
+
+def _fail(table: PageTable, number: int | None, law: str) -> NoReturn:
+    """Raise PlanError with the printed table; a law about no single page marks the heading."""
+    lines = table.described().splitlines()
+    marked = 0 if number is None else number + 2
+    printed = "\n".join(f"{'>>' if row == marked else '  '} {line}" for row, line in enumerate(lines))
+    raise PlanError(f"{law}\n{printed}")
+
+
+def check_moves(table: PageTable, moves: Sequence[Move]) -> None:
+    """Raise PlanError unless the moves update every page once, with what they need.
+
+    1. Each page is fetched, updated and returned once, in this order, with one buffer.
+    2. A buffer is fetched into only after what it held has been returned.
+    3. No page outside the table is moved, and no buffer that does not exist is used.
+    """
+    inside: dict[int, tuple[int, Kind]] = {}  # of each buffer: page, and the last move of it
+    needed = {Kind.UPDATE: Kind.FETCH, Kind.RETURN: Kind.UPDATE}
+    for row, move in enumerate(moves):
+        if not 0 <= move.page < len(table.pages) or not 0 <= move.buffer < NUM_BUFFERS:
+            _fail_moves(moves, row, "there is no such page or buffer")
+        if move.kind is Kind.FETCH:
+            if move.buffer in inside:
+                _fail_moves(moves, row, f"buffer {move.buffer} still holds page {inside[move.buffer][0]}")
+        elif inside.get(move.buffer) != (move.page, needed[move.kind]):
+            _fail_moves(moves, row, f"buffer {move.buffer} does not hold page {move.page} after {needed[move.kind]}")
+        if move.kind is Kind.RETURN:
+            del inside[move.buffer]
+        else:
+            inside[move.buffer] = move.page, move.kind
+    counts = Counter((move.kind, move.page) for move in moves)
+    for page in range(len(table.pages)):
+        for kind in Kind:
+            if counts[kind, page] != 1:
+                _fail_moves(moves, None, f"page {page} has {counts[kind, page]} moves of kind {kind}")
+
+
+def _fail_moves(moves: Sequence[Move], bad: int | None, law: str) -> NoReturn:
+    """Raise PlanError with the printed moves and ``>>`` before the bad one."""
+    printed = "\n".join(
+        f"{'>>' if row == bad else '  '} {move.kind:6} page {move.page} buffer {move.buffer}"
+        for row, move in enumerate(moves)
+    )
+    raise PlanError(f"{law}\n{printed}")

@@ -1,0 +1,100 @@
+"""What paging takes and saves, before a model is built: memory of device and host, and the bytes of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import (
+    GRADIENT_BYTES,
+    MAIN_PARAMETER_BYTES,
+    parameter_bytes,
+    stage_parameters,
+)
+from bytescale_ext.plan.states.moves import Traffic, traffic
+from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_BUFFERS, NUM_MOMENTS, PageTable, StateTensor, lay_out
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """A pipeline stage whose model states are forecast; experts and biases are not counted.
+
+    Attributes:
+        shape: the model, with the layers of this stage.
+        tensor_parallel: ranks that share each layer.
+        has_embedding, has_head: the ends of the model that this stage has.
+        element_bytes: of a parameter on the device.
+        optimizer_ranks: ranks that share Adam's states (``--use-distributed-optimizer``).
+        page_bytes: of a page.
+    """
+
+    shape: ModelShape
+    tensor_parallel: int
+    has_embedding: bool
+    has_head: bool
+    element_bytes: int
+    optimizer_ranks: int
+    page_bytes: int
+
+    @property
+    def num_parameters(self) -> float:
+        """Parameters of one process."""
+        return stage_parameters(self.shape, self.tensor_parallel, self.has_embedding, self.has_head)
+
+    @property
+    def tensors(self) -> tuple[StateTensor, StateTensor]:
+        """What one process updates: its matrices, and its norms, which have no weight decay."""
+        norms = (2 * self.shape.num_layers + self.has_head) * self.shape.hidden
+        has_copy = self.element_bytes < MAIN_PARAMETER_BYTES
+        matrices, norms = (-int(-size // self.optimizer_ranks) for size in (self.num_parameters - norms, norms))
+        return StateTensor("matrices", matrices, 0, has_copy), StateTensor("norms", norms, 1, has_copy)
+
+    @cached_property
+    def table(self) -> PageTable:
+        """The page table of one process."""
+        return lay_out(self.tensors, self.page_bytes)
+
+    @property
+    def resident_bytes(self) -> float:
+        """Device memory of parameters, gradients and Adam's states where all stay there."""
+        return self.num_parameters * parameter_bytes(self.element_bytes, self.optimizer_ranks)
+
+    @property
+    def paged_bytes(self) -> float:
+        """Device memory of parameters and gradients alone."""
+        return self.num_parameters * (self.element_bytes + GRADIENT_BYTES)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the pages of one process: what its table takes, without making it."""
+        pages = sum(-(-tensor.num_elements * FLOAT_BYTES // self.page_bytes) for tensor in self.tensors)
+        planes = NUM_MOMENTS + self.tensors[0].has_copy
+        return (planes * pages + 2 * NUM_BUFFERS) * self.page_bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that one process copies in a step."""
+        return traffic(self.table, self.element_bytes)
+
+    def with_layers(self, num_layers: int) -> StateCase:
+        """Return this case with another number of layers."""
+        return replace(self, shape=replace(self.shape, num_layers=num_layers))
+
+
+def most_layers(case: StateCase, device_bytes: float, host_bytes: float, is_paged: bool) -> int:
+    """Return the most layers of the case's width whose states fit; 0 where not even one layer does."""
+
+    def fits(num_layers: int) -> bool:
+        one = case.with_layers(num_layers)
+        if not is_paged:
+            return one.resident_bytes <= device_bytes
+        return one.paged_bytes <= device_bytes and one.host_bytes <= host_bytes
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

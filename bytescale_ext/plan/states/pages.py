@@ -1,0 +1,177 @@
+"""The page table: which pages hold which parts of Adam's states (Angel-PTM, Nie et al. 2023, pages of fixed size).
+
+A page holds ``page_bytes`` of one *plane* in float32. Planes are numbered alike: page 7 of the first moments, of the
+second moments and of the float32 parameters belong to the same elements. So a page number names all states of an
+element, and one call of Adam updates them.
+
+    group 0             group 1 (no weight decay)
+    |A A A A|A A B B|B B B .|p q r . |          tensors A, B; p, q and r are shorter than a page
+    0       1       2       3                   pages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+FLOAT_BYTES: Final = 4
+"""States are float32."""
+
+NUM_MOMENTS: Final = 2
+"""Adam's running means of the gradient and of its square."""
+
+LEAST_PAGE_BYTES: Final = 4096
+"""Smaller pages would take longer to manage than to update."""
+
+NUM_BUFFERS: Final = 2
+"""Pages under way at a time: while one is updated, the gradients of the next one are fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A parameter of the optimizer.
+
+    Attributes:
+        name: for messages.
+        num_elements: of the parameter, or of the part that this rank updates.
+        group: parameter group of the optimizer; its elements share learning rate and weight decay.
+        has_copy: its float32 value is a copy in pages, because the model's parameter has fewer bits. Otherwise it is
+            the model's parameter itself, which stays on the device.
+    """
+
+    name: str
+    num_elements: int
+    group: int
+    has_copy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive elements of a tensor in one page.
+
+    Attributes:
+        tensor: number of the tensor in the table.
+        tensor_start: first element in the tensor.
+        page_start: first element in the page.
+        num_elements: how many.
+    """
+
+    tensor: int
+    tensor_start: int
+    page_start: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of each plane.
+
+    Attributes:
+        group: parameter group of all its elements.
+        has_copy: whether the plane of float32 parameters has this page.
+        spans: of tensors, from the first element on and without gaps.
+    """
+
+    group: int
+    has_copy: bool
+    spans: tuple[Span, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in use; the rest of the page is empty."""
+        return sum(span.num_elements for span in self.spans)
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where each tensor's states lie.
+
+    Attributes:
+        tensors: all that the optimizer updates on this rank, in its order.
+        page_bytes: of a page.
+        pages: those with a float32 copy come first, so that each plane is one run of pages.
+    """
+
+    tensors: tuple[StateTensor, ...]
+    page_bytes: int
+    pages: tuple[Page, ...]
+
+    @property
+    def page_elements(self) -> int:
+        """Elements of a page."""
+        return self.page_bytes // FLOAT_BYTES
+
+    @property
+    def num_copies(self) -> int:
+        """Pages of the plane of float32 parameters."""
+        return sum(page.has_copy for page in self.pages)
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages of all planes."""
+        return NUM_MOMENTS * len(self.pages) + self.num_copies
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the planes, and of the buffers for gradients and values of the pages under way."""
+        return (self.num_host_pages + 2 * NUM_BUFFERS * bool(self.pages)) * self.page_bytes
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First element of each tensor in a plane."""
+        found: dict[int, int] = {}
+        for number, page in enumerate(self.pages):
+            for span in page.spans:
+                found.setdefault(span.tensor, number * self.page_elements + span.page_start)
+        return tuple(found[number] for number in range(len(self.tensors)))
+
+    def described(self) -> str:
+        """Return the table as text: a row for each page."""
+        lines = [f"{len(self.pages)} pages of {self.page_bytes:,} bytes, {self.host_bytes:,} bytes of host memory",
+                 f"{'page':>6} {'group':>5} {'planes':>6} {'elements':>9}  tensors"]  # fmt: skip
+        for number, page in enumerate(self.pages):
+            names = ", ".join(
+                f"{self.tensors[span.tensor].name}[{span.tensor_start}:{span.tensor_start + span.num_elements}]"
+                for span in page.spans
+            )
+            planes = NUM_MOMENTS + page.has_copy
+            lines.append(f"{number:6} {page.group:5} {planes:6} {page.num_elements:9}  {names}")
+        return "\n".join(lines)
+
+
+def lay_out(tensors: Sequence[StateTensor], page_bytes: int) -> PageTable:
+    """Return the page table of these tensors.
+
+    Tensors of one group lie end to end and each group begins a page. Those shorter than a page come first in their
+    group, so that any other page holds parts of two tensors at most.
+
+    Raises ValueError for a page that is not a positive multiple of an element.
+    """
+    if page_bytes < FLOAT_BYTES or page_bytes % FLOAT_BYTES:
+        raise ValueError(f"a page of {page_bytes} bytes is not a multiple of {FLOAT_BYTES} bytes")
+    length = page_bytes // FLOAT_BYTES
+    pages: list[Page] = []
+    for lacks_copy, group in sorted({(not tensor.has_copy, tensor.group) for tensor in tensors}):
+        mine = [number for number, one in enumerate(tensors) if (not one.has_copy, one.group) == (lacks_copy, group)]
+        mine.sort(key=lambda number: tensors[number].num_elements >= length)
+        sizes = [(number, tensors[number].num_elements) for number in mine]
+        pages += [Page(group, not lacks_copy, spans) for spans in _cut(sizes, length)]
+    return PageTable(tuple(tensors), page_bytes, tuple(pages))
+
+
+def _cut(sizes: Sequence[tuple[int, int]], length: int) -> list[tuple[Span, ...]]:
+    """Return the spans of each page of tensors (number, elements) that lie end to end."""
+    pages: list[list[Span]] = []
+    used = length  # elements of the last page
+    for tensor, num_elements in sizes:
+        done = 0
+        while done < num_elements:
+            if used == length:
+                pages.append([])
+                used = 0
+            taken = min(num_elements - done, length - used)
+            pages[-1].append(Span(tensor, done, used, taken))
+            done, used = done + taken, used + taken
+    return [tuple(spans) for spans in pages]

@@ -1,0 +1,122 @@
+"""A run with Adam's states in pages is the resident run, to the last bit, and each goes on from the other's checkpoint.
+
+The layouts cover every pair of tensor parallelism, pipelines and hybrid data parallelism, each precision and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_ranks
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+TIED = [flag for flag in MODEL if not flag.startswith("--untie")]
+TP = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64".split()
+PP = "--pipeline-model-parallel-size 2".split()
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
+BF16 = "--bf16 --init-method-std 0.02".split()
+SAMPLES = "--micro-batch-size 1 --seq-length 64".split()
+EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
+STEPS, SAVED = 6, 3
+# A page has 1024 elements: the smallest model has 14,000 on a rank.
+PAGED = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 1".split()
+
+# name: (ranks, flags)
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "documents, bf16, zero1": (
+        2,
+        [*MODEL, *HDP, *BF16, *SHARDED, *EVALUATE, "--hdp-tokens-per-rank", "128", "--ckpt-format", "torch_dist"],
+    ),
+    "samples, tp, bf16, tied": (2, [*TIED, *SAMPLES, *TP, *BF16]),
+    "samples in slices, pp, zero1": (4, [*MODEL, *SAMPLES, *PP, *SHARDED, "--seq1f1b-slices", "2"]),
+    "documents, tp, pp": (4, [*MODEL, *HDP, *TP, *PP, "--sequence-parallel", "--hdp-tokens-per-rank", "256"]),
+}
+RESUMED = ("documents, bf16, zero1", "samples, tp, bf16, tied")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its own copy: Megatron writes the index of samples beside it."""
+    return write_documents(tmp_path_factory.mktemp("corpus") / "docs", copies=2)
+
+
+def run(name: str, documents: Path, folder: Path, *flags: object) -> list[Outcome]:
+    num_ranks, layout = LAYOUTS[name]
+    logged = ["--hdp-log-dir", folder] if "--hybrid-data-parallel" in layout else []
+    common = [*TRAIN, "--train-iters", STEPS, "--save-interval", SAVED, "--data-path", documents]
+    outcomes = train_ranks(num_ranks, *common, *layout, *logged, "--save", folder, *flags)
+    assert outcomes[0].code in (None, 0), outcomes[0].text[-2000:]
+    assert ("states in pages of 4,096 bytes" in outcomes[0].text) == ("paged" in flags)
+    return outcomes
+
+
+def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint with their names."""
+    if isinstance(state, torch.Tensor):
+        yield name, state
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
+    for key, value in items:
+        yield from tensors_of(value, f"{name}/{key}")
+
+
+def compared(rank: int, world: int, folders: tuple[Path, Path]) -> tuple[int, list[str]]:
+    """Return the number of tensors in the last checkpoint of two runs, and the names of those that differ.
+
+    Random states are left out: nothing draws from them in training, but Megatron's samplers do at the start of a run.
+    """
+    count, different = 0, []
+    one, other = (folder / f"iter_{STEPS:07d}" for folder in folders)
+    files = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
+    assert files
+    for file in files:
+        states = [dict(tensors_of(torch.load(folder / file, weights_only=False))) for folder in (one, other)]
+        states = [{key: value for key, value in state.items() if "rng_state" not in key} for state in states]
+        assert states[0].keys() == states[1].keys()
+        count += len(states[0])
+        different += [f"{file}{key}" for key, value in states[0].items() if not torch.equal(value, states[1][key])]
+    return count, different
+
+
+def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: tuple[Path, Path]) -> None:
+    """Check the losses of all steps that both have run, and the last checkpoint."""
+    if "--hybrid-data-parallel" in LAYOUTS[name][1]:
+        losses, expected = map(step_losses, folders)
+        assert losses == expected[-len(losses) :]
+        assert len(losses) in (STEPS, STEPS - SAVED)
+    printed, expected = (outcomes[-1].losses for outcomes in runs)
+    assert printed[-1] == expected[-1]
+    assert printed == expected or len(printed) == STEPS - SAVED  # the second line of a run has the mean of two steps
+    assert runs[0][-1].validation_losses[-2:] == runs[1][-1].validation_losses[-2:]
+    if "torch_dist" not in LAYOUTS[name][1]:
+        count, different = run_ranks(compared, 1, folders, init_group=False)[0]
+        assert different == []
+        assert count > 20
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_paged_is_resident(name: str, documents: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / kind for kind in ("paged", "resident", "paged then resident", "resident then paged")]
+    paged = run(name, documents, folders[0], *PAGED)
+    resident = run(name, documents, folders[1])
+    assert_equal(name, (paged, resident), (folders[0], folders[1]))
+    if name in RESUMED:
+        of_step = ["--ckpt-step", SAVED, "--load"]
+        then_resident = run(name, documents, folders[2], *of_step, folders[0])
+        then_paged = run(name, documents, folders[3], *of_step, folders[1], *PAGED)
+        assert_equal(name, (then_resident, resident), (folders[2], folders[1]))
+        assert_equal(name, (then_paged, resident), (folders[3], folders[1]))
+
+
+def test_too_little_host_memory_is_one_line(documents: Path) -> None:
+    flags = [*TRAIN, *MODEL, *SAMPLES, "--data-path", documents, *PAGED, "--state-host-gb", 1e-5]
+    outcome = train_ranks(1, *flags)[0]
+    assert outcome.code == 2
+    assert "error: model states of each process take 0.001 GB of host memory in pages of 4,096 bytes" in outcome.text

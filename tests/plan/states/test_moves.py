@@ -1,0 +1,36 @@
+"""The moves of a step: while a page is updated, the next one is fetched."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytescale_ext.plan.states.check import check_moves
+from bytescale_ext.plan.states.moves import Kind, Traffic, step_moves, traffic
+from bytescale_ext.plan.states.pages import StateTensor, lay_out
+from tests.plan.states.tables import TABLE, random_table
+
+
+def test_the_next_page_is_fetched_before_one_is_updated() -> None:
+    moves = [(move.kind, move.page, move.buffer) for move in step_moves(TABLE)]
+    assert moves[:5] == [
+        (Kind.FETCH, 0, 0), (Kind.FETCH, 1, 1), (Kind.UPDATE, 0, 0), (Kind.RETURN, 0, 0), (Kind.FETCH, 2, 0),
+    ]  # fmt: skip
+    assert moves[-2:] == [(Kind.UPDATE, 6, 0), (Kind.RETURN, 6, 0)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_moves_keep_the_laws(seed: int) -> None:
+    table = random_table(seed)
+    check_moves(table, step_moves(table))
+
+
+def test_no_page_no_move() -> None:
+    assert step_moves(lay_out((), 32)) == ()
+
+
+def test_bytes_of_a_step() -> None:
+    """Of 16-bit parameters gradients are fetched and results returned; others travel both ways in float32."""
+    half, single = (lay_out([StateTensor("a", 100, 0, has_copy)], 32) for has_copy in (True, False))
+    assert traffic(half, 2) == Traffic(fetched=400, returned=200)
+    assert traffic(single, 4) == Traffic(fetched=800, returned=400)
+    assert traffic(TABLE, 2) == Traffic(fetched=36 * 4 + 8 * 8, returned=36 * 2 + 8 * 4)

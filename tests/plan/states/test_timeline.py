@@ -1,0 +1,62 @@
+"""When moves run: by hand where the processor, or the link, is the limit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bytescale_ext.plan.states.moves import Kind
+from bytescale_ext.plan.states.pages import StateTensor, lay_out
+from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds
+from tests.plan.states.tables import TABLE, random_table
+
+FOUR_PAGES = lay_out([StateTensor("a", 32, 0, True)], 32)
+FETCH_BYTES, RETURN_BYTES, UPDATE_BYTES = 8 * 4, 8 * 2, 8 * ADAM_BYTES
+
+
+def times(kind: Kind, speeds: Speeds) -> list[tuple[float, float]]:
+    return [(one.start, one.stop) for one in replay(FOUR_PAGES, 2, speeds) if one.move.kind is kind]
+
+
+def test_copies_hide_behind_a_slow_processor() -> None:
+    """A page takes 10 s to update, 1 s to fetch and half a second to return."""
+    speeds = Speeds(FETCH_BYTES, UPDATE_BYTES / 10)
+    assert times(Kind.UPDATE, speeds) == [(1, 11), (11, 21), (21, 31), (31, 41)]
+    assert times(Kind.FETCH, speeds) == [(0, 1), (1, 2), (11, 12), (21, 22)]
+    assert step_seconds(replay(FOUR_PAGES, 2, speeds)) == 41.5
+
+
+def test_a_slow_link_is_the_limit() -> None:
+    """A page takes 1 s to update, 10 s to fetch and 5 s to return: fetches run one after another."""
+    speeds = Speeds(FETCH_BYTES / 10, UPDATE_BYTES)
+    assert times(Kind.FETCH, speeds) == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert step_seconds(replay(FOUR_PAGES, 2, speeds)) == 40 + 1 + 5
+
+
+def test_float32_parameters_wait_for_their_buffer() -> None:
+    """1 s to fetch, 1 s to update, half a second to return: the third fetch comes after the first return."""
+    table = lay_out([StateTensor("a", 24, 0, False)], 32)
+    speeds = Speeds(2 * FETCH_BYTES, UPDATE_BYTES)
+    found = [(one.move.kind, one.move.page, one.start) for one in replay(table, 4, speeds)]
+    assert (Kind.RETURN, 0, 2.0) in found
+    assert (Kind.FETCH, 2, 2.5) in found
+    assert (Kind.UPDATE, 1, 2.5) in found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_takes_at_least_what_each_part_takes(seed: int) -> None:
+    table = random_table(seed)
+    speeds = Speeds(3.0, 7.0)
+    moves = replay(table, 2, speeds)
+    totals = {kind: sum(one.stop - one.start for one in moves if one.move.kind is kind) for kind in Kind}
+    assert max(totals.values()) <= step_seconds(moves) <= sum(totals.values()) + 1e-9
+    for kind in Kind:
+        spans = [(one.start, one.stop) for one in moves if one.move.kind is kind]
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_speeds_scale_time() -> None:
+    slow, fast = (step_seconds(replay(TABLE, 2, Speeds(factor, 5 * factor))) for factor in (1.0, 4.0))
+    assert slow == pytest.approx(4 * fast)
+    assert step_seconds(replay(lay_out((), 32), 2, Speeds(1.0, 1.0))) == 0.0
