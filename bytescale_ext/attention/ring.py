@@ -14,7 +14,8 @@ over several nodes may be hierarchical: keys and sums travel inside a node and b
 keys are kept from slice to slice (``KeptKeys``), a slice sends only its own keys in the forward pass, and only
 gradients in the backward pass. Ranks that keep sums of gradients send those of the slice's own keys, which include the
 gradients from later slices. Ranks that keep no sums send the gradients of all keys up to the end of the slice.
-``layouts/layout.py`` has the geometry of blocks. Sources: ByteScale sections 5.1 and 7; Liu et al., "Ring Attention".
+``layouts/layout.py`` has the geometry of blocks. Sequences that a window limits have passes of their own, which run
+first (``window.py``). Sources: ByteScale sections 5.1 and 7; Liu et al., "Ring Attention".
 
 The algorithm is a generator that yields each exchange at the point where it must be complete. ``drive`` waits for it
 between processes; ``virtual.run_in_turn`` runs several ranks in one process.
@@ -22,58 +23,20 @@ between processes; ``virtual.run_in_turn`` runs several ranks in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from bytescale_ext.attention.backend import Backend, Returning, Steps
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
-from bytescale_ext.attention.kernels.table import Kernel
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
-from bytescale_ext.attention.layouts.rows import Rows
+from bytescale_ext.attention.layouts.window import WindowPass
+from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import Computed, Keys, TravellingKeys, TravellingSums, add_kept, key_sums
-from bytescale_ext.parallel.p2p import Comm, Pending, Transfer
-
-type Steps[Result] = Generator[Pending, None, Result]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """How attention is computed and exchanged.
-
-    Attributes:
-        comm: exchange between HDP ranks; None where no layout has rings.
-        kernel: one row of ``kernels.table.kernel_table()``.
-        scale: factor of the scores, usually ``dim ** -0.5``.
-    """
-
-    comm: Comm | None
-    kernel: Kernel
-    scale: float
-
-    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
-        """Start an exchange; see ``RingComm.exchange``."""
-        assert self.comm is not None, "a layout with rings needs a comm"
-        return self.comm.exchange(sends, receives)
-
-    def forward(self, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock) -> Output:
-        """Return ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of a block's queries over its keys.
-
-        ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block says which of their rows.
-        """
-        queries, keys = block.queries, block.keys
-        return self.kernel.forward(queries.take(q), keys.take(k), keys.take(v), block.attention(self.scale))
-
-    def backward(self, dout: torch.Tensor, saved: Computed, block: PlacedBlock) -> Gradients:
-        """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.
-
-        ``dout``: ``[t, heads, dim]``.
-        """
-        rows, keys = block.queries, block.keys
-        q, k, v, out, lse = saved
-        of_block = Saved(rows.take(q), keys.take(k), keys.take(v), rows.take(out), rows.take(lse, dim=1))
-        return self.kernel.backward(rows.take(dout), of_block, block.attention(self.scale))
+from bytescale_ext.attention.window import window_backward, window_forward
+from bytescale_ext.parallel.p2p import Pending
 
 
 def ring_attention(
@@ -98,7 +61,7 @@ def ring_attention(
         RuntimeError: from the communication backend when a peer has died.
     """
     check_tensors(q, k, v, layout.num_rows)
-    out: torch.Tensor = RingAttention.apply(q, k, v, layout, backend)
+    out: torch.Tensor = RingAttention.apply(q, k, v, backend.sink, (layout, backend))
     return out
 
 
@@ -126,19 +89,28 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _RingCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, backend: Backend
+        ctx: _RingCtx,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        settings: tuple[AttentionLayout, Backend],
     ) -> torch.Tensor:
         """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``."""
-        out, lse = drive(forward_steps(q, k, v, layout, backend))
+        out, lse = drive(forward_steps(q, k, v, *settings))
+        if sink is not None:
+            add_sink_(out, lse, sink)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = (layout, backend)
+        ctx.settings = settings
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _RingCtx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return ``dq, dk, dv`` of the shapes of ``q, k, v``; ``dout``: ``[t, heads, dim]``."""
-        return *drive(backward_steps(dout.contiguous(), Saved(*ctx.saved_tensors), *ctx.settings)), None, None
+        """Return the gradients of ``q, k, v, sink``, of their shapes; ``dout``: ``[t, heads, dim]``."""
+        saved, (layout, backend) = Saved(*ctx.saved_tensors), ctx.settings
+        grads = drive(backward_steps(dout.contiguous(), saved, layout, backend))
+        return *grads, sink_gradient(dout, saved.out, saved.lse, backend.sink), None
 
 
 def drive[Result](steps: Steps[Result]) -> Result:
@@ -169,15 +141,23 @@ def forward_steps(q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, ba
         for block in layout.local_blocks:
             _compute_block((out, lse), q, k, v, block, backend)
 
-    for number, ring_pass in enumerate(layout.passes):
-        mine = ring_pass.in_micro_batch
-        meanwhile = compute_local if number == 0 else None
-        part, part_lse = yield from _forward_pass(mine.take(q), k, v, ring_pass, backend, meanwhile)
+    for number, one in enumerate(layout.all_passes):
+        mine = one.in_micro_batch
+        meanwhile = compute_local if number == 0 else _nothing
+        if isinstance(one, WindowPass):
+            steps = window_forward(mine.take(q), k, v, one, backend, meanwhile)
+        else:
+            steps = _forward_pass(mine.take(q), k, v, one, backend, meanwhile)
+        part, part_lse = yield from steps
         mine.put_(out, part)
         mine.put_(lse, part_lse, dim=1)
-    if not layout.passes:
+    if not layout.all_passes:
         compute_local()
     return out, lse
+
+
+def _nothing() -> None:
+    """Compute nothing while keys are on their way."""
 
 
 def _forward_pass(
@@ -186,7 +166,7 @@ def _forward_pass(
     v: Keys,
     ring_pass: RingPass,
     backend: Backend,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Callable[[], None],
 ) -> Steps[Output]:
     """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of my rows, in the accumulation dtype.
 
@@ -201,7 +181,7 @@ def _forward_pass(
         # Posted before the block is computed, so that the transfer hides behind it.
         arriving = travelling.post(step)
         keys, values = travelling.here(step)
-        if step == 0 and meanwhile is not None:
+        if step == 0:
             meanwhile()
         for block in ring_pass.at(step):
             _compute_block(totals, q, keys, values, block, backend)
@@ -251,11 +231,15 @@ def summing_steps(
     q, k, v, out, lse = computed
     dq = torch.zeros_like(q)
     dk, dv = sums
-    returning: list[_Returning] = []
-    for ring_pass in layout.passes:
-        mine = ring_pass.in_micro_batch
+    returning: list[Returning] = []
+    for one in layout.all_passes:
+        mine = one.in_micro_batch
         of_pass = Computed(mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
-        part, part_returning = yield from _backward_pass(mine.take(dout), of_pass, (dk, dv), ring_pass, backend)
+        if isinstance(one, WindowPass):
+            steps = window_backward(mine.take(dout), of_pass, one, backend)
+        else:
+            steps = _backward_pass(mine.take(dout), of_pass, (dk, dv), one, backend)
+        part, part_returning = yield from steps
         mine.put_(dq, part)
         returning.append(part_returning)
     for block in layout.local_blocks:
@@ -266,30 +250,12 @@ def summing_steps(
             block.queries.add_(dq, grads[0])
         block.keys.add_(dk, grads[1])
         block.keys.add_(dv, grads[2])
-    for one in returning:
-        yield one.pending
-        total, *others = one.parts
-        for part in others:
-            total.add_(part)
-        one.keys.add_(dk, total[0])
-        one.keys.add_(dv, total[1])
+    for home in returning:
+        yield home.pending
+        total = home.total()
+        home.keys.add_(dk, total[0])
+        home.keys.add_(dv, total[1])
     return dq
-
-
-@dataclass(frozen=True)
-class _Returning:
-    """Gradients of my keys of a pass. Sums are ``[2, rows, kv_heads, dim]``: keys, values.
-
-    Attributes:
-        keys: rows of these keys in the micro-batch.
-        parts: sums of other ranks, complete after ``pending``, then my own part, unless that is already in the sums of
-            the micro-batch (kept keys).
-        pending: the exchange that delivers the last of them.
-    """
-
-    keys: Rows
-    parts: tuple[torch.Tensor, ...]
-    pending: Pending
 
 
 def _backward_pass(
@@ -298,7 +264,7 @@ def _backward_pass(
     totals: tuple[Keys, Keys],
     ring_pass: RingPass,
     backend: Backend,
-) -> Steps[tuple[torch.Tensor, _Returning]]:
+) -> Steps[tuple[torch.Tensor, Returning]]:
     """Run one pass: ``dq [rows, heads, dim]`` of my rows, and the gradients of my keys, on their way.
 
     Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. ``TravellingSums`` says
@@ -343,4 +309,12 @@ def _backward_pass(
     if ring_pass.route.inner_rings > 1:
         yield arriving_sums
         arriving_sums = sums_on_way.post_home()
-    return dq, _Returning(ring_pass.summed_keys, (*sums_on_way.home, *own), arriving_sums)
+    return dq, Returning(ring_pass.summed_keys, arriving_sums, partial(_sum, [*sums_on_way.home, *own]))
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of parts ``[2, rows, kv_heads, dim]``, in the first one."""
+    total, *others = parts
+    for part in others:
+        total.add_(part)
+    return total

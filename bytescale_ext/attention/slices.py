@@ -20,9 +20,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.layouts.rows import PartRows, RowParts, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
-from bytescale_ext.attention.ring import Backend, check_tensors, drive, forward_steps, summing_steps
+from bytescale_ext.attention.ring import check_tensors, drive, forward_steps, summing_steps
+from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import Computed, key_sums
 
 type KeysAndValues = tuple[RowParts, RowParts]
@@ -184,7 +186,7 @@ def slice_attention(
         RuntimeError: from the communication backend when a peer has died.
     """
     check_tensors(q, k, v, layout.num_rows)
-    out: torch.Tensor = _SliceAttention.apply(q, k, v, _Settings(prefix, layout, backend))
+    out: torch.Tensor = _SliceAttention.apply(q, k, v, backend.sink, _Settings(prefix, layout, backend))
     return out
 
 
@@ -203,7 +205,14 @@ class _SliceAttention(torch.autograd.Function):
     """Saves the slice's queries, output and log-sum-exp; keys and values stay in the prefix."""
 
     @staticmethod
-    def forward(ctx: _SliceCtx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    def forward(
+        ctx: _SliceCtx,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        settings: _Settings,
+    ) -> torch.Tensor:
         """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``."""
         prefix, layout, backend = settings
         num_tokens, is_repeated = layout.own.num_rows, len(prefix.keys) > layout.index
@@ -214,6 +223,8 @@ class _SliceAttention(torch.autograd.Function):
         out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
         if not is_repeated:  # else the backward pass follows and uses them again
             prefix.leave()
+        if sink is not None:
+            add_sink_(out, lse, sink)
         ctx.save_for_backward(q, out, lse)
         ctx.settings = settings
         return out
@@ -221,7 +232,7 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _SliceCtx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return ``dq, dk, dv`` of the shapes of ``q, k, v``; ``dout``: ``[t, heads, dim]``."""
+        """Return the gradients of ``q, k, v, sink``, of their shapes; ``dout``: ``[t, heads, dim]``."""
         q, out, lse = ctx.saved_tensors
         prefix, layout, backend = ctx.settings
         sums = prefix.start_backward(layout)
@@ -230,7 +241,7 @@ class _SliceAttention(torch.autograd.Function):
         dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
         prefix.end_backward()
-        return dq, dk, dv, None
+        return dq, dk, dv, sink_gradient(dout, out, lse, backend.sink), None
 
 
 def _empty_part(rows: Rows, keys: torch.Tensor) -> torch.Tensor:

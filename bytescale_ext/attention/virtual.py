@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bytescale_ext.attention.ring import Steps
+from bytescale_ext.attention.backend import Steps
 from bytescale_ext.parallel.p2p import ExchangeStats, Pending, Transfer
 
 Address = tuple[int, int, int]  # sender, receiver, number of the message between them

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import WINDOWS, ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
 
 SHIPPED: Final = Path(__file__).parent / "costs"
@@ -55,8 +55,8 @@ def check_same_model(
 ) -> ModelCost:
     """Check that costs belong to this model; return them with the number of layers of ``shape``.
 
-    Costs are per layer, so the number of layers may differ. All other sizes that affect the time of a layer or of the
-    head must agree.
+    Costs are per layer with full attention, so the number of layers and their windows may differ. All other sizes that
+    affect the time of a layer or of the head must agree.
 
     Args:
         dtype: parameter type, for example "bfloat16".
@@ -65,7 +65,8 @@ def check_same_model(
     Raises:
         ValueError: sizes differ; the message names them.
     """
-    mine = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name != "num_layers"}
+    free = {"num_layers", *WINDOWS}
+    mine = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name not in free}
     mine |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
     theirs = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in mine}
     differs = [f"{name} is {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]

@@ -8,12 +8,14 @@ from functools import lru_cache
 
 import torch
 
+from bytescale_ext.attention.backend import Backend, Steps
 from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.table import Kernel, kernel_table
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
 from bytescale_ext.attention.layouts.rows import CuSeqlens
-from bytescale_ext.attention.ring import Backend, Steps, backward_steps, forward_steps
+from bytescale_ext.attention.ring import backward_steps, forward_steps
+from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
@@ -30,6 +32,8 @@ class Case:
         heads, kv_heads, dim: of the attention.
         num_padding: rows after the tokens of each micro-batch.
         inner_width: members of the inner rings of every ring that is a multiple of it; 0: all rings are plain.
+        window: the most keys before its own that a token sees; None: all.
+        sinks: each head has a sink.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +44,8 @@ class Case:
     dim: int = 8
     num_padding: int = 3
     inner_width: int = 0
+    window: int | None = None
+    sinks: bool = False
 
     def inner_rings(self, ring: tuple[int, ...]) -> int:
         """Return of how many inner rings a ring consists."""
@@ -60,7 +66,12 @@ class Case:
 
     def layout(self, number: int, rank: int) -> AttentionLayout:
         micro_batch = self.micro_batch(number, rank)
-        return attention_layout(micro_batch, rank, self.lengths, micro_batch.num_tokens + self.num_padding)
+        return attention_layout(micro_batch, rank, self.lengths, micro_batch.num_tokens + self.num_padding, self.window)
+
+    def sink(self) -> torch.Tensor | None:
+        """Return the sink of each head, float64, or None."""
+        generator = torch.Generator().manual_seed(7)
+        return torch.randn(self.heads, generator=generator, dtype=torch.float64) if self.sinks else None
 
     def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return ``q, k, v, dout`` of one sequence, the same on every rank."""
@@ -95,6 +106,18 @@ class Case:
         """``out, dq, dk, dv`` of each sequence by dense attention in float64, from values rounded to ``dtype``."""
         return dense_answers(self, dtype)
 
+    def expected_sink(self) -> torch.Tensor:
+        """Return the gradient of the sinks, summed over all sequences, by dense attention in float64."""
+        sink = self.sink()
+        assert sink is not None
+        total = torch.zeros_like(sink)
+        for seq, length in enumerate(self.lengths):
+            q, k, v, dout = self.values(seq, torch.float64)
+            leaf = sink.clone().requires_grad_()
+            out = dense_attention(q, k, v, (length,), self.scale, self.window, leaf)
+            total += torch.autograd.grad(out, leaf, dout)[0]
+        return total
+
 
 @lru_cache(maxsize=8)  # each rank and each way to cut asks again
 def dense_answers(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
@@ -103,7 +126,7 @@ def dense_answers(case: Case, dtype: torch.dtype) -> list[tuple[torch.Tensor, ..
     for seq, length in enumerate(case.lengths):
         q, k, v, dout = (x.double() for x in case.values(seq, dtype))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = dense_attention(q, k, v, (length,), case.scale)
+        out = dense_attention(q, k, v, (length,), case.scale, case.window, case.sink())
         answers.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     return answers
 
@@ -119,7 +142,7 @@ def assert_matches(case: Case, results: Results, tolerance: float, dtype: torch.
     expected = case.expected(dtype)
     for (number, rank), got in results.items():
         micro_batch = case.micro_batch(number, rank)
-        for name, tensor, column in zip(("out", "dq", "dk", "dv"), got, range(4), strict=True):
+        for name, tensor, column in zip(("out", "dq", "dk", "dv"), got[:4], range(4), strict=True):
             assert not tensor[micro_batch.num_tokens :].any(), f"{name} of padding on rank {rank}"
             start = 0
             for shard in micro_batch.shards:
@@ -136,11 +159,15 @@ def kernel_named(name: str) -> Kernel:
 
 
 def block_of(
-    lengths_q: Sequence[int], lengths_k: Sequence[int] | None = None, causal: bool = True, scale: float = 0.3
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int] | None = None,
+    causal: bool = True,
+    scale: float = 0.3,
+    window: int | None = None,
 ) -> AttentionBlock:
     """Return the block of documents of these lengths; by default each document's keys are its own tokens."""
     cu_k = CuSeqlens.of_lengths(lengths_q if lengths_k is None else lengths_k)
-    return AttentionBlock(CuSeqlens.of_lengths(lengths_q), cu_k, causal, scale)
+    return AttentionBlock(CuSeqlens.of_lengths(lengths_q), cu_k, causal, scale, window)
 
 
 def block_tensors(
@@ -154,7 +181,13 @@ def block_tensors(
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each document, written with a mask over all rows and differentiable by autograd.
 
@@ -163,25 +196,40 @@ def dense_attention(
     t, group = q.shape[0], q.shape[1] // k.shape[1]
     document = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, t - sum(lengths)]))
     seen = (document[:, None] == document) & (document < len(lengths)) & torch.ones(t, t, dtype=torch.bool).tril()
+    if window is not None:
+        seen &= torch.arange(t)[:, None] - torch.arange(t) <= window
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).masked_fill(~seen, 0.0)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        scores = torch.cat((scores, sink[:, None, None].expand(-1, t, 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :t].masked_fill(~seen, 0.0)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 def run_round(
     layouts: Sequence[AttentionLayout], inputs: Sequence[Sequence[torch.Tensor]], backends: Sequence[Backend]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Return ``out, dq, dk, dv`` of one micro-batch of each virtual rank; ``inputs`` are ``q, k, v, dout``."""
+    """Return ``out, dq, dk, dv`` of one micro-batch of each virtual rank, and the gradient of the sinks if it has any.
+
+    ``inputs`` are ``q, k, v, dout``.
+    """
     ranks = list(zip(inputs, layouts, backends, strict=True))
     outputs = run_in_turn([forward_steps(q, k, v, layout, backend) for (q, k, v, _), layout, backend in ranks])
+    for (out, lse), backend in zip(outputs, backends, strict=True):
+        if backend.sink is not None:
+            add_sink_(out, lse, backend.sink)
     grads = run_in_turn(
         [
             backward_steps(dout, Saved(q, k, v, *output), layout, backend)
             for ((q, k, v, dout), layout, backend), output in zip(ranks, outputs, strict=True)
         ]
     )
-    return [(out, *grad) for (out, _), grad in zip(outputs, grads, strict=True)]
+    found = []
+    for ((*_, dout), _, backend), output, grad in zip(ranks, outputs, grads, strict=True):
+        sink = sink_gradient(dout, *output, backend.sink)
+        found.append((output[0], *grad, *(() if sink is None else (sink,))))
+    return found
 
 
 def run_virtual(
@@ -193,7 +241,9 @@ def run_virtual(
     ranks = range(case.num_ranks)
     for number in range(len(case.rounds)):
         inputs = [case.inputs(number, rank, dtype) for rank in ranks]
-        backends = [Backend(comm, kernel_named(name), case.scale) for comm in comms]
+        sink = case.sink()
+        sink = None if sink is None else sink.to(dtype)
+        backends = [Backend(comm, kernel_named(name), case.scale, sink) for comm in comms]
         found = run_round([case.layout(number, rank) for rank in ranks], inputs, backends)
         results |= {(number, rank): found[rank] for rank in ranks}
     return results, comms

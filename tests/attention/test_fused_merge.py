@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale_ext.attention import merge
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Output, accumulation_dtype
 from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.merge import JoinFunction, choose_join, join_, probe_join
-from bytescale_ext.attention.ring import Backend
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, kernel_named, run_round
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from bytescale_ext.attention.backend import Steps
 from bytescale_ext.attention.layouts.layout import RingPass, ring_pass
 from bytescale_ext.attention.layouts.route import Route
-from bytescale_ext.attention.ring import Steps
 from bytescale_ext.attention.travel import TravellingKeys, TravellingSums
 from bytescale_ext.attention.virtual import MailboxComm, MailboxPending, mailbox_comms, run_in_turn
 from bytescale_ext.errors import PlanError

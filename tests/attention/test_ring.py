@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from bytescale_ext.attention.ring import Backend, ring_attention
+from bytescale_ext.attention.backend import Backend
+from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import (
     GROUPS,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.table import KernelCalls, counting
 from bytescale_ext.attention.layouts.layout import attention_layout
-from bytescale_ext.attention.ring import Backend
 from bytescale_ext.attention.virtual import mailbox_comms
 from bytescale_ext.errors import PlanError
 from bytescale_ext.parallel.p2p import ExchangeStats

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.table import choose_kernel
 from bytescale_ext.attention.layouts.layout import attention_layout
-from bytescale_ext.attention.ring import Backend, ring_attention
+from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, Results, assert_matches, assert_planned_matches, planned

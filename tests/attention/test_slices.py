@@ -15,12 +15,12 @@ import torch
 from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.kernels.table import named_kernel
 from bytescale_ext.attention.layouts.rows import PartRows, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts
-from bytescale_ext.attention.ring import Backend
 from bytescale_ext.attention.slices import KeySwap, LayerPrefix, MicroBatchPrefix, slice_attention
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from tests.attention.cases import block_of

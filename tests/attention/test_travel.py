@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bytescale_ext.attention.backend import Steps
 from bytescale_ext.attention.layouts.layout import KeptKeys, PrefixKeys, RingPass, ring_pass
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import Rows
-from bytescale_ext.attention.ring import Steps
 from bytescale_ext.attention.travel import TravellingKeys, add_kept, key_sums
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale_ext.attention.ring import Steps
+from bytescale_ext.attention.backend import Steps
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 
 

@@ -50,7 +50,7 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
         first_expert = (model.config.num_moe_experts or 0) // groups.ep.size() * groups.ep.rank()
         for name, parameter in model.named_parameters():
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 and not name.endswith("softmax_offset"):
                 continue
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
@@ -81,6 +81,7 @@ def train_documents_one_by_one() -> None:
     args = parse(sys.argv, on_cpu=True)
     install(None)
     model = gpt_config_from_args(args)
+    model.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
     pretrain(
         pretrain_cfg_container_from_args(args, model),
         _whole_documents,

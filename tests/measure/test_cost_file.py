@@ -155,3 +155,8 @@ def test_another_model_is_refused_by_the_field(field: str) -> None:
 def test_another_device_layout_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor_parallel is 2 there and 1 here, dtype is bfloat16 there and float32"):
         check_same_model(COST, COST.shape, 1, "float32", "cost.json")
+
+
+def test_windows_may_differ_because_costs_are_those_of_full_attention() -> None:
+    shape = replace(COST.shape, num_window_layers=1, window_tokens=100)
+    assert check_same_model(COST, shape, COST.tensor_parallel, COST.dtype, "file").shape == shape

@@ -20,8 +20,9 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 aten = torch.ops.aten
 
 OPERATORS = ("_efficient_attention_forward", "_efficient_attention_backward")
-NO_MASK, CAUSAL = 0, 1
-"""Values of ``custom_mask_type``: all keys of a document, or those up to the place of the query."""
+NO_MASK, CAUSAL, CAUSAL_FROM_THE_END = 0, 1, 2
+"""Values of ``custom_mask_type``: all keys of a document, those up to the place of the query counted from the first
+key, or counted from the last key."""
 HEAD_ALIGNMENT = 8
 """Head sizes are padded to a multiple of this: 16 bytes in half precision."""
 LSE_ALIGNMENT = 32
@@ -72,7 +73,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: PlacedBlo
     repeats, dim = q.shape[1] // k.shape[1], q.shape[2]
     out, lse, *_ = aten._efficient_attention_forward(
         _aligned(q), _aligned(k, repeats), _aligned(v, repeats), None, *_documents(group, q.device), 0.0,
-        CAUSAL if block.causal else NO_MASK, True, scale=block.scale,
+        _mask_type(block), True, scale=block.scale, window_size=_window(block),
     )  # fmt: skip
     return out[0, ..., :dim], _by_row(lse, group.cu_q)
 
@@ -85,10 +86,21 @@ def _backward(dout: torch.Tensor, saved: Saved, group: PlacedBlock, block: Atten
     dq, dk, dv, _ = aten._efficient_attention_backward(
         _aligned(dout), _aligned(q), _aligned(k, repeats), _aligned(v, repeats), None, _aligned(out),
         *_documents(group, q.device), _by_document(lse, group.cu_q), 0.0, unused, unused,
-        CAUSAL if block.causal else NO_MASK, False, scale=block.scale,
+        _mask_type(block), False, scale=block.scale, window_size=_window(block),
     )  # fmt: skip
     of_heads = (grad[0, ..., :dim].unflatten(1, (k.shape[1], repeats)).sum(2) for grad in (dk, dv))
     return dq[0, ..., :dim], next(of_heads), next(of_heads)
+
+
+def _mask_type(block: AttentionBlock) -> int:
+    if block.window is not None:
+        return CAUSAL_FROM_THE_END
+    return CAUSAL if block.causal else NO_MASK
+
+
+def _window(block: AttentionBlock) -> int | None:
+    """Return the operator's size of a window, which counts the query's own key."""
+    return None if block.window is None else block.window + 1
 
 
 def _documents(group: PlacedBlock, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -66,6 +66,7 @@ FLASH_ATTN_3 = FlashAttn("flash_attn_interface", "flash_attn_interface", "_flash
 
 def _common(block: AttentionBlock, device: torch.device) -> dict[str, object]:
     """Return the arguments that forward and backward share, under every name that a version has used."""
+    window = (-1, -1) if block.window is None else (block.window, 0)
     return {
         "cu_seqlens_q": block.cu_q.on(device),
         "cu_seqlens_k": block.cu_k.on(device),
@@ -75,9 +76,9 @@ def _common(block: AttentionBlock, device: torch.device) -> dict[str, object]:
         "causal": block.causal,
         "is_causal": block.causal,
         "dropout_p": 0.0,
-        "window_size": (-1, -1),
-        "window_size_left": -1,
-        "window_size_right": -1,
+        "window_size": window,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
         "softcap": 0.0,
         "return_softmax": False,
     }

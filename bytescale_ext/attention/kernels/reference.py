@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
-from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.blocks import AttentionBlock, Tile
 
 
 def reference_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
@@ -64,7 +64,9 @@ def _scores(q: torch.Tensor, k: torch.Tensor, block: AttentionBlock) -> torch.Te
     dtype = accumulation_dtype(q.dtype)
     scores = torch.einsum("qngd,knd->ngqk", _grouped(q, k.shape[1]).to(dtype), k.to(dtype)) * block.scale
     if block.causal:
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        num_q, num_k = scores.shape[-2:]
+        window = num_k if block.window is None else block.window
+        unseen = Tile(slice(0, num_q), slice(0, num_k), window).hidden(q.device)
         scores = scores.masked_fill(unseen, -torch.inf)
     return scores
 

@@ -157,12 +157,12 @@ def _cuda_kernel(
 
 
 def choose_kernel(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str | None = None
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str | None = None, windows: bool = False
 ) -> KernelChoice:
     """Return the best kernel for such inputs, or the named one. No communication.
 
     The kernel must also pass ``probe``, so a package of an unknown version is passed over with its reason and never
-    computes wrong results.
+    computes wrong results. ``windows``: blocks may have windows.
 
     Raises:
         ValueError: the named kernel is unknown, or it cannot take these inputs here; or no kernel takes them.
@@ -170,14 +170,14 @@ def choose_kernel(
     device = torch.device(device)
     if name is not None:
         kernel = named_kernel(device, dtype, head_dim, name)
-        _refuse(name, probe(kernel, device, dtype, head_dim))
+        _refuse(name, probe(kernel, device, dtype, head_dim, windows))
         return _with_join(KernelChoice(kernel, "asked for by name", ()), device, dtype, head_dim)
     considered: list[tuple[str, str]] = []
     for kernel in kernel_table():
         why_not = kernel.why_not(device, dtype, head_dim)
         if why_not is None and device.type in kernel.by_name_on:
             why_not = f"on {device.type} it must be named, because it keeps queries x keys scores"
-        why_not = why_not or probe(kernel, device, dtype, head_dim)
+        why_not = why_not or probe(kernel, device, dtype, head_dim, windows)
         if why_not is None:
             reason = f"the first of the table that takes {dtype} of head dim {head_dim} on {device.type}"
             return _with_join(KernelChoice(kernel, reason, tuple(considered)), device, dtype, head_dim)
@@ -214,11 +214,11 @@ def _refuse(name: str, why_not: str | None) -> None:
         raise ValueError(f"attention kernel {name!r} cannot be used: {why_not}; name another or none")
 
 
-def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool = False) -> str | None:
     """Run a kernel on small inputs and compare it with the reference; return why it is unfit, or None.
 
     The inputs are three documents, one causal document, and a rectangle whose ``out`` and ``lse`` cover more keys
-    than the kernel is given.
+    than the kernel is given. With ``windows``: three documents, and documents with keys before their first query.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -228,11 +228,15 @@ def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
     packed, whole, part = CuSeqlens((0, 5, 6, 38)), CuSeqlens((0, 38)), CuSeqlens((0, 21))
     q, dout, k, v = values(38, 4), values(38, 4), values(38, 2), values(38, 2)
     scale = head_dim**-0.5
-    for block in (
+    blocks = [
         AttentionBlock(packed, packed, causal=True, scale=scale),
         AttentionBlock(whole, whole, causal=True, scale=scale),
         AttentionBlock(part, whole, causal=False, scale=scale),
-    ):
+    ]
+    if windows:
+        fewer = CuSeqlens((0, 3, 4, 30))
+        blocks += [AttentionBlock(cu_q, packed, causal=True, scale=scale, window=7) for cu_q in (packed, fewer)]
+    for block in blocks:
         rows = slice(0, block.cu_q.num_tokens)
         try:
             error_size = _largest_error(kernel, dout[rows], q[rows], k, v, block)

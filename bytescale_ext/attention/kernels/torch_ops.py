@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, empty_output
+from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def missing_where_deterministic(missing: Callable[[], str | None]) -> Callable[[
 def cuda_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Call ``aten::_flash_attention_forward`` in its varlen form: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, *_varlen(block, q.device), 0.0, block.causal, False, scale=block.scale
+        q, k, v, *_varlen(block, q.device), 0.0, block.causal, False, scale=block.scale, **_window(block)
     )
     return out, lse
 
@@ -46,7 +46,7 @@ def cuda_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock)
     seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = aten._flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), *_varlen(block, q.device), 0.0, block.causal, seed, unused,
-        scale=block.scale,
+        scale=block.scale, **_window(block),
     )  # fmt: skip
     return dq, dk, dv
 
@@ -56,7 +56,13 @@ def _varlen(block: AttentionBlock, device: torch.device) -> tuple[torch.Tensor, 
     return block.cu_q.on(device), block.cu_k.on(device), block.cu_q.longest, block.cu_k.longest
 
 
-# cuDNN: faster on long documents, but without a packed form, so several documents go to torch's flash attention.
+def _window(block: AttentionBlock) -> dict[str, int]:
+    """Return the arguments of a window, which only blocks with one give."""
+    return {} if block.window is None else {"window_size_left": block.window, "window_size_right": 0}
+
+
+# cuDNN: faster on long documents, but without a packed form, so several documents go to torch's flash attention, as do
+# windows.
 
 
 def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
@@ -64,7 +70,7 @@ def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Atte
 
     Both give the natural log-sum-exp.
     """
-    if block.num_documents != 1:
+    if block.num_documents != 1 or block.window is not None:
         return cuda_flash_forward(q, k, v, block)
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *map(_heads_first, (q, k, v)), None, True, 0.0, block.causal, False, scale=block.scale
@@ -74,7 +80,7 @@ def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Atte
 
 def cudnn_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
     """Return the gradients of ``cudnn_forward``: ``dq, dk, dv`` of the shapes of ``q, k, v``."""
-    if block.num_documents != 1:
+    if block.num_documents != 1 or block.window is not None:
         return cuda_flash_backward(dout, saved, block)
     q, k, v, out, lse = saved
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -96,15 +102,19 @@ def cudnn_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> G
     return dq, dk, dv
 
 
-# CPU: one call for each document.
+# CPU: one call for each document, or with a window for each piece of it, whose work is at most 1.25 times that of long
+# windows.
+
+WINDOW_TILES = (32, 256)
+"""The fewest and the most queries of a piece; between them, a quarter of the window."""
 
 
 def cpu_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Call torch's flash attention for CPU on each document: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
     out, lse = empty_output(q)
-    for rows, keys in block.documents():
+    for rows, keys, mask in _pieces(block, q):
         part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_heads_first, (q[rows], k[keys], v[keys])), 0.0, block.causal, scale=block.scale
+            *map(_heads_first, (q[rows], k[keys], v[keys])), 0.0, **mask, scale=block.scale
         )
         out[rows] = _rows_first(part)
         lse[:, rows] = part_lse[0]
@@ -115,18 +125,33 @@ def cpu_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) 
     """Return the gradients of ``cpu_flash_forward``: ``dq, dk, dv`` of the shapes of ``q, k, v``."""
     q, k, v, out, lse = saved
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, keys in block.documents():
+    sums = (dk, dv) if block.window is None else [x.to(accumulation_dtype(x.dtype)) for x in (dk, dv)]
+    for rows, keys, mask in _pieces(block, q):
         # The operator reads the log-sum-exp as [heads, rows] with rows outermost in memory.
         part_lse = lse[:, rows].t().contiguous().t().unsqueeze(0)
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(_heads_first, (dout[rows], q[rows], k[keys], v[keys], out[rows])),
             part_lse,
             0.0,
-            block.causal,
+            **mask,
             scale=block.scale,
         )
-        dq[rows], dk[keys], dv[keys] = map(_rows_first, parts)
-    return dq, dk, dv
+        dq[rows] = _rows_first(parts[0])
+        for total, part in zip(sums, parts[1:], strict=True):
+            total[keys] += _rows_first(part)
+    return dq, sums[0].to(k.dtype), sums[1].to(k.dtype)
+
+
+def _pieces(block: AttentionBlock, q: torch.Tensor) -> Iterator[tuple[slice, slice, dict[str, object]]]:
+    """Yield the query rows and key rows of each call, and the arguments of its mask; ``q``: ``[tq, heads, dim]``."""
+    if block.window is None:
+        for rows, keys in block.documents():
+            yield rows, keys, {"is_causal": block.causal}
+        return
+    fewest, most = WINDOW_TILES
+    for tile in block.tiles(min(max(block.window // 4, fewest), most)):
+        mask = torch.zeros((), dtype=q.dtype).masked_fill(tile.hidden(q.device), -torch.inf)
+        yield tile.rows, tile.keys, {"is_causal": False, "attn_mask": mask}
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,12 @@
 
 An ``AttentionBlock`` is what one kernel call computes. A ``PlacedBlock`` also says which rows of a rank's tensors hold
 the queries and the keys; layouts are made of these. Documents never attend to each other, so no masks are needed.
+With a window (``layouts/window.py``) the last query of each document is its last key::
+
+    keys       0 1 2 3 4 5
+    query of 3     x x x           window 2: a query sees its own key and the two before it
+    query of 4       x x x
+    query of 5         x x x
 """
 
 from __future__ import annotations
@@ -9,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
+
+import torch
 
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 
@@ -25,9 +34,11 @@ class AttentionBlock:
     Attributes:
         cu_q: offsets of the documents in the queries.
         cu_k: offsets of the documents in the keys, equally many.
-        causal: a query sees the keys of its document up to its own position, which needs equal offsets; otherwise
-            it sees all keys of its document.
+        causal: a query sees the keys of its document up to its own position, which needs equal offsets or a window;
+            otherwise it sees all keys of its document.
         scale: factor of the scores, usually ``dim ** -0.5``.
+        window: of a causal block, the most keys before its own that a query sees, at least 1; None: all. A document may
+            have more keys than queries: these are the keys before its first query.
 
     Raises:
         ValueError: the offsets do not fit each other.
@@ -37,12 +48,17 @@ class AttentionBlock:
     cu_k: CuSeqlens
     causal: bool
     scale: float
+    window: int | None = None
 
     def __post_init__(self) -> None:
         num_q, num_k = self.cu_q.num_documents, self.cu_k.num_documents
         if num_q != num_k:
             raise ValueError(f"a block needs as many documents of keys as of queries, got {num_q} and {num_k}")
-        if self.causal and self.cu_q != self.cu_k:
+        if self.window is not None:
+            lengths = zip(self.cu_q.lengths, self.cu_k.lengths, strict=True)
+            if not self.causal or self.window < 1 or any(k < q for q, k in lengths):
+                raise ValueError(f"a window needs a causal block with at least as many keys as queries: {self}")
+        elif self.causal and self.cu_q != self.cu_k:
             raise ValueError(
                 f"a causal block needs equal offsets of queries and keys, got {self.cu_q.offsets} and "
                 f"{self.cu_k.offsets}"
@@ -58,6 +74,35 @@ class AttentionBlock:
             if rows[0] < rows[1] and keys[0] < keys[1]:
                 yield slice(*rows), slice(*keys)
 
+    def tiles(self, num_queries: int) -> Iterator[Tile]:
+        """Yield the documents of a block with a window in pieces of at most this many queries, with the keys they see.
+
+        Their work is at most ``(window + num_queries) / window`` times that of the block.
+        """
+        assert self.window is not None, f"{self=}"
+        for rows, keys in self.documents():
+            before = (keys.stop - keys.start) - (rows.stop - rows.start)  # keys before the first query
+            for start in range(rows.start, rows.stop, num_queries):
+                stop = min(start + num_queries, rows.stop)
+                first, last = (keys.start + before + row - rows.start for row in (start, stop))
+                seen = max(keys.start, first - self.window)
+                yield Tile(slice(start, stop), slice(seen, last), self.window)
+
+
+class Tile(NamedTuple):
+    """Queries in one piece and the keys that they see; the last query is the last key."""
+
+    rows: slice
+    keys: slice
+    window: int
+
+    def hidden(self, device: torch.device) -> torch.Tensor:
+        """Return which keys a query does not see, bool ``[queries, keys]``."""
+        num_rows, num_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        own = num_keys - num_rows  # the key of the first query
+        everything = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
+        return everything.triu(own + 1) | everything.tril(own - self.window - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
@@ -70,6 +115,7 @@ class PlacedBlock:
         cu_q: offsets of the documents in ``queries``.
         cu_k: offsets of the documents in ``keys``.
         source: in a ring, the index of the member that holds the keys; otherwise 0.
+        window: as in ``AttentionBlock``.
     """
 
     queries: Rows
@@ -78,6 +124,7 @@ class PlacedBlock:
     cu_q: CuSeqlens
     cu_k: CuSeqlens
     source: int = 0
+    window: int | None = None
 
     @classmethod
     def of(
@@ -94,6 +141,13 @@ class PlacedBlock:
             source=source,
         )
 
+    @classmethod
+    def in_window(cls, queries: Sequence[Interval], keys: Sequence[Interval], window: int) -> PlacedBlock:
+        """Return the causal block of these intervals, whose keys end with their queries, where a window limits it."""
+        block = cls.of(queries, keys, causal=True)
+        limits = block.cu_q != block.cu_k or block.cu_k.longest > window + 1
+        return replace(block, window=window) if limits else block
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
@@ -101,7 +155,7 @@ class PlacedBlock:
 
     def attention(self, scale: float) -> AttentionBlock:
         """Return what a kernel computes for this block."""
-        return AttentionBlock(self.cu_q, self.cu_k, self.causal, scale)
+        return AttentionBlock(self.cu_q, self.cu_k, self.causal, scale, self.window)
 
 
 def share_values(blocks: Sequence[PlacedBlock]) -> tuple[PlacedBlock, ...]:

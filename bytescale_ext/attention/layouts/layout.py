@@ -20,7 +20,8 @@ With zigzag shares a block is, for each of its sequences, the causal triangle of
 In a slice of a micro-batch (Seq1F1B) the queries belong to the slice. The keys belong to the slice or to its *prefix*:
 all slices before it. Rows of keys are counted through the whole micro-batch. Every query of a slice sees the whole
 prefix of its document. ``layouts/slices.py`` makes these layouts; without slices there is no prefix and keys have the
-rows of the queries.
+rows of the queries. Layers with a sliding window have a layout of their own, in which sequences longer than the window
+have no rings (``layouts/window.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from itertools import accumulate, pairwise
 from bytescale_ext.attention.layouts.blocks import Interval, PlacedBlock, share_values
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.attention.layouts.window import WindowPass, WindowSequence, is_limited, window_pass
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 
@@ -157,6 +159,9 @@ class AttentionLayout:
         local: their offsets, counted from ``local_start``.
         local_keys: rows of their keys among the keys of the micro-batch.
         local_prefix: local documents that began in an earlier slice, against their keys in earlier slices, or None.
+        local_window: with a window, the one block of all local documents, in place of the others.
+        windows: one for each ring some of whose sequences are limited by a window, in the order of their first
+            sequences; these run before ``passes``.
     """
 
     num_rows: int
@@ -165,6 +170,13 @@ class AttentionLayout:
     local: CuSeqlens
     local_keys: Rows
     local_prefix: PlacedBlock | None = None
+    local_window: PlacedBlock | None = None
+    windows: tuple[WindowPass, ...] = ()
+
+    @property
+    def all_passes(self) -> tuple[WindowPass | RingPass, ...]:
+        """The passes in the order in which they run."""
+        return (*self.windows, *self.passes)
 
     @property
     def num_tokens(self) -> int:
@@ -176,28 +188,34 @@ class AttentionLayout:
         """The blocks of the local documents: their triangles, then their prefixes."""
         if self.num_tokens == self.local_start:
             return ()
+        if self.local_window is not None:
+            return (self.local_window,)
         rows = Rows.of([(self.local_start, self.num_tokens)])
         triangles = PlacedBlock(rows, self.local_keys, True, self.local, self.local)
         return (triangles,) if self.local_prefix is None else (triangles, self.local_prefix)
 
 
-def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int], num_rows: int) -> AttentionLayout:
+def attention_layout(
+    micro_batch: MicroBatch, rank: int, lengths: Sequence[int], num_rows: int, window: int | None = None
+) -> AttentionLayout:
     """Return the layout of one micro-batch. Pure; no communication.
 
-    Ring shards are grouped by their ring and its form, wherever they lie in the micro-batch, and the groups are ordered
-    by their first sequence. All members of a ring find the same groups in the same order, each from its own
-    micro-batch. Proof: let sequences X and Y have the same ring and share a micro-batch on one of its ranks. X couples
-    the micro-batches that hold X, Y couples the micro-batches that hold Y, and the one with both couples them all: they
-    are one coupled group of ``plan/step/check.py``. A rank has at most one micro-batch of a group (law 8), so X and Y
-    are together on every member, in one form (law 10). A group of shards is thus the same set of sequences on each
-    member. No two groups have the same first sequence, and ranks that run their groups in the order of first sequences
-    cannot wait for each other in a circle.
+    Ring shards are grouped by their ring and its form, and by whether the window limits them, wherever they lie in the
+    micro-batch, and the groups of each kind are ordered by their first sequence. All members of a ring find the same
+    groups in the same order, each from its own micro-batch. Proof: let sequences X and Y have the same ring and share a
+    micro-batch on one of its ranks. X couples the micro-batches that hold X, Y couples the micro-batches that hold Y,
+    and the one with both couples them all: they are one coupled group of ``plan/step/check.py``. A rank has at most one
+    micro-batch of a group (law 8), so X and Y are together on every member, in one form (law 10). A group of shards is
+    thus the same set of sequences on each member. No two groups have the same first sequence, and ranks that run their
+    groups in the order of first sequences, those with a window before the others, cannot wait for each other in a
+    circle.
 
     Args:
         micro_batch: ring shards first, in ascending order of ``seq``, then local documents.
         rank: my HDP rank.
         lengths: tokens of each sequence of the step (``StepPlan.lengths``).
         num_rows: rows of the tensors, at least ``micro_batch.num_tokens``; the rest is padding.
+        window: the most keys before its own that a token sees; None: all.
 
     Raises:
         PlanError: the micro-batch breaks the order above, or a share is not the zigzag share of this rank.
@@ -210,18 +228,27 @@ def attention_layout(micro_batch: MicroBatch, rank: int, lengths: Sequence[int],
         raise ValueError(
             f"a micro-batch of {micro_batch.num_tokens} tokens does not fit in {num_rows} rows; give it more rows"
         )
-    groups: dict[Route, list[int]] = {}
+    groups: dict[tuple[Route, bool], list[int]] = {}
     for shard in shared:
-        groups.setdefault(Route(shard.ring, shard.ring.index(rank), shard.inner_rings), []).append(shard.seq)
+        how = Route(shard.ring, shard.ring.index(rank), shard.inner_rings), is_limited(lengths[shard.seq], window)
+        groups.setdefault(how, []).append(shard.seq)
     offsets = CuSeqlens.of_lengths([shard.num_tokens for shard in shared])
     intervals = dict(zip([shard.seq for shard in shared], pairwise(offsets.offsets), strict=True))
-    passes = tuple(
-        ring_pass([lengths[seq] for seq in seqs], route, seqs, Rows.of(intervals[seq] for seq in seqs))
-        for route, seqs in groups.items()
-    )
+    passes: list[RingPass] = []
+    windows: list[WindowPass] = []
+    for (route, limited), seqs in groups.items():
+        rows = Rows.of(intervals[seq] for seq in seqs)
+        if limited and window is not None:
+            sequences = [WindowSequence(seq, (lengths[seq],), intervals[seq][0]) for seq in seqs]
+            windows.append(window_pass(sequences, route, rows, window))
+        else:
+            passes.append(ring_pass([lengths[seq] for seq in seqs], route, seqs, rows))
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
     start = offsets.num_tokens
-    return AttentionLayout(num_rows, passes, start, documents, Rows.of([(start, start + documents.num_tokens)]))
+    of_local = [(start + first, start + last) for first, last in pairwise(documents.offsets)]
+    in_window = None if window is None else PlacedBlock.in_window(of_local, of_local, window)
+    keys = Rows.of([(start, start + documents.num_tokens)])
+    return AttentionLayout(num_rows, tuple(passes), start, documents, keys, None, in_window, tuple(windows))
 
 
 def ring_pass(

@@ -13,13 +13,20 @@ keys are swapped in a part of their own. For a ring shard A and local documents,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
-from bytescale_ext.attention.layouts.layout import AttentionLayout, KeptKeys, PrefixKeys, RingPass, ring_pass
+from bytescale_ext.attention.layouts.layout import (
+    AttentionLayout,
+    KeptKeys,
+    PrefixKeys,
+    RingPass,
+    ring_pass,
+)
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, PartRows, Rows
+from bytescale_ext.attention.layouts.window import WindowPass, WindowSequence, is_limited, window_pass
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices
 from bytescale_ext.plan.schedule.slices import slice_ranges
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
@@ -56,15 +63,20 @@ class SliceLayout:
         return self.attention.num_rows
 
 
-def slice_layouts(cut: DocumentSlices, rank: int, num_rows: Sequence[int]) -> tuple[SliceLayout, ...]:
+def slice_layouts(
+    cut: DocumentSlices, rank: int, num_rows: Sequence[int], window: int | None = None
+) -> tuple[SliceLayout, ...]:
     """Return the layout of each slice. Pure; no communication.
+
+    With a window, a rank keeps no keys of other members of the sequences that it limits.
 
     Args:
         cut: where the micro-batch is cut.
         rank: my HDP rank.
         num_rows: rows of the tensors of each slice; the rows after its tokens are padding.
+        window: the most keys before its own that a token sees; None: all.
     """
-    keys = _KeyRows(cut, rank)
+    keys = _KeyRows(cut, rank, window)
     layouts: list[SliceLayout] = []
     for index in range(cut.num_slices):
         layouts.append(_layout(keys, index, num_rows[index], layouts[-1] if layouts else None))
@@ -75,13 +87,19 @@ class _KeyRows:
     """Which rows of a micro-batch's keys are those of each shard, member and slice.
 
     Attributes:
-        cut: where the micro-batch is cut.
+        cut: where the micro-batch is cut, and which keys are kept.
+        window: see ``slice_layouts``.
+        limited: numbers of the ring shards that the window limits.
         num_rings: how many of its shards are ring shards; they come first.
         regions: the first row of each shard, then the number of rows.
     """
 
-    def __init__(self, cut: DocumentSlices, rank: int) -> None:
-        self.cut = cut
+    def __init__(self, cut: DocumentSlices, rank: int, window: int | None) -> None:
+        ends = enumerate(cut.ring_ends)
+        self.limited = frozenset(number for number, of_shard in ends if is_limited(of_shard[-1], window))
+        kept, sent, swapped = (numbers - self.limited for numbers in (cut.kept, cut.sent_sums, cut.swapped))
+        self.cut = cut = replace(cut, kept=kept, sent_sums=sent, swapped=swapped)
+        self.window = window
         self.num_rings = len(cut.ring_ends)
         self._rank = rank
         sizes = (
@@ -137,26 +155,32 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
         before: the layout of the slice before it.
     """
     cut, regions = keys.cut, keys.regions
-    groups: dict[tuple[Route, bool, bool], list[int]] = {}
+    groups: dict[tuple[Route, bool, bool, bool], list[int]] = {}
     in_keys, lengths = [], []
     for number in range(keys.num_rings):
-        how = (keys.route(number), number in cut.kept, number in cut.sent_sums)
+        how = (keys.route(number), number in keys.limited, number in cut.kept, number in cut.sent_sums)
         groups.setdefault(how, []).append(number)
         _, start, stop = keys.member_keys(index, number, keys.place(number))
         in_keys.append((start, stop))
         lengths.append(stop - start)
     in_slice = CuSeqlens.of_lengths(lengths)
     intervals = list(pairwise(in_slice.offsets))
-    passes = tuple(
-        _slice_pass(keys, index, numbers, Rows.of(intervals[number] for number in numbers))
-        for numbers in groups.values()
-        if any(start < stop for start, stop in (cut.ring_range(number, index) for number in numbers))
-    )
+    windows: list[WindowPass] = []
+    passes: list[RingPass] = []
+    for numbers in groups.values():
+        rows = Rows.of(intervals[number] for number in numbers)
+        if not any(start < stop for start, stop in (cut.ring_range(number, index) for number in numbers)):
+            continue
+        if numbers[0] in keys.limited:
+            windows.append(_slice_window(keys, index, numbers, rows))
+        else:
+            passes.append(_slice_pass(keys, index, numbers, rows))
     first, last = (regions[keys.num_rings] + token for token in cut.local_range(index))
     documents = pairwise(regions[keys.num_rings :])
     pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
     pieces = [piece for piece in pieces if piece[1] < piece[2]]
-    layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces)
+    layout = _with_local(num_rows, tuple(passes), in_slice.num_tokens, pieces, keys.window)
+    layout = replace(layout, windows=tuple(windows))
     added = {number: keys.added_rows(index, number, number in cut.kept) for number in range(keys.num_rings)}
     sums = [keys.added_rows(index, number, number in cut.kept - cut.sent_sums) for number in added]
     on_device = [rows for number, rows in added.items() if number not in cut.swapped]
@@ -178,6 +202,16 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
 def _with_part(before: PartRows | None, rows: Sequence[list[tuple[int, int]]]) -> PartRows:
     """Return the parts of the slices before, and one more with these rows."""
     return PartRows((*(before.places if before else ()), Rows.of(sorted(chain.from_iterable(rows)))))
+
+
+def _slice_window(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> WindowPass:
+    """Return the pass of slice ``index`` of the shards ``numbers``, which share a ring and have a window."""
+    assert keys.window is not None, f"{numbers=}"
+    shards, ends = keys.cut.micro_batch.shards, keys.cut.ring_ends
+    sequences = [
+        WindowSequence(shards[number].seq, ends[number][: index + 1], keys.regions[number]) for number in numbers
+    ]
+    return window_pass(sequences, keys.route(numbers[0]), in_slice, keys.window)
 
 
 def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
@@ -209,7 +243,7 @@ def _share(num_tokens: int, width: int, member: int) -> int:
     return sum(stop - start for start, stop in zigzag_ranges(num_tokens, width, member))
 
 
-def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...]:
+def sample_layouts(lengths: Sequence[int], batch: int, window: int | None = None) -> tuple[SliceLayout, ...]:
     """Return the layout of each slice of a micro-batch of ``batch`` samples side by side, all cut alike.
 
     The rows of a slice are its first sample, then the next one; keys are numbered sample after sample.
@@ -217,20 +251,21 @@ def sample_layouts(lengths: Sequence[int], batch: int) -> tuple[SliceLayout, ...
     Args:
         lengths: tokens of each slice of a sample.
         batch: number of samples.
+        window: as in ``slice_layouts``.
     """
     num_tokens = sum(lengths)
     layouts: list[SliceLayout] = []
     for part in slice_ranges(lengths):
         starts = range(0, num_tokens * batch, num_tokens)
         pieces = [(start, start + part.start, start + part.stop) for start in starts]
-        layout = _with_local(part.num_tokens * batch, (), 0, pieces)
+        layout = _with_local(part.num_tokens * batch, (), 0, pieces, window)
         held = PartRows((*(layouts[-1].held.places if layouts else ()), layout.local_keys))
         layouts.append(SliceLayout(part.index, len(lengths), layout, layout.local_keys, held, PartRows(()), held, held))
     return tuple(layouts)
 
 
 def _with_local(
-    num_rows: int, passes: tuple[RingPass, ...], row: int, pieces: Sequence[tuple[int, int, int]]
+    num_rows: int, passes: tuple[RingPass, ...], row: int, pieces: Sequence[tuple[int, int, int]], window: int | None
 ) -> AttentionLayout:
     """Return a layout with pieces of local documents from ``row`` on.
 
@@ -241,5 +276,9 @@ def _with_local(
     keys = Rows.of((start, stop) for _, start, stop in pieces)
     rows = [(row + first, row + last) for first, last in pairwise(local.offsets)]
     began = [(mine, (begin, start)) for mine, (begin, start, _) in zip(rows, pieces, strict=True) if begin < start]
+    if window is not None:
+        seen = [(max(begin, start - window), stop) for begin, start, stop in pieces]
+        in_window = PlacedBlock.in_window(rows, seen, window)
+        return AttentionLayout(num_rows, passes, row, local, keys, None, in_window)
     prefix = PlacedBlock.of([mine for mine, _ in began], [before for _, before in began]) if began else None
     return AttentionLayout(num_rows, passes, row, local, keys, prefix)

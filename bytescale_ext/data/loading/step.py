@@ -30,6 +30,7 @@ class LoaderSettings:
         vocab_size: token ids must be below it; None: not checked.
         pin_memory: keep micro-batches in page-locked memory (CUDA).
         slice_rule: how micro-batches are cut into slices, those of the plan if it names any; None: they stay whole.
+        window: of layers with a sliding window, the most keys before its own that a token sees; None: none has one.
 
     Raises:
         ValueError: a number is out of range.
@@ -45,6 +46,7 @@ class LoaderSettings:
     vocab_size: int | None = None
     pin_memory: bool = False
     slice_rule: SliceRule | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -72,7 +74,7 @@ class LoaderSettings:
         if plan.slicing is not None:
             assert rule is not None, f"{plan.slicing=} {rule=}"
             rule = replace(rule, slicing=plan.slicing) if plan.slicing.num_slices > 1 else None
-        return units_of(plan.ranks[self.rank], plan.lengths, self.rank, self.rows_multiple, rule)
+        return units_of(plan.ranks[self.rank], plan.lengths, self.rank, self.rows_multiple, rule, self.window)
 
     def read(
         self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]

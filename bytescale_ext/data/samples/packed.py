@@ -62,6 +62,7 @@ class PackedMicroBatch:
         documents: where each shard is from, for messages.
         layout: which rows attend to which; set by ``units.py``.
         counted_lengths: tokens of the sequences that this rank counts; set by ``units.py``.
+        window_layout: as ``layout``, in layers with a window; None in models without them.
     """
 
     tokens: torch.Tensor
@@ -72,6 +73,7 @@ class PackedMicroBatch:
     documents: tuple[str, ...]
     layout: AttentionLayout | SliceLayout | None = None
     counted_lengths: tuple[int, ...] = ()
+    window_layout: AttentionLayout | SliceLayout | None = None
 
     @property
     def num_rows(self) -> int:

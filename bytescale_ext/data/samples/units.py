@@ -24,12 +24,14 @@ class Unit:
         layout: its attention.
         counted_lengths: tokens of the sequences that this rank counts, as the first rank of their ring. The first slice
             of a micro-batch counts them all, so that each sequence of a step is counted once.
+        window_layout: its attention in layers with a window; None in models without them.
     """
 
     micro_batch: MicroBatch
     num_rows: int
     layout: AttentionLayout | SliceLayout
     counted_lengths: tuple[int, ...] = ()
+    window_layout: AttentionLayout | SliceLayout | None = None
 
     def read(
         self,
@@ -43,11 +45,23 @@ class Unit:
             packed = dummy_micro_batch(self.num_rows)
         else:
             packed = pack_micro_batch(self.micro_batch, source, sample_ids, self.num_rows, lengths, vocab_size)
-        return replace(packed, layout=self.layout, counted_lengths=self.counted_lengths)
+        return self._with_layouts(replace(packed, counted_lengths=self.counted_lengths))
+
+    def padding(self) -> PackedMicroBatch:
+        """Return a unit of padding with the same layouts."""
+        return self._with_layouts(dummy_micro_batch(self.num_rows))
+
+    def _with_layouts(self, packed: PackedMicroBatch) -> PackedMicroBatch:
+        return replace(packed, layout=self.layout, window_layout=self.window_layout)
 
 
 def units_of(
-    micro_batches: Sequence[MicroBatch], lengths: Sequence[int], rank: int, rows_multiple: int, rule: SliceRule | None
+    micro_batches: Sequence[MicroBatch],
+    lengths: Sequence[int],
+    rank: int,
+    rows_multiple: int,
+    rule: SliceRule | None,
+    window: int | None = None,
 ) -> tuple[Unit, ...]:
     """Return the units of a rank's step, in the order of their forward passes. Pure; no communication.
 
@@ -56,6 +70,7 @@ def units_of(
         lengths: tokens of each sequence of the step.
         rows_multiple: rows of each unit are padded to a multiple of this.
         rule: how micro-batches are cut into slices; None: they stay whole.
+        window: of the layers that have one, the most keys before its own that a token sees; None: no layer has one.
     """
     units: list[Unit] = []
     for micro_batch in micro_batches:
@@ -63,28 +78,39 @@ def units_of(
         if rule is None:
             num_rows = padded(micro_batch.num_tokens, rows_multiple)
             layout = attention_layout(micro_batch, rank, lengths, num_rows)
-            units.append(Unit(micro_batch, num_rows, layout, counted))
+            limited = None if window is None else attention_layout(micro_batch, rank, lengths, num_rows, window)
+            units.append(Unit(micro_batch, num_rows, layout, counted, limited))
         else:
-            first, *others = _slices(micro_batch, lengths, rank, rows_multiple, rule)
+            first, *others = _slices(micro_batch, lengths, rank, rows_multiple, rule, window)
             units += [replace(first, counted_lengths=counted), *others]
     return tuple(units)
 
 
 def _slices(
-    micro_batch: MicroBatch, lengths: Sequence[int], rank: int, rows_multiple: int, rule: SliceRule
+    micro_batch: MicroBatch,
+    lengths: Sequence[int],
+    rank: int,
+    rows_multiple: int,
+    rule: SliceRule,
+    window: int | None,
 ) -> list[Unit]:
     """Cut a micro-batch into slices of at least one row each, because messages between stages cannot be empty."""
     cut = rule(micro_batch, lengths)
     check_document_slices({rank: [cut]}, lengths, rule.slicing, rule.rows_multiple)
     parts = [cut.slice(index, rank) for index in range(rule.slicing.num_slices)]
     rows = [padded(max(part.num_tokens, 1), rows_multiple) for part in parts]
-    return [Unit(*unit) for unit in zip(parts, rows, slice_layouts(cut, rank, rows), strict=True)]
+    units = [Unit(*unit) for unit in zip(parts, rows, slice_layouts(cut, rank, rows), strict=True)]
+    if window is None:
+        return units
+    limited = slice_layouts(cut, rank, rows, window)
+    return [replace(unit, window_layout=layout) for unit, layout in zip(units, limited, strict=True)]
 
 
-def padding_units(num_slices: int, rows: int) -> tuple[PackedMicroBatch, ...]:
-    """Return a micro-batch of padding alone, whole or in slices, of ``rows`` rows each."""
-    rule = None if num_slices == 1 else SliceRule(Slicing(num_slices))
-    empty = dummy_micro_batch(rows)
-    if rule is None:
-        return (replace(empty, layout=attention_layout(empty.micro_batch, 0, (), rows)),)
-    return tuple(replace(empty, layout=unit.layout) for unit in units_of([empty.micro_batch], (), 0, rows, rule))
+def padding_units(num_slices: int, rows: int, window: int | None = None) -> tuple[PackedMicroBatch, ...]:
+    """Return a micro-batch of padding alone, whole or in slices, of ``rows`` rows each; ``window``: as ``units_of``."""
+    if num_slices > 1:
+        rule = SliceRule(Slicing(num_slices))
+        return tuple(unit.padding() for unit in units_of([MicroBatch(())], (), 0, rows, rule, window))
+    empty = MicroBatch(())
+    limited = None if window is None else attention_layout(empty, 0, (), rows, window)
+    return (Unit(empty, rows, attention_layout(empty, 0, (), rows), (), limited).padding(),)

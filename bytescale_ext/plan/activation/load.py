@@ -202,8 +202,14 @@ class LayerLoad:
 
 def layer_load(cost: ModelCost, length: int, width: int = 1, how: LayerSettings | None = None) -> LayerLoad:
     """Return the load of a sequence of ``length`` tokens on each of the ``width`` ranks of its ring."""
-    forward, backward = (part.sequence_cost(length, width) + part.g for part in (cost.forward, cost.backward))
+    forward, backward = (part.sequence_cost(length, width) + part.g for part in _layer_costs(cost))
     return load_of_tokens(cost, -(-length // width), forward, backward, how)
+
+
+def _layer_costs(cost: ModelCost) -> tuple[CostModel, CostModel]:
+    """Return the forward and backward cost of one layer, the mean of those with windows and those without."""
+    layer = cost.stage(1)
+    return layer.forward, layer.backward
 
 
 def load_of_tokens(
@@ -262,8 +268,7 @@ def full_load(
     width = -(-length // num_tokens)
     sequences = max(1, num_tokens // length) / len(slices)
     forward, backward = (
-        sequences * part.sequence_cost(min(length, num_tokens * width), width) + part.g
-        for part in (cost.forward, cost.backward)
+        sequences * part.sequence_cost(min(length, num_tokens * width), width) + part.g for part in _layer_costs(cost)
     )
     return load_of_tokens(cost, -(-num_tokens * max(slices) // sum(slices)), forward, backward, how)
 

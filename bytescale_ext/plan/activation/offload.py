@@ -50,7 +50,7 @@ class OffloadLimits:
             lengths: tokens: [n].
             forward: of the rank's ``num_layers`` layers.
         """
-        layer_seconds = (forward.a * lengths + forward.b) * lengths / self.num_layers
+        layer_seconds = (forward.a * forward.squares(lengths) + forward.b * lengths) / self.num_layers
         return np.minimum(1.0, layer_seconds * self.bytes_per_second / (self.layer_bytes_per_token * lengths))
 
     def max_tokens(self, lengths: Floats, tokens_per_rank: int, forward: CostModel) -> Floats:

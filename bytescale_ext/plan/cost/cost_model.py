@@ -27,6 +27,12 @@ class CostModel:
 
     A ring over several nodes has ``Nodes.hops`` instead of d - 1 beside c.
 
+    Some layers may have a sliding window of w tokens. There a sequence of more than w tokens has no ring. A rank
+    computes the windows of its tokens, and receives the w tokens before its front and before its back part, which
+    nothing hides::
+
+        a (2 w s - w^2) / d + (c + h) min(2 w, s (d - 1) / d) + b s / d
+
     Attributes:
         a: per squared token, causal attention.
         b: per token, everything that is linear in tokens.
@@ -35,6 +41,8 @@ class CostModel:
         h: per token whose keys and values a rank receives, never hidden: the cost of merging blocks, starting messages
             and waiting for them and, where processors move the data themselves, copying. The paper has no such term.
         nodes: links between nodes are slower; None: all are alike.
+        window: w, the most tokens that a token sees in these layers, itself included.
+        window_share: the share of the layers that have a window; a, c and h are of all layers, as if none had one.
     """
 
     a: float
@@ -43,6 +51,20 @@ class CostModel:
     g: float = 0.0
     h: float = 0.0
     nodes: Nodes | None = None
+    window: int = 0
+    window_share: float = 0.0
+
+    @overload
+    def squares(self, lengths: float) -> float: ...
+    @overload
+    def squares(self, lengths: Floats) -> Floats: ...
+    def squares(self, lengths: float | Floats) -> float | Floats:
+        """Return what ``a`` multiplies for sequences on one rank, s^2 without windows: one or many, [n]."""
+        full = lengths * lengths
+        if not self.window_share:
+            return full
+        beyond = np.maximum(lengths - self.window, 0.0)
+        return full - self.window_share * beyond * beyond
 
     @overload
     def hops(self, widths: float) -> float: ...
@@ -71,7 +93,31 @@ class CostModel:
         received = lengths * (self.hops(widths) if hops is None else hops)
         slower = np.maximum if isinstance(received, np.ndarray) else max  # max is much faster for numbers
         joined = self.h * (lengths * (widths - 1))
-        return (slower(self.a * lengths * lengths, self.c * received) + joined) / widths
+        full = (slower(self.a * lengths * lengths, self.c * received) + joined) / widths
+        return self._with_windows(full, lengths, widths) if self.window_share else full
+
+    def _with_windows(self, full: float | Floats, lengths: float | Floats, widths: float | Floats) -> float | Floats:
+        """Return the cost of attention where ``full`` is that without windows; arguments as in ``attention_cost``."""
+        tokens, ranks = np.asarray(lengths, dtype=np.float64), np.asarray(widths, dtype=np.float64)
+        beyond, share = np.maximum(tokens - self.window, 0.0), self.limited_share(tokens)
+        limited = self.a * (tokens * tokens - beyond * beyond) / ranks
+        limited += (self.c + self.h) * self.window_received(tokens, ranks)
+        cost = (1.0 - share) * full + share * limited
+        return cost if isinstance(full, np.ndarray) else float(cost)
+
+    def exposed_exchange(self, lengths: Floats, widths: Floats, hops: Floats) -> Floats:
+        """Return the part of ``attention_cost`` that is exchange not hidden behind attention: [n], as the arguments."""
+        full = np.maximum(0.0, self.c * lengths * hops - self.a * lengths * lengths) / widths
+        share = self.limited_share(lengths)
+        return np.asarray((1.0 - share) * full + share * self.c * self.window_received(lengths, widths))
+
+    def limited_share(self, lengths: Floats) -> Floats:
+        """Return the share of the layers in which a window limits sequences: [n]."""
+        return np.asarray(np.where(lengths > self.window, self.window_share, 0.0))
+
+    def window_received(self, lengths: Floats, widths: Floats) -> Floats:
+        """Return the tokens whose keys a rank receives in a layer with a window: [n], as the arguments."""
+        return np.minimum(2.0 * self.window, lengths * (widths - 1) / widths)
 
     @overload
     def sequence_cost(self, lengths: float, widths: float) -> float: ...
@@ -90,7 +136,11 @@ class CostModel:
 
         Token P costs ``max(2 a P, c (d - 1)) + b`` on d ranks that keep keys: up to some P, exchange takes longer than
         attention. All arguments broadcast to the shape of the result.
+
+        With windows this inverts ``squares``, in which token P costs less beyond the window; exchange is left out.
         """
+        if self.window_share:
+            return self._end_with_windows(lengths, shares)
         exchange = self.c * (widths - 1)
         kink = np.minimum(exchange / max(2 * self.a, 1e-300), lengths)
         extra = exchange * kink - self.a * kink**2
@@ -100,6 +150,18 @@ class CostModel:
             before = targets / (exchange + self.b)
             beyond = 2 * squares / (self.b + np.sqrt(self.b**2 + 4 * self.a * squares))
         return np.asarray(np.where(before < kink, before, beyond))
+
+    def _end_with_windows(self, lengths: Floats, shares: Floats) -> Floats:
+        """Return where a share of ``a squares + b s`` ends: the arguments broadcast to the shape of the result.
+
+        Up to the window the cost is ``a P^2 + b P``; beyond it ``a (1 - f) P^2 + (b + 2 a f w) P - a f w^2``.
+        """
+        a, w, f = self.a, float(self.window), self.window_share
+        targets = shares * (a * self.squares(np.asarray(lengths, dtype=np.float64)) + self.b * lengths)
+        within = 2 * targets / (self.b + np.sqrt(self.b**2 + 4 * a * targets))
+        rest, slope = targets + a * f * w * w, self.b + 2 * a * f * w
+        beyond = 2 * rest / (slope + np.sqrt(slope**2 + 4 * a * (1.0 - f) * rest))
+        return np.asarray(np.where(within <= w, within, beyond))
 
     def shard_cost(self, shard: Shard, length: int) -> float:
         """Return the cost of a shard of a sequence of ``length`` tokens; linear work counts the shard's own tokens."""
@@ -127,12 +189,12 @@ class CostModel:
     def scaled(self, factor: float) -> CostModel:
         """Return the same model in another unit, or of ``factor`` layers."""
         constants = (self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
-        return CostModel(*constants, self.nodes)
+        return CostModel(*constants, self.nodes, self.window, self.window_share)
 
     def __add__(self, other: CostModel) -> CostModel:
         """Return the cost of both together; the sum of their exchanges hides behind the sum of their attention."""
         constants = (self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
-        return CostModel(*constants, self.nodes)
+        return CostModel(*constants, self.nodes, self.window, self.window_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.entries import from_entries
+from bytescale_ext.plan.cost.entries import entries_of, from_entries
 from bytescale_ext.plan.cost.model_shape import (
     BACKWARD_PER_FORWARD,
     ModelShape,
@@ -22,6 +22,12 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 LINK_BYTES_PER_SECOND: Final = 55e9
 """Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
+
+NOT_IN_FILES: Final = ("nodes", "window", "window_share")
+"""Fields of ``CostModel`` that belong to a run, not to a cost file."""
+
+WINDOWS: Final = ("num_window_layers", "window_tokens")
+"""Fields of ``ModelShape`` about windows: costs are those of full attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,11 @@ class ModelCost:
     def stage(self, num_layers: int, has_head: bool = False, link: float = LINK_BYTES_PER_SECOND) -> StageCost:
         """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer.
 
+        Layers with a window count as if they were spread evenly over the layers.
+
         ``link``: bytes per second between the device and host memory, one way, for swapped keys.
         """
-        forward, backward = self.forward.scaled(num_layers), self.backward.scaled(num_layers)
+        forward, backward = (with_windows(one.scaled(num_layers), self.shape) for one in (self.forward, self.backward))
         if has_head:
             forward = replace(forward, b=forward.b + self.head_forward)
             backward = replace(backward, b=backward.b + self.head_backward)
@@ -86,10 +94,11 @@ class ModelCost:
         return self.stage(self.shape.num_layers, has_head=True)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain dicts: the format of a cost file. It says nothing about the nodes of a run."""
+        """Return plain dicts: the format of a cost file. It says nothing about the nodes of a run and about windows."""
         value = asdict(self)
-        for name in ("forward", "backward"):
-            del value[name]["nodes"]
+        for of, names in (("forward", NOT_IN_FILES), ("backward", NOT_IN_FILES), ("shape", WINDOWS)):
+            for name in names:
+                del value[of][name]
         return value
 
     @classmethod
@@ -99,8 +108,9 @@ class ModelCost:
             shape = from_entries(ModelShape, value["shape"])
             passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
             cost = from_entries(cls, {**value, "shape": shape, **passes})
-            if any(one.nodes is not None for one in passes.values()):
-                raise TypeError("nodes are no entry")
+            for name in (*NOT_IN_FILES, *WINDOWS):
+                if any(name in entries_of(value[one]) for one in ("forward", "backward", "shape")):
+                    raise TypeError(f"{name} is no entry")
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a cost file ({error}); `bytescale profile` writes one") from None
         cost._check()
@@ -108,7 +118,7 @@ class ModelCost:
 
     def _check(self) -> None:
         numbers = {f"{name}.{key}": number for name in ("forward", "backward")
-                   for key, number in asdict(getattr(self, name)).items() if key != "nodes"}  # fmt: skip
+                   for key, number in asdict(getattr(self, name)).items() if key not in NOT_IN_FILES}  # fmt: skip
         for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes", "collective", "slowdown"):
             numbers[name] = getattr(self, name)
         for name, number in numbers.items():
@@ -119,23 +129,32 @@ class ModelCost:
                 raise ValueError(f"the cost file's {name} is 0: attention and linear work both cost time")
 
 
+def with_windows(cost: CostModel, shape: ModelShape) -> CostModel:
+    """Return the cost of full attention in all layers as that of a model with its windows."""
+    if shape.window is None:
+        return cost
+    return replace(cost, window=shape.window + 1, window_share=shape.window_share)
+
+
 def flops_cost(shape: ModelShape) -> CostModel:
     """Return costs in FLOPs, forward and backward, to predict imbalance without measuring (c = g = 0)."""
     passes = 1.0 + BACKWARD_PER_FORWARD
-    return CostModel(a=passes * attention_flops_per_square(shape), b=passes * linear_flops_per_token(shape))
+    full = CostModel(a=passes * attention_flops_per_square(shape), b=passes * linear_flops_per_token(shape))
+    return with_windows(full, shape)
 
 
 def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True) -> StageCost:
     """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without."""
     both = flops_cost(replace(shape.part(num_layers), vocab=shape.vocab if has_head else 0))
+    both = with_windows(both, shape)
     forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
     return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))
 
 
 def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """Return forward and backward model FLOPs of whole documents; causal attention counts inside each document only.
+    """Return forward and backward model FLOPs of whole documents: causal attention inside each, and inside windows.
 
     Recomputed work is not model FLOPs (PaLM, Chowdhery et al. 2022, appendix B, "MFU").
     """
     tokens, cost = np.fromiter(lengths, dtype=np.float64), flops_cost(shape)
-    return float(cost.a * (tokens @ tokens) + cost.b * tokens.sum())
+    return float(cost.a * cost.squares(tokens).sum() + cost.b * tokens.sum())

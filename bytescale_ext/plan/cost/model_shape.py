@@ -32,6 +32,8 @@ class ModelShape:
         num_experts: in such a layer, the experts that the router chooses from.
         experts_per_token: how many of them it chooses for a token.
         shared_ffn_hidden: the part of ``expert_ffn_hidden`` that is the shared experts', which every token passes.
+        num_window_layers: how many of the layers have a sliding window.
+        window_tokens: in such a layer, the most keys before its own that a token sees.
     """
 
     num_layers: int
@@ -47,11 +49,25 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     shared_ffn_hidden: int = 0
+    num_window_layers: int = 0
+    window_tokens: int = 0
 
     def part(self, num_layers: int) -> ModelShape:
-        """Return the sizes of so many of the layers; experts count as if they were spread evenly over all."""
-        of_experts = -(-self.num_expert_layers * num_layers // self.num_layers)
-        return replace(self, num_layers=num_layers, num_expert_layers=of_experts)
+        """Return the sizes of so many of the layers; experts and windows count as if spread evenly over all."""
+        experts, windows = (
+            -(-of_kind * num_layers // self.num_layers) for of_kind in (self.num_expert_layers, self.num_window_layers)
+        )
+        return replace(self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows)
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window of the layers that have one; None: no layer has one."""
+        return self.window_tokens if self.num_window_layers else None
+
+    @property
+    def window_share(self) -> float:
+        """The share of the layers that have a sliding window."""
+        return self.num_window_layers / self.num_layers
 
 
 LLAMA_7B: Final = ModelShape(
@@ -77,7 +93,7 @@ def linear_flops_per_token(shape: ModelShape) -> float:
 
 
 def attention_flops_per_square(shape: ModelShape) -> float:
-    """Return forward FLOPs of causal attention over s tokens, divided by s^2.
+    """Return forward FLOPs of causal attention over s tokens without windows, divided by s^2.
 
     ``4 s^2 head_dim num_heads`` for scores and values, half of it under the causal mask (FlashAttention-2, Dao 2023,
     section 4.1).

@@ -96,7 +96,7 @@ class ShardTable:
     def row_exposed(self, cost: CostModel) -> Floats:
         """Return the part of ``row_costs`` that is ring exchange not hidden behind attention: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
-        beyond = np.maximum(0.0, cost.c * lengths * self.hops(cost) - cost.a * lengths * lengths) / widths
+        beyond = cost.exposed_exchange(lengths, widths, self.hops(cost))
         return np.bincount(self.rows, weights=beyond, minlength=self.num_rows)
 
     def hops(self, cost: CostModel) -> Floats:

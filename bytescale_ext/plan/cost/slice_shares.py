@@ -22,7 +22,7 @@ class SliceShares:
         tokens: tokens of each slice: [n, k].
         exchanged: tokens whose keys travel round the ring for the slice: its own where keys are kept, else all up to
             its end: [n, k].
-        squares: attention of the slice: [n, k].
+        squares: attention of the slice (``CostModel.squares``): [n, k].
         kept: whether the keys of the sequence are kept from slice to slice: [n].
         summed: whether the sums of their gradients are too: [n].
         swapped: whether its keys are kept in host memory: [n].
@@ -54,12 +54,19 @@ class SliceShares:
         ends = np.zeros((len(lengths), num_slices + 1))
         ends[:, -1] = 1.0
         ends[:, 1:-1] = np.where((widths == 1)[:, None], inner, stops)
-        squares = np.where((widths == 1)[:, None], ends, ends**2)
+        work = cost.squares(ends * lengths[:, None]) / cost.squares(lengths)[:, None]
+        squares = np.where((widths == 1)[:, None], ends, work)
         tokens = np.diff(ends, axis=1)
         exchanged = np.where(kept[:, None], tokens, ends[:, 1:])
         summed = kept & (lengths <= slicing.summed_tokens)
         swapped = kept & (lengths > slicing.kept_tokens) & (widths > 1)
         return cls(lengths, widths, tokens, exchanged, np.diff(squares, axis=1), kept, summed, swapped, hops)
+
+    @property
+    def full_squares(self) -> Floats:
+        """Attention of each slice in layers without windows, of sequences of rings: [n, k]."""
+        ends = np.cumsum(self.tokens, axis=1)
+        return np.asarray(ends**2 - (ends - self.tokens) ** 2)
 
     def costs(self, cost: CostModel) -> tuple[Floats, Floats]:
         """Return the forward cost of each slice on each rank of its ring, without ``g``: [n, k].
@@ -70,6 +77,9 @@ class SliceShares:
             max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + h P' (d - 1) / d + b (P' - P) / d
 
         Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
+
+        Layers in which a window limits the sequence receive the keys before each slice's tokens instead
+        (``CostModel.window_received``), and these do not hide.
 
         The second result is the part of the cost that is exchange not hidden behind attention: [n, k].
         """
@@ -105,8 +115,15 @@ class SliceShares:
     def _costs(self, cost: CostModel, exchanged: Floats) -> tuple[Floats, Floats]:
         lengths, widths = self.lengths, self.widths
         hops = cost.hops(widths) if self.hops is None else self.hops
-        attention = (cost.a * lengths * lengths / widths)[:, None] * self.squares
+        attention = (cost.a * cost.squares(lengths) / widths)[:, None] * self.squares
         exchange = (cost.c * lengths * hops / widths)[:, None] * exchanged
-        exposed = np.maximum(exchange - attention, 0.0)
         joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged
+        if not cost.window_share:
+            exposed = np.maximum(exchange - attention, 0.0)
+        else:
+            share, ends = cost.limited_share(lengths)[:, None], np.cumsum(self.tokens, axis=1)
+            hiding = (cost.a * lengths * lengths / widths)[:, None] * self.full_squares
+            received = cost.window_received(lengths[:, None] * ends, widths[:, None])
+            exposed = (1.0 - share) * np.maximum(exchange - hiding, 0.0) + share * cost.c * received
+            joined = (1.0 - share) * joined + share * cost.h * received
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed

@@ -161,7 +161,7 @@ class SliceRule:
         return (*ends, line[-1])
 
     def _document_cost(self, length: int) -> float:
-        return float(length) if self.cost is None else self.cost.a * length**2 + self.cost.b * length
+        return float(length) if self.cost is None else self.cost.a * self.cost.squares(length) + self.cost.b * length
 
     def _end_in_document(self, line: Sequence[int], costs: Sequence[float], number: int, target: float) -> float:
         """Return the token of the line up to which it costs ``target``; it lies in document ``number``."""

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import ModelCost, with_windows
 from bytescale_ext.plan.cost.model_shape import (
     ATTENTION_BACKWARD_PER_FORWARD,
     BACKWARD_PER_FORWARD,
@@ -118,7 +118,8 @@ def slice_ranges(lengths: Sequence[int]) -> tuple[SliceRange, ...]:
 def slice_costs(lengths: Sequence[int], cost: CostModel) -> tuple[float, ...]:
     """Return the cost of each slice: ``T(stop) - T(start) + g``."""
     return tuple(
-        cost.a * (part.stop**2 - part.start**2) + cost.b * part.num_tokens + cost.g for part in slice_ranges(lengths)
+        cost.a * (cost.squares(part.stop) - cost.squares(part.start)) + cost.b * part.num_tokens + cost.g
+        for part in slice_ranges(lengths)
     )
 
 
@@ -134,7 +135,9 @@ def layer_cost(shape: ModelShape, partition: str, measured: ModelCost | None = N
     a = attention_flops_per_square(shape) / shape.num_layers
     b = (linear_flops_per_token(shape) - 2.0 * shape.hidden * shape.vocab) / shape.num_layers
     attention_factor = ATTENTION_BACKWARD_PER_FORWARD if partition == "time" else BACKWARD_PER_FORWARD
-    return StageCost(CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b))
+    passes = CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b)
+    forward, backward = (with_windows(one, shape) for one in passes)
+    return StageCost(forward, backward)
 
 
 def _rounded(ends: Sequence[float], num_tokens: int, grain: int) -> tuple[int, ...]:

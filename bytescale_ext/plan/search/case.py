@@ -190,7 +190,8 @@ class Case:
         ``work``: tokens, and the sum of the squares of the lengths, of each step.
         """
         both = self.planner.stages[0].both
-        seconds = sum(both.b * tokens + both.a * squares for tokens, squares in work)
+        full = both.a * (1.0 - both.window_share)  # windows cost time beside it
+        seconds = sum(both.b * tokens + full * squares for tokens, squares in work)
         return seconds / len(work) / self.cluster.num_ranks + self.update.optimizer
 
     def bound(self, lengths: Sequence[int]) -> float:

@@ -158,7 +158,7 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
         strategy = replace(strategy, activations=FULL)
     cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
     cost = strategy_cost(task.cost, strategy, cluster)
-    both = cost.forward + cost.backward
+    both = cost.stage(1).both
     layer = sum(both.sequence_cost(float(length), 1.0) for length in task.steps[0])
     head = (cost.head_forward + cost.head_backward) * sum(task.steps[0])
     one, two = (memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster) for count in (1, 2))

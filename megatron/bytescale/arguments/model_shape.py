@@ -35,7 +35,18 @@ def model_shape(args: Any) -> ModelShape:
         gated=bool(args.swiglu),
         vocab=args.padded_vocab_size,
         **experts,
+        **_windows(args),
     )
+
+
+def _windows(args: Any) -> dict[str, Any]:
+    """Return the layers with a sliding window, and the keys before its own that a token sees in them."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    layers = range(1, args.num_layers + 1)
+    how = (args.window_size, args.window_attn_skip_freq)
+    num_layers = sum(is_layer_window_attention(*how, layer) for layer in layers)
+    return {"num_window_layers": num_layers, "window_tokens": args.window_size[0]} if num_layers else {}
 
 
 def stage_layers(args: Any) -> tuple[int, ...]:

@@ -91,6 +91,24 @@ def _is_local(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None)) and args.transformer_impl == "local"
 
 
+def _looks_elsewhere(args: Any) -> bool:
+    """Return whether windows reach ahead of a token, or not back."""
+    return bool(args.window_size) and (
+        len(args.window_size) != 2 or args.window_size[0] < 1 or args.window_size[1] != 0
+    )
+
+
+def _as_pattern(frequency: Any) -> int | None:
+    """Return for how many layers a pattern is, None for one that repeats; 0 for a number below 1."""
+    if isinstance(frequency, list):
+        return len(frequency)
+    return None if frequency is None or frequency > 0 else 0
+
+
+def _with_yarn(name: str, default: Any) -> Callable[[Any], bool]:
+    return lambda args: args.position_embedding_type == "yarn" and getattr(args, name) != default
+
+
 def _on_cpu(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None)) and args.distributed_backend == "gloo"
 
@@ -114,6 +132,7 @@ _NOT_STANDARD = "remove it: its layers are not Megatron's TransformerLayer"
 _NEW_SHAPES = "remove it: micro-batches differ in shape"
 _PLAIN_CAUSAL = "remove it, or use --transformer-impl transformer_engine: policies run local layers with our attention"
 _SECOND_SWAP = "choose one: the policy swaps too"
+_LOOK_BACK = "give --window-size N,0 with N above 0: each token sees its own key and up to N keys before it"
 _NO_SHARDS = "leave it at 1: only tensor parallelism divides weights"
 _OTHER_SCRIPT = "remove it: only Megatron's own pretrain_gpt.py has it"
 REFUSALS: Final[tuple[Refusal, ...]] = (
@@ -193,9 +212,14 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "--transformer-impl transformer_engine, or --qk-layernorm",
            lambda a: a.qk_l2_norm and not a.num_experts and a.transformer_impl == "local"),
     *(refuse(f"{flag} of local layers", "activations", _PLAIN_CAUSAL, _is_local(flag[2:].replace("-", "_")))
-      for flag in ("--window-size", "--apply-query-key-layer-scaling", "--reset-attention-mask")),
-    refuse("--softmax-type of local layers", "activations", _PLAIN_CAUSAL,
-           lambda a: a.transformer_impl == "local" and getattr(a, "softmax_type", "vanilla") != "vanilla"),
+      for flag in ("--apply-query-key-layer-scaling", "--reset-attention-mask")),
+    refuse("--window-size other than N,0 of local layers", "activations", _LOOK_BACK,
+           lambda a: a.transformer_impl == "local" and _looks_elsewhere(a)),
+    refuse("--window-size other than N,0", "hdp slices", _LOOK_BACK, _looks_elsewhere),
+    refuse("--window-attn-skip-freq alone", ALWAYS, "add --window-size, or remove it",
+           lambda a: a.window_attn_skip_freq and not a.window_size),
+    refuse("--window-attn-skip-freq of another length", ALWAYS, "give a number above 0, or one entry for each layer",
+           lambda a: a.window_size and _as_pattern(a.window_attn_skip_freq) not in (None, a.num_layers)),
     refuse("--num-query-groups", "hdp slices activations", "make it a divisor of --num-attention-heads",
            lambda a: a.group_query_attention and a.num_attention_heads % (a.num_query_groups or 1)),
     refuse("--attention-backend", "hdp", "choose with --hdp-attention-kernel",
@@ -203,8 +227,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--use-kitchen-attention", "hdp", "choose with --hdp-attention-kernel",
            slices="remove it: slices use their own kernels"),
     refuse("--max-seqlen-per-dp-cp-rank", "hdp", "give --hdp-tokens-per-rank"),
-    refuse("--window-size", "hdp slices", "remove it: sliding-window attention is not supported"),
-    refuse("--softmax-type", "hdp slices", "use vanilla", lambda a: getattr(a, "softmax_type", "vanilla") != "vanilla"),
     refuse("--attention-dropout > 0", "hdp slices", "add --attention-dropout 0 (Megatron's default is 0.1)",
            _above("attention_dropout", 0), activations="give 0: what is recomputed must be what was computed"),
     refuse("--hidden-dropout > 0", "activations", "give 0: what is recomputed must be what was computed",
@@ -216,8 +238,12 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--apply-query-key-layer-scaling", "hdp slices"),
     refuse("--qk-clip", "hdp slices"),
     refuse("--log-max-attention-logit", "hdp slices"),
-    refuse("--position-embedding-type", "hdp slices", "use rope, learned_absolute or none",
-           lambda a: a.position_embedding_type not in ("rope", "learned_absolute", "none")),
+    refuse("--position-embedding-type", "hdp slices", "use rope, yarn, learned_absolute or none",
+           lambda a: a.position_embedding_type not in ("rope", "yarn", "learned_absolute", "none")),
+    *(refuse(f"{flag} with --position-embedding-type yarn", ALWAYS, "remove it: Megatron's YaRN does not have it",
+             _with_yarn(flag[2:].replace("-", "_"), default))
+      for flag, default in (("--rotary-percent", 1.0), ("--rotary-interleaved", False), ("--use-rope-scaling", False),
+                            ("--rotary-seq-len-interpolation-factor", None))),
     refuse("--fp8-format", "hdp slices", "use bf16: FP8 needs aligned token counts", _is_set("fp8"),
            activations="use bf16"),
     refuse("--fp4-format", "hdp slices", "use bf16: FP4 needs aligned token counts", _is_set("fp4"),

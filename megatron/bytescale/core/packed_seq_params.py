@@ -23,6 +23,7 @@ class DocumentSeqParams(PackedSeqParams):
     Attributes:
         positions: [t] position of each token in its document.
         layout: which rows attend to which.
+        window_layout: which rows attend to which in layers with a sliding window.
         prefix: of a slice, keys and values of its micro-batch in the layers of this model chunk.
     """
 
@@ -31,4 +32,5 @@ class DocumentSeqParams(PackedSeqParams):
     max_seqlen_kv: int = 1
     positions: torch.Tensor | None = None
     layout: AttentionLayout | SliceLayout | None = None
+    window_layout: AttentionLayout | SliceLayout | None = None
     prefix: MicroBatchPrefix | None = None

@@ -65,7 +65,9 @@ def has_own_attention(run: RunConfig, transformer_impl: str) -> bool:
 
 def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """``ModelConfig.pre_wrap_hooks``: choose the attention kernel."""
-    runtime.kernel, reason, _ = choose_kernel(runtime.device, runtime.run.process.dtype, runtime.run.shape.head_dim)
+    shape = runtime.run.shape
+    inputs = (runtime.device, runtime.run.process.dtype, shape.head_dim)
+    runtime.kernel, reason, _ = choose_kernel(*inputs, windows=shape.window is not None)
     print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
     return model_chunks
 

@@ -92,7 +92,8 @@ def train_on_windows(training: Training, runtime: Runtime) -> Training:
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Choose the kernel and join the ring communicator; every process calls it before the model is wrapped in DDP."""
     run = runtime.run
-    kernel, reason, _ = choose_kernel(runtime.device, run.process.dtype, run.shape.head_dim, runtime.hdp.kernel)
+    inputs = (runtime.device, run.process.dtype, run.shape.head_dim)
+    kernel, reason, _ = choose_kernel(*inputs, runtime.hdp.kernel, windows=run.shape.window is not None)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     runtime.kernel, runtime.kernel_calls = counting(kernel)
     runtime.comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
@@ -146,6 +147,7 @@ def dataset_provider(
                 vocab_size=args.padded_vocab_size,
                 pin_memory=runtime.clock.on_cuda,
                 slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
+                window=runtime.run.shape.window,
             )
             loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
         return tuple(loaders)
@@ -199,7 +201,9 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
             packed.positions[None],
             None,
             labels=packed.labels[None] if chunk.post_process else None,
-            packed_seq_params=DocumentSeqParams(positions=packed.positions, layout=packed.layout, prefix=prefix),
+            packed_seq_params=DocumentSeqParams(
+                positions=packed.positions, layout=packed.layout, window_layout=packed.window_layout, prefix=prefix
+            ),
             padding_mask=padding_mask(packed, model),
         )
         if model.training and output.requires_grad:

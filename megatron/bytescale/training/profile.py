@@ -55,8 +55,13 @@ ASIDE = {
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
     "overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": False,
     "check_for_nan_in_loss_and_grad": False,
+    "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
 }  # fmt: skip
-"""Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step."""
+"""Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step.
+
+All layers are measured with full attention and RoPE, so a cost file is one of a model without windows; the time of
+windows follows from that of full attention (``CostModel``).
+"""
 
 
 @dataclass(frozen=True)

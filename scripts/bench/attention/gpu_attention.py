@@ -25,6 +25,7 @@ from functools import partial
 
 import torch
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
@@ -32,7 +33,7 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, ring_pass
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
-from bytescale_ext.attention.ring import Backend, backward_steps, forward_steps
+from bytescale_ext.attention.ring import backward_steps, forward_steps
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from bytescale_ext.plan.step.micro_batch import zigzag_ranges
 

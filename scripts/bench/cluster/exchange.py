@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # so that it also runs as a file
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, empty_output
 from bytescale_ext.attention.kernels.table import Kernel, named_kernel
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, attention_layout
-from bytescale_ext.attention.ring import Backend, backward_steps, drive, forward_steps
+from bytescale_ext.attention.ring import backward_steps, drive, forward_steps
 from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 

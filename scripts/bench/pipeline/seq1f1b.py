@@ -36,9 +36,9 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 import torch  # noqa: E402
 
+from bytescale_ext.attention.backend import Backend  # noqa: E402
 from bytescale_ext.attention.kernels.table import choose_kernel  # noqa: E402
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts  # noqa: E402
-from bytescale_ext.attention.ring import Backend  # noqa: E402
 from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention  # noqa: E402
 from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
 from bytescale_ext.plan.schedule.actions import Action, bubble_of_equal_costs, seq1f1b_schedule  # noqa: E402

@@ -22,7 +22,7 @@ from tests.attention.cases import MIXED, Case, assert_matches, block_of, block_t
 from tests.host_waits import FakeGpu
 
 REAL = torch.ops.aten
-MASKS = {0: False, 1: True}
+MASKS = {0: False, 1: True, 2: True}
 
 
 def named(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> SimpleNamespace:
@@ -51,7 +51,7 @@ class OperatorsOnCpu:
         self.lse_rows += lse[:, 0].numel()
         out = torch.empty_like(call.query)
         for number, (rows_q, rows_k) in enumerate(self.documents(call)):
-            block = block_of([len(rows_q)], [len(rows_k)], MASKS[call.custom_mask_type], call.scale)
+            block = self.block(call, len(rows_q), len(rows_k))
             q, k, v = call.query[0, rows_q], call.key[0, rows_k], call.value[0, rows_k]
             out[0, rows_q], lse[number, :, : len(rows_q)] = reference_forward(q, k, v, block)
         seed = torch.zeros((), dtype=torch.int64)
@@ -65,7 +65,7 @@ class OperatorsOnCpu:
         assert call.grad_out_.shape == call.out.shape == call.query.shape
         grads = [torch.empty_like(x) for x in (call.query, call.key, call.value)]
         for number, (rows_q, rows_k) in enumerate(self.documents(call)):
-            block = block_of([len(rows_q)], [len(rows_k)], MASKS[call.custom_mask_type], call.scale)
+            block = self.block(call, len(rows_q), len(rows_k))
             lse = call.logsumexp[number, :, : len(rows_q)]
             assert torch.isposinf(call.logsumexp[number, :, len(rows_q) :]).all()
             tensors = (call.query[0, rows_q], call.key[0, rows_k], call.value[0, rows_k], call.out[0, rows_q], lse)
@@ -73,6 +73,13 @@ class OperatorsOnCpu:
             for grad, rows, part in zip(grads, (rows_q, rows_k, rows_k), parts, strict=True):
                 grad[0, rows] = part
         return *grads, torch.empty(0)
+
+    @staticmethod
+    def block(call: SimpleNamespace, num_queries: int, num_keys: int) -> AttentionBlock:
+        """Return the block of one document; a window counts the query's own key."""
+        assert (call.window_size is None) == (call.custom_mask_type != 2)
+        window = None if call.window_size is None else call.window_size - 1
+        return block_of([num_queries], [num_keys], MASKS[call.custom_mask_type], call.scale, window)
 
     @staticmethod
     def check(call: SimpleNamespace) -> None:
@@ -134,9 +141,14 @@ def assert_agrees(block: AttentionBlock, dtype: torch.dtype = torch.float64, dim
         block_of([70], [5], causal=False),
         block_of([3, 0, 2], [40, 6, 1], causal=False),
         block_of([3, 2, 4], [0, 6, 0], causal=False),
+        block_of([50, 1, 9], window=6),
+        block_of([50, 1, 9], [70, 4, 9], window=40),
     ],
-    ids=["one", "over 32", "documents", "empty", "all empty", "none", "rectangle", "no queries", "no keys"],
-)
+    ids=[
+        "one", "over 32", "documents", "empty", "all empty", "none", "rectangle", "no queries", "no keys", "window",
+        "keys before",
+    ],
+)  # fmt: skip
 def test_agrees_with_the_reference(operators: OperatorsOnCpu, block: AttentionBlock, dtype: torch.dtype) -> None:
     assert_agrees(block, dtype)
 

@@ -16,7 +16,12 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock
 from bytescale_ext.attention.layouts.rows import CuSeqlens
 from tests.attention.cases import block_of, block_tensors
 
-BLOCKS = [block_of([7, 2]), block_of([3, 7], [7, 1], causal=False)]
+BLOCKS = [
+    block_of([7, 2]),
+    block_of([3, 7], [7, 1], causal=False),
+    block_of([7, 2], window=4),
+    block_of([5, 7], [7, 7], window=3),
+]
 
 
 def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,10 +32,14 @@ def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPat
     assert FLASH_ATTN_2.missing() is FLASH_ATTN_3.missing() is None
 
 
-def block_from(offsets: Sequence[torch.Tensor], causal: bool, scale: float) -> AttentionBlock:
-    """Return the block of a call to a package; offsets must be int32."""
+def block_from(
+    offsets: Sequence[torch.Tensor], causal: bool, scale: float, left: int, right: int | None = None
+) -> AttentionBlock:
+    """Return the block of a call to a package; offsets must be int32, and a window ends with the query's own key."""
     assert all(tensor.dtype == torch.int32 for tensor in offsets)
-    return AttentionBlock(*(CuSeqlens(tuple(tensor.tolist())) for tensor in offsets), causal, scale)
+    assert right in (None, -1 if left == -1 else 0)
+    cu_q, cu_k = (CuSeqlens(tuple(tensor.tolist())) for tensor in offsets)
+    return AttentionBlock(cu_q, cu_k, causal, scale, None if left == -1 else left)
 
 
 class Version2(types.ModuleType):
@@ -44,19 +53,21 @@ class Version2(types.ModuleType):
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size, alibi_slopes, softcap=1.0,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert (dropout_p, window_size, alibi_slopes, softcap) == (0.0, (-1, -1), None, 0.0)
+        assert (dropout_p, alibi_slopes, softcap) == (0.0, None, 0.0)
         assert (max_seqlen_q, max_seqlen_k) == (7, 7)
-        out, lse = reference_forward(q, k, v, block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale))
+        block = block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale, *window_size)
+        out, lse = reference_forward(q, k, v, block)
         return (out, q, k, v, out, lse, None, None) if self.padded else (out, lse, None, None)
 
     def _flash_attn_varlen_backward(
         self, dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert (dropout_p, softcap) == (0.0, 0.0)
         assert (alibi_slopes, deterministic) == (None, torch.are_deterministic_algorithms_enabled())
         assert softmax_lse.is_contiguous()
-        block = block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale)
+        offsets = (cu_seqlens_q, cu_seqlens_k)
+        block = block_from(offsets, causal, softmax_scale, window_size_left, window_size_right)
         grads = reference_backward(dout, Saved(q, k, v, out, softmax_lse), block)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad)
@@ -71,15 +82,16 @@ class Version3(types.ModuleType):
     ):  # type: ignore[no-untyped-def]  # fmt: skip
         assert (k_new, v_new, qv, num_splits) == (None, None, None, 1)
         assert (max_seqlen_q, max_seqlen_k) == (7, 7)
-        return *reference_forward(q, k, v, block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale)), None, None
+        block = block_from((cu_seqlens_q, cu_seqlens_k), causal, softmax_scale, *window_size)
+        return *reference_forward(q, k, v, block), None, None
 
     def _flash_attn_backward(
         self, dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
         max_seqlen_k, dq, dk, dv, softmax_scale, is_causal, window_size_left, deterministic=True,
     ):  # type: ignore[no-untyped-def]  # fmt: skip
-        assert (sequed_q, sequed_k, window_size_left) == (None, None, -1)
+        assert (sequed_q, sequed_k) == (None, None)
         assert deterministic == torch.are_deterministic_algorithms_enabled()
-        block = block_from((cu_seqlens_q, cu_seqlens_k), is_causal, softmax_scale)
+        block = block_from((cu_seqlens_q, cu_seqlens_k), is_causal, softmax_scale, window_size_left)
         for target, grad in zip(
             (dq, dk, dv), reference_backward(dout, Saved(q, k, v, out, softmax_lse), block), strict=True
         ):
@@ -87,7 +99,7 @@ class Version3(types.ModuleType):
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("block", BLOCKS, ids=["causal", "all"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["causal", "all", "window", "keys before"])
 @pytest.mark.parametrize(
     ("package", "module"),
     [(FLASH_ATTN_2, Version2(padded=True)), (FLASH_ATTN_2, Version2(padded=False)), (FLASH_ATTN_3, Version3("fake"))],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Saved
 from bytescale_ext.attention.kernels.reference import reference_backward, reference_forward
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel, kernel_table, probe
-from bytescale_ext.attention.ring import Backend, ring_attention
+from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.virtual import mailbox_comms
 from tests.attention.cases import GROUPS, MIXED, Case, assert_matches, block_of, kernel_named, run_round, whole
 
@@ -76,6 +79,19 @@ def test_blocks(name: str, heads: int, kv_heads: int, dim: int) -> None:
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-3, atol=1e-3)
         for tensor, expected in zip((out, *got), (wanted, *grads), strict=True):
             assert float((tensor.double() - expected).abs().max() / expected.abs().max()) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_windows(name: str) -> None:
+    """Rings of virtual ranks with a window of 100 tokens, by the kernels that pass the probe with windows."""
+    case = dataclasses.replace(wide(whole(1000, (0, 1, 2))), window=100)
+    row, comms, ranks = kernel(name, torch.bfloat16, case.dim), mailbox_comms(case.num_ranks), range(case.num_ranks)
+    if why_not := probe(row, torch.device("cuda"), torch.bfloat16, case.dim, windows=True):
+        pytest.skip(f"{name}: {why_not}")
+    inputs = [[x.cuda() for x in case.inputs(0, rank, torch.bfloat16)] for rank in ranks]
+    backends = [Backend(comm, row, case.scale) for comm in comms]
+    found = run_round([case.layout(0, rank) for rank in ranks], inputs, backends)
+    assert_matches(case, {(0, rank): tuple(x.cpu() for x in found[rank]) for rank in ranks}, BF16_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -53,6 +53,22 @@ def test_documents_agree_with_a_mask_over_all_rows(kv_heads: int) -> None:
         assert not got[13:].any()
 
 
+@pytest.mark.parametrize("window", [1, 3, 20])
+@pytest.mark.parametrize("num_queries", [13, 4, 1])
+def test_windows_agree_with_a_band_over_all_rows(window: int, num_queries: int) -> None:
+    """Of the last queries of a document, whose last key is that of the last query."""
+    q, k, v, dout = values((13, 4), (13, 2), (13, 2), (num_queries, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dense = dense_attention(*leaves, (13,), 0.3, window)[-num_queries:]
+    dq, dk, dv = torch.autograd.grad(dense, leaves, dout)
+    block = block_of([num_queries], [13], window=window)
+    with torch.no_grad():
+        out, lse = reference_forward(q[-num_queries:], k, v, block)
+        grads = reference_backward(dout, Saved(q[-num_queries:], k, v, out, lse), block)
+    for got, want in zip((out, *grads), (dense, dq[-num_queries:], dk, dv), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("num_queries", "num_keys", "causal"), [(7, 7, True), (3, 9, False), (9, 1, False)])
 def test_block_backward_agrees_with_autograd(num_queries: int, num_keys: int, causal: bool) -> None:
     q, k, v, dout = values((num_queries, 4), (num_keys, 2), (num_keys, 2), (num_queries, 4))

@@ -211,6 +211,20 @@ def test_probe_finds_wrong_and_broken_forwards() -> None:
     assert "must be 64" in str(probe(dataclasses.replace(good, forward=refusing), CPU, torch.float32, 16))
 
 
+def test_a_kernel_that_leaves_windows_out_is_passed_over_where_layers_have_them() -> None:
+    good = kernel_named("reference")
+
+    def without_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
+        far = None if block.window is None else 1000
+        return good.forward(q, k, v, dataclasses.replace(block, window=far))
+
+    bad = dataclasses.replace(good, forward=without_window)
+    assert probe(bad, CPU, torch.float32, 16) is None
+    assert "differs" in str(probe(bad, CPU, torch.float32, 16, windows=True))
+    for name in ("reference", "cpu_flash"):
+        assert probe(kernel_named(name), CPU, torch.float32, 16, windows=True) is None
+
+
 def test_a_kernel_that_fails_its_probe_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     *others, flash, reference = kernel_table()
     assert flash.name == "cpu_flash"

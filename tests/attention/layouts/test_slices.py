@@ -12,9 +12,10 @@ import torch
 from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
+from bytescale_ext.attention.backend import Backend, Steps
 from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
-from bytescale_ext.attention.ring import Backend, Steps, forward_steps, summing_steps
+from bytescale_ext.attention.ring import forward_steps, summing_steps
 from bytescale_ext.attention.slices import LayerPrefix
 from bytescale_ext.attention.travel import Computed
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
@@ -38,7 +39,7 @@ LONG = Case(
 def slices_of(case: Case, number: int, rank: int, rule: SliceRule) -> tuple[DocumentSlices, tuple[SliceLayout, ...]]:
     cut = rule(case.micro_batch(number, rank), case.lengths)
     rows = [cut.slice(index, rank).num_tokens + 2 for index in range(rule.slicing.num_slices)]
-    return cut, slice_layouts(cut, rank, rows)
+    return cut, slice_layouts(cut, rank, rows, case.window)
 
 
 def num_keys(layouts: Sequence[SliceLayout]) -> int:

@@ -32,6 +32,8 @@ ARGS = SimpleNamespace(
     swiglu=True,
     padded_vocab_size=128,
     num_experts=None,
+    window_size=None,
+    window_attn_skip_freq=None,
 )
 
 
@@ -53,6 +55,13 @@ def test_model_shape_with_experts(pattern: Any, num_layers: int) -> None:
     assert (shape.num_expert_layers, shape.expert_ffn_hidden, shape.num_experts) == (num_layers, 48, 8)
     args.moe_shared_expert_intermediate_size = 10
     assert (model_shape(args).expert_ffn_hidden, model_shape(args).shared_ffn_hidden) == (58, 10)
+
+
+@pytest.mark.parametrize(("frequency", "num_layers"), [(None, 2), (2, 1), (1, 0), ([0, 1], 1), ([0, 0], 0)])
+def test_model_shape_with_windows(frequency: Any, num_layers: int) -> None:
+    shape = model_shape(SimpleNamespace(**{**vars(ARGS), "window_size": (7, 0), "window_attn_skip_freq": frequency}))
+    assert shape.num_window_layers == num_layers
+    assert shape.window == (7 if num_layers else None)
 
 
 def test_costs_are_of_this_model(tmp_path: Path) -> None:

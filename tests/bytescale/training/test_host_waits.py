@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.table import kernel_table
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
-from bytescale_ext.attention.ring import Backend
 from bytescale_ext.attention.slices import MicroBatchPrefix
 from bytescale_ext.attention.virtual import mailbox_comms
 from bytescale_ext.data.samples.units import units_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -54,3 +56,55 @@ def test_shares_end_where_the_sum_over_tokens_does(cost: CostModel, width: int) 
 def test_scaled_scales_everything() -> None:
     assert CostModel(1.0, 2.0, 3.0, 4.0, 5.0).scaled(2.0) == CostModel(2.0, 4.0, 6.0, 8.0, 10.0)
     assert CostModel(1.0, 2.0, 3.0, 4.0, 5.0) + CostModel(5.0, 4.0, 3.0, 2.0, 2.0) == CostModel(6.0, 6.0, 6.0, 6.0, 7.0)
+
+
+WINDOWED = CostModel(a=2.0, b=3.0, c=0.5, g=1.0, h=0.25, window=8, window_share=0.75)
+
+
+def test_windows_make_work_linear() -> None:
+    """A quarter of the layers see every key; in the others a token beyond the window costs as much as the one at it."""
+    full = replace(WINDOWED, window_share=0.0)
+    assert WINDOWED.squares(8.0) == full.squares(8.0) == 64.0
+    assert WINDOWED.squares(20.0) == 0.25 * 400 + 0.75 * (2 * 8 * 20 - 64)
+    only = replace(WINDOWED, window_share=1.0)
+    assert only.squares(101.0) - only.squares(100.0) == only.squares(21.0) - only.squares(20.0) == 16.0
+    lengths = np.array([1.0, 8.0, 20.0, 300.0])
+    assert only.squares(lengths).tolist() == [only.squares(length) for length in lengths.tolist()]
+    # Pairs of a query and a key in the window, each counted twice as in s^2.
+    band = sum(min(token, 8) for token in range(1000))
+    assert 2 * band == pytest.approx(only.squares(1000.0), rel=0.01)
+
+
+def test_a_ring_fetches_the_window_before_each_part() -> None:
+    """On 4 ranks: layers with a window receive 15 of the 20 tokens, fewer than two windows, and hide nothing."""
+    full = replace(WINDOWED, window_share=0.0).sequence_cost(20.0, 4.0)
+    attention = 0.25 * (full - 3.0 * 5) + 0.75 * (2.0 * 256 / 4 + 0.75 * 15)
+    assert WINDOWED.sequence_cost(20.0, 4.0) == pytest.approx(attention + 3.0 * 5)
+    # Within the window a sequence has a plain ring.
+    assert WINDOWED.sequence_cost(8.0, 3.0) == replace(WINDOWED, window_share=0.0).sequence_cost(8.0, 3.0)
+    lengths, widths = np.array([5.0, 9.0, 20.0, 500.0]), np.array([1.0, 3.0, 4.0, 2.0])
+    one_by_one = [WINDOWED.sequence_cost(*pair) for pair in zip(lengths.tolist(), widths.tolist(), strict=True)]
+    assert WINDOWED.sequence_cost(lengths, widths).tolist() == one_by_one
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
+@pytest.mark.parametrize("length", [5.0, 12.0, 400.0])
+def test_shares_end_where_the_work_of_windows_does(share: float, length: float) -> None:
+    cost = replace(WINDOWED, window_share=share)
+    for part in (0.1, 0.5, 0.9, 1.0):
+        end = float(cost.end_of_share(np.array(length), np.array(part), np.ones(())))
+        wanted = part * (2.0 * cost.squares(length) + 3.0 * length)
+        assert 2.0 * cost.squares(end) + 3.0 * end == pytest.approx(wanted)
+
+
+def test_windows_stay_when_costs_are_scaled_and_added() -> None:
+    for one in (WINDOWED.scaled(2.0), WINDOWED + WINDOWED, WINDOWED.floor()):
+        assert (one.window, one.window_share) == (8, 0.75)
+
+
+def test_exposed_exchange_is_what_a_cheaper_link_would_save() -> None:
+    lengths, widths = np.array([5.0, 9.0, 20.0, 500.0]), np.array([1.0, 3.0, 4.0, 2.0])
+    for cost in (replace(WINDOWED, c=50.0), replace(WINDOWED, c=50.0, window_share=0.0)):
+        free = replace(cost, c=0.0)
+        exposed = cost.exposed_exchange(lengths, widths, widths - 1)
+        np.testing.assert_allclose(exposed, cost.attention_cost(lengths, widths) - free.attention_cost(lengths, widths))

@@ -127,3 +127,19 @@ def test_members_of_a_ring_together_do_the_work_of_the_sequence() -> None:
     cost = flops_cost(TINY)
     shards = [Shard(0, ((0, 2), (5, 6)), (0, 1)), Shard(0, ((2, 4), (4, 5)), (0, 1))]
     assert sum(cost.shard_cost(shard, 6) for shard in shards) == pytest.approx(model_flops(TINY, [6]))
+
+
+def test_windows_are_of_the_model_and_not_of_its_cost_file() -> None:
+    shape = replace(TINY, num_window_layers=1, window_tokens=16)
+    assert (shape.window, TINY.window) == (16, None)
+    cost = flops_cost(shape)
+    assert (cost.a, cost.b) == (flops_cost(TINY).a, flops_cost(TINY).b)
+    assert (cost.window, cost.window_share) == (17, 0.5)
+    assert flops_stage_cost(shape, 1).both.window_share == 0.5
+    assert model_flops(shape, [100]) < model_flops(TINY, [100])
+    assert model_flops(shape, [17]) == model_flops(TINY, [17])
+    measured = replace(COST, shape=shape)
+    assert "window" not in json.dumps(measured.to_json())
+    assert (measured.stage(1).forward.window, measured.whole().backward.window_share) == (17, 0.5)
+    with pytest.raises(ValueError, match="num_window_layers is no entry"):
+        ModelCost.from_json({**COST.to_json(), "shape": {**COST.to_json()["shape"], "num_window_layers": 1}})

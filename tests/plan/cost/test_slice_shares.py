@@ -85,3 +85,21 @@ def test_slices_cost_the_sequence_where_attention_hides_the_exchange() -> None:
         np.testing.assert_allclose(costs, np.repeat(whole[:, None] / num_slices, num_slices, axis=1))
         assert not exposed.any()
     assert SliceShares.of(CostModel(0.0, 0.0), tokens, widths, Slicing(1)).exchanged.tolist() == [[1.0]] * 4
+
+
+def test_slices_with_windows_cost_the_sequence_and_what_they_fetch_again() -> None:
+    """Attention and linear work add up to the whole; each slice fetches the windows before its own parts."""
+    cost = CostModel(a=2.0, b=3.0, c=0.5, h=0.25, window=8, window_share=0.75)
+    lengths, widths = np.array([400.0, 400.0, 6.0]), np.array([4.0, 1.0, 2.0])
+    for kept in (0, 1000):
+        shares = SliceShares.of(cost, lengths, widths, Slicing(4, kept))
+        np.testing.assert_allclose(shares.squares.sum(axis=1), 1.0)
+        free = replace(cost, c=0.0, h=0.0)
+        costs, exposed = shares.costs(free)
+        np.testing.assert_allclose(costs.sum(axis=1), free.sequence_cost(lengths, widths))
+        assert not exposed.any()
+        costs, exposed = shares.costs(cost)
+        # Full layers of the first sequence hide their exchange; 3 windows of 16 tokens and one of the first slice.
+        assert exposed[0].tolist() == [0.75 * 0.5 * 16.0] * 4
+        assert not exposed[1].any()
+        assert (costs.sum(axis=1) >= cost.sequence_cost(lengths, widths) - 1e-9).all()

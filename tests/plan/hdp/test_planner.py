@@ -301,3 +301,17 @@ def test_small_steps_are_near_the_true_optimum() -> None:
     assert min(ratios) >= 0.999
     assert np.mean(ratios) <= 1.04
     assert max(ratios) <= 1.15
+
+
+@pytest.mark.parametrize("kind", [{"balance": "dp"}, {"balance": "pp", "num_stages": 4}])
+def test_windows_change_plans(kind: dict[str, Any]) -> None:
+    """Where layers have windows, a plan for them is faster than the plan for the quadratic work of full attention."""
+    limited = StageCost(*(replace(one, window=1024, window_share=1.0) for one in (FORWARD, BACKWARD)))
+    lengths = [131072, *[8192] * 32, *[1000] * 200]
+    planners = [varied(HdpPlanner(Cluster(64, 8192, 8), (stage,)), **kind) for stage in (STAGE, limited)]
+    plans = [planner(lengths) for planner in planners]
+    check_step_plan(plans[1])
+    assert placed_of(plans[0]).widths.tolist() != placed_of(plans[1]).widths.tolist()
+    full, windows = (replay_stages(plan, planners[1].stages).makespan for plan in plans)
+    assert windows < full
+    assert windows < replay_stages(plans[0], planners[0].stages).makespan

@@ -53,7 +53,7 @@ class AlignedStep:
     def seconds(self) -> Floats:
         """Work of each sequence on one rank: [n]."""
         sizes = self.lengths.astype(np.float64)
-        return np.asarray(self.cost.a * sizes * sizes + self.cost.b * sizes)
+        return np.asarray(self.cost.a * self.cost.squares(sizes) + self.cost.b * sizes)
 
     def ring_seconds(self, lengths: Floats, widths: Floats) -> Floats:
         """Return the seconds of all slices of each sequence on each rank of its ring, without launches.
@@ -71,7 +71,7 @@ class AlignedStep:
         stage = self.problem.stage
         cut = self._cut(self.lengths.astype(np.float64), np.full(len(self.lengths), 2.0))
         exchange = stage.forward.c * cut.exchanged + stage.backward.c * cut.backward_exchanged(stage)
-        most = self.lengths * self.cost.a * (cut.squares / exchange).min(axis=1) + 1
+        most = self.lengths * self.cost.a * (cut.full_squares / exchange).min(axis=1) + 1
         return np.minimum(most, self.num_ranks).astype(np.int64)
 
     def _cut(self, lengths: Floats, widths: Floats) -> SliceShares:

@@ -61,7 +61,7 @@ def place_balanced(problem: Problem, should_stop: ShouldStop = None) -> PlacedRa
 def _work(problem: Problem, lengths: Ints) -> Floats:
     """Return the seconds of short sequences, [n], on one rank, with their share of a full micro-batch's fixed cost."""
     cost, sizes = problem.cost, lengths.astype(np.float64)
-    return np.asarray(cost.a * sizes * sizes + (cost.b + cost.g / problem.tokens_per_rank) * sizes)
+    return np.asarray(cost.a * cost.squares(sizes) + (cost.b + cost.g / problem.tokens_per_rank) * sizes)
 
 
 def _water_level(loads: Floats, work: Floats) -> float:

@@ -45,7 +45,9 @@ def target_widths(problem: Problem, target: float) -> Ints:
         # computing: (a s^2 + b s) / d + h s (d - 1) / d <= seconds
         joining = cost.h * sizes
         computing = np.where(
-            joining < seconds, (cost.a * sizes * sizes + cost.b * sizes - joining) / (seconds - joining), np.inf
+            joining < seconds,
+            (cost.a * cost.squares(sizes) + cost.b * sizes - joining) / (seconds - joining),
+            np.inf,
         )
         # receiving: (c + h) s (d - 1) / d + b s / d <= seconds; wider helps only while b > c + h
         ring = cost.c + cost.h

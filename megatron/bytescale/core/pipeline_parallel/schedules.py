@@ -114,7 +114,7 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
     count = micro_batch_counts(step.plan, hdp.expert_ranks, group // num_slices)[runtime.rank] * num_slices
     if count == len(step.micro_batches) and all(step.row_counts):
         return step.micro_batches
-    padding = padding_units(num_slices, hdp.rows_multiple)
+    padding = padding_units(num_slices, hdp.rows_multiple, runtime.run.shape.window)
     mine = [
         packed if packed.num_rows else padding[index % len(padding)] for index, packed in enumerate(step.micro_batches)
     ]

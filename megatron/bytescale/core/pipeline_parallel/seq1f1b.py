@@ -208,7 +208,8 @@ def run_samples(
     runtime.expert_loads, runtime.weight_gradients = step.expert_loads, step.weight_gradients
     if step.training and runtime.activations is not None:
         runtime.activations.begin_step(schedule.stages[stage])
-    layouts = sample_layouts(config.lengths, micro_batch_size)
+    layouts, window = sample_layouts(config.lengths, micro_batch_size), runtime.run.shape.window
+    limited = None if window is None else sample_layouts(config.lengths, micro_batch_size, window)
     rows = [length // config.row_shares for length in config.lengths]
     communicator = stage_communicator(
         get_model_config(chunks[0]), schedule, lambda action: rows[action.slice_index], runtime.links, micro_batch_size
@@ -218,7 +219,7 @@ def run_samples(
         schedule,
         communicator,
         step,
-        data_iterator=[sample_slices(step, runtime, layouts, iterator) for iterator in iterators],
+        data_iterator=[sample_slices(step, runtime, layouts, limited, iterator) for iterator in iterators],
         model=chunks,
         micro_batch_size=micro_batch_size,
         **options,
@@ -226,23 +227,34 @@ def run_samples(
 
 
 def sample_slices(
-    step: SliceStep, runtime: Runtime, layouts: Sequence[SliceLayout], data_iterator: Any
+    step: SliceStep,
+    runtime: Runtime,
+    layouts: Sequence[SliceLayout],
+    window_layouts: Sequence[SliceLayout] | None,
+    data_iterator: Any,
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], DocumentSeqParams]]:
     """Yield the inputs of one model chunk: for each slice, the tensors [b, s] of its whole micro-batch, and its layout.
 
     Args:
         step: the running step.
         layouts: of each slice of a micro-batch.
+        window_layouts: the same in layers with a sliding window; None: no layer has one.
         data_iterator: Megatron's, over samples.
     """
     read_batch = runtime.read_batch
     assert read_batch is not None
     ranges = slice_ranges(runtime.run.get(SliceConfig).lengths)
+    limits: Sequence[SliceLayout | None] = window_layouts or [None] * len(layouts)
     while True:
         batch = read_batch(data_iterator)
-        for part, layout in zip(ranges, layouts, strict=True):
+        for part, layout, limited in zip(ranges, layouts, limits, strict=True):
             positions = torch.arange(part.start, part.stop, device=torch.cuda.current_device())
-            yield batch, DocumentSeqParams(positions=positions, layout=layout, prefix=step.prefix(layout))
+            yield (
+                batch,
+                DocumentSeqParams(
+                    positions=positions, layout=layout, window_layout=limited, prefix=step.prefix(layout)
+                ),
+            )
 
 
 def run_schedule(

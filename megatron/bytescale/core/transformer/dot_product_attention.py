@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
+from bytescale_ext.attention.backend import Backend
+from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
-from bytescale_ext.attention.ring import Backend, ring_attention
+from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.slices import slice_attention
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
@@ -21,17 +27,32 @@ class DocumentAttention(torch.nn.Module):
     """Causal attention inside each document, over the ranks that share it and its earlier slices.
 
     ``runtime`` holds the ring communicator and the kernel, both made before the first forward. Each tensor-parallel
-    rank runs its own heads in its own ring. The module has no parameters and no state: the layout and the keys and
-    values of earlier slices come with ``packed_seq_params``. Recomputation gets them by closure, as the schedule may
-    have moved on by then.
+    rank runs its own heads in its own ring. The module has no state: the layout and the keys and values of earlier
+    slices come with ``packed_seq_params``. Recomputation gets them by closure, as the schedule may have moved on by
+    then. Its only parameter is that of a learnable sink, which has the name and the place in checkpoints of Megatron's.
     """
 
+    softmax_offset: torch.Tensor | None
+
     def __init__(
-        self, config: TransformerConfig, *, runtime: Any, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        *,
+        runtime: Any,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.runtime = runtime
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if has_window else None  # type: ignore[index]
+        if config.softmax_type == "learnable":
+            self.softmax_offset = learnable_sink(config)
+        else:
+            sink = None if config.softmax_type == "vanilla" else own_heads(zeros_of_heads(config))
+            self.register_buffer("softmax_offset", sink, persistent=False)
 
     def params_of(self, num_tokens: int, batch: int) -> DocumentSeqParams:
         """Return the layout of samples without documents: here there is none."""
@@ -53,15 +74,52 @@ class DocumentAttention(torch.nn.Module):
         """
         batch = query.shape[1]
         params = packed_seq_params or self.params_of(query.shape[0], batch)
-        assert params.layout is not None, f"{params=}"
+        layout = params.layout if self.window is None else params.window_layout
+        assert layout is not None, f"{params=}"
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in (query, key, value))
-        backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale)
-        if isinstance(params.layout, SliceLayout):
+        backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale, self.softmax_offset)
+        if isinstance(layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
-            out = slice_attention(q, k, v, params.prefix.layer(self), params.layout, backend)
+            out = slice_attention(q, k, v, params.prefix.layer(self), layout, backend)
         else:
-            out = ring_attention(q, k, v, params.layout, backend)
+            out = ring_attention(q, k, v, layout, backend)
         return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the entries of a sharded checkpoint: a learnable sink is cut by heads, as in Megatron's attention."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=None if metadata is None else metadata["dp_cp_group"],
+        )
+        return sharded
+
+
+def learnable_sink(config: TransformerConfig) -> torch.nn.Parameter:
+    """Return the sinks of this rank's heads, drawn as one process draws those of all heads: ``[heads]``."""
+    sinks = zeros_of_heads(config)
+    if config.perform_initialization:
+        config.init_method(sinks)  # type: ignore[misc]
+    parameter = torch.nn.Parameter(own_heads(sinks))
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)  # so that norms count all heads
+    return parameter
+
+
+def zeros_of_heads(config: TransformerConfig) -> torch.Tensor:
+    """Return a zero for each head of the model: ``[heads]``."""
+    device = torch.cuda.current_device()
+    return torch.zeros(config.num_attention_heads, dtype=config.params_dtype, device=device)
+
+
+def own_heads(of_heads: torch.Tensor) -> torch.Tensor:
+    """Return this tensor-parallel rank's part of a value of each head: ``[heads]``, a copy."""
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return of_heads.chunk(num_ranks)[parallel_state.get_tensor_model_parallel_rank()].clone()
 
 
 class SampleAttention(DocumentAttention):
@@ -72,12 +130,15 @@ class SampleAttention(DocumentAttention):
 
     def params_of(self, num_tokens: int, batch: int) -> DocumentSeqParams:
         """Return the layout of ``batch`` samples of ``num_tokens`` tokens."""
-        return DocumentSeqParams(layout=sample_layout(num_tokens, batch))
+        layout = sample_layout(num_tokens, batch, self.window)
+        return DocumentSeqParams(layout=layout, window_layout=layout)
 
 
 @lru_cache(maxsize=16)
-def sample_layout(num_tokens: int, batch: int) -> AttentionLayout:
+def sample_layout(num_tokens: int, batch: int, window: int | None = None) -> AttentionLayout:
     """Return the layout of ``batch`` samples of ``num_tokens`` tokens, laid end to end."""
     rows = num_tokens * batch
     samples = CuSeqlens.of_lengths([num_tokens] * batch)
-    return AttentionLayout(rows, (), 0, samples, Rows.of([(0, rows)]))
+    each = list(pairwise(samples.offsets))
+    in_window = None if window is None else PlacedBlock.in_window(each, each, window)
+    return AttentionLayout(rows, (), 0, samples, Rows.of([(0, rows)]), local_window=in_window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,15 @@ from tests.harness import run_ranks
 SAMPLES, TOKENS, HEADS, GROUPS, SIZE = 2, 37, 4, 2, 8
 
 
-def run_both(rank: int, world: int) -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Output and gradients of query, key and value, of our attention and of Megatron's, by dtype."""
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "off by one": {"softmax_type": "off-by-one"},
+    "sinks and windows": {"softmax_type": "learnable", "window_size": (5, 0)},
+}
+
+
+def run_both(rank: int, world: int) -> dict[tuple[str, str], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Output and gradients of query, key, value and sinks, of our attention and of Megatron's, by kind and dtype."""
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])
@@ -29,11 +37,6 @@ def run_both(rank: int, world: int) -> dict[str, tuple[list[torch.Tensor], list[
 
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        attention_dropout=0.0, masked_softmax_fusion=False,
-    )  # fmt: skip
-    stock = DotProductAttention(config, 1, AttnMaskType.causal, "self")
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
 
     def run(module: Any, dtype: torch.dtype, mask: torch.Tensor | None) -> list[torch.Tensor]:
@@ -43,23 +46,35 @@ def run_both(rank: int, world: int) -> dict[str, tuple[list[torch.Tensor], list[
             .to(dtype).requires_grad_()
             for heads in (HEADS, GROUPS, GROUPS)
         ]  # fmt: skip
+        module.to(dtype)
         output = module(*inputs, mask)
         (output.double() * torch.randn(output.shape, generator=generator, dtype=torch.float64)).sum().backward()
-        return [output.detach(), *(one.grad for one in inputs if one.grad is not None)]
+        leaves = [*inputs, *module.parameters()]
+        return [output.detach(), *(one.grad.clone() for one in leaves if one.grad is not None)]
 
     found = {}
-    for dtype in (torch.float64, torch.float32):
-        kernel = choose_kernel(torch.device("cpu"), dtype, SIZE)[0]
-        ours = SampleAttention(config, runtime=SimpleNamespace(comm=None, kernel=kernel))
-        found[str(dtype)] = run(ours, dtype, None), run(stock, dtype, mask)
+    for kind, flags in KINDS.items():
+        config = TransformerConfig(
+            num_layers=1, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_query_groups=GROUPS,
+            attention_dropout=0.0, masked_softmax_fusion=False, init_method_std=1.0, **flags,
+        )  # fmt: skip
+        for dtype in (torch.float64, torch.float32):
+            kernel = choose_kernel(torch.device("cpu"), dtype, SIZE, windows=True)[0]
+            ours = SampleAttention(config, runtime=SimpleNamespace(comm=None, kernel=kernel))
+            stock = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+            assert list(ours.state_dict()) == list(stock.state_dict())
+            ours.load_state_dict(stock.state_dict())
+            found[kind, str(dtype)] = run(ours, dtype, None), run(stock, dtype, mask)
     return found
 
 
 @pytest.mark.ranks
 def test_samples_attend_as_in_megatrons_local_attention() -> None:
     (found,) = run_ranks(run_both, 1)
-    for dtype, tolerance in (("torch.float64", 1e-12), ("torch.float32", 1e-5)):
-        ours, stock = found[dtype]
-        assert len(ours) == 4
+    for (kind, dtype), (ours, stock) in found.items():
+        assert len(ours) == (5 if kind == "sinks and windows" else 4)
+        tolerance = 1e-12 if dtype == "torch.float64" else 1e-5
         for one, other in zip(ours, stock, strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    outputs = [found[kind, "torch.float64"][0][0] for kind in KINDS]
+    assert all((one - other).abs().max() > 1e-3 for one, other in combinations(outputs, 2))

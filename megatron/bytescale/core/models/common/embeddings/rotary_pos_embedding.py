@@ -1,4 +1,4 @@
-"""RoPE by position in the document, for tokens in any order."""
+"""RoPE and YaRN by position in the document, for tokens in any order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 
@@ -36,7 +37,13 @@ def use_document_angles(
 
 
 def document_angles(rotary: RotaryEmbedding, positions: torch.Tensor) -> torch.Tensor:
-    """Return the angles [t, 1, 1, dim] of positions [t], at the frequencies of Megatron's embedding."""
+    """Return the angles [t, 1, 1, dim] of positions [t], at the frequencies of Megatron's embedding.
+
+    The frequencies of YaRN are its angles at position 1. Megatron's attention applies its factor of queries and keys.
+    """
+    if isinstance(rotary, YarnRotaryEmbedding):
+        of_yarn = rotary(2)[0][1].to(positions.device)
+        return positions.to(of_yarn.dtype)[:, None, None, None] * of_yarn
     scale = 1.0 if rotary.seq_len_interpolation_factor is None else 1.0 / rotary.seq_len_interpolation_factor
     frequencies = rotary.inv_freq.to(positions.device)
     angles = torch.outer(positions.to(frequencies.dtype) * scale, frequencies)

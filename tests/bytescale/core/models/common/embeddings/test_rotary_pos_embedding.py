@@ -33,6 +33,33 @@ def angles(rank: int, world: int, settings: dict[str, Any]) -> tuple[torch.Tenso
     return make()(300), document_angles(make(), torch.arange(300)), document_angles(make(), order), order
 
 
+def angles_of_yarn(rank: int, world: int) -> tuple[Any, ...]:
+    """Megatron's angles of YaRN and plain RoPE at 300 positions, and ours of YaRN at positions in another order."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
+
+    def make() -> Any:
+        sizes = {"scaling_factor": 8.0, "original_max_position_embeddings": 64}
+        return YarnRotaryEmbedding(16, use_cpu_initialization=True, **sizes)
+
+    order = torch.randperm(300)
+    return (
+        make()(300)[0],
+        RotaryEmbedding(16, 1.0, use_cpu_initialization=True)(300),
+        document_angles(make(), order),
+        order,
+    )
+
+
+def test_angles_of_yarn_are_megatrons() -> None:
+    expected, plain, permuted, order = run_ranks(angles_of_yarn, 1, init_group=False)[0]
+    assert permuted.shape == (300, 1, 1, 16)
+    torch.testing.assert_close(permuted, expected[order], rtol=1e-6, atol=1e-6)
+    assert (expected - plain).abs().max() > 1
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_angles_are_megatrons(name: str) -> None:
     expected, in_order, permuted, order = run_ranks(angles, 1, CASES[name], init_group=False)[0]

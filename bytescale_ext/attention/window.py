@@ -1,0 +1,92 @@
+"""Attention of sequences that a window limits, on the ranks of a ring: one exchange of keys, one of gradients.
+
+Each member fetches the keys of the window before each of its runs of tokens into its pool (``layouts/window.py``) and
+computes its queries against it, without merging. In the backward pass keys are fetched again; the gradients of the pool
+go back to the members that hold the keys.
+
+Messages are ``[2, rows, kv_heads, dim]``: keys, then values. The generators are like those of ``ring.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bytescale_ext.attention.backend import Backend, Returning, Steps
+from bytescale_ext.attention.kernels.contract import Output, empty_output
+from bytescale_ext.attention.layouts.window import WindowPass
+from bytescale_ext.attention.travel import Computed, Keys, key_sums, like
+
+
+def window_forward(
+    q: torch.Tensor, k: Keys, v: Keys, window_pass: WindowPass, backend: Backend, meanwhile: Callable[[], None]
+) -> Steps[Output]:
+    """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of my rows.
+
+    Args:
+        q: ``[rows, heads, dim]``, of these rows.
+        k, v: ``[tk, kv_heads, dim]``, of the micro-batch.
+        window_pass: the rows and blocks.
+        backend: how to compute and exchange.
+        meanwhile: called while the keys are on their way.
+    """
+    keys, values = yield from _pool(k, v, window_pass, backend, meanwhile)
+    out, lse = empty_output(q)
+    for block in window_pass.blocks:
+        part, part_lse = backend.forward(q, keys, values, block)
+        block.queries.put_(out, part)
+        block.queries.put_(lse, part_lse, dim=1)
+    return out, lse
+
+
+def window_backward(
+    dout: torch.Tensor, saved: Computed, window_pass: WindowPass, backend: Backend
+) -> Steps[tuple[torch.Tensor, Returning]]:
+    """Run one pass: ``dq [rows, heads, dim]`` of my rows, and the gradients of my keys, on their way.
+
+    Args:
+        dout: ``[rows, heads, dim]``, of my rows.
+        saved: of my rows; keys and values ``[tk, kv_heads, dim]`` of the micro-batch.
+        window_pass: the rows and blocks.
+        backend: how to compute and exchange.
+    """
+    keys, values = yield from _pool(saved.k, saved.v, window_pass, backend)
+    here = saved._replace(k=keys, v=values)
+    dq, sums = torch.zeros_like(saved.q), key_sums(window_pass.num_keys, keys)
+    for block in window_pass.blocks:
+        grads = backend.backward(dout, here, block)
+        block.queries.put_(dq, grads[0])
+        block.keys.add_(sums[0], grads[1])
+        block.keys.add_(sums[1], grads[2])
+    leaving = [(rows.take(sums, dim=1).contiguous(), rank) for rank, rows in window_pass.receives]
+    arriving = [(key_sums(rows.num_rows, keys, filled=False), rank) for rank, rows in window_pass.sends]
+    pending = backend.exchange(leaving, arriving)
+
+    def total() -> torch.Tensor:
+        mine = key_sums(window_pass.keys.num_rows, keys)
+        in_sent, in_pool = window_pass.own
+        in_sent.put_(mine, in_pool.take(sums, dim=1), dim=1)
+        for (received, _), (_, rows) in zip(arriving, window_pass.sends, strict=True):
+            rows.add_(mine, received, dim=1)
+        return mine
+
+    return dq, Returning(window_pass.keys, pending, total)
+
+
+def _pool(
+    k: Keys, v: Keys, window_pass: WindowPass, backend: Backend, meanwhile: Callable[[], None] = lambda: None
+) -> Steps[torch.Tensor]:
+    """Fetch the keys and values of the pool: ``[2, num_keys, kv_heads, dim]``; other arguments as above."""
+    sent = torch.stack([window_pass.keys.take(held) for held in (k, v)])
+    pool = sent.new_empty((2, window_pass.num_keys, *like(k).shape[1:]))
+    leaving = [(rows.take(sent, dim=1).contiguous(), rank) for rank, rows in window_pass.sends]
+    arriving = [(sent.new_empty((2, rows.num_rows, *sent.shape[2:])), rank) for rank, rows in window_pass.receives]
+    pending = backend.exchange(leaving, arriving)
+    meanwhile()
+    in_sent, in_pool = window_pass.own
+    in_pool.put_(pool, in_sent.take(sent, dim=1), dim=1)
+    yield pending
+    for (received, _), (_, rows) in zip(arriving, window_pass.receives, strict=True):
+        rows.put_(pool, received, dim=1)
+    return pool
