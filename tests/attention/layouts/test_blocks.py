@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,3 +75,41 @@ def test_equal_values_become_one_object() -> None:
     assert first.queries is second.queries is third.queries
     assert first.cu_k is second.cu_k is third.cu_k
     assert [block.keys for block in (first, second)] == [Rows.of([(0, 3), (9, 11)]), Rows.of([(1, 4), (9, 11)])]
+
+
+def test_a_window_needs_a_causal_block_with_no_fewer_keys_than_queries() -> None:
+    for lengths_k, causal, window in (([5], False, 2), ([2], True, 2), ([5], True, 0)):
+        with pytest.raises(ValueError, match="a window needs a causal block with at least as many keys as queries"):
+            block_of([3], lengths_k, causal, window=window)
+    assert block_of([3], [5], window=2).num_documents == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=4), st.integers(1, 8), st.integers(1, 5))
+def test_tiles_hold_each_query_once_with_the_keys_that_it_sees(
+    lengths: list[tuple[int, int]], window: int, num_queries: int
+) -> None:
+    block = block_of([q for q, _ in lengths], [q + before for q, before in lengths], window=window)
+    expected, found = set(), []
+    for rows, keys in block.documents():
+        own = keys.stop - rows.stop  # from a query to its own key
+        expected |= {
+            (row, key)
+            for row in range(rows.start, rows.stop)
+            for key in range(max(keys.start, row + own - window), row + own + 1)
+        }
+    for tile in block.tiles(num_queries):
+        assert 0 < tile.rows.stop - tile.rows.start <= num_queries
+        assert tile.keys.stop - tile.keys.start <= window + num_queries
+        seen = (~tile.hidden(torch.device("cpu"))).nonzero().tolist()
+        found += [(tile.rows.start + row, tile.keys.start + key) for row, key in seen]
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_a_window_that_limits_nothing_is_left_out() -> None:
+    """Documents within the window are plain causal ones, unless keys before their first query come with them."""
+    assert PlacedBlock.in_window([(0, 4), (4, 7)], [(0, 4), (4, 7)], 3).window is None
+    assert PlacedBlock.in_window([(0, 4), (4, 9)], [(0, 4), (4, 9)], 3).window == 3
+    block = PlacedBlock.in_window([(0, 2)], [(3, 6)], 5)
+    assert (block.window, block.causal) == (5, True)
+    assert block.attention(0.5).window == 5
