@@ -145,3 +145,40 @@ def test_a_missing_operator_is_named() -> None:
     assert missing_operator("_no_such_operator")() == "this torch has no aten::_no_such_operator"
     assert missing_operator("_flash_attention_forward", "_nor_this")() == "this torch has no aten::_nor_this"
     assert missing_operator("_flash_attention_forward")() is None
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        block_of([9], window=1),
+        block_of([9], window=20),
+        block_of([1, 200, 3], window=40),
+        block_of([0, 4, 0, 1], window=2),
+        block_of([3, 50], [9, 90], window=7),
+        block_of([70], [75], window=70),
+    ],
+    ids=["one", "within", "documents", "empty", "keys-before", "long"],
+)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float64, 1e-12)],
+)
+def test_windows_agree_with_the_reference(block: AttentionBlock, dtype: torch.dtype, tolerance: float) -> None:
+    assert_agrees(block, dtype, tolerance)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), max_size=4),
+    st.integers(1, 50),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_window(lengths: list[tuple[int, int]], window: int) -> None:
+    """Documents with keys before their first query, in pieces of 32 queries."""
+    lengths_q = [queries for queries, _ in lengths]
+    lengths_k = [queries + before for queries, before in lengths]
+    assert_agrees(block_of(lengths_q, lengths_k, window=window), torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (6, 1)])
+def test_query_heads_share_key_heads_in_windows(heads: int, kv_heads: int) -> None:
+    assert_agrees(block_of([5, 11], window=3), torch.float64, 1e-12, heads, kv_heads)
