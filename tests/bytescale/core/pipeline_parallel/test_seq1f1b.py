@@ -29,14 +29,16 @@ def walk(rank: int, world: int) -> None:
     runtime.read_batch = lambda data: {"tokens": next(data)}
     layouts = sample_layouts(config.lengths, 1)
     step = seq1f1b.SliceStep(config.schedule(1), stage=0, training=True)
-    batches = seq1f1b.sample_slices(step, runtime, layouts, iter(["a", "b"]))
+    batches = seq1f1b.sample_slices(step, runtime, layouts, None, iter(["a", "b"]))
     with pytest.raises(AssertionError):  # nothing runs yet
         next(batches)
-    batches = seq1f1b.sample_slices(step, runtime, layouts, iter(["a", "b"]))
+    limited = sample_layouts(config.lengths, 1, window=1)
+    batches = seq1f1b.sample_slices(step, runtime, layouts, limited, iter(["a", "b"]))
     step._next("F")
     batch, params = next(batches)
     assert batch == {"tokens": "a"}
     assert params.layout is layouts[0]
+    assert params.window_layout is limited[0]
     assert params.positions.tolist() == [0, 1, 2]
     step._next("F")
     batch, later = next(batches)
