@@ -119,7 +119,7 @@ def options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parameters", type=float, default=6.7e9, help="of the model on this device (6.7e9)")
+    parser.add_argument("--parameters", type=float, default=2e9, help="both arms take 28 bytes of each (2e9: 56 GB)")
     parser.add_argument("--page-mb", type=float, default=4.0, help="size of a page in MiB (4)")
     parser.add_argument("--repeats", type=int, default=5, help="steps of each arm (5)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
