@@ -17,8 +17,8 @@ from scripts.cluster.quotas import QuotaGroups
 from scripts.cluster.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
-NAME = "bstest"
-PROBE = f"probe-{NAME}-{os.getpid()}"  # workers of a test session probe at the same time
+NAME = "bstest" + os.environ.get("PYTEST_XDIST_WORKER", "")  # workers of a test session run at the same time
+PROBE = f"probe-{NAME}"
 EMULATE = str(ROOT / "scripts" / "cluster" / "emulate.py")
 PROGRAM = """
 import os, socket, sys
