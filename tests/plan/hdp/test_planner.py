@@ -81,7 +81,7 @@ def few_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_layouts")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
-    for base, lengths in random_steps(1, 60 if kind["balance"] in ("dp", "pp") else 300):
+    for base, lengths in random_steps(1, 40 if kind["balance"] in ("dp", "pp") else 150):
         planner = varied(base, **kind)
         plan = planner(lengths)
         assert plan.aligned == (planner.needs_aligned or planner.balance == "pp")
