@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check test lint setup newest pins clean
+.PHONY: help demo cluster check quick-tests test lint style types setup newest pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -53,14 +53,21 @@ test check: export OMP_NUM_THREADS := 1
 test: $(STAMP) lint
 	$(PYTEST)
 
-check: $(STAMP) lint
+check: $(STAMP) style
+	@$(MAKE) --no-print-directory --jobs 2 types quick-tests  # the first uses one core
+
+quick-tests: $(STAMP)
 	$(PYTEST) -m "not ranks"
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/shellcheck scripts/*.sh scripts/*/*.sh scripts/*.sbatch .ci/run
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 # Not a part of `make test`: what happens with the newest torch, which pyproject.toml caps. Reports, in .venv-newest.
 newest:

@@ -31,7 +31,6 @@ def description(readme: str, repository: str | None) -> str:
 
 if __name__ == "__main__":
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     setup(
         packages=find_namespace_packages(include=["megatron.bytescale*", "bytescale_ext*"]),
         py_modules=["pretrain_gpt_hdp"],

@@ -20,7 +20,7 @@ from tests.tree import (
     tree_of,
 )
 
-MAX_FLOORS = 7
+MAX_FLOORS = 6
 # Rooms of plan/, from the ground up; a room imports from rooms beside and below it.
 FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "states", "experts", "sculpt"),
           ("evaluate",), ("search",))  # fmt: skip

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.bytescale import cli
 from megatron.bytescale.arguments.parse import add_arguments
@@ -37,6 +38,17 @@ def test_readme_is_short_and_names_no_figure_without_its_place() -> None:
     text = README.read_text()
     assert len(text.splitlines()) < 220
     assert "<!-- measured: hdp_e2e -->" in text or "scripts/bench/plan/hdp_e2e.py" in text
+
+
+def test_the_citation_names_every_paper_of_the_readme() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert cited["version"] == version[1]
+    assert all(one["title"] and one["authors"] for one in cited["references"])
+    named = set(re.findall(r"https://arxiv.org/abs/[\d.]+\d", README.read_text()))
+    assert len(named) >= 3
+    assert named <= {one["url"] for one in cited["references"]}
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:

@@ -28,6 +28,8 @@ class HdpConfig:
         plan_seconds: time limit for the plan of one step, after which the simple plan is taken; None: no limit.
         check_plans_every: number of steps after which all ranks compare their plans.
         kernel: attention kernel by name, or None to choose.
+        global_tokens: a step of training is the next documents up to this many tokens; None: steps count documents.
+        schedule: (documents of training before, documents of a step from then on), where steps grow; else empty.
         static_width: None, or the width of a static context-parallel mesh to compare with.
         log_dir: folder of metrics and timelines, or None.
         timeline_step: the step whose timeline is recorded (needs ``log_dir``), or None.
@@ -47,6 +49,8 @@ class HdpConfig:
     plan_seconds: float | None = None
     check_plans_every: int = 100
     kernel: str | None = None
+    global_tokens: int | None = None
+    schedule: tuple[tuple[int, int], ...] = ()
     static_width: int | None = None
     log_dir: Path | None = None
     timeline_step: int | None = None
@@ -67,6 +71,11 @@ class HdpConfig:
             raise ValueError(
                 f"--hdp-balance {self.balance} does not align slots, and pipelines and expert parallelism need their "
                 f"micro-batches in step: use auto, which is {auto_balance(aligned=True)} there"
+            )
+        if self.global_tokens is not None and self.global_tokens < self.longest_sequence:
+            raise ValueError(
+                f"--hdp-global-tokens {self.global_tokens} is less than --seq-length {self.longest_sequence}: a step "
+                "must hold the longest document"
             )
         if self.static_width is not None:
             self._check_static(self.static_width)

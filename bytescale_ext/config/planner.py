@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
-from bytescale_ext.config.offload import PlannedOffload
+from bytescale_ext.config.memory.activations import ActivationConfig
+from bytescale_ext.config.memory.offload import PlannedOffload
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.hdp.planner import HdpPlanner
-from bytescale_ext.plan.hdp.policy_slicing import PolicyChoice
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 
 

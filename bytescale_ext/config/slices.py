@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.schedule.actions import SliceSchedule, slice_group_size
 from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule

@@ -13,7 +13,7 @@ import torch
 from torch.optim.adam import adam
 
 from bytescale_ext.activation.link import Link, Ticket, make_link
-from bytescale_ext.config.states import StateConfig
+from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.check import check_moves, check_pages
 from bytescale_ext.plan.states.moves import Kind, Move, step_moves
 from bytescale_ext.plan.states.pages import StateTensor, lay_out

@@ -101,6 +101,27 @@ def _flaws_of_shards(folder: Path) -> Iterator[str]:
             yield f"{path} is cut short: {size:,} of {end:,} bytes"
 
 
+def to_load(load: Path, wanted: int | None = None) -> Path | None:
+    """Return the folder of the checkpoint that Megatron loads from ``load``; None where there is none.
+
+    ``wanted``: ``--ckpt-step``.
+    """
+    tracker = load / TRACKER
+    named = str(wanted) if wanted is not None else tracker.read_text().strip() if tracker.is_file() else ""
+    folder = load / (_FOLDER.format(int(named)) if named.isdigit() else named)
+    return folder if named and folder.is_dir() else None
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the tensors of a sharded checkpoint. Raises ValueError for one that cannot be read."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{folder}: {_SHARDED} cannot be read ({type(error).__name__})") from None
+
+
 def _whole_text(load: Path) -> str:
     whole = [str(one) for one in iterations(load) if not flaw_of(load, one)]
     return f"whole in {load}: {', '.join(whole) or 'none'}"

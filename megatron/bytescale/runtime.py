@@ -25,6 +25,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
+from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
 from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 
 
@@ -37,6 +38,7 @@ class Totals:
         num_steps: how many.
         seconds: of these steps together.
         model_flops: of these steps on all ranks.
+        step_samples: samples of the last step.
         step_started: when the running step began, or None once its time is counted.
     """
 
@@ -44,6 +46,7 @@ class Totals:
     num_steps: int = 0
     seconds: float = 0.0
     model_flops: float = 0.0
+    step_samples: int = 0
     step_started: float | None = None
 
 
@@ -64,6 +67,7 @@ class Runtime:
         key_link: to host memory, for swapped keys of slices where there is no activation policy; else None.
         weight_gradients: in a step that runs by our schedule, those that wait for idle time (zero bubble); else None.
         expert_loads: in a step of slices, what their routers note for each other; else None.
+        expert_counts: tokens of experts in the running step, where these are recorded or followed; else None.
         step: the step that runs, or None between steps.
         totals: figures since the last log line.
         pace: how fast this rank has computed lately.
@@ -85,6 +89,7 @@ class Runtime:
     key_link: Link | None = None
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
+    expert_counts: TokenCounts | None = None
     step: StepBatch | None = None
     totals: Totals = field(default_factory=Totals)
     pace: PaceWindow = field(default_factory=PaceWindow)
@@ -160,4 +165,5 @@ class Runtime:
             if index in seconds and counts_for_pace(micro_batch, step.plan.tokens_per_rank):
                 self.pace.add(cost.backward.micro_batch_cost(micro_batch, step.lengths), seconds[index])
         self.totals.num_steps += 1
+        self.totals.step_samples = len(step.sample_ids)
         self.totals.model_flops += model_flops(self.run.shape, step.lengths)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.bytescale.checkpoints import flaw_of, iterations, use_last_whole
+from megatron.bytescale.checkpoints import flaw_of, iterations, names_in, to_load, use_last_whole
 from megatron.bytescale.launch import TRACKER
 
 
@@ -115,3 +115,19 @@ def test_a_new_run_and_released_weights_are_left_alone(tmp_path: Path) -> None:
     assert use_last_whole(tmp_path) is None
     (tmp_path / "iter_of_mine").mkdir()
     assert iterations(tmp_path) == []
+
+
+def test_which_checkpoint_megatron_loads(tmp_path: Path) -> None:
+    assert to_load(tmp_path) is None
+    file = sharded(tmp_path, 5)
+    assert to_load(tmp_path) is None  # no tracker file
+    (tmp_path / TRACKER).write_text("5\n")
+    assert to_load(tmp_path) == to_load(tmp_path, 5) == file.parent
+    assert to_load(tmp_path, 6) is None
+    (tmp_path / "release").mkdir()
+    (tmp_path / TRACKER).write_text("release")
+    assert to_load(tmp_path) == tmp_path / "release"
+    assert names_in(file.parent) == ["weight"]
+    (file.parent / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+        names_in(file.parent)

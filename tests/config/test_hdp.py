@@ -36,6 +36,7 @@ def test_defaults_and_frozen() -> None:
         ({"balance": "even"}, ["--hdp-balance even", "auto, none, dp, pp, bytescale"]),
         ({"num_stages": 2}, ["--hdp-balance dp", "use auto"]),
         ({"expert_ranks": 2}, ["--hdp-balance dp", "use auto"]),
+        ({"global_tokens": 255}, ["--hdp-global-tokens 255", "--seq-length 256"]),
         ({"static_width": 0}, ["--hdp-static-width 0", "4 HDP ranks"]),
         ({"static_width": 3}, ["--hdp-static-width 3", "4 HDP ranks"]),
         ({"static_width": 2}, ["--seq-length 256", "--hdp-static-width 2", "--hdp-tokens-per-rank 64"]),

@@ -75,10 +75,12 @@ def test_the_fastest_exchange_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exchanged_bytes_per_second(Comm(), torch.device("cpu"), 1000) == 500  # type: ignore[arg-type]
 
 
+@pytest.mark.ranks
 def test_two_processes() -> None:
     assert 0 < bytes_per_second_of_two_processes(on_cuda=False) < float("inf")
 
 
+@pytest.mark.ranks
 def test_processes_that_fail_are_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_speed, "_rank", abs)  # fails at once in the new process
     with pytest.raises(ValueError, match="give --ring-bytes-per-second"):

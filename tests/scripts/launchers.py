@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LOCAL = ROOT / "scripts" / "train_local.sh"
 SLURM = ROOT / "scripts" / "train_slurm.sbatch"
 CHECKS = ROOT / "scripts" / "checks.sh"
-SHELL_FILES = [LOCAL, SLURM, CHECKS, ROOT / "scripts" / "slurm" / "local_cluster.sh", ROOT / ".ci" / "run"]
+DRAFT_HEADS = ROOT / "scripts" / "recipes" / "draft_heads.sh"
+SHELL_FILES = [LOCAL, SLURM, CHECKS, DRAFT_HEADS, ROOT / "scripts" / "slurm" / "local_cluster.sh", ROOT / ".ci" / "run"]
 
 
 def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:

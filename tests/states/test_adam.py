@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bytescale_ext.config.states import StateConfig
+from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.adam import Owner, PagedAdam
 
 SHAPES = ((5, 3), (1,), (40, 7), (2, 2), (9,), (33,))

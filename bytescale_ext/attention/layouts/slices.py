@@ -17,13 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
-from bytescale_ext.attention.layouts.layout import (
-    AttentionLayout,
-    KeptKeys,
-    PrefixKeys,
-    RingPass,
-    ring_pass,
-)
+from bytescale_ext.attention.layouts.layout import AttentionLayout, KeptKeys, PrefixKeys, RingPass, ring_pass
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import CuSeqlens, PartRows, Rows
 from bytescale_ext.attention.layouts.window import WindowPass, WindowSequence, is_limited, window_pass

@@ -10,8 +10,8 @@ its keys. For the member that holds the tokens 4-7 and 24-27 of 32, with a windo
     pool         0 1 2 3 4 5 6 7 18 19 20 21 22 23 24 25 26 27
     from others  0 1 2 3         18 19 20 21 22 23
 
-In a slice of a micro-batch the keys before a run may be those of earlier slices. Each member sends its own keys of all
-slices again, as far as a window reaches, and keeps no keys of others.
+In a slice of a micro-batch, the keys before a run may belong to earlier slices. Each member keeps its own keys of those
+slices and sends them again, as far back as a window reaches; it keeps no keys of others.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def window_pass(sequences: Sequence[WindowSequence], route: Route, in_micro_batc
 
 
 def _blocks(runs: Sequence[list[Interval]], pool: Sequence[_Line], window: int) -> tuple[PlacedBlock, ...]:
-    """Return the block of the first runs of sequences and that of the second runs, without those that are empty.
+    """Return one block for the first runs of all sequences and one for their second runs, leaving out an empty one.
 
     ``runs``: of each sequence, the tokens of my queries; ``pool``: where its keys lie.
     """

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bytescale_ext.data.loading.planning import PlanMaker
-from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker
+from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
 from bytescale_ext.data.samples.packed import TokenSource
 from bytescale_ext.plan.step.plan import StepPlan
 
@@ -148,6 +148,9 @@ class _LocalSteps:
     sequences: Callable[[tuple[int, ...]], tuple[int, ...]]
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
+        num_tokens = self.settings.tokens_per_step
+        if num_tokens is not None:
+            return samples_within(num_tokens, consumed_samples, self.source)
         return self.settings.sample_ids(consumed_samples, len(self.source))
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:

@@ -9,7 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from bytescale_ext.data.loading.planning import without_tables
-from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource
+from bytescale_ext.data.samples.future import future_tokens
+from bytescale_ext.data.samples.grams import GramRule
+from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, with_gram_rows
 from bytescale_ext.data.samples.units import Unit, units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.plan import StepPlan
@@ -21,7 +23,11 @@ class LoaderSettings:
 
     Attributes:
         rank: HDP rank whose micro-batches are read.
-        samples_per_step: samples of one step on all ranks.
+        samples_per_step: samples of one step on all ranks, where ``tokens_per_step`` is None.
+        schedule: (samples consumed before, samples of a step from then on), in place of ``samples_per_step``; empty:
+            all steps have as many.
+        tokens_per_step: most tokens of one step on all ranks, at least those of the longest sample; a step is the next
+            samples up to it. None: samples are counted.
         consumed_samples: samples used before; the first step begins with the next one.
         first_step: ``step_index`` of the first step.
         cyclic: begin again at the end of the data (evaluation) instead of stopping.
@@ -31,6 +37,8 @@ class LoaderSettings:
         pin_memory: keep micro-batches in page-locked memory (CUDA).
         slice_rule: how micro-batches are cut into slices, those of the plan if it names any; None: they stay whole.
         window: of layers with a sliding window, the most keys before its own that a token sees; None: none has one.
+        future_tokens: tokens after the label that draft heads guess; 0: there are no heads.
+        grams: of models with an n-gram memory, which rows belong to a token; None: there is no memory.
 
     Raises:
         ValueError: a number is out of range.
@@ -47,6 +55,10 @@ class LoaderSettings:
     pin_memory: bool = False
     slice_rule: SliceRule | None = None
     window: int | None = None
+    schedule: tuple[tuple[int, int], ...] = ()
+    tokens_per_step: int | None = None
+    future_tokens: int = 0
+    grams: GramRule | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -61,8 +73,12 @@ class LoaderSettings:
             raise ValueError(f"rows_multiple {self.rows_multiple}: give 1 or more")
 
     def sample_ids(self, consumed_samples: int, num_samples: int) -> tuple[int, ...] | None:
-        """Return the step's samples after ``consumed_samples`` of ``num_samples``; None when too few are left."""
-        ids = range(consumed_samples, consumed_samples + self.samples_per_step)
+        """Return the step's samples after ``consumed_samples`` of ``num_samples``; None when too few are left.
+
+        Samples are counted; ``samples_within`` counts tokens.
+        """
+        parts = [size for begin, size in self.schedule if begin <= consumed_samples]
+        ids = range(consumed_samples, consumed_samples + (parts[-1] if parts else self.samples_per_step))
         if self.cyclic:
             return tuple(i % num_samples for i in ids)
         return tuple(ids) if ids.stop <= num_samples else None
@@ -80,8 +96,25 @@ class LoaderSettings:
         self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
     ) -> tuple[PackedMicroBatch, ...]:
         """Read the tokens of units; ``sample_ids`` and ``lengths`` of each sequence of their plan."""
-        packed = (unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units)
+        packed = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
+        if count := self.future_tokens:
+            packed = [
+                replace(one, future=future_tokens(one.micro_batch, source, sample_ids, lengths, one.num_rows, count))
+                for one in packed
+            ]
+        if self.grams is not None:
+            packed = [with_gram_rows(one, self.grams, source, sample_ids) for one in packed]
         return tuple(one.pinned() if self.pin_memory else one for one in packed)
+
+
+def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) -> tuple[int, ...] | None:
+    """Return the next samples up to so many tokens, at least one; None when the source ends before these tokens do."""
+    left = num_tokens
+    for sample in range(consumed_samples, len(source)):
+        left -= source.length(sample)
+        if left < 0:
+            return tuple(range(consumed_samples, max(sample, consumed_samples + 1)))
+    return None
 
 
 @dataclass(frozen=True, eq=False, slots=True)

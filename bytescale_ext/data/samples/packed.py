@@ -22,6 +22,7 @@ import torch
 
 from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.attention.layouts.slices import SliceLayout
+from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 
@@ -63,6 +64,8 @@ class PackedMicroBatch:
         layout: which rows attend to which; set by ``units.py``.
         counted_lengths: tokens of the sequences that this rank counts; set by ``units.py``.
         window_layout: as ``layout``, in layers with a window; None in models without them.
+        future: int64 [num_rows, heads], the tokens after each label (``future.py``); None without draft heads.
+        gram_rows: int64 [num_rows, columns], rows of n-grams; set by the loader, None in models without their memory.
     """
 
     tokens: torch.Tensor
@@ -74,6 +77,8 @@ class PackedMicroBatch:
     layout: AttentionLayout | SliceLayout | None = None
     counted_lengths: tuple[int, ...] = ()
     window_layout: AttentionLayout | SliceLayout | None = None
+    future: torch.Tensor | None = None
+    gram_rows: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -104,6 +109,8 @@ class PackedMicroBatch:
             labels=change(self.labels),
             positions=change(self.positions),
             loss_mask=change(self.loss_mask),
+            future=None if self.future is None else change(self.future),
+            gram_rows=None if self.gram_rows is None else change(self.gram_rows),
         )
 
 
@@ -150,6 +157,32 @@ def pack_micro_batch(
         micro_batch=micro_batch,
         documents=tuple(source.describe(sample_ids[shard.seq]) for shard in micro_batch.shards),
     )
+
+
+def with_gram_rows(
+    packed: PackedMicroBatch, rule: GramRule, source: TokenSource, sample_ids: Sequence[int]
+) -> PackedMicroBatch:
+    """Return a micro-batch, or a slice, with the rows of its n-grams; padding has row 0.
+
+    Before a ring's shard or a slice only the few tokens are read that its first n-grams begin with.
+
+    Args:
+        packed: its token ranges lie end to end.
+        rule: which rows belong to a token.
+        source: the samples; n-grams begin where a sample does.
+        sample_ids: sample of each sequence of the plan.
+    """
+    tokens = packed.tokens.numpy()
+    rows = np.zeros((packed.num_rows, rule.num_columns), dtype=np.int64)
+    first = 0
+    for shard in packed.micro_batch.shards:
+        for start, stop in shard.ranges:
+            num_before = min(start, rule.num_before)
+            last = first + stop - start
+            before = source.read(sample_ids[shard.seq], start - num_before, start)
+            rows[first:last] = rule.rows_of(np.concatenate([before, tokens[first:last]]), num_before)
+            first = last
+    return replace(packed, gram_rows=torch.from_numpy(rows))
 
 
 def dummy_micro_batch(rows: int) -> PackedMicroBatch:

@@ -27,7 +27,7 @@ NOT_IN_FILES: Final = ("nodes", "window", "window_share")
 """Fields of ``CostModel`` that belong to a run, not to a cost file."""
 
 WINDOWS: Final = ("num_window_layers", "window_tokens")
-"""Fields of ``ModelShape`` about windows: costs are those of full attention."""
+"""Fields of ``ModelShape`` that cost files leave out, because their costs are those of full attention."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Judge plans: replays, lower bounds, true optima, and other schedulers to compare with."""
+"""Judge plans: replays, lower bounds, true optima, other schedulers to compare with, and slices chosen by time."""

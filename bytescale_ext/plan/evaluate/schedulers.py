@@ -19,8 +19,8 @@ from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.check import check_step_plan

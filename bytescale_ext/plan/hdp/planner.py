@@ -17,12 +17,16 @@ from bytescale_ext.plan.hdp.baselines import place_naive, place_static
 from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.forms import with_forms
 from bytescale_ext.plan.hdp.free.balance import place_balanced
-from bytescale_ext.plan.hdp.policy_slicing import PolicyChoice
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+Place = Callable[[Problem], PlacedRanks]
+"""A planner of one step; pure, equal problems give equal placements."""
+
+Choose = Callable[[Problem, Place], tuple[Slicing, PlacedRanks]]
+"""Returns the slices of a step, whatever the slicing of its problem, and its placement by the given planner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ class HdpPlanner:
         offload: activations may go to host memory within these limits, so that a sequence needs fewer ranks; a plan
             then names the share of each micro-batch. The micro-batches in flight share the host memory. None: nothing
             is offloaded.
-        choice: chooses the slicing of each step, which the plan then names; needs aligned slots. None: ``slicing``.
+        choice: chooses the slicing of each step, which the plan then names; pure, needs aligned slots. None:
+            ``slicing``.
     """
 
     cluster: Cluster
@@ -92,7 +97,7 @@ class HdpPlanner:
     aligned: bool = False
     static_width: int | None = None
     offload: OffloadLimits | None = None
-    choice: SlicingChoice | PolicyChoice | None = None
+    choice: Choose | None = None
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:

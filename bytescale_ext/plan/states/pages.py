@@ -11,6 +11,7 @@ element, and one call of Adam updates them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ FLOAT_BYTES: Final = 4
 NUM_MOMENTS: Final = 2
 """Adam's running means of the gradient and of its square."""
 
+MEBIBYTE: Final = 1 << 20
 LEAST_PAGE_BYTES: Final = 4096
 """Smaller pages would take longer to manage than to update."""
 
@@ -139,6 +141,13 @@ class PageTable:
             planes = NUM_MOMENTS + page.has_copy
             lines.append(f"{number:6} {page.group:5} {planes:6} {page.num_elements:9}  {names}")
         return "\n".join(lines)
+
+
+def page_bytes_of(mebibytes: float, flag: str) -> int:
+    """Return the bytes of a page of so many MiB, in whole elements. Raises ValueError, naming the flag, for no size."""
+    if not LEAST_PAGE_BYTES <= mebibytes * MEBIBYTE < math.inf:
+        raise ValueError(f"{flag} {mebibytes:g} must be at least {LEAST_PAGE_BYTES / MEBIBYTE:g}")
+    return int(mebibytes * MEBIBYTE) // FLOAT_BYTES * FLOAT_BYTES
 
 
 def lay_out(tensors: Sequence[StateTensor], page_bytes: int) -> PageTable:

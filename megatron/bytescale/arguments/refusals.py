@@ -74,6 +74,10 @@ def refuse_conflicts(args: Any, features: Mapping[str, str], rows: Collection[Re
             raise ValueError(row.message(names[0], refusing[names[0]]))
 
 
+def _with_global_tokens(name: str) -> Callable[[Any], bool]:
+    return lambda args: _is_set("hdp_global_tokens")(args) and _is_set(name)(args)
+
+
 def _is_set(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, None))
 
@@ -254,9 +258,20 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            slices="remove it: it restores the oldest activations, not the last slice's"),
     refuse("--cpu-offloading-num-layers", "hdp", activations=_SECOND_SWAP,
            slices="remove it: it restores the oldest activations, not the last slice's"),
-    refuse("--rampup-batch-size", "hdp", "remove it: steps are planned ahead with one batch size"),
-    refuse("--step-batch-size-schedule", "hdp", "remove it: steps are planned ahead with one batch size"),
+    refuse("--rampup-batch-size without --hybrid-data-parallel", ALWAYS,
+           "give --step-batch-size-schedule: Megatron 0.19.2 ignores it",
+           lambda a: _is_set("rampup_batch_size")(a) and not a.hybrid_data_parallel),
     refuse("--decrease-batch-size-if-needed", "hdp"),
+    refuse("--train-samples with --hdp-global-tokens", "hdp", "give --train-iters: steps differ in documents",
+           _with_global_tokens("train_samples")),
+    refuse("--hdp-loader ray with --hdp-global-tokens", "hdp", "use --hdp-loader local",
+           lambda a: a.hdp_loader == "ray" and a.hdp_global_tokens),
+    refuse("--rampup-batch-size with --hdp-global-tokens", "hdp", "remove one of them",
+           _with_global_tokens("rampup_batch_size")),
+    refuse("--step-batch-size-schedule with --hdp-global-tokens", "hdp", "remove one of them",
+           _with_global_tokens("step_batch_size_schedule")),
+    refuse("--sculpt-windows with --hdp-global-tokens", "hdp", "give --global-batch-size alone: windows have one size",
+           _with_global_tokens("sculpt_windows")),
     refuse("--iterations-to-skip", "hdp"),
     refuse("--phase-transition-iterations", "hdp"),
     refuse("--full-validation", "hdp slices", "use --eval-iters"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bytescale_ext.config.activations import SlicedStages
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.loss_chunks import LossChunks
+from bytescale_ext.config.memory.activations import SlicedStages
 from bytescale_ext.config.planner import slicing as slicing_of
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig

@@ -107,6 +107,12 @@ def make_folders(args: Any) -> None:
             _check_writable(flag, Path(folder))
 
 
+def check_file(flag: str, path: Path) -> None:
+    """Raise ValueError naming the flag if no file can be written there. Makes none."""
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ValueError(f"{flag} {path} cannot be written; choose a file in an existing folder")
+
+
 def _check_writable(flag: str, folder: Path) -> None:
     probe = folder / f".writable-{os.environ.get('RANK', '0')}"
     try:

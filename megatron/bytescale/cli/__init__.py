@@ -28,9 +28,12 @@ from megatron.bytescale.cli import (
     train,
 )
 from megatron.bytescale.cli.data import command as data
+from megatron.bytescale.cli.experts import command as experts
+from megatron.bytescale.cli.generate import command as generate
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 from megatron.bytescale.cli.states import command as states
+from megatron.bytescale.cli.states import ngram
 
 COMMANDS = (
     train,
@@ -44,8 +47,11 @@ COMMANDS = (
     schedule,
     activations,
     states,
+    ngram,
+    experts,
     memory_plan,
     timeline,
+    generate,
     doctor,
 )
 

@@ -17,7 +17,7 @@ from bytescale_ext.plan.activation.policies import POLICIES, make_plan
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import state_bytes
-from megatron.bytescale.cli.shared.inputs import check_picture, count, size
+from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count, size
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
@@ -46,14 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="auto", metavar="P", help=f"one of {', '.join(POLICIES)} (default: auto)")
     parser.add_argument("--device-memory-gb", type=float, default=100.0, metavar="G", help="for activations (100)")
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
-    parser.add_argument(
-        "--optimizer-ranks",
-        type=count,
-        default=1,
-        metavar="N",
-        help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
-    )
-    parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
+    add_optimizer_ranks(parser)
+    add_link(parser)
     parser.add_argument("--gpus-per-link", type=count, default=1, metavar="N", help="that share this link (1)")
     parser.add_argument(
         "--tflops",

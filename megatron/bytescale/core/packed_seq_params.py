@@ -24,7 +24,9 @@ class DocumentSeqParams(PackedSeqParams):
         positions: [t] position of each token in its document.
         layout: which rows attend to which.
         window_layout: which rows attend to which in layers with a sliding window.
+        gram_rows: int64 [t, columns], rows of n-grams, in models with their memory; else, and in padding alone, None.
         prefix: of a slice, keys and values of its micro-batch in the layers of this model chunk.
+        future: [t, heads] the tokens after the label of each token, for draft heads.
     """
 
     qkv_format: str = "sbhd"
@@ -33,4 +35,6 @@ class DocumentSeqParams(PackedSeqParams):
     positions: torch.Tensor | None = None
     layout: AttentionLayout | SliceLayout | None = None
     window_layout: AttentionLayout | SliceLayout | None = None
+    gram_rows: torch.Tensor | None = None
     prefix: MicroBatchPrefix | None = None
+    future: torch.Tensor | None = None

@@ -1,8 +1,7 @@
 """What a run can do beyond Megatron: one file for each feature, and the table of them.
 
 To add a feature, write one file here and add its row to ``FEATURES``; its decisions go to ``bytescale_ext/plan/``.
-Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table. ``experts``, ``gates``,
-``drafts`` and ``ngram`` will be rows too.
+Flags, refusals, patches, ``resolve``, ``build`` and ``bytescale doctor`` read the table.
 
 Importing this package imports neither torch nor Megatron; features import what they build with inside their functions.
 """
@@ -13,16 +12,21 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
-from megatron.bytescale.features.activations import ACTIVATIONS
+from megatron.bytescale.features.drafts import DRAFTS
+from megatron.bytescale.features.experts.gate import GATE
+from megatron.bytescale.features.experts.placement import EXPERTS
+from megatron.bytescale.features.experts.trace import EXPERT_TRACE
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.hdp import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
-from megatron.bytescale.features.memory_plan import MEMORY_PLAN
-from megatron.bytescale.features.memory_record import MEMORY_RECORD
+from megatron.bytescale.features.memory.activations import ACTIVATIONS
+from megatron.bytescale.features.memory.memory_plan import MEMORY_PLAN
+from megatron.bytescale.features.memory.memory_record import MEMORY_RECORD
+from megatron.bytescale.features.memory.ngram import NGRAM
+from megatron.bytescale.features.memory.states import STATES
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.slices import SLICES
-from megatron.bytescale.features.states import STATES
 from megatron.bytescale.features.zero_bubble import ZERO_BUBBLE
 
 if TYPE_CHECKING:
@@ -35,10 +39,15 @@ FEATURES: tuple[Feature, ...] = (
     SLICES,
     ZERO_BUBBLE,
     LOSS_CHUNKS,
+    DRAFTS,
     ACTIVATIONS,
     MEMORY_PLAN,
     MEMORY_RECORD,
     STATES,
+    EXPERT_TRACE,
+    NGRAM,
+    EXPERTS,
+    GATE,
 )
 """In the order in which they resolve and build: each may use the results of the features before it."""
 

@@ -12,9 +12,10 @@ from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, flops_stage_cost
 from bytescale_ext.plan.hdp.planner import BALANCES, auto_balance
 from bytescale_ext.plan.step.sizes import RING_FORMS
+from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
-from megatron.bytescale.features.activations import cost_in_seconds, machine_of
 from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.memory.activations import cost_in_seconds, machine_of
 from megatron.bytescale.features.slices import may_swap_keys
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="C",
         help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks or more.",
+    )
+    group.add_argument(
+        "--hdp-global-tokens",
+        type=int,
+        metavar="T",
+        help="A step of training is the next documents up to T tokens, however many these are. Steps of evaluation and "
+        "Megatron's learning-rate schedule still count --global-batch-size. Default: a step has so many documents.",
     )
     group.add_argument(
         "--hdp-balance",
@@ -110,9 +118,11 @@ def is_on(args: Any) -> bool:
 
 def before_checks(args: Any) -> None:
     """Check sizes, and set the Megatron arguments that hybrid data parallelism needs."""
-    for flag in ("--seq-length", "--hdp-tokens-per-rank", "--global-batch-size"):
+    needed = ["--seq-length", "--hdp-tokens-per-rank", "--global-batch-size"]
+    for flag in needed if args.step_batch_size_schedule is None else needed[:2]:
         if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
             raise ValueError(f"--hybrid-data-parallel needs {flag}")
+    use_schedule(args)
     if args.hdp_tokens_per_rank < 1:
         raise ValueError(f"--hdp-tokens-per-rank must be positive, got {args.hdp_tokens_per_rank}")
     if args.hdp_ranks_per_node is not None and args.hdp_ranks_per_node < 1:
@@ -153,6 +163,8 @@ def _check_ranks(args: Any) -> None:
         "--eval-global-batch-size": args.eval_global_batch_size or args.global_batch_size,
     }
     for flag, size in sizes.items():
+        if size is None:  # steps follow a schedule
+            continue
         if size < 1 or size % num_ranks:
             raise ValueError(
                 f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, as Megatron's count of "
@@ -174,7 +186,8 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
     if balance == "auto":
         balance = auto_balance(aligned=num_stages > 1 or expert_ranks > 1)
     names = (
-        "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step", "memory_step",
+        "global_tokens", "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step",
+        "memory_step",
     )  # fmt: skip
     given = {name: getattr(args, f"hdp_{name}") for name in names}
     return HdpConfig(
@@ -186,6 +199,7 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
         num_stages=num_stages,
         expert_ranks=expert_ranks,
         kernel=args.hdp_attention_kernel,
+        schedule=schedule_of(args, run.cluster.num_ranks),
         plans_offload=args.activation_policy == "offload" and args.swap_fraction is None,
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -13,15 +13,15 @@ from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.arguments.stage_layers import expert_load, stage_settings
-from megatron.bytescale.features.activations import cost_in_seconds, machine_of
 from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.memory.activations import cost_in_seconds, machine_of
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -172,12 +172,12 @@ def sample_slices(args: Any, run: RunConfig) -> SliceConfig:
     lengths = slice_lengths(args.seq_length, args.seq1f1b_slices, partition, cost, row_shares)
     check_slices(lengths, args.seq_length, args.seq1f1b_slices, row_shares)
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    if num_chunks > 1 and args.rampup_batch_size:
+    if num_chunks > 1 and args.step_batch_size_schedule:
         raise ValueError(
-            "--seq1f1b-slices with virtual stages does not work with --rampup-batch-size: remove one of them"
+            "--seq1f1b-slices with virtual stages does not work with --step-batch-size-schedule: remove one of them"
         )
     config = SliceConfig(slicing_of(args), lengths, args.pipeline_model_parallel_size, num_chunks, row_shares)
-    if not args.rampup_batch_size:
+    if not args.step_batch_size_schedule:
         config.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     if args.eval_iters and args.eval_global_batch_size:
         samples = (args.eval_micro_batch_size or args.micro_batch_size) * args.data_parallel_size
@@ -249,7 +249,7 @@ def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceCo
 def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     """Return the device memory of the stages, without activation policies.
 
-    Where only some layers are recomputed (``--recompute-method block``), it is that of none.
+    With ``--recompute-method block``, which recomputes some layers only, this is the memory without recomputation.
     """
     cost, element = cost_in_seconds(run), args.params_dtype.itemsize
     tensors = [one.bytes_per_token for one in layer_tensors(run.shape, element, cost.tensor_parallel)]

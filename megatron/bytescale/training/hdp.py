@@ -18,6 +18,9 @@ from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels.table import choose_kernel, counting
 from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.sculpt import SculptConfig
@@ -37,6 +40,7 @@ from megatron.bytescale.core.datasets.document_dataset import (
     check_splits,
 )
 from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
+from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
 from megatron.bytescale.core.datasets.window_dataset import build_windows, window_config
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
@@ -133,9 +137,11 @@ def dataset_provider(
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
-        slices = runtime.run.find(DocumentSliceConfig)
+        slices, drafts = runtime.run.find(DocumentSliceConfig), runtime.run.find(DraftConfig)
+        ngram = runtime.run.find(NgramConfig)
         loaders: list[StepsAhead | None] = []
-        for source, (consumed, size), cyclic in zip(sources(num_samples), places, (False, True, True), strict=True):
+        splits = sources(enough_samples(runtime.hdp, num_samples))
+        for source, (consumed, size), cyclic in zip(splits, places, (False, True, True), strict=True):
             settings = LoaderSettings(
                 rank=hdp_rank(),
                 samples_per_step=size,
@@ -148,12 +154,29 @@ def dataset_provider(
                 pin_memory=runtime.clock.on_cuda,
                 slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
                 window=runtime.run.shape.window,
+                schedule=() if cyclic else runtime.hdp.schedule,
+                tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
+                future_tokens=0 if drafts is None else drafts.num_heads,
+                grams=None if ngram is None else ngram.rule,
             )
             loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
         return tuple(loaders)
 
     provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
     return provide
+
+
+def enough_samples(hdp: HdpConfig, num_samples: Sequence[int | None]) -> Sequence[int | None]:
+    """Return the samples that each split needs, where training steps differ in samples; else what Megatron wants."""
+    args = get_args()
+    train, *others = num_samples
+    if train and hdp.global_tokens is not None:
+        config = BlendedMegatronDatasetConfig(**data_settings(args))
+        left = hdp.global_tokens * (args.train_iters - args.iteration)
+        train = args.consumed_train_samples + samples_that_hold(left, config)
+    if train and hdp.schedule:
+        train += hdp.schedule[-1][1]  # the last step may begin just before the end
+    return [train, *others]
 
 
 def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
@@ -202,7 +225,12 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
             None,
             labels=packed.labels[None] if chunk.post_process else None,
             packed_seq_params=DocumentSeqParams(
-                positions=packed.positions, layout=packed.layout, window_layout=packed.window_layout, prefix=prefix
+                positions=packed.positions,
+                layout=packed.layout,
+                window_layout=packed.window_layout,
+                prefix=prefix,
+                future=packed.future,
+                gram_rows=packed.gram_rows,
             ),
             padding_mask=padding_mask(packed, model),
         )

@@ -20,8 +20,8 @@ from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_sp
 from megatron.bytescale.core.parallel_state import create_stage_links, create_virtual_links
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
-from megatron.bytescale.training.activations import prepare_kernel
 from megatron.bytescale.training.build import Training
+from megatron.bytescale.training.memory.activations import prepare_kernel
 
 
 def cut_documents(training: Training, runtime: Runtime) -> Training:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
-from bytescale_ext.config.activations import ActivationConfig
+from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.measure.ring_speed import gathered_seconds_per_byte
 from bytescale_ext.measure.speeds import (
     BUDGET_SECONDS,

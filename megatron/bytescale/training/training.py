@@ -21,7 +21,11 @@ from megatron.bytescale.runtime import Runtime, Totals
 
 
 def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
-    """Follow Megatron's log line with ours: tokens/s, micro-batches, imbalance, padding, time waited for plans."""
+    """Follow Megatron's log line with ours: tokens/s, micro-batches, imbalance, padding, time waited for plans.
+
+    Megatron calls it after each step and before it saves one, so here its count of samples becomes that of documents
+    where steps count tokens.
+    """
 
     signature = inspect.signature(original)
 
@@ -32,6 +36,9 @@ def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callabl
         if totals.step_started is not None:
             totals.seconds += time.perf_counter() - totals.step_started
             totals.step_started = None
+        if runtime.hdp.global_tokens is not None:  # Megatron has counted --global-batch-size
+            megatron = get_args()
+            megatron.consumed_train_samples += totals.step_samples - megatron.global_batch_size
         result = original(*args, **kwargs)
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
             losses = {key: float(value) for key, value in given["loss_dict"].items()}
@@ -105,13 +112,18 @@ def report(runtime: Runtime, metrics: IntervalMetrics, run: Progress, losses: di
     if torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
         return
     scalars = {f"hdp/{name}": value for name, value in {**metrics.scalars(), **run.scalars()}.items()}
-    if writer := get_tensorboard_writer():
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, metrics.iteration)
-    if wandb := get_wandb_writer():
-        wandb.log(scalars, metrics.iteration)
+    write_scalars(scalars, metrics.iteration)
     if runtime.hdp.log_dir is not None:
         append_jsonl(runtime.hdp.log_dir / "metrics.jsonl", [{**asdict(metrics), **run.scalars(), **losses}])
+
+
+def write_scalars(scalars: dict[str, float], iteration: int) -> None:
+    """Write figures of an iteration to TensorBoard and W&B, which Megatron opens on the last rank alone."""
+    if writer := get_tensorboard_writer():
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb := get_wandb_writer():
+        wandb.log(scalars, iteration)
 
 
 def wrap_check_checkpoint_args(original: Callable[..., Any], runtime: object) -> Callable[..., Any]:

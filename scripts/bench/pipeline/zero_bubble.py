@@ -38,9 +38,9 @@ from bytescale_ext.plan.cost.cost_model import StageCost  # noqa: E402
 from bytescale_ext.plan.cost.slice_shares import SliceShares  # noqa: E402
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
 from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS  # noqa: E402
 from bytescale_ext.plan.hdp.aligned.clock import slot_seconds  # noqa: E402
 from bytescale_ext.plan.hdp.planner import HdpPlanner  # noqa: E402
-from bytescale_ext.plan.hdp.slicing_choice import OPTIONS  # noqa: E402
 from bytescale_ext.plan.schedule.actions import KINDS, Action, SliceSchedule, seq1f1b_schedule  # noqa: E402
 from bytescale_ext.plan.schedule.compare import WEIGHT_SHARE  # noqa: E402
 from bytescale_ext.plan.schedule.simulate import needs  # noqa: E402

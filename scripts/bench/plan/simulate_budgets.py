@@ -23,8 +23,8 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import Scenario, planner_of
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.hdp.planner import auto_balance
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
@@ -204,7 +204,7 @@ def _row(steps: Sequence[Chosen]) -> str:
 
 _TEXT = (
     "The planner chooses slices, order, kept keys and kept sums of each step within the memory of a device "
-    "(`--seq1f1b-slices auto --device-memory-gb`; `bytescale_ext/plan/hdp/slicing_choice.py`). *time / bound* is "
+    "(`--seq1f1b-slices auto --device-memory-gb`; `bytescale_ext/plan/evaluate/slicing_choice.py`). *time / bound* is "
     "relative to the bound of 1F1B, the mean of the steps with the worst in brackets; the target is "
     f"{LIMIT:.2f}. Gigabytes are of the device and the step that take most: activations with each slice's own keys, "
     "keys kept of other ranks, sums of key gradients, parameters with their gradients and the optimizer's part, and "

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
-from bytescale_ext.config.states import StateConfig  # noqa: E402
+from bytescale_ext.config.memory.states import StateConfig  # noqa: E402
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds  # noqa: E402
 from bytescale_ext.states.adam import Owner, PagedAdam  # noqa: E402
 

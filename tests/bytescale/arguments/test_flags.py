@@ -126,7 +126,8 @@ def stock_only(feature: str) -> set[str]:
         loaders = (core.parent / "training" / "datasets" / "data_samplers.py").read_text(encoding="utf-8")
         stock = (ours / "training" / "stock.py").read_text(encoding="utf-8")
         read |= names_read(stock, ("data_settings", "wanted_samples")) | names_read(loaders)
-    files = [f"training/{feature}.py", f"features/{feature}.py", "core/transformer/dot_product_attention.py"]
+    name = f"memory/{feature}" if feature == "activations" else feature
+    files = [f"training/{name}.py", f"features/{name}.py", "core/transformer/dot_product_attention.py"]
     if feature == "activations":
         files.append("arguments/stage_layers.py")
     for file in files:

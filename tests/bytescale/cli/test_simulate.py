@@ -16,6 +16,7 @@ from megatron.bytescale.cli import simulate as command
 
 LAYER = CostModel(a=4e-11, b=2e-6, c=2e-7, g=1e-4)
 COST = ModelCost(LLAMA_7B, "a GPU", "bfloat16", 1, "test", LAYER, LAYER, 1e-6, 1e-6, 1.0, 1.0)
+ONE_STEP = ("--seeds", 1)
 SMALL = "--context 32K --ranks 8 --tokens-per-rank 8K --global-tokens 256K --seeds 2".split()
 FIGURES = {
     "makespan_over_bound", "makespan_over_1f1b_bound", "speedup_over_static", "makespan", "idle_share",
@@ -61,7 +62,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_slices(capsys: pytest.CaptureFixture[str]) -> None:
     """Plans of this project run in slices, Megatron's static mesh does not."""
-    words = ("--sampler", "github", *SMALL, "--stages", 4, "--schedulers", "static,naive,ours", "--json")
+    words = ("--sampler", "github", *SMALL, *ONE_STEP, "--stages", 4, "--schedulers", "static,naive,ours", "--json")
     assert run(*words) == 0
     plain = json.loads(capsys.readouterr().out)["schedulers"]
     assert run(*words, "--slices", 3) == 0
@@ -203,7 +204,7 @@ def test_a_figure_is_mean_and_worst() -> None:
 
 
 def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--sampler", "github", *SMALL, "--stages", 4, "--schedulers", "static,ours", "--json")
+    words = ("--sampler", "github", *SMALL, *ONE_STEP, "--stages", 4, "--schedulers", "static,ours", "--json")
     assert run(*words) == 0
     whole = json.loads(capsys.readouterr().out)["schedulers"]
     assert run(*words, "--slices", "auto", "--device-memory-gb", 60) == 0
@@ -215,7 +216,20 @@ def test_chosen_slices_hold_the_memory(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_swapped_keys_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--sampler", "github", *SMALL, "--stages", 2, "--schedulers", "ours", "--slices", 3, "--kept-keys", 0)
+    words = (
+        "--sampler",
+        "github",
+        *SMALL,
+        *ONE_STEP,
+        "--stages",
+        2,
+        "--schedulers",
+        "ours",
+        "--slices",
+        3,
+        "--kept-keys",
+        0,
+    )
     assert run(*words) == 0
     assert "host GB" not in capsys.readouterr().out
     assert run(*words, "--swapped-keys", "32768") == 0

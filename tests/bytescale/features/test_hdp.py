@@ -9,7 +9,7 @@ import pytest
 
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_cost import flops_stage_cost
-from bytescale_ext.plan.hdp.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.hdp import stage_cost
 from tests.bytescale.arguments.resolving import refused, resolved
@@ -22,9 +22,11 @@ COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
 @pytest.mark.ranks
 def test_the_configuration_holds_what_was_given() -> None:
     words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3, "--hdp-memory-step", 2]
-    found = resolved(4, *COMMON, *words)
+    found = resolved(4, *COMMON, *words, "--hdp-global-tokens", 256)
     values = found.args
-    expected = hdp_of(static_width=4, log_dir=Path("logs"), timeline_step=3, memory_step=2, plan_ahead=1)
+    expected = hdp_of(
+        global_tokens=256, static_width=4, log_dir=Path("logs"), timeline_step=3, memory_step=2, plan_ahead=1
+    )
     assert found.features == {"hdp": expected}
     assert values["calculate_per_token_loss"] is True
     assert values["dataloader_type"] == "external"

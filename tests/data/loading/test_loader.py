@@ -51,6 +51,23 @@ def _key(batch: StepBatch) -> tuple[object, ...]:
     return batch.step_index, batch.sample_ids, batch.lengths, batch.plan.digest(), tensors
 
 
+def test_steps_of_as_many_samples_as_fit_their_tokens() -> None:
+    """The last samples, which fill no step, are left out; a step made again from its place is the same."""
+    steps = list(_loader(MemorySource(LENGTHS), tokens_per_step=41))
+    assert [step.sample_ids for step in steps] == [(0, 1, 2), (3, 4, 5, 6), (7, 8), (9,), (10, 11, 12, 13)]
+    assert [step.num_tokens for step in steps] == [36, 35, 10, 40, 17]
+    loader = _loader(MemorySource(LENGTHS), tokens_per_step=41, consumed_samples=7, first_step=2)
+    assert [_key(step) for step in loader] == [_key(step) for step in steps[2:]]
+
+
+def test_steps_that_grow() -> None:
+    schedule = ((0, 2), (3, 5))
+    steps = list(_loader(MemorySource(LENGTHS), schedule=schedule))
+    assert [step.sample_ids for step in steps] == [(0, 1), (2, 3), tuple(range(4, 9)), tuple(range(9, 14))]
+    loader = _loader(MemorySource(LENGTHS), schedule=schedule, consumed_samples=4, first_step=2)
+    assert [_key(step) for step in loader] == [_key(step) for step in steps[2:]]
+
+
 def test_steps_follow_the_samples_and_stop_at_the_end() -> None:
     steps = list(_loader(MemorySource(LENGTHS)))
     assert [step.sample_ids for step in steps] == [tuple(range(i, i + 4)) for i in (0, 4, 8, 12)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.e2e.corpora import VOCAB
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 TRAINING_SIZES = {
     "--hdp-tokens-per-rank": "128", "--global-batch-size": "4", "--seq-length": "256", "--vocab-size": str(VOCAB),

@@ -31,18 +31,23 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
     "torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --sculpt-windows ": "tests/e2e/hdp/test_sculpt.py",
+    "bytescale experts ": "tests/bytescale/cli/experts/test_command.py",
+    "bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",
     "torchrun --nproc-per-node N --no-python bytescale profile ": "tests/test_demo.py",
     "ITERS=20000 scripts/train_slurm.sbatch ": "tests/scripts/test_bad_values.py",
     "ITERS=20000 sbatch ": "tests/e2e/runs/test_slurm.py",
     "SWEEP=sweep.txt sbatch ": "tests/e2e/runs/test_slurm.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --load checkpoints/8k ": "tests/e2e/docs/test_recipes.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --draft-heads ": "tests/e2e/hdp/test_drafts.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --num-experts 64 ": "tests/e2e/experts/test_placement.py",
 }
 SIZES = {
     "corpus": {"--tokens": "20000"},
     "plan": {"--num-sequences": "8"},
     "simulate": {"--context": "64K", "--ranks": "8", "--global-tokens": "256K", "--seeds": "1"},
     "memory-plan": {"--seq-length": "64"},
+    "ngram": {"--rows": "64K"},
 }
 # A tokenizer of numbers: transformers is not installed here. Few ranks, and no context parallelism, which needs a GPU.
 TRAINING = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,41 @@ def test_resumed_on_as_many_or_other_ranks(
         found = step_losses(tmp_path) + step_losses(folder)
         assert found == pytest.approx(losses, rel=1e-5)
         assert found == losses or not first == num_ranks == 4  # to the last bit
+
+
+def test_steps_of_tokens_go_on_after_the_documents_before_them(
+    corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
+) -> None:
+    """Each step has the next documents up to 700 tokens; the count in the checkpoint is theirs."""
+    tokens, save = ["--hdp-global-tokens", 700], tmp_path / "save"
+    begun = run(corpus, tmp_path, 2, *tokens, "--save", save, "--exit-interval", 3)
+    resumed = run(corpus, tmp_path, 2, *tokens, "--load", save)
+    steps = documents_in_order(begun) + documents_in_order(resumed)
+    read, in_order = list(chain(*steps)), list(chain(*whole_run[0]))
+    assert len(steps) == 6
+    assert read[: len(in_order)] == in_order[: len(read)]
+    sizes = [[stop - start for start, stop in map(token_range, step)] for step in steps]
+    for step, after in pairwise(sizes):
+        assert sum(step) <= 700 < sum(step) + after[0]
+    assert consumed_samples(begun[-1]) + consumed_samples(resumed[-1]) == list(accumulate(map(len, steps)))
+
+
+def test_steps_that_grow_follow_megatrons_count(
+    corpus: Path, whole_run: tuple[list[list[str]], list[float]], tmp_path: Path
+) -> None:
+    ramp = "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 40".split()
+    flags = [*MODEL, *TRAIN[TRAIN.index("--clip-grad") :], "--lr", 1e-2, "--data-path", corpus, *HDP, *ramp]
+    outcomes = train_ranks(4, *flags, entry=record_steps)
+    steps = documents_in_order(outcomes)
+    assert [len(step) for step in steps] == [4, 4, 8, 12, 12]
+    assert list(chain(*steps)) == list(chain(*whole_run[0]))[:40]
+    assert consumed_samples(outcomes[-1]) == [4, 8, 16, 28, 40]
+
+
+def token_range(document: str) -> tuple[int, int]:
+    """Return the first token of a document in a record and the one after its last."""
+    start, stop = document.rpartition(" ")[2].split("-")
+    return int(start), int(stop)
 
 
 def test_resumed_evaluation_goes_on_in_its_own_order(corpus: Path, tmp_path: Path) -> None:

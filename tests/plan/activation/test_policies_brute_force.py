@@ -65,7 +65,7 @@ def test_priced_is_the_best_of_all_shares() -> None:
     dice = random.Random(2)
     grid = np.linspace(0, 1, 9)
     found = 0
-    for _ in range(120):
+    for _ in range(40):
         load = random_load(dice)
         machine = random_machine(dice, load)
         tried = [
@@ -85,7 +85,7 @@ def test_priced_is_the_best_of_all_shares() -> None:
         assert prediction.fits(machine)
         assert not tried or prediction.step_seconds <= min(tried) * (1 + 1e-9)
         found += bool(tried)
-    assert found > 60
+    assert found > 20
 
 
 def test_auto_is_no_slower_than_any_policy_that_fits() -> None:

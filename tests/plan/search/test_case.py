@@ -7,8 +7,8 @@ import pytest
 
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
+from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.hdp.planner import HdpPlanner
-from bytescale_ext.plan.hdp.slicing_choice import full_micro_batches
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import state_bytes
 from bytescale_ext.plan.search.case import Case, Task, Unfit, cluster_of, memory_of

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,12 @@ from tests.plan.search.tasks import STEPS, random_task, small_task
 SMALL = Space(stages=(1,), tokens_per_rank=(1024, 2048), activations=(KEEP,))
 PIPED = Space((1,), (1, 2), (1024,), (KEEP,), ("whole", "virtual"))
 TASK = small_task()
+
+
+@pytest.fixture(autouse=True)
+def plan_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share the figures of a step between the search and the run of everything: the planner is pure."""
+    monkeypatch.setattr(Case, "run", cache(Case.run))
 
 
 def last(task: Task, strategies: list[Strategy], count: int) -> Exploration:

@@ -7,6 +7,7 @@ sequences level the ends; then it helps to try each sequence on a few ranks more
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +43,8 @@ def list_schedule(problem: Problem, widths: Ints) -> Listed:
     firsts = np.zeros(len(lengths), dtype=np.int64)
     places: dict[int, tuple[Ints, Floats]] = {}  # width -> first ranks, and a view of ``ready`` from each rank on
     for width in set(widths.tolist()):
-        windows = np.lib.stride_tricks.sliding_window_view(ready, width)
-        starts = np.arange(len(windows))
-        fits = starts % node + width <= node if width <= node else starts % node == 0
-        places[width] = starts[fits], windows
+        windows = np.ndarray((num_ranks - width + 1, width), ready.dtype, ready, strides=2 * ready.strides)
+        places[width] = _starts(num_ranks, node, width), windows
     for seq in order.tolist():
         width = int(widths[seq])
         starts, windows = places[width]
@@ -54,6 +53,13 @@ def list_schedule(problem: Problem, widths: Ints) -> Listed:
         first = firsts[seq] = int(starts[best])
         ready[first : first + width] = windows[first].max() + seconds[seq]
     return Listed(float(ready.max(initial=0.0)), order, firsts)
+
+
+@cache
+def _starts(num_ranks: int, node_ranks: int, width: int) -> Ints:
+    """Return the first ranks that a ring may have: inside a node, or at the first rank of one if it is wider."""
+    starts = np.arange(num_ranks - width + 1)
+    return starts[starts % node_ranks + width <= node_ranks if width <= node_ranks else starts % node_ranks == 0]
 
 
 def place_small(

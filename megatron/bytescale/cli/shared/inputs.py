@@ -64,6 +64,22 @@ def count(text: str) -> int:
     return number
 
 
+def add_optimizer_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add ``--optimizer-ranks``."""
+    parser.add_argument(
+        "--optimizer-ranks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
+    )
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """Add ``--link-gb-per-second``."""
+    parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
+
+
 def check_writable(flag: str, path: Path, suffixes: tuple[str, ...] = ()) -> None:
     """Raise ValueError if ``path`` cannot be written, or has none of ``suffixes`` where these are given.
 

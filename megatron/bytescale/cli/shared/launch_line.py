@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ from megatron.core import parallel_state
 from megatron.training import initialize
 
 from bytescale_ext.attention.kernels.contract import accumulation_dtype
-from bytescale_ext.config.activations import ActivationConfig
 from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.planner import offload_layers, planner_of, slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
@@ -42,8 +45,8 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
-from megatron.bytescale.features import activations
-from megatron.bytescale.features.activations import cost_in_seconds
+from megatron.bytescale.features.memory import activations
+from megatron.bytescale.features.memory.activations import cost_in_seconds
 from megatron.bytescale.features.slices import stage_memory
 from megatron.bytescale.training.profile import command_line
 from megatron.bytescale.training.stock import data_prefixes
@@ -87,6 +90,12 @@ class Launch:
     args: Any
     run: RunConfig
 
+    @property
+    def batch(self) -> int:
+        """Documents of a step, of the last ones where steps grow."""
+        schedule = self.run.get(HdpConfig).schedule
+        return schedule[-1][1] if schedule else int(self.args.global_batch_size)
+
     def draw(self, lengths: Sequence[int] | None, seed: int) -> list[int]:
         """Return the lengths of one step, drawn from documents that are cut at ``--seq-length``.
 
@@ -95,17 +104,26 @@ class Launch:
         """
         windows = self.run.find(SculptConfig)
         if lengths is None and windows is not None:
-            return windows.drawn(self.args.global_batch_size, seed)
+            return windows.drawn(self.batch, seed)
         if lengths is None:
             files = [Path(f"{prefix}.idx") for prefix in data_prefixes(self.args)]
             if not files or not all(file.exists() for file in files):
                 raise ValueError("no lengths: give --sampler or --lengths, or a --data-path whose .idx files are here")
             lengths = [length for file in files for length in read_lengths(file)]
-        return draw_pieces(lengths, self.args.seq_length, self.args.global_batch_size, seed)
+        return self.of_step(partial(draw_pieces, lengths, self.args.seq_length, seed=seed))
 
     def sample(self, sampler: str, seed: int) -> list[int]:
         """Return the lengths of one step of a published distribution. Raises ValueError for an unknown one."""
-        return list(sample_documents(sampler, self.args.seq_length, self.args.global_batch_size, seed))
+        return self.of_step(lambda count: list(sample_documents(sampler, self.args.seq_length, count, seed)))
+
+    def of_step(self, draw: Callable[[int], list[int]]) -> list[int]:
+        """Return the lengths of one step, of which ``draw`` returns a number that it is given."""
+        lengths, num_tokens = draw(self.batch), self.run.get(HdpConfig).global_tokens
+        if num_tokens is None:
+            return lengths
+        while sum(lengths) <= num_tokens:
+            lengths = draw(2 * len(lengths))
+        return lengths[: bisect_right(list(accumulate(lengths)), num_tokens)]
 
     def plan(self, lengths: Sequence[int]) -> DryRun:
         """Plan a step of these documents, and count what it sends and holds."""

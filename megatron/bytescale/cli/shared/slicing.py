@@ -10,7 +10,7 @@ from dataclasses import replace
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.evaluate.schedulers import equal_layers
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing

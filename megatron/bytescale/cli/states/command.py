@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.plan.states.forecast import StateCase, most_layers
-from bytescale_ext.plan.states.pages import FLOAT_BYTES, LEAST_PAGE_BYTES, NUM_MOMENTS
+from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_MOMENTS, page_bytes_of
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds
 from megatron.bytescale.cli.activations import shape_of_flags
-from megatron.bytescale.cli.shared.inputs import check_picture, count
+from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count
 
 NAME = "states"
 HELP = "predict what Adam's states in pages of host memory take, move and save"
 EXAMPLE = 'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 --host-memory-gb 200 --plot moves.png'
-
-MEBIBYTE = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share a layer (1)")
     parser.add_argument("--stages", type=count, default=1, metavar="N", help="pipeline stages of equal layers (1)")
-    parser.add_argument(
-        "--optimizer-ranks",
-        type=count,
-        default=1,
-        metavar="N",
-        help="ranks that share the optimizer's states, as --use-distributed-optimizer does (1)",
-    )
+    add_optimizer_ranks(parser)
     parser.add_argument("--float32", action="store_true", help="parameters of 32 bits on the device, not of 16")
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
     parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="for model states (80)")
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
-    parser.add_argument("--link-gb-per-second", type=float, default=55.0, metavar="B", help="to host, one way (55)")
+    add_link(parser)
     parser.add_argument(
         "--adam-gb-per-second",
         type=float,
@@ -79,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             f"pages of the fullest stage take {in_gigabytes(case.host_bytes)} GB of host memory: give "
             "--host-memory-gb at least that, or more --stages, --tensor-parallel or --optimizer-ranks"
         )
-    largest = largest_models(args)
+    largest = largest_models(args, [row.case for row in rows])
     if args.plot is not None:
         from bytescale_ext.draw.states import draw_moves
 
@@ -99,8 +92,7 @@ def check_sizes(args: argparse.Namespace) -> None:
     for name in ("device_memory_gb", "host_memory_gb", "link_gb_per_second", "adam_gb_per_second"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    if not LEAST_PAGE_BYTES <= args.page_mb * MEBIBYTE < math.inf:
-        raise ValueError(f"--page-mb {args.page_mb:g} must be at least {LEAST_PAGE_BYTES / MEBIBYTE:g}")
+    page_bytes_of(args.page_mb, "--page-mb")
 
 
 def cases(args: argparse.Namespace) -> list[StateCase]:
@@ -117,19 +109,19 @@ def cases(args: argparse.Namespace) -> list[StateCase]:
             has_head=stage == args.stages - 1,
             element_bytes=FLOAT_BYTES if args.float32 else 2,
             optimizer_ranks=args.optimizer_ranks,
-            page_bytes=int(args.page_mb * MEBIBYTE) // FLOAT_BYTES * FLOAT_BYTES,
+            page_bytes=page_bytes_of(args.page_mb, "--page-mb"),
         )
         for stage in range(args.stages)
     ]
 
 
-def largest_models(args: argparse.Namespace) -> dict[str, tuple[int, float]]:
+def largest_models(args: argparse.Namespace, cases: Sequence[StateCase]) -> dict[str, tuple[int, float]]:
     """Return, for both policies, the most layers whose states fit and the parameters of all stages then."""
     found = {}
     for policy in ("resident", "paged"):
         stages = [
             (case, most_layers(case, args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, policy == "paged"))
-            for case in cases(args)
+            for case in cases
         ]
         layers = min(most for _, most in stages)
         parameters = sum(case.with_layers(layers).num_parameters for case, _ in stages) if layers else 0.0

@@ -293,11 +293,11 @@ def _check_config(config: BlendedMegatronDatasetConfig, sizes: Sequence[int | No
 def _check_files(config: BlendedMegatronDatasetConfig, count_documents: Callable[[str], int]) -> None:
     """Refuse damaged files, and wanted splits without documents."""
     counts: dict[str, int] = {}
-    for split, prefixes, share in _wanted_parts(config):
+    for split, prefixes, share in wanted_parts(config):
         for prefix in prefixes:
             if prefix not in counts:
                 counts[prefix] = count_documents(prefix)
-            first, end = _documents_of(share, counts[prefix])
+            first, end = documents_of(share, counts[prefix])
             if first >= end:
                 raise ValueError(_empty_split(prefix, split, counts[prefix]))
 
@@ -308,16 +308,16 @@ def check_labels(config: BlendedMegatronDatasetConfig) -> None:
     Args:
         config: what ``check_splits`` has returned.
     """
-    for split, prefixes, share in _wanted_parts(config):
+    for split, prefixes, share in wanted_parts(config):
         lengths = [read_idx_lengths(prefix) for prefix in prefixes]
-        if all(one[slice(*_documents_of(share, len(one)))].max() < 2 for one in lengths):
+        if all(one[slice(*documents_of(share, len(one)))].max() < 2 for one in lengths):
             raise ValueError(
                 f"{', '.join(prefixes)}: no document of the {split.name} split has two tokens, so none has a label: "
                 "use longer documents, another --split, or --eval-iters 0"
             )
 
 
-def _wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, Sequence[str], tuple[float, float]]]:
+def wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split, Sequence[str], tuple[float, float]]]:
     """Yield (split, prefixes of its data sets, share of each as it begins and ends) of each split that is wanted."""
     for split in Split:
         if config.blend is None:
@@ -328,7 +328,7 @@ def _wanted_parts(config: BlendedMegatronDatasetConfig) -> Iterator[tuple[Split,
             yield split, blend[0], share
 
 
-def _documents_of(share: tuple[float, float], num_documents: int) -> tuple[int, int]:
+def documents_of(share: tuple[float, float], num_documents: int) -> tuple[int, int]:
     """Return the first document of a share and the one after its last, as Megatron's builder rounds them."""
     return round(share[0] * float(num_documents)), round(share[1] * float(num_documents))
 

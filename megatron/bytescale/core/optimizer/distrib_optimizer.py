@@ -16,7 +16,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from bytescale_ext.config.states import StateConfig
+from bytescale_ext.config.memory.states import StateConfig
 from megatron.bytescale.core.optimizer.optimizer import page_parts
 
 

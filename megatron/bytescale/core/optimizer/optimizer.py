@@ -13,7 +13,7 @@ from typing import Any, Final
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from bytescale_ext.config.states import StateConfig
+from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.adam import Owner, PagedAdam
 
 

@@ -64,6 +64,13 @@ def test_a_step_of_windows_is_drawn_from_them(tmp_path: Path) -> None:
         assert sorted(found) == expected
 
 
+def test_a_step_of_tokens_is_drawn_until_it_has_them(tmp_path: Path) -> None:
+    write_data_set(tmp_path / "a", [[[1] * 90]] * 3)
+    flags = [*ONE_STEP, "--data-path", str(tmp_path / "a"), "--global-batch-size", "2", "--hdp-tokens-per-rank", "128"]
+    found = run_ranks(drawn, 1, [*flags, "--hdp-global-tokens", "1000"], init_group=False)[0]
+    assert found == [90] * 11
+
+
 @pytest.mark.parametrize(("num_ranks", "more"), [(2, []), (4, PIPELINES)], ids=["rings", "rings in slices"])
 def test_ring_traffic_is_that_of_the_run(num_ranks: int, more: list[str], tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "docs", copies=1)

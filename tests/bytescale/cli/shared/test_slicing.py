@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from bytescale_ext.measure.cost_file import shipped
-from bytescale_ext.plan.hdp.slicing_choice import SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from megatron.bytescale.cli.shared.slicing import (
     add_slices_arguments,

@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from bytescale_ext.config.states import StateConfig
+from bytescale_ext.config.memory.states import StateConfig
 from megatron.bytescale.core.optimizer.optimizer import PAGED, owners_of, page_parts
 
 AMPLE = StateConfig(4096, math.inf)

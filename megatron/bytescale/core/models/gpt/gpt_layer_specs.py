@@ -49,10 +49,17 @@ def with_sample_attention(
     spec: ModuleSpec | TransformerBlockSubmodules, runtime: Any
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return a layer spec, or spec of a block, whose attention is ours for samples of one length."""
+    return with_core_attention(spec, partial(SampleAttention, runtime=runtime))
+
+
+def with_core_attention(
+    spec: ModuleSpec | TransformerBlockSubmodules, attention: Any
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Return a layer spec, or spec of a block, with this ``core_attention``."""
     spec = copy.deepcopy(spec)
     layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
     for layer in layers:
-        layer.submodules.self_attention.submodules.core_attention = partial(SampleAttention, runtime=runtime)
+        layer.submodules.self_attention.submodules.core_attention = attention
     return spec
 
 

@@ -1,0 +1,37 @@
+"""Settings of experts: the record of their loads, and the placement that follows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytescale_ext.plan.experts.replay import Placing
+from bytescale_ext.plan.experts.trace import TraceHead
+
+
+@dataclass(frozen=True)
+class TraceTo:
+    """A record of the loads of experts.
+
+    Attributes:
+        path: file that lines are appended to.
+        head: its first line.
+    """
+
+    path: Path
+    head: TraceHead
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Experts in slots.
+
+    Attributes:
+        num_experts: of each layer.
+        num_ranks: that share them.
+        placing: how replicas are placed; its cost is of one micro-batch.
+    """
+
+    num_experts: int
+    num_ranks: int
+    placing: Placing

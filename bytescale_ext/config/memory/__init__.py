@@ -1,0 +1,1 @@
+"""Configuration of activation policies and their offloading, and of model states in pages."""

@@ -1,0 +1,71 @@
+"""Choose the slices of each step under an activation policy, among those whose plans fit the memory of every stage.
+
+What a policy keeps on the device, and how long it copies and rebuilds, depends on the slices: their tokens, how many
+are in flight, and the keys that they hold. So each option comes with the cost of a stage that runs it under the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.evaluate.slicing_choice import TRIES, Timed
+from bytescale_ext.plan.hdp.planner import Place
+from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.sizes import Slicing
+
+
+@dataclass(frozen=True)
+class PolicyOption:
+    """A slicing in which the policy fits.
+
+    Attributes:
+        slicing: with the longest document whose keys are kept.
+        stage: cost of the slowest stage, with what the policy rebuilds and with copies that nothing hides.
+    """
+
+    slicing: Slicing
+    stage: StageCost
+
+    def of(self, problem: Problem) -> Problem:
+        """Return a step in this slicing."""
+        return replace(problem, slicing=self.slicing, stages=(self.stage,) * len(problem.stages))
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """Chooses the slices of a step; calling it is pure.
+
+    Attributes:
+        fitting: the options, at least one; the last one has the most slices.
+    """
+
+    fitting: tuple[PolicyOption, ...]
+
+    @property
+    def options(self) -> tuple[Slicing, ...]:
+        """Slicings that may be chosen."""
+        return tuple(option.slicing for option in self.fitting)
+
+    def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
+        """Return the slices of a step and its placement: the fastest of all options, the best placed by themselves.
+
+        Args:
+            problem: the step, whatever its slicing.
+            place: the planner.
+
+        Raises:
+            OutOfTime: from ``place``.
+        """
+        last = self.fitting[-1]
+        placed = place(last.of(problem))
+        if not len(problem.lengths):
+            return last.slicing, placed
+        timed = sorted((Timed.of(option.of(problem), placed), number) for number, option in enumerate(self.fitting))
+        found = [one for one, _ in timed]
+        for _, number in timed[:TRIES]:
+            of_option = self.fitting[number].of(problem)
+            found.append(Timed.of(of_option, place(of_option)))
+        best = min(found)
+        return best.slicing, best.placed

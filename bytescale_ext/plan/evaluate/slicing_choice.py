@@ -1,0 +1,227 @@
+"""Choose the slices of each step within a budget of device memory: how many, in which order, which keys are kept.
+
+More slices fill and drain a pipeline sooner and hold fewer activations; the eager order waits less and holds more; kept
+keys travel once and take memory, on the device or in host memory, and so do kept sums of their gradients. Which pays
+depends on the lengths of the step. So a step is placed, every option is timed on that placement with the longest keys
+that fit, and the step is placed again for the fastest ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.planner import Place
+from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.memory.held import Held, held
+from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
+
+OPTIONS: Final = (
+    ONE_SLICE,
+    *(slicing for count in (2, 4, 8, 12) for slicing in (Slicing(count), Slicing(count).two_ahead())),
+)
+"""Numbers of slices and orders that are tried, without kept keys."""
+
+OPTIONS_WITH_HOST_MEMORY: Final = (*OPTIONS[:3], Slicing(3), Slicing(3).two_ahead(), *OPTIONS[3:])
+"""Those that are tried where keys may be swapped: of three slices a link can hide more than of four."""
+
+TRIES: Final = 3
+"""Of the fastest options, so many are placed by themselves."""
+
+
+@dataclass(frozen=True)
+class SlicingChoice:
+    """Chooses the slices of a step; calling it is pure.
+
+    Attributes:
+        memory: of the pipeline's stages.
+        device_bytes: budget of each device, for all that ``memory`` counts.
+        options: slicings to choose from.
+        host_bytes: host memory of each device for keys; 0: none are swapped.
+    """
+
+    memory: StageMemory
+    device_bytes: float
+    options: tuple[Slicing, ...] = OPTIONS
+    host_bytes: float = 0.0
+
+    @classmethod
+    def within(cls, memory: StageMemory, device_bytes: float, host_bytes: float) -> SlicingChoice:
+        """Return the choice among all options in which keys may be swapped, or among those without host memory."""
+        return cls(memory, device_bytes, OPTIONS_WITH_HOST_MEMORY if host_bytes else OPTIONS, host_bytes)
+
+    def __call__(self, problem: Problem, place: Place) -> tuple[Slicing, PlacedRanks]:
+        """Return the slices of a step and its placement.
+
+        Args:
+            problem: the step, whatever its slicing.
+            place: the planner.
+
+        Raises:
+            OutOfTime: from ``place``. What was found so far is not taken: it would differ from rank to rank.
+        """
+        longest = int(problem.lengths.max(initial=0))
+        first = replace(self.options[-1], kept_tokens=longest)
+        placed = place(replace(problem, slicing=first))
+        if not longest:
+            return first, placed
+        found = self._timed_options(problem, placed)
+        if min(found).slicing.longest_kept < _longest_ring(placed):  # narrower rings keep fewer keys
+            placed = place(replace(problem, slicing=self.options[-1]))
+            found += self._timed_options(problem, placed)
+        for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:TRIES]:
+            placed = place(replace(problem, slicing=slicing))
+            fitted = self._fitted(problem, _table(problem, placed), slicing)
+            found += [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
+        if (
+            ONE_SLICE in self.options and min(found).slicing.longest_kept < longest
+        ):  # keys that travel again may cost more
+            uncut = replace(problem, slicing=ONE_SLICE)
+            whole = place(uncut)
+            if self._fitted(problem, _table(problem, whole), ONE_SLICE):
+                found.append(Timed.of(uncut, whole))
+        best = min(found)
+        return best.slicing, best.placed
+
+    def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
+        """Time a placement in every option that fits, with its longest kept keys; else in the one that holds least."""
+        table = _table(problem, placed)
+        found = [fitted for option in self.options for fitted in self._fitted(problem, table, option)]
+        found = found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
+        return [Timed.of(replace(problem, slicing=option), placed) for option in found]
+
+    def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
+        """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
+
+        Keys are kept of all sequences up to a length, with host memory also those of longer ones. Returns nothing where
+        the option does not fit at all.
+        """
+        in_rings = table.lengths[table.widths > 1] if option.num_slices > 1 else table.lengths[:0]
+        lengths = [0, *np.unique(in_rings).tolist()]
+
+        fits = partial(self._fits, problem, table)
+        option = replace(option, summed_tokens=ALL_SUMS, swapped_tokens=0)
+        with_sums = _longest(lengths, lambda most: replace(option, kept_tokens=most), fits)
+        keys = _longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0), fits)
+        if with_sums is None or keys is None or with_sums.kept_tokens == lengths[-1]:
+            return [] if with_sums is None else [with_sums]
+        found = [with_sums]
+        if keys.kept_tokens > with_sums.kept_tokens:
+            found.append(_with_longest_sums(keys, lengths, fits))
+        if self.host_bytes and keys.kept_tokens < lengths[-1]:
+            found += self._swapped(problem, table, keys, lengths)
+        return found
+
+    def _swapped(self, problem: Problem, table: ShardTable, option: Slicing, lengths: Sequence[int]) -> list[Slicing]:
+        """Return an option that swaps the keys of the longest sequences for which there is host memory, if it fits.
+
+        Of shorter sequences as many keys stay on the device as fit, then as many sums. ``lengths``: of sequences in
+        rings, ascending.
+        """
+        fits = partial(self._fits, problem, table)
+
+        def fits_host(slicing: Slicing) -> bool:
+            held_bytes = self._held(problem, table, slicing).host_bytes(self.memory)
+            return held_bytes <= self.host_bytes and fits(slicing)
+
+        swapped = replace(option, summed_tokens=0, swapped_tokens=lengths[-1])
+        with_keys = _longest(lengths, lambda most: replace(swapped, kept_tokens=most), fits)
+        if with_keys is None:
+            return []
+        with_sums = _with_longest_sums(with_keys, lengths, fits)
+        longer = [length for length in lengths if length > with_sums.kept_tokens]
+        found = _longest(longer, lambda most: replace(with_sums, swapped_tokens=most), fits_host)
+        return [] if found is None else [found]
+
+    def _fits(self, problem: Problem, table: ShardTable, slicing: Slicing) -> bool:
+        return self._bytes(problem, table, slicing) <= self.device_bytes
+
+    def _bytes(self, problem: Problem, table: ShardTable, slicing: Slicing) -> float:
+        """Return the most bytes of a device."""
+        return self._held(problem, table, slicing).device_bytes(self.memory)
+
+    def _held(self, problem: Problem, table: ShardTable, slicing: Slicing) -> Held:
+        # Of stages with equal layers the first one holds most slices, and the last one has the logits; any stage may
+        # read most of swapped keys beside the slices that it holds.
+        is_equal = len(set(self.memory.num_layers)) == 1 and not slicing.swapped_tokens
+        stages = (0, len(problem.stages) - 1) if is_equal else None
+        return held(table, slicing, problem.cost, self.memory, stages=stages)
+
+    def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
+        """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
+        table = full_micro_batches(4 * len(self.memory.num_layers), num_tokens)
+        least = math.inf
+        for option in reversed(self.options):  # the most slices hold least, so one of these is often enough
+            least = min(least, held(table, option, problem_cost, self.memory).device_bytes(self.memory))
+            if least <= self.device_bytes:
+                return
+        raise ValueError(
+            f"micro-batches of {num_tokens} tokens take at least {least / 1e9:.4g} GB of device memory in slices, "
+            f"and --device-memory-gb is {self.device_bytes / 1e9:.4g}: give at least that, or fewer tokens"
+        )
+
+
+def full_micro_batches(count: int, num_tokens: int) -> ShardTable:
+    """Return ``count`` micro-batches of one rank, each of one sequence of ``num_tokens`` tokens."""
+    lengths = np.full(count, num_tokens, dtype=np.int64)
+    zeros = np.zeros_like(lengths)
+    placed = PlacedRanks(1, lengths, zeros, zeros + 1, np.arange(count), aligned=True)
+    return ShardTable.of(StepPlan(1, num_tokens, tuple(lengths.tolist()), placed, aligned=True))
+
+
+def _longest(
+    lengths: Sequence[int], slicing_of: Callable[[int], Slicing], fits: Callable[[Slicing], bool]
+) -> Slicing | None:
+    """Return the slicing of the greatest length that fits, if one does; greater ones take more."""
+    found, low, high = None, 0, len(lengths) - 1
+    number = high  # often all fit
+    while low <= high:
+        tried = slicing_of(lengths[number])
+        if fits(tried):
+            found, low = tried, number + 1
+        else:
+            high = number - 1
+        number = (low + high) // 2
+    return found
+
+
+def _with_longest_sums(kept: Slicing, lengths: Sequence[int], fits: Callable[[Slicing], bool]) -> Slicing:
+    """Return a slicing that keeps no sums with the sums of the longest sequences that fit."""
+    shorter = [length for length in lengths if length < kept.longest_kept]
+    return _longest(shorter, lambda most: replace(kept, summed_tokens=most), fits) or kept
+
+
+def _table(problem: Problem, placed: PlacedRanks) -> ShardTable:
+    lengths = tuple(placed.lengths.tolist())
+    return ShardTable.of(StepPlan(problem.num_ranks, problem.tokens_per_rank, lengths, placed, placed.aligned))
+
+
+def _longest_ring(placed: PlacedRanks) -> int:
+    """Return the tokens of the longest sequence on several ranks."""
+    return int(placed.lengths[placed.widths > 1].max(initial=0))
+
+
+@dataclass(frozen=True, order=True)
+class Timed:
+    """A placement in slices, and when its last pipeline ends. The earliest is the least."""
+
+    seconds: float
+    slicing: Slicing = field(compare=False)
+    placed: PlacedRanks = field(compare=False)
+
+    @classmethod
+    def of(cls, problem: Problem, placed: PlacedRanks) -> Timed:
+        """Time a placement in the slices of a problem."""
+        slots = slot_seconds(placed, problem.stage, problem.slicing)
+        return cls(float(run_pipelines(slots, len(problem.stages)).max()), problem.slicing, placed)

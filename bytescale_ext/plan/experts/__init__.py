@@ -1,0 +1,1 @@
+"""Which rank computes which tokens of which expert: replicas in slots, by measured loads."""

@@ -1,0 +1,114 @@
+"""A table of embeddings with its optimizer beside it, read and updated by rows: the server of HET (Miao et al. 2021).
+
+The version of a row is the number of updates that it has taken, from all workers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+EPSILON: Final = 1e-10
+_DRAWN: Final = 1 << 12  # rows that are drawn together
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What one worker sends for some rows.
+
+    Attributes:
+        rows: int64 [n], each once.
+        gradients: float32 [n, dim], summed over the updates.
+        updates: int64 [n], how many.
+    """
+
+    rows: np.ndarray
+    gradients: np.ndarray
+    updates: np.ndarray
+
+    @classmethod
+    def joined(cls, pushes: Sequence[Push]) -> Push:
+        """Return pushes of different rows as one."""
+        return cls(
+            np.concatenate([push.rows for push in pushes]),
+            np.concatenate([push.gradients for push in pushes]),
+            np.concatenate([push.updates for push in pushes]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Rows that a worker has asked for and does not hold, or holds too old.
+
+    Attributes:
+        asked: int64 [n], their places among the rows that it has asked for.
+        values: float32 [n, dim].
+        squares: float32 [n], see ``RowTable``.
+        versions: int64 [n].
+    """
+
+    asked: np.ndarray
+    values: np.ndarray
+    squares: np.ndarray
+    versions: np.ndarray
+
+
+@dataclass(eq=False, slots=True)
+class RowTable:
+    """All rows, on the host.
+
+    Attributes:
+        values: float32 [num_rows, dim].
+        squares: float32 [num_rows], the sum over steps of the mean square of a row's gradient (row-wise Adagrad).
+        versions: int64 [num_rows].
+    """
+
+    values: np.ndarray
+    squares: np.ndarray
+    versions: np.ndarray
+
+    @classmethod
+    def drawn(cls, rows: range, dim: int, deviation: float, seed: int) -> RowTable:
+        """Return some rows of a table of normally distributed values, which do not depend on which rows are asked for.
+
+        ``rows``: numbers without gaps.
+        """
+        values = np.empty((len(rows), dim), np.float32)
+        for first in range(rows.start // _DRAWN * _DRAWN, rows.stop, _DRAWN):
+            block = np.random.default_rng((seed, first)).standard_normal((_DRAWN, dim), dtype=np.float32)
+            begin, end = max(first, rows.start), min(first + _DRAWN, rows.stop)
+            values[begin - rows.start : end - rows.start] = block[begin - first : end - first]
+        values *= np.float32(deviation)
+        return cls(values, np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int64))
+
+    def answer(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> Answer:
+        """Return the rows that are more than ``read_bound`` updates newer than a worker's copies.
+
+        ``rows``: int64 [n]; ``versions``: int64 [n], those of the copies, -1 where there is none.
+        """
+        asked = np.flatnonzero((versions < 0) | (self.versions[rows] - versions > read_bound))
+        wanted = rows[asked]
+        return Answer(asked, self.values[wanted], self.squares[wanted], self.versions[wanted])
+
+    def apply(self, pushes: Sequence[Push], rate: float) -> None:
+        """Update the rows of one step's pushes with the sums of their gradients, added up in this order."""
+        everything = Push.joined(pushes)
+        rows, place = np.unique(everything.rows, return_inverse=True)
+        gradients = np.zeros((len(rows), self.values.shape[1]), np.float32)
+        np.add.at(gradients, place, everything.gradients)
+        self.values[rows], self.squares[rows] = adagrad(self.values[rows], self.squares[rows], gradients, rate)
+        np.add.at(self.versions, everything.rows, everything.updates)
+
+
+def adagrad(
+    values: np.ndarray, squares: np.ndarray, gradients: np.ndarray, rate: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return new values [n, dim] and squares [n] of rows after a step with gradients [n, dim].
+
+    Row-wise Adagrad (Duchi et al. 2011, with one sum of squares for each row). A gradient of zeros changes nothing.
+    """
+    squares = squares + np.mean(gradients * gradients, axis=1)
+    return values - np.float32(rate) * gradients / (np.sqrt(squares) + np.float32(EPSILON))[:, None], squares

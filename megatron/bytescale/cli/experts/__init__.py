@@ -1,0 +1,1 @@
+"""``bytescale experts``: what placements make of recorded loads of experts."""

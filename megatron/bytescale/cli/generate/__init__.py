@@ -1,0 +1,1 @@
+"""``bytescale generate``: its options and what it prints."""

@@ -1,0 +1,26 @@
+"""How many samples steps need that are counted in tokens (``--hdp-global-tokens``)."""
+
+from __future__ import annotations
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from bytescale_ext.data.samples.lengths import read_idx_lengths, sample_table
+from megatron.bytescale.core.datasets.document_dataset import documents_of, wanted_parts
+
+
+def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> int:
+    """Return a number of samples of the training split that hold so many tokens, wherever they begin.
+
+    It is that of the data set with the shortest samples, twice over and with two epochs more: the parts of epochs at
+    both ends may hold short samples only. Reads the index of each file.
+    """
+    ((prefixes, share),) = (
+        (prefixes, share) for split, prefixes, share in wanted_parts(config) if split is Split.train
+    )
+    most = 0
+    for prefix in prefixes:
+        lengths = read_idx_lengths(prefix)
+        table = sample_table(lengths[slice(*documents_of(share, len(lengths)))], config.sequence_length)
+        most = max(most, 2 * (num_tokens // int(table.length.sum()) + 2) * len(table))
+    return most

@@ -1,0 +1,149 @@
+"""Draft heads: they guess the tokens after the next one from the hidden states of a trained model.
+
+``clover`` follows Clover (arXiv 2405.00263) as Clover-2 (2408.00264) refines it: the state of a token takes in the
+token after it (``TokenMerge``), passes ``num_layers`` transformer layers, and then each head's state takes in the token
+that the head before it stands for. ``medusa`` (arXiv 2401.10774) has independent residual blocks.
+
+Both reuse the model's output layer, for guesses and, in Clover, as embeddings of tokens. Layers are cut over the
+tensor-parallel ranks as the model's are. All else is replicated: under sequence parallelism each rank has its own
+tokens, and Megatron sums the gradients of parameters so marked.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from bytescale_ext.config.drafts import DraftConfig
+from megatron.bytescale.core.transformer.norm import LocalNorm
+
+NOISE = 0.01
+
+
+class TokenMerge(torch.nn.Module):
+    """Clover's attention decoder: each attention head of the state attends to one token, by the cosine of the two."""
+
+    def __init__(self, config: TransformerConfig, name: str) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads if config.hidden_size % config.num_attention_heads == 0 else 1
+        self.norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.query, self.key, self.value = (replicated(config, 1, f"{name}.{one}") for one in ("query", "key", "value"))
+        with torch.no_grad():
+            self.value.weight.sub_(torch.eye(config.hidden_size).to(self.value.weight))
+
+    def forward(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the state [s, b, h] with the embedded token [s, b, h] of each row in it."""
+        query, key, value = (
+            one.unflatten(-1, (self.num_heads, -1))
+            for one in (self.query(self.norm(state)), self.key(embedded), self.value(embedded))
+        )
+        weight = torch.nn.functional.cosine_similarity(query, key, dim=-1)
+        return state + (weight.unsqueeze(-1) * value).flatten(-2)
+
+
+class DraftHeads(MegatronModule):
+    """The heads of a model, with the layers below them; a child of Megatron's model, so its checkpoints hold them."""
+
+    def __init__(self, config: TransformerConfig, settings: DraftConfig, layer: ModuleSpec) -> None:
+        super().__init__(config=config)
+        self.settings = settings
+        for index in range(settings.num_layers):  # children by name, each of which cuts its own tensors in checkpoints
+            built = build_module(layer, config=config, layer_number=config.num_layers, add_layer_offset=False)
+            self.add_module(f"layer{index}", built)
+        self.norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
+        if settings.kind == "clover":
+            self.start = TokenMerge(config, "start")
+            self.first = replicated(config, 1, "first")
+            if settings.num_heads > 1:
+                self.step = TokenMerge(config, "step")
+                self.later = replicated(config, 2, "later")
+            self.head_norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
+        else:
+            self.blocks = torch.nn.ModuleList(replicated(config, 0, f"block{i}") for i in range(settings.num_heads))
+        for parameter in self.parameters():
+            if not getattr(parameter, "tensor_model_parallel", False):
+                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def states(self, hidden: torch.Tensor, embedded: torch.Tensor, **layer_inputs: Any) -> torch.Tensor:
+        """Return the state [s, b, h] of the first head.
+
+        Args:
+            hidden: states [s, b, h] before the model's last norm.
+            embedded: the token after each row, [s, b, h].
+            layer_inputs: angles and layout of the rows, as Megatron's layers take them.
+        """
+        state = self.start(hidden, embedded) if self.settings.kind == "clover" else hidden
+        for index in range(self.settings.num_layers):
+            state, _ = getattr(self, f"layer{index}")(state, attention_mask=None, **layer_inputs)
+        normed: torch.Tensor = self.norm(state)
+        return normed
+
+    def head(self, index: int, state: torch.Tensor, embedded: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the state of head ``index``, what it gives the output layer), both [s, b, h].
+
+        Args:
+            index: of the head.
+            state: of the head before it, or of ``states`` for the first, [s, b, h].
+            embedded: the token that the head before it stands for, [s, b, h]; None for the first head.
+        """
+        if self.settings.kind == "medusa":
+            return state, state + torch.nn.functional.silu(self.blocks[index](state))
+        if embedded is None:
+            return state, self.head_norm(self.first(state))
+        state = self.step(state, embedded)
+        return state, self.head_norm(self.later(torch.cat((state, embedded), dim=-1)))
+
+
+def replicated(config: TransformerConfig, inputs: int, name: str) -> torch.nn.Linear:
+    """Return a linear layer [h, inputs * h] that begins as the identity of its first input with a little noise.
+
+    ``inputs`` 0: one input, and zeros. The noise depends on the name alone, so that all layouts begin alike.
+    """
+    size = config.hidden_size
+    layer = torch.nn.Linear(
+        max(inputs, 1) * size, size, bias=False, dtype=config.params_dtype, device=torch.cuda.current_device()
+    )
+    weight = torch.zeros(size, max(inputs, 1) * size)
+    if inputs:
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        weight.uniform_(-NOISE, NOISE, generator=generator)[:, :size] += torch.eye(size)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return layer
+
+
+def embed_by_output(
+    tokens: torch.Tensor, weight: torch.Tensor, group: torch.distributed.ProcessGroup, scatter: bool
+) -> torch.Tensor:
+    """Return the rows [s, b, h] of the output weight that belong to tokens [b, s].
+
+    Collective on the tensor-parallel group.
+
+    Args:
+        tokens: ids.
+        weight: this rank's rows [v / tp, h] of the output layer.
+        group: the tensor-parallel ranks.
+        scatter: return this rank's part [s / tp, b, h] of the sequence.
+    """
+    rows = weight.shape[0]
+    local = tokens.transpose(0, 1) - group.rank() * rows
+    is_mine = (local >= 0) & (local < rows)
+    embedded = torch.nn.functional.embedding(local.clamp(0, rows - 1), weight.detach()) * is_mine.unsqueeze(-1)
+    reduce = reduce_scatter_to_sequence_parallel_region if scatter else reduce_from_tensor_model_parallel_region
+    reduced: torch.Tensor = reduce(embedded, group=group)
+    return reduced
+
+
+def first_layer_spec(spec: ModuleSpec | TransformerBlockSubmodules) -> ModuleSpec:
+    """Return the spec of a layer, from that of a layer or of a block."""
+    return spec.layer_specs[0] if isinstance(spec, TransformerBlockSubmodules) else spec

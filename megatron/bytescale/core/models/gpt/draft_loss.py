@@ -1,0 +1,169 @@
+"""Train draft heads beside a frozen model: the hook of its build, the loss of the heads, and the figures of a log line.
+
+The loss of a micro-batch is the sum over heads i of ``decay**i`` times the cross entropy of their guesses, over the
+number of tokens that the first head can guess: one division for the whole step, so it does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.data.samples.future import no_future
+from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
+from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads, embed_by_output, first_layer_spec
+from megatron.bytescale.core.models.gpt.frozen_trunk import HEADS, FrozenTrunk, begin_as_last_layer, without_heads
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+
+def add_draft_heads(
+    settings: DraftConfig, chunk_tokens: int | None, model_chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """``ModelConfig.pre_wrap_hooks``: freeze the model, and give the chunk with the output layer its heads."""
+    for chunk in model_chunks:
+        trunk, model = FrozenTrunk(chunk), _untyped(chunk)
+        model.hide_loss_modules = partial(without_heads, chunk)
+        if not model.post_process:
+            continue
+        heads = DraftHeads(model.config, settings, first_layer_spec(model.transformer_layer_spec))
+        chunk.add_module(HEADS, heads)
+        chunk.register_load_state_dict_pre_hook(begin_as_last_layer)
+        loss = DraftLoss(trunk, heads, chunk_tokens)
+        chunk.register_forward_pre_hook(
+            lambda chunk, args, kwargs, loss=loss: (args, {**kwargs, "output_processor": loss}), with_kwargs=True
+        )
+    return model_chunks
+
+
+def _untyped(chunk: torch.nn.Module) -> Any:
+    return chunk
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """GPTModel's ``output_processor``: the sums of a micro-batch that ``report`` reads.
+
+    Attributes:
+        trunk: the frozen model.
+        heads: its heads.
+        chunk_tokens: tokens whose logits exist at a time; None: all.
+    """
+
+    trunk: FrozenTrunk
+    heads: DraftHeads
+    chunk_tokens: int | None
+
+    def __call__(
+        self,
+        *,
+        output_layer: Any,
+        output_weight: torch.Tensor | None,
+        labels: torch.Tensor,
+        packed_seq_params: DocumentSeqParams,
+        compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        scale_logits: Callable[[torch.Tensor], torch.Tensor],
+        **unused: object,
+    ) -> torch.Tensor:
+        """Return [2 heads + 2] sums: loss, labels of each head, right guesses of each, tokens guessed in a row.
+
+        ``labels``: the token after each row, [1, s]. Collective on the tensor-parallel group and in rings.
+        """
+        params, settings = packed_seq_params, self.heads.settings
+        assert params.positions is not None and self.trunk.hidden is not None, f"{params=}"
+        future = no_future(labels.shape[1], settings.num_heads).to(labels) if params.future is None else params.future
+        weight = (output_layer.weight if output_weight is None else output_weight).detach()
+        sequence_parallel = self.heads.config.sequence_parallel
+        embed = partial(embed_by_output, weight=weight, group=output_layer.tp_group, scatter=sequence_parallel)
+        score = partial(
+            scores,
+            output=partial(output_layer, weight=weight),
+            loss_of=compute_language_model_loss,
+            scale=scale_logits,
+            group=output_layer.tp_group,
+        )
+        rotary = getattr(self.trunk.chunk, "rotary_pos_emb", None)
+        angles = None if rotary is None else document_angles(rotary, params.positions)
+        state = self.heads.states(self.trunk.hidden, embed(labels), rotary_pos_emb=angles, packed_seq_params=params)
+        loss, counts, right, row = torch.zeros((), device=labels.device), [], [], torch.ones_like(labels[0]).bool()
+        accepted = torch.zeros((), device=labels.device)
+        for index in range(settings.num_heads):
+            before = embed(future[:, index - 1].clamp_min(0)[None]) if index else None
+            state, guess = self.heads.head(index, state, before)
+            target = future[:, index]
+            exists = target >= 0
+            losses, hits = self._in_chunks(score, guess, target.clamp_min(0)[None])
+            loss = loss + settings.decay**index * (losses[0].float() * exists).sum()
+            hits = hits[0] & exists
+            row = row & hits
+            counts.append(exists.sum().float())
+            right.append(hits.sum().float())
+            accepted = accepted + row.sum()
+        return torch.stack([loss, *counts, *right, accepted])
+
+    def _in_chunks(
+        self, score: Callable[..., tuple[torch.Tensor, torch.Tensor]], guess: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return losses and hits, both [1, s], of guesses [s / ranks, 1, h]; logits of a chunk are made twice."""
+        rows = guess.shape[0]
+        ranks = target.shape[1] // rows
+        if self.chunk_tokens is None or self.chunk_tokens >= target.shape[1]:
+            return score(guess, target)
+        step = max(1, self.chunk_tokens // ranks)
+        parts = zip(guess.split(step), target.unflatten(1, (ranks, rows)).split(step, 2), strict=True)
+        done = [checkpoint(score, part, some.flatten(1), use_reentrant=False) for part, some in parts]
+        losses, hits = ([one.unflatten(1, (ranks, -1)) for one in column] for column in zip(*done, strict=True))
+        return torch.cat(losses, dim=2).flatten(1), torch.cat(hits, dim=2).flatten(1)
+
+
+def scores(
+    guess: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    output: Callable[[torch.Tensor], tuple[torch.Tensor, object]],
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    scale: Callable[[torch.Tensor], torch.Tensor],
+    group: torch.distributed.ProcessGroup,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses [b, s] of guesses [s / ranks, b, h], and whether each target [b, s] has the largest logit.
+
+    Collective on the tensor-parallel group.
+    """
+    logits = scale(output(guess)[0])
+    hits = has_largest_logit(logits.detach(), target, group)  # first: Megatron's loss works in place
+    return loss_of(target, logits), hits
+
+
+def has_largest_logit(
+    logits: torch.Tensor, target: torch.Tensor, group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
+    """Return for each target [b, s] whether none of its logits [s, b, v / tp] on any rank is larger."""
+    size = logits.shape[-1]
+    local = target.transpose(0, 1) - group.rank() * size
+    is_mine = (local >= 0) & (local < size)
+    own = logits.gather(-1, local.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, -torch.inf)
+    both = torch.stack((own, logits.amax(-1)))
+    if group.size() > 1:
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=group)
+    return (both[0] >= both[1]).transpose(0, 1)
+
+
+def report(num_heads: int, sums: torch.Tensor) -> Report:
+    """Return (loss, number of labels, figures of the log line) of the [2 heads + 2] sums of a micro-batch.
+
+    "tokens accepted": the mean number of heads in a row, from the first, that guess the text.
+    """
+    loss, counts, right, accepted = sums.split([1, num_heads, num_heads, 1])
+    known = sums.detach()
+    figures = {"draft loss": torch.cat((known[:1], known[1:2]))}
+    for index in range(num_heads):
+        figures[f"draft accuracy {index + 1}"] = torch.stack((right[index], counts[index])).detach()
+    figures["draft tokens accepted"] = torch.cat((accepted, counts[:1])).detach()
+    return loss.sum(), counts[0].detach().to(torch.int), figures

@@ -1,0 +1,100 @@
+"""A trained model below draft heads: frozen, run without saving activations, loaded from a checkpoint without heads.
+
+No parameter and no input of the model requires gradients, so autograd records nothing of it. In a pipeline the stages
+still exchange gradients, which are zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+HEADS = "draft_heads"
+"""Name of the heads in Megatron's model and in checkpoints."""
+
+
+class FrozenTrunk:
+    """Hooks on one model chunk, and what they note in a forward pass.
+
+    Attributes:
+        chunk: Megatron's model chunk.
+        hidden: states [s, b, h] before the last norm, of the running forward pass; None on stages without that norm.
+        source: what the stage before sent in this forward pass, [s, b, h]; None on the first stage.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        self.chunk = chunk
+        self.hidden: torch.Tensor | None = None
+        self.source: torch.Tensor | None = None
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(False)
+        chunk.register_forward_pre_hook(self._detach_source)
+        chunk.register_forward_hook(self._link_source)
+        norm = getattr(chunk.decoder, "final_layernorm", None)
+        if norm is not None:
+            norm.register_forward_pre_hook(self._note_hidden)
+
+    def _detach_source(self, chunk: torch.nn.Module, inputs: Any) -> None:
+        decoder: Any = chunk.decoder
+        self.source = None if chunk.pre_process else decoder.input_tensor
+        if self.source is not None:
+            decoder.set_input_tensor(self.source.detach())
+
+    def _link_source(self, chunk: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        source, self.source, self.hidden = self.source, None, None
+        if source is None:
+            return output
+        linked: torch.Tensor = _ZeroGradient.apply(output, source)
+        return linked
+
+    def _note_hidden(self, norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.hidden = inputs[0]
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """Return an output as it is; the input that it came from gets zeros as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.like = source.shape, source.dtype, source.device
+        ctx.mark_dirty(output)  # the output itself, not a view: Megatron frees what it has sent
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        shape, dtype, device = ctx.like
+        return grad, torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def without_heads(chunk: torch.nn.Module) -> Iterator[None]:
+    """Take the heads out of a model chunk for a while: Megatron reads a checkpoint that has none.
+
+    Megatron calls a model's ``hide_loss_modules`` when it begins a new run from a checkpoint.
+    """
+    heads = chunk._modules.pop(HEADS, None)
+    try:
+        yield
+    finally:
+        if heads is not None:
+            chunk._modules[HEADS] = heads
+
+
+def begin_as_last_layer(chunk: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str, *unused: object) -> None:
+    """Complete the state of a checkpoint without heads: their layers and norm begin as the model's last ones.
+
+    Other tensors of the heads keep their values. A state that has any of the heads is left as it is. Tensors of
+    ``state`` have any shape.
+    """
+    if any(name.startswith(f"{prefix}{HEADS}.") for name in state):
+        return
+    layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
+    last = f"{prefix}decoder.layers.{len(layers) - 1}"
+    for name, value in chunk.get_submodule(HEADS).state_dict(prefix=f"{prefix}{HEADS}.").items():
+        part, _, rest = name.removeprefix(f"{prefix}{HEADS}.").partition(".")
+        origin = f"{last}.{rest}" if part.startswith("layer") else f"{prefix}decoder.final_layernorm.{rest}"
+        copies = part.startswith("layer") or part in ("norm", "head_norm")
+        state[name] = state[origin] if copies and origin in state else value

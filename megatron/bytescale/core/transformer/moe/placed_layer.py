@@ -1,0 +1,84 @@
+"""Layers of experts that follow a placement: tokens go to slots, and slots hold homes and replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from bytescale_ext.plan.experts.placement import PlacementPlan
+from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
+from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
+from megatron.bytescale.core.transformer.moe.slots import SlotTable
+
+
+@dataclass
+class Placements:
+    """The plans that the layers of this process follow; they change between steps.
+
+    Attributes:
+        first: before loads are known.
+        by_layer: plan by the number of the layer, where it has changed.
+    """
+
+    first: PlacementPlan
+    by_layer: dict[int, PlacementPlan] = field(default_factory=dict)
+
+    def of(self, layer: int) -> PlacementPlan:
+        """Return the plan of a layer."""
+        return self.by_layer.get(layer, self.first)
+
+
+class PlacedMoELayer(CountedMoELayer):
+    """Megatron's layer of experts, to whose dispatcher each slot of the plan is an expert."""
+
+    experts: SlotExperts
+
+    def __init__(self, *args: Any, placements: Placements, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.placements = placements
+        self.table: SlotTable | None = None
+        groups = kwargs.get("pg_collection") or get_default_pg_collection()
+        self.source_group = groups.tp_ep
+        num_slots = placements.first.num_slots
+        config = copy.copy(self.config)
+        config.num_moe_experts = num_slots * self.ep_group.size()
+        first = num_slots * self.ep_group.rank()
+        dispatcher: Callable[..., Any] = type(self.token_dispatcher)  # type: ignore[has-type]
+        slots = list(range(first, first + num_slots))
+        self.token_dispatcher = dispatcher(num_slots, slots, config=config, pg_collection=groups)
+        if self.shared_expert_overlap and self.use_shared_expert:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def route(
+        self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route hidden states [rows, b, hidden]: return probabilities and choices, [tokens, slots] both."""
+        probs, chosen = super().route(hidden_states, padding_mask)
+        assert self.layer_number is not None
+        plan = self.placements.of(self.layer_number)
+        if self.table is None or self.table.plan is not plan:
+            self.table = SlotTable.of(plan, probs.device)
+            self.experts.exchange = Exchange(plan, self.ep_group) if plan.num_replicas else None
+        return self.table.in_slots(probs, chosen, self.source_group)
+
+
+def with_slots(spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements) -> Any:
+    """Change a new spec whose layers of experts count tokens: they follow placements."""
+    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+        mlp = layer.submodules.mlp
+        if getattr(mlp, "func", None) is CountedMoELayer:
+            modules = mlp.keywords["submodules"]
+            assert modules.experts.func is SequentialMLP, modules.experts
+            experts = partial(SlotExperts, *modules.experts.args, **modules.experts.keywords)
+            keywords = {**mlp.keywords, "submodules": replace(modules, experts=experts), "placements": placements}
+            layer.submodules.mlp = partial(PlacedMoELayer, *mlp.args, **keywords)
+    return spec

@@ -1,0 +1,71 @@
+"""Record how many tokens each expert gets in each step, for ``bytescale experts``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.experts import TraceTo
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.plan.experts.trace import TraceHead, head_of
+from megatron.bytescale.arguments.refusals import refuse
+from megatron.bytescale.arguments.values import check_file
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+FLAG = "--moe-placement-trace"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of the record."""
+    group = parser.add_argument_group("bytescale: loads of experts")
+    group.add_argument(
+        FLAG,
+        type=Path,
+        metavar="FILE",
+        help="Append to FILE how many tokens each expert of each layer gets from each rank in each step, padding "
+        "included, for `bytescale experts`. Of data-parallel groups that have experts of their own, the first writes.",
+    )
+
+
+def resolve(args: Any, run: RunConfig) -> TraceTo:
+    """Return what is recorded. Raises ValueError for a file that cannot be written or is of another model."""
+    path: Path = args.moe_placement_trace
+    check_file(FLAG, path)
+    head = TraceHead(args.num_experts, args.moe_router_topk, args.expert_model_parallel_size)
+    if path.exists() and path.stat().st_size and (found := head_of(path)) != head:
+        raise ValueError(f"{FLAG} {path} is of another run: it has {found} and this run {head}; choose another file")
+    return TraceTo(path, head)
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Count tokens in each layer of experts, and write the counts when a step ends."""
+    from megatron.bytescale.training.experts import record_loads
+
+    return record_loads(training, runtime)
+
+
+_ALL = "expert_trace experts gate"  # all three count tokens
+_COUNTED = "remove it: tokens are counted where the router of a layer runs"
+REFUSALS = (
+    refuse("dense models", _ALL, "add --num-experts", lambda a: not a.num_experts),
+    refuse("--spec", _ALL, "remove it: {} changes Megatron's own layer spec"),
+    refuse("--mtp-num-layers", _ALL, _COUNTED),
+    refuse("--cuda-graph-impl", _ALL, _COUNTED, lambda a: a.cuda_graph_impl != "none"),
+    *(refuse(flag, _ALL, _COUNTED) for flag in ("--enable-cuda-graph", "--external-cuda-graph")),
+)  # fmt: skip
+
+EXPERT_TRACE = Feature(
+    name="expert_trace",
+    flag=FLAG,
+    summary="records how many tokens each expert gets",
+    add_arguments=add_arguments,
+    is_on=lambda args: args.moe_placement_trace is not None,
+    resolve=resolve,
+    build=build,
+    refusals=REFUSALS,
+)

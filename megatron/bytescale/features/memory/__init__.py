@@ -1,0 +1,1 @@
+"""Features about what a device holds: activation policies, memory plans and their record, and model states."""

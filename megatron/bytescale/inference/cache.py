@@ -1,0 +1,79 @@
+"""Keys and values of the tokens so far, and the attention of Megatron's layers over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bytescale_ext.decode.attention import cached_attention
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of one sequence in all layers.
+
+    Attributes:
+        capacity: tokens that fit.
+        length: tokens that are certain; rows after them are of the last forward pass.
+        layers: of each layer's attention, [2, capacity, kv_heads, dim]: keys, values.
+    """
+
+    capacity: int
+    length: int = 0
+    layers: dict[object, torch.Tensor] = field(default_factory=dict)
+
+    def append(self, owner: object, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [t, kv_heads, dim] of a layer's new tokens; return those of all [length + t, ...]."""
+        if owner not in self.layers:
+            self.layers[owner] = k.new_empty(2, self.capacity, *k.shape[1:])
+        both, stop = self.layers[owner], self.length + k.shape[0]
+        assert stop <= self.capacity, f"{stop=} {self.capacity=}"
+        both[0, self.length : stop], both[1, self.length : stop] = k, v
+        return both[0, :stop], both[1, :stop]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make these rows of the last forward pass certain, in this order; forget the others."""
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor(rows) + self.length
+            for both in self.layers.values():
+                both[:, self.length : self.length + len(rows)] = both[:, index.to(both.device)]
+        self.length += len(rows)
+
+
+@dataclass
+class DecodeParams(DocumentSeqParams):
+    """What attention needs in a forward pass.
+
+    Attributes:
+        cache: of the sequence.
+        visible: which new tokens each new token sees, bool [t, t]; None: itself and those before it.
+    """
+
+    cache: KeyValueCache | None = None
+    visible: torch.Tensor | None = None
+
+
+class CachedAttention(DocumentAttention):
+    """Attention of new tokens over the cache and each other."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: DocumentSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Map query [t, 1, heads, dim] and key, value [t, 1, kv_heads, dim] to [t, 1, heads * dim]."""
+        params = packed_seq_params
+        assert isinstance(params, DecodeParams) and params.cache is not None, f"{params=}"
+        keys, values = params.cache.append(self, key[:, 0], value[:, 0])
+        out = cached_attention(query[:, 0], keys, values, params.visible, self.runtime.kernel, self.scale)
+        return out.flatten(1)[:, None]

@@ -1,0 +1,181 @@
+"""Loads of experts in training: count them, gather them when a step ends, write them down, follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.training import get_args
+from megatron.training.utils import print_rank_0, print_rank_last
+
+from bytescale_ext.config.experts import PlacementConfig, TraceTo
+from bytescale_ext.measure.metrics import append_jsonl
+from bytescale_ext.plan.experts.check import check_placement
+from bytescale_ext.plan.experts.cost import balance_ratio
+from bytescale_ext.plan.experts.gate import DenseToSparse
+from bytescale_ext.plan.experts.placement import Ints, PlacementPlan, home_parts
+from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts, with_counts
+from megatron.bytescale.core.transformer.moe.gate import Gate, with_gate
+from megatron.bytescale.core.transformer.moe.placed_layer import Placements, with_slots
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.build import Training
+from megatron.bytescale.training.training import write_scalars
+
+
+@dataclass(frozen=True)
+class StepLoads:
+    """What the ranks that share experts have sent to them in a step.
+
+    Attributes:
+        by_layer: loads [ranks, experts] of each layer of this stage, by its number.
+        num_passes: forward passes of this rank in each layer.
+    """
+
+    by_layer: dict[int, Ints]
+    num_passes: int
+
+
+def count_tokens(training: Training, runtime: Runtime, at_step_end: Callable[[StepLoads], None]) -> Training:
+    """Count tokens in each layer of experts, and call ``at_step_end`` with the loads of each step."""
+    if runtime.expert_counts is not None:
+        runtime.expert_counts.at_step_end.append(at_step_end)
+        return training
+    runtime.expert_counts = counts = TokenCounts(at_step_end=[at_step_end])
+
+    def wrap_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
+        def finalize_and_tell(*args: Any, **kwargs: Any) -> Any:
+            result = finalize(*args, **kwargs)
+            loads = step_loads(counts)
+            for action in counts.at_step_end:
+                action(loads)
+            return result
+
+        return finalize_and_tell
+
+    return training.wrap_layer_spec(partial(with_counts, counts=counts)).wrap_finalize(wrap_finalize)
+
+
+def step_loads(counts: TokenCounts) -> StepLoads:
+    """Return the loads of the step. Collective on the ranks that share experts, where the stage has experts."""
+    num_passes = counts.num_passes
+    layers, mine = counts.take()
+    if mine is None:
+        return StepLoads({}, 0)
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    everyones = [torch.empty_like(mine) for _ in range(group.size())]
+    torch.distributed.all_gather(everyones, mine, group=group)
+    num_ranks = parallel_state.get_expert_model_parallel_world_size()
+    loads = torch.stack(everyones).view(num_ranks, -1, *mine.shape).sum(1).cpu().numpy().astype(np.int64)
+    return StepLoads({layer: loads[:, number] for number, layer in enumerate(layers)}, num_passes)
+
+
+def record_loads(training: Training, runtime: Runtime) -> Training:
+    """Write the loads of each step to the file of ``--moe-placement-trace``."""
+    return count_tokens(training, runtime, partial(record, runtime.run.get(TraceTo)))
+
+
+def record(target: TraceTo, loads: StepLoads) -> None:
+    """Write the loads of all stages. Collective on the pipeline group of the writer."""
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    if parallel_state.get_expert_data_parallel_rank() or group.rank():
+        return
+    stages: list[dict[int, Ints]] = [{}] * parallel_state.get_pipeline_model_parallel_world_size()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.all_gather_object(stages, loads.by_layer, group=group)
+    if parallel_state.get_pipeline_model_parallel_rank() == 0:
+        rows: list[dict[str, object]] = [{"step": get_args().curr_iteration + 1}]
+        rows[0]["loads"] = {str(layer): found.tolist() for of_stage in stages for layer, found in of_stage.items()}
+        if not target.path.exists() or not target.path.stat().st_size:
+            rows.insert(0, asdict(target.head))
+        append_jsonl(target.path, rows)
+
+
+def follow_loads(training: Training, runtime: Runtime) -> Training:
+    """Hold experts in slots, and place replicas by the loads of the last steps."""
+    config = runtime.run.get(PlacementConfig)
+    placements = Placements(PlacementPlan.static(config.num_experts, config.num_ranks, config.placing.num_slots))
+    training = count_tokens(training, runtime, Follower(config, placements, runtime.run.process.log_interval))
+    print_rank_0(
+        f"> bytescale: {config.placing.num_slots} slots of each rank for {config.num_experts} experts on "
+        f"{config.num_ranks} ranks, placement {config.placing.placement}"
+    )
+    return training.wrap_layer_spec(partial(with_slots, placements=placements))
+
+
+def anneal(training: Training, runtime: Runtime) -> Training:
+    """Let the routers of all layers follow a gate, whose temperature falls from step to step."""
+    gate, log_interval = Gate(runtime.run.get(DenseToSparse)), runtime.run.process.log_interval
+
+    def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_at_temperature(*args: Any, **kwargs: Any) -> Any:
+            gate.temperature = gate.plan.temperature(get_args().curr_iteration)
+            return forward(*args, **kwargs)
+
+        return forward_at_temperature
+
+    def log(_: StepLoads) -> None:
+        step = get_args().curr_iteration + 1
+        if step % log_interval == 0 and gate.num_tokens:
+            mean = gate.take_mean_active()
+            print_rank_last(f"> bytescale: {mean:.3f} experts of a token since the last line")
+            write_scalars({"experts/active": mean}, step)
+
+    training = count_tokens(training, runtime, log)
+    return training.wrap_layer_spec(partial(with_gate, gate=gate)).wrap_forward_step(wrap_forward)
+
+
+class Follower:
+    """Makes the plans of the layers of this process from the loads of each step, equal on all ranks that share them.
+
+    Attributes:
+        config: how they are made.
+        placements: where they go.
+        log_interval: steps between lines that tell the user.
+        summed: loads since the last plans, by layer.
+        ratios: balance as placed, and as it would be without replicas, since the last line.
+        num_moves: new replicas since then.
+    """
+
+    def __init__(self, config: PlacementConfig, placements: Placements, log_interval: int) -> None:
+        self.config, self.placements, self.log_interval = config, placements, log_interval
+        self.summed: dict[int, Ints] = {}
+        self.ratios: list[tuple[float, float]] = []
+        self.num_moves = 0
+
+    def __call__(self, loads: StepLoads) -> None:
+        """Note the loads of a step, and make new plans at the end of each interval."""
+        config, step = self.config, get_args().curr_iteration + 1
+        homes = home_parts(config.num_experts, config.num_ranks)
+        for layer, found in loads.by_layer.items():
+            placed = self.placements.of(layer).parts()
+            self.ratios.append((balance_ratio(placed, found), balance_ratio(homes, found)))
+            self.summed[layer] = self.summed.get(layer, 0) + found
+        if step % config.placing.interval == 0:
+            self._plan(loads.num_passes)
+        if step % self.log_interval == 0 and self.ratios:
+            placed, plain = (sum(column) / len(self.ratios) for column in zip(*self.ratios, strict=True))
+            print_rank_last(
+                f"> bytescale: experts of the busiest rank have {placed:.3f} times the mean tokens, {plain:.3f} "
+                f"without replicas; {self.num_moves} new replicas"
+            )
+            figures = {"balance": placed, "balance without replicas": plain, "new replicas": self.num_moves}
+            write_scalars({f"experts/{name}": value for name, value in figures.items()}, step)
+            self.ratios, self.num_moves = [], 0
+
+    def _plan(self, num_passes: int) -> None:
+        """Make the plan of each layer; weights of replicas travel ``num_passes`` times a step."""
+        placing = self.config.placing
+        cost = replace(placing.cost, copy_seconds=placing.cost.copy_seconds * num_passes * placing.interval)
+        planner = replace(placing, cost=cost).planner
+        for layer, found in self.summed.items():
+            before = self.placements.of(layer)
+            plan = planner(before, found)
+            check_placement(plan, self.config.num_experts, placing.num_slots)
+            self.num_moves += plan.changed_slots(before)
+            self.placements.by_layer[layer] = plan
+        self.summed = {}

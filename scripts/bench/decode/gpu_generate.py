@@ -1,0 +1,87 @@
+"""Measure decoding with drafts and without, by the length of the prompt: seconds of a prompt, tokens per second.
+
+    .venv/bin/python scripts/bench/decode/gpu_generate.py --load runs/heads --text README.md [--json]
+
+The checkpoint has draft heads. A prompt is a text, repeated up to its length. Both arms generate greedily, and are
+compared. One sequence at a time: the engine has no batches. ``--device cpu`` runs on CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from bytescale_ext.decode.choose import Chooser  # noqa: E402
+from bytescale_ext.decode.tree import TreeShape  # noqa: E402
+from megatron.bytescale.cli.shared.inputs import count, size  # noqa: E402
+
+
+def measure(decoder: Any, tokens: list[int], length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both arms after a prompt of ``length`` tokens, made of ``tokens``."""
+    from megatron.bytescale.inference.engine import Request
+
+    prompt = (tokens * -(-length // len(tokens)))[:length]
+    roomy = replace(decoder, context=length + args.max_tokens)  # positions need no table
+    choose = Chooser(0.0, max(tokens) + 1, torch.Generator())
+    arms: dict[str, TreeShape | None] = {"plain": None, "drafts": TreeShape(args.tree_tokens)}
+    found: dict[str, Any] = {"prompt": length}
+    texts = []
+    for name, shape in arms.items():
+        moments = [time.perf_counter()]  # of the start, of the first token, and of later ones
+        request = Request(args.max_tokens, choose, shape)
+        done = roomy.generate(prompt, request, lambda new, moments=moments: moments.append(time.perf_counter()))
+        texts.append(done.tokens)
+        found[f"{name}_prompt_seconds"] = moments[1] - moments[0]
+        found[f"{name}_tokens_per_second"] = (len(done.tokens) - 1) / (moments[-1] - moments[1])
+        found[f"{name}_forwards"] = done.target_forwards
+    return {**found, "equal": texts[0] == texts[1]}
+
+
+def options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints with draft heads")
+    parser.add_argument("--text", type=Path, required=True, help="a text, repeated as the prompt")
+    parser.add_argument("--prompts", type=size, nargs="+", default=[4096, 32768, 131072], help="lengths (4K 32K 128K)")
+    parser.add_argument("--max-tokens", type=count, default=256, help="tokens to generate (256)")
+    parser.add_argument("--tree-tokens", type=count, default=20, help="guesses of a tree (20)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", action="store_true", help="end with a line of JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    from megatron.bytescale.cli.generate.texts import Texts
+    from megatron.bytescale.inference.load import open_decoder
+
+    args = options()
+    decoder, training = open_decoder(args.load, None, on_cpu=args.device == "cpu")
+    tokens = Texts(training).tokens(args.text.read_text("utf-8"))
+    measure(decoder, tokens, min(args.prompts), args)  # compilation and caches
+    rows = [measure(decoder, tokens, length, args) for length in args.prompts]
+    for row in rows:
+        gain = row["drafts_tokens_per_second"] / row["plain_tokens_per_second"]
+        print(
+            f"prompt of {row['prompt']:,} tokens in {row['plain_prompt_seconds']:.2f} s; plain "
+            f"{row['plain_tokens_per_second']:.1f} tokens/s, with drafts {row['drafts_tokens_per_second']:.1f}, "
+            f"{gain:.2f} times as fast; "
+            f"{row['plain_forwards'] / row['drafts_forwards']:.2f} times fewer forward passes; "
+            f"{'equal' if row['equal'] else 'OTHER'} tokens"
+        )
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Steps that grow: what Megatron is given, what the loader is given, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.bytescale.arguments.batch_schedule import ramp_sizes, schedule_of, use_schedule
+from tests.bytescale.arguments.resolving import Resolved, resolve_lines
+from tests.e2e.training import HDP, MODEL, TRAIN
+
+COMMON = [*MODEL, *TRAIN[TRAIN.index("--clip-grad") :], "--lr", "1e-2", *HDP, "--data-path", "unread"]
+RAMP = "--rampup-batch-size 4 4 25 --global-batch-size 12 --train-samples 60".split()
+SCHEDULES = [
+    "--step-batch-size-schedule 0:4 --train-samples 60 --global-batch-size 8".split(),
+    ["--step-batch-size-schedule", "0:8 1K:4", "--train-samples", 60],
+    ["--step-batch-size-schedule", "0:4 1K:6", "--train-samples", 60],
+    ["--step-batch-size-schedule", "0:4 1K:8", "--train-iters", 6],
+    ["--step-batch-size-schedule", "1K:8", "--train-samples", 60],
+]
+WORDS = ["--global-batch-size", "must not shrink", "multiple of the 4", "need --train-samples", "threshold 0"]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Resolved]:
+    accepted = [RAMP, ["--step-batch-size-schedule", "0:4 1K:8", "--train-samples", 60]]
+    return resolve_lines(*((4, [*COMMON, *words]) for words in [*accepted, *SCHEDULES]))
+
+
+@pytest.mark.ranks
+def test_a_ramp_becomes_the_schedule_of_megatron(found: list[Resolved]) -> None:
+    """Documents of 256 tokens: 25 documents in two equal parts."""
+    ramp, schedule = found[:2]
+    assert ramp.error is schedule.error is None
+    assert ramp.args["step_batch_size_schedule"] == f"0:4 {12 * 256}:8 {25 * 256}:12"
+    assert ramp.features["hdp"].schedule == ((0, 4), (12, 8), (25, 12))
+    assert ramp.args["global_batch_size"] == ramp.args["eval_global_batch_size"] == 12
+    assert schedule.features["hdp"].schedule == ((0, 4), (1000 // 256, 8))
+
+
+@pytest.mark.ranks
+def test_other_schedules_are_refused(found: list[Resolved]) -> None:
+    for refused, words in zip(found[2:], WORDS, strict=True):
+        assert refused.error is not None
+        assert words in refused.error
+
+
+@pytest.mark.parametrize("numbers", [(4, 4, 25, 10), (4, 0, 25, 12), (0, 4, 25, 12), (12, 4, 25, 12), (4, 1, 3, 12)])
+def test_increments_that_lead_nowhere(numbers: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=f"--rampup-batch-size .* --global-batch-size {numbers[-1]} in equal"):
+        ramp_sizes(*numbers)
+    assert ramp_sizes(4, 2, 25, 8) == [4, 6, 8]
+
+
+def test_without_a_schedule_nothing_changes() -> None:
+    class Args:
+        rampup_batch_size = step_batch_size_schedule = None
+
+    use_schedule(Args())
+    assert schedule_of(Args(), 4) == ()

@@ -1,0 +1,85 @@
+"""``bytescale experts``: what it prints and draws of a recorded trace."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale import cli
+from tests.bytescale.cli.test_bad_input import refusal
+from tests.draw.png import png_size
+from tests.plan.experts.test_trace import written
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-router-topk 1 "
+    "--moe-ffn-hidden-size 64 --swiglu"
+)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A trace of 12 steps in which expert 0 gets half of the tokens, then expert 3, in layer 2; layer 1 is even."""
+    loads = [{"1": [[25] * 4] * 2, "2": [[55, 15, 15, 15] if step < 6 else [15, 15, 15, 55]] * 2} for step in range(12)]
+    steps = [{"step": step, "loads": of_step} for step, of_step in enumerate(loads, 1)]
+    file = written(tmp_path, {"experts": 4, "topk": 1, "ranks": 2}, *steps)
+    return ["experts", "--trace", str(file), "--model-flags", MODEL, "--slots", "3"]
+
+
+def test_a_row_for_each_placement(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    heading, names, *rows = capsys.readouterr().out.splitlines()
+    assert heading == "12 steps, 2 layers of 4 experts on 2 ranks"
+    assert names.split()[:3] == ["placement", "busiest/mean", "p95"]
+    assert [row.split()[0] for row in rows] == ["static", "flexmoe", "eplb"]
+    assert rows[0].split()[1:3] == ["1.200", "1.400"]
+    assert rows[0].split()[4:6] == ["1.000", "0"]
+
+
+def test_flexmoe_is_more_even_where_links_are_fast(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--json", "--link-gb-per-second", "1e6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["flexmoe"]["ratio_mean"] < 1.05
+    assert found["flexmoe"]["moves"] == 2
+    assert found["flexmoe"]["step_seconds"] < 0.9 * found["static"]["step_seconds"]
+    assert cli.main([*words, "--json", "--link-gb-per-second", "0.1"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["flexmoe"]["moves"] == 0, "weights that travel longer than they save"
+    assert cli.main([*words, "--json", "--link-gb-per-second", "1e6", "--threshold", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["flexmoe"]["moves"] == 0
+
+
+def test_the_least_balanced_layer_is_drawn(words: list[str], tmp_path: Path) -> None:
+    assert cli.main([*words, "--plot", str(tmp_path / "loads.png")]) == 0
+    assert png_size(tmp_path / "loads.png") == (1300, 780)
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--trace", "none.jsonl"], "none.jsonl: No such file"),
+    (["--trace", "/dev/null"], "/dev/null:1: not a line of a trace"),
+    (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+    (["--model-flags", MODEL.replace("--num-experts 4", "")], "--model-flags needs --num-experts"),
+    (["--model-flags", f"{MODEL} --num-experts 8"], "another model: 4 experts and 1 for each.*has 8 and 1"),
+    (["--model-flags", f"{MODEL} --moe-router-topk 2"], "trace is of another model"),
+    (["--slots", "1"], "--slots 1: a rank is home of 2 of 4 experts, so it has at least 2"),
+    (["--slots", "5"], "--slots 5: a rank is home of 2 of 4 experts.*at most 4"),
+    *(([flag, "0"], "'0' is not a whole number") for flag in ("--slots", "--interval", "--micro-batches")),
+    (["--threshold", "0.9"], "--threshold 0.9 must be at least 1"),
+    (["--threshold", "nan"], "--threshold nan must be at least 1"),
+    (["--tflops", "0"], "--tflops 0 must be positive"),
+    (["--link-gb-per-second", "inf"], "--link-gb-per-second inf must be positive"),
+    (["--plot", "none/a.png"], "there is no folder"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD, ids=lambda value: "" if isinstance(value, str) else " ".join(value))
+def test_bad_options_are_refused(
+    bad: list[str], message: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(message, refusal([*words, *bad], capsys))
+
+
+def test_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required: --trace, --model-flags, --slots" in refusal(["experts"], capsys)

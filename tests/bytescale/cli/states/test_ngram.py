@@ -1,0 +1,91 @@
+"""``bytescale ngram``: what it prints and draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.bytescale import cli
+from tests.data.sources import write_data_set
+from tests.draw.png import png_size
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    rng = np.random.default_rng(0)
+    texts = [[np.minimum(rng.zipf(1.3, length), 200).tolist()] for length in (300, 50, 700, 950)]
+    return write_data_set(tmp_path / "docs", texts)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["ngram", "--rows", "4K", "--workers", "2", "--tokens-per-rank", "100", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_row_for_each_policy_and_size(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data", prefix, "--cache-rows", "0.1", "1", "--staleness", "5", "--plot", str(tmp_path / "hits.png"))
+    lines = printed(capsys, *words).splitlines()
+    assert "of 4,096 rows touched in 10 steps of 2 micro-batches of 100 tokens" in lines[0]
+    assert [line.split()[:2] for line in lines[2:]] == [
+        [policy, share] for policy in ("lru", "lfu", "lfuopt") for share in ("10.0%", "100.0%")
+    ]
+    assert png_size(tmp_path / "hits.png") is not None
+
+
+def test_as_json(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data", prefix, "--json", "--cache-rows", "0", "1", "--policies", "lru", "--dim", "8")
+    none, whole = json.loads(printed(capsys, *words))["caches"]
+    assert none["num_fetched"] == none["num_pushed"] == none["num_read"]
+    assert none["bytes_a_step"] * 10 == none["num_read"] * 2 * (9 * 4 + 16)
+    assert (none["hit_rate"], none["saved"]) == (0, 0)
+    assert whole["hit_rate"] > 0.1
+    assert whole["num_pushed"] == whole["num_read"] == none["num_read"]
+
+
+def test_fewer_tokens_and_one_hash(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data", prefix, "--tokens", "300", "--orders", "1", "--heads", "1", "--rows", "1G", "--json")
+    report = json.loads(printed(capsys, *words, "--policies", "lru", "--cache-rows", "0.5", "--rows", "1M"))
+    assert report["caches"][0]["num_steps"] == 1
+    assert report["rows_touched"] <= 200
+
+
+REFUSED = [
+    (["--data", "{in}/none"], "none.idx: no such file"),
+    (["--data", "{in}/short"], "short.idx"),
+    (["--orders", "0"], "--orders: invalid numbers value: '0'"),
+    (["--orders", "2,x"], "--orders: invalid"),
+    (["--orders", ""], "--orders: invalid"),
+    (["--cache-rows", "-0.1"], "--cache-rows -0.1 is not a share from 0 to 1"),
+    (["--cache-rows", "0.1", "1.5"], "--cache-rows 1.5 is not a share from 0 to 1"),
+    (["--cache-rows", "nan"], "is not a share from 0 to 1"),
+    (["--cache-rows", "many"], "invalid float value: 'many'"),
+    (["--staleness", "-1"], "--staleness -1 must be at least 0"),
+    (["--policies", "fifo"], "invalid choice: 'fifo'"),
+    (["--heads", "0"], "'0' is not a whole number"),
+    (["--rows", "0"], "'0' is not a size"),
+    (["--dim", "x"], "'x' is not a whole number"),
+    (["--workers", "0"], "'0' is not a whole number"),
+    (["--tokens-per-rank", "0"], "'0' is not a size"),
+    (["--plot", "{in}/none/a.png"], "there is no folder"),
+    (["--plot", "{in}/a.txt"], "give a name that ends with"),
+    (["--workers", "50"], "2,000 tokens do not fill a step of 50 micro-batches of 100: lower --workers"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_bad_input(
+    words: list[str], message: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.idx").write_bytes(b"MMIDIDX")
+    before = sorted(tmp_path.iterdir())
+    given = [word.replace("{in}", str(tmp_path)) for word in words]
+    assert cli.main(["ngram", "--data", prefix, "--rows", "4K", "--tokens-per-rank", "100", *given]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("bytescale ngram: error: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+    assert sorted(tmp_path.iterdir()) == before

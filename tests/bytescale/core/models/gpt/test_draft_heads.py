@@ -1,0 +1,165 @@
+"""Draft heads and their loss in float64, against formulas written out for one token at a time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.config.drafts import DraftConfig
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+HIDDEN, ATTENTION_HEADS, VOCAB, TOKENS, HEADS = 8, 2, 11, 9, 3
+DOCUMENTS = ((0, 6), (6, 9))
+DECAY = 0.5
+
+
+def made(kind: str) -> Any:
+    """Return heads with random weights, and the inputs of a micro-batch of two documents."""
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=ATTENTION_HEADS, normalization="RMSNorm",
+        use_cpu_initialization=True, params_dtype=torch.float64,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    heads = DraftHeads(config, DraftConfig(kind, HEADS, 0, DECAY), None).double()  # type: ignore[arg-type]
+    for parameter in heads.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    tokens = torch.randint(VOCAB, (TOKENS,))
+    hidden = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.float64)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
+    return heads, tokens, hidden, weight
+
+
+def rms(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    return x / (x.square().mean() + norm.eps).sqrt() * norm.weight
+
+
+def merged(x: torch.Tensor, e: torch.Tensor, merge: Any) -> torch.Tensor:
+    q, k, v = merge.query.weight @ rms(x, merge.norm), merge.key.weight @ e, merge.value.weight @ e
+    size, out = HIDDEN // ATTENTION_HEADS, x.clone()
+    for head in range(ATTENTION_HEADS):
+        part = slice(head * size, (head + 1) * size)
+        out[part] = x[part] + (q[part] @ k[part]) / (q[part].norm() * k[part].norm()) * v[part]
+    return out
+
+
+def guesses(kind: str, heads: Any, x: torch.Tensor, after: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each head gives the output layer for one token, after whose label the tokens ``after`` come."""
+    if kind == "medusa":
+        x = rms(x, heads.norm)
+        return [x + torch.nn.functional.silu(block.weight @ x) for block in heads.blocks]
+    state = rms(merged(x, after[0], heads.start), heads.norm)
+    found = [rms(heads.first.weight @ state, heads.head_norm)]
+    for e in after[1:]:
+        state = merged(state, e, heads.step)
+        found.append(rms(heads.later.weight @ torch.cat((state, e)), heads.head_norm))
+    return found
+
+
+def compare(rank: int, world: int, kind: str, chunk_tokens: int | None) -> tuple[list[float], list[float], float]:
+    """Return the sums of the loss, those by the formulas, and the largest difference of a gradient."""
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.bytescale.core.models.gpt.draft_loss import DraftLoss
+    from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+    heads, tokens, hidden, weight = made(kind)
+    labels, future = torch.zeros(TOKENS, dtype=torch.int64), torch.full((TOKENS, HEADS), -1)
+    for start, stop in DOCUMENTS:
+        labels[start : stop - 1] = tokens[start + 1 : stop]
+        for ahead in range(HEADS):
+            future[start : max(start, stop - 2 - ahead), ahead] = tokens[start + 2 + ahead : stop]
+
+    class Output:
+        tp_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+
+        def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return x @ weight.T, None
+
+    def loss_of(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.permute(1, 2, 0), target, reduction="none")
+
+    trunk: Any = SimpleNamespace(hidden=hidden, chunk=object())
+    sums = DraftLoss(trunk, heads, chunk_tokens)(
+        output_layer=Output(), output_weight=weight, labels=labels[None], compute_language_model_loss=loss_of,
+        packed_seq_params=DocumentSeqParams(positions=torch.arange(TOKENS), future=future), scale_logits=lambda x: x,
+        hidden_states=None,
+    )  # fmt: skip
+    sums[0].backward()
+    grads = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
+    heads.zero_grad()
+    loss, counts, right, accepted = by_formulas(kind, heads, tokens, hidden, weight)
+    loss.backward()
+    worst = max(float((grads[name] - parameter.grad).abs().max()) for name, parameter in heads.named_parameters())
+    return sums.tolist(), [float(loss), *counts, *right, accepted], worst
+
+
+def by_formulas(kind: str, heads: Any, tokens: Any, hidden: Any, weight: Any) -> Any:
+    loss, counts, right, accepted = torch.zeros((), dtype=torch.float64), [0] * HEADS, [0] * HEADS, 0
+    for start, stop in DOCUMENTS:
+        for place in range(start, stop - 2):
+            known = [weight[tokens[min(place + 1 + i, stop - 1)]] for i in range(HEADS)]
+            in_row = True
+            for index, guess in enumerate(guesses(kind, heads, hidden[place, 0], known)):
+                if place + 2 + index < stop:
+                    target, logits = int(tokens[place + 2 + index]), weight @ guess
+                    loss = loss - DECAY**index * logits.log_softmax(-1)[target]
+                    counts[index] += 1
+                    hit = int(logits.argmax()) == target
+                    right[index] += hit
+                    in_row = in_row and hit
+                    accepted += in_row
+    return loss, counts, right, accepted
+
+
+@pytest.mark.parametrize(("kind", "chunk_tokens"), [("clover", None), ("clover", 2), ("medusa", 100)])
+def test_heads_and_loss_follow_the_formulas(kind: str, chunk_tokens: int | None) -> None:
+    sums, wanted, difference = run_ranks(compare, 1, kind, chunk_tokens)[0]
+    assert sums == pytest.approx(wanted, rel=1e-6)  # sums are float32 where losses are
+    assert difference < 1e-10
+
+
+def first_weights(rank: int, world: int) -> Any:
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.bytescale.core.models.gpt.draft_heads import NOISE, replicated
+
+    config: Any = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32)
+    return NOISE, [replicated(config, inputs, name).weight.data for inputs, name in ((0, "a"), (1, "a"), (2, "b"))]
+
+
+def test_heads_begin_as_the_identity() -> None:
+    noise, (zeros, one, two) = run_ranks(first_weights, 1)[0]
+    assert not zeros.any()
+    assert (one - torch.eye(HIDDEN)).abs().max() <= noise
+    assert two.shape == (HIDDEN, 2 * HIDDEN)
+    assert (two[:, :HIDDEN] - torch.eye(HIDDEN)).abs().max() <= noise
+    assert 0 < two[:, HIDDEN:].abs().max() <= noise
+
+
+def embedded(rank: int, world: int, scatter: bool) -> torch.Tensor:
+    from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
+
+    whole = torch.arange(6.0 * 3).view(6, 3)
+    group: Any = torch.distributed.group.WORLD
+    tokens = torch.tensor([[0, 5, 3, 2]])
+    return embed_by_output(tokens, whole.chunk(world)[rank].requires_grad_(), group, scatter)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_embeddings_by_an_output_layer_that_is_cut(scatter: bool) -> None:
+    parts = run_ranks(embedded, 2, scatter)
+    wanted = torch.arange(6.0 * 3).view(6, 3)[[0, 5, 3, 2]].unsqueeze(1)
+    for rank, part in enumerate(parts):
+        assert not part.requires_grad
+        assert torch.equal(part, wanted.chunk(2)[rank] if scatter else wanted)

@@ -1,0 +1,124 @@
+"""Replicas compute what their homes would, and their gradients arrive there before hooks run: exact in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from bytescale_ext.plan.experts.placement import PARTS, PlacementPlan, home_parts
+from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
+from tests.harness import run_ranks
+
+HIDDEN, RANKS, EXPERTS, SLOTS = 6, 3, 6, 4
+
+
+def shared_plan() -> PlacementPlan:
+    """Rank 1 holds replicas of 0 and 5, rank 2 of 0; rank 0 of none."""
+    parts = home_parts(EXPERTS, RANKS)
+    parts[:, 0] = [PARTS - 24, 12, 12]
+    parts[:, 5] = [0, 512, 512]
+    return PlacementPlan.of(parts, SLOTS)
+
+
+class Expert(torch.nn.Module):
+    """Two matrices of other shapes and a bias, as Megatron's experts take and return tokens."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.up = torch.nn.Linear(HIDDEN, 5, bias=False, dtype=torch.float64)
+        self.down = torch.nn.Linear(5, HIDDEN, dtype=torch.float64)
+
+    def forward(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.down(self.up(tokens).tanh()) * probs[:, None], None
+
+
+class Stack(torch.nn.Module):
+    """The part of Megatron's module that the slots use."""
+
+    def __init__(self, rank: int, exchange: Exchange | None) -> None:
+        super().__init__()
+        self.local_experts = torch.nn.ModuleList([Expert(2 * rank), Expert(2 * rank + 1)])
+        self.exchange = exchange
+
+    forward = SlotExperts.forward
+
+
+def inputs(rank: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Return tokens of each slot, tokens and probabilities of a rank. Replica 5 of rank 1 gets no token."""
+    sizes = [[3, 0, 0, 0], [2, 1, 4, 0], [0, 2, 5, 0]][rank]
+    generator = torch.Generator().manual_seed(100 + rank)
+    tokens = torch.randn(sum(sizes), HIDDEN, dtype=torch.float64, generator=generator)
+    return sizes, tokens.requires_grad_(), torch.rand(sum(sizes), dtype=torch.float64, generator=generator)
+
+
+def in_slots(rank: int, world: int) -> tuple[Any, ...]:
+    """Return the output of a rank and the gradients of tokens and weights, as a hook of each parameter saw them."""
+    stack = Stack(rank, Exchange(shared_plan(), torch.distributed.group.WORLD))
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, parameter: torch.Tensor) -> None:
+        assert name not in seen, "a hook has run before the gradient was whole"
+        seen[name] = parameter.grad.clone()  # type: ignore[union-attr]
+
+    for name, parameter in stack.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(note, name))
+    sizes, tokens, probs = inputs(rank)
+    output, _ = stack(tokens, torch.tensor(sizes), probs)
+    output.square().sum().backward()
+    assert tokens.grad is not None
+    return output.detach(), tokens.grad, seen, dict(zip(shared_plan().slots[rank], sizes, strict=False))
+
+
+@pytest.mark.ranks
+def test_gradients_are_those_of_one_process() -> None:
+    found = run_ranks(in_slots, RANKS)
+    experts = [Expert(number) for number in range(EXPERTS)]
+    for rank, (output, gradient, _, _) in enumerate(found):
+        sizes, tokens, probs = inputs(rank)
+        held = [expert for expert in shared_plan().slots[rank] if expert >= 0]
+        parts = zip(held, tokens.split(sizes), probs.split(sizes), strict=False)
+        expected = torch.cat([experts[expert](*part)[0] for expert, *part in parts])
+        expected.square().sum().backward()
+        assert torch.allclose(output, expected, rtol=0, atol=1e-12)
+        assert torch.allclose(gradient, tokens.grad, rtol=0, atol=1e-12)
+    for rank, (_, _, seen, _) in enumerate(found):
+        for home in range(2):
+            for name, parameter in experts[2 * rank + home].named_parameters():
+                hooked = seen[f"local_experts.{home}.{name}"]
+                assert torch.allclose(hooked, parameter.grad, rtol=0, atol=1e-10), f"{name} of expert {2 * rank + home}"
+
+
+def test_without_replicas_nothing_travels() -> None:
+    stack = Stack(0, None)
+    tokens, probs = torch.randn(3, HIDDEN, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    output, _ = stack(tokens, torch.tensor([1, 2, 0, 0]), probs)
+    assert torch.equal(output[:1], stack.local_experts[0](tokens[:1], probs[:1])[0])
+    assert torch.equal(output[1:], stack.local_experts[1](tokens[1:], probs[1:])[0])
+
+
+def test_who_sends_to_whom() -> None:
+    plan = shared_plan()
+    of_ranks = [Exchange(plan, SimpleNamespace(rank=lambda rank=rank: rank)) for rank in range(RANKS)]  # type: ignore[arg-type]
+    assert [one.num_replicas for one in of_ranks] == [0, 2, 1]
+    assert of_ranks[0].sent == [[], [0], [0]]
+    assert of_ranks[2].sent == [[], [1], []]
+    assert of_ranks[1].received == [[0], [], [1]]
+    for source in range(RANKS):
+        for target in range(RANKS):
+            assert len(of_ranks[source].sent[target]) == len(of_ranks[target].received[source])
+
+
+def test_a_module_with_borrowed_weights() -> None:
+    """What replicas rely on: torch's functional call leaves the module as it was."""
+    mine, other = Expert(1), Expert(2)
+    tokens, probs = torch.randn(2, HIDDEN, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    borrowed = dict(other.named_parameters())
+    before = mine(tokens, probs)[0]
+    assert torch.equal(functional_call(mine, borrowed, (tokens, probs))[0], other(tokens, probs)[0])
+    assert torch.equal(mine(tokens, probs)[0], before)

@@ -1,0 +1,101 @@
+"""Flags of draft heads: their defaults, the checkpoints that they need, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bytescale_ext.config.drafts import DraftConfig
+from megatron.bytescale.launch import TRACKER
+from tests.bytescale.arguments.resolving import resolve_lines
+from tests.e2e.training import HDP, MODEL, TRAIN
+
+pytestmark = pytest.mark.ranks
+
+COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread", "--ckpt-format", "torch_dist", "--draft-heads"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a model and of one with heads; a folder without any, and one that cannot be read."""
+    root = tmp_path_factory.mktemp("drafts")
+    for name, tensor in (("model", "decoder.weight"), ("heads", "draft_heads.norm.weight"), ("broken", "")):
+        path = root / name / "iter_0000007"
+        path.mkdir(parents=True)
+        if tensor:
+            dcp.save({tensor: torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+        (root / name / TRACKER).write_text("7")
+    (root / "empty").mkdir()
+    return root
+
+
+ACCEPTED = {
+    "clover --pretrained-checkpoint {in}/model": DraftConfig("clover", 5, 2, 0.7),
+    "clover --pretrained-checkpoint {in}/model --load {in}/empty": DraftConfig("clover", 5, 2, 0.7),
+    "medusa --load {in}/model --finetune --num-draft-heads 3": DraftConfig("medusa", 3, 0, 0.7),
+    "medusa --load {in}/heads --draft-layers 1 --draft-decay 1": DraftConfig("medusa", 5, 1, 1.0),
+    "clover --load {in}/heads --chunked-cross-entropy 64": DraftConfig("clover", 5, 2, 0.7),
+}
+# words after --draft-heads ({in} is the folder): words of the refusal
+REFUSED = {
+    "clover": "--draft-heads needs a trained model: give its checkpoint as --pretrained-checkpoint DIR",
+    "clover --load {in}/model": "has no draft heads to go on with: give it as --pretrained-checkpoint",
+    "clover --load {in}/empty": "there is no checkpoint, and no --pretrained-checkpoint to begin from",
+    "clover --load {in}/broken": "broken/iter_0000007: .metadata cannot be read",
+    "clover --pretrained-checkpoint {in}/none": "none: there is no checkpoint",
+    "clover --load {in}/heads --num-draft-heads 0": "--num-draft-heads 0 must be at least 1",
+}
+CONFLICTS = {
+    "--num-experts 2": "train heads of dense models",
+    "--seq1f1b-slices 2": "heads run whole micro-batches",
+    "--seq1f1b-zero-bubble --pipeline-model-parallel-size 2": "saves nothing",
+    "--activation-policy memo --host-memory-gb 0.1": "saves nothing",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "saves nothing",
+    "--state-policy paged --state-host-gb 1": "only the heads have states",
+    "--sculpt-windows some.windows.npy": "train heads on documents",
+    "--hdp-loader ray": "use --hdp-loader local",
+    "--use-distributed-optimizer --pipeline-model-parallel-size 2": "stages below the heads have no states",
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "only the heads have parameters",
+    "--ckpt-format torch": "use torch_dist",
+    "--window-size 8,0": "full attention",
+    "--num-virtual-stages-per-pipeline-rank 2": "without virtual stages",
+    "--num-layers-per-virtual-pipeline-stage 1": "without virtual stages",
+    "--memory-plan plan.json": "saves nothing",
+    "--record-memory-plan plan.json": "saves nothing",
+}
+
+
+def words_of(line: str, folder: Path) -> tuple[int, list[str]]:
+    return 4, [*COMMON, *line.replace("{in}", str(folder)).split()]
+
+
+def test_heads_of_the_flags(folder: Path) -> None:
+    found = resolve_lines(*(words_of(line, folder) for line in ACCEPTED))
+    for one, wanted in zip(found, ACCEPTED.values(), strict=True):
+        assert one.error is None
+        assert one.features["drafts"] == wanted
+
+
+def test_bad_checkpoints_and_numbers_are_refused(folder: Path) -> None:
+    found = resolve_lines(*(words_of(line, folder) for line in REFUSED))
+    for one, message in zip(found, REFUSED.values(), strict=True):
+        assert one.error is not None, message
+        assert message in one.error
+        assert "\n" not in one.error
+
+
+def test_what_heads_do_not_run_with(folder: Path) -> None:
+    start = "clover --pretrained-checkpoint {in}/model"
+    found = resolve_lines(*(words_of(f"{start} {line}", folder) for line in CONFLICTS))
+    for one, (line, message) in zip(found, CONFLICTS.items(), strict=True):
+        assert one.error is not None, line
+        assert one.error.startswith("--draft-heads does not work with "), one.error
+        assert message in one.error
+
+
+def test_heads_need_documents() -> None:
+    (found,) = resolve_lines((1, [*MODEL, *TRAIN, "--micro-batch-size", 1, "--draft-heads", "clover", "--load", "x"]))
+    assert found.error == "--draft-heads needs --hybrid-data-parallel"

@@ -1,0 +1,113 @@
+"""Decoding from a checkpoint: drafts change nothing, and logits are those of Megatron's own layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.corpora import VOCAB
+from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+NEW_TOKENS = 10
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 30, (12,), generator=generator).tolist()
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def stock_model(model: Any, args: Any) -> Any:
+    """Return Megatron's model with its own dense attention and the same weights."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    config = gpt_config_from_args(args)
+    stock: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    found = stock.load_state_dict(model.state_dict(), strict=False)
+    assert not found.missing_keys
+    return stock.eval()
+
+
+def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
+    """Return what was generated in each way, what stock layers would choose, and the guesses accepted."""
+    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.tree import TreeShape
+    from megatron.bytescale.inference import engine
+    from megatron.bytescale.inference.load import open_decoder
+
+    decoder, args = open_decoder(load, draft, on_cpu=True)
+    choose = Chooser(0.0, VOCAB, torch.Generator())
+    shapes = {"plain": None, "tree": TreeShape(60, 1.0), "small": TreeShape(3), "chain": TreeShape(9, chain=True)}
+    requests = {name: engine.Request(NEW_TOKENS, choose, shape) for name, shape in shapes.items()}
+    found: dict[str, Any] = {name: [] for name in shapes}
+    engine.SLICE_TOKENS = 7
+    for name, request in requests.items():
+        streamed: list[int] = []
+        for prompt in prompts():
+            streamed.clear()
+            done = decoder.generate(prompt, request, streamed.extend)
+            assert streamed == done.tokens
+            assert done.target_forwards == len(done.accepted)
+            assert len(done.tokens) == 1 + sum(done.accepted) + done.target_forwards
+            found[name].append(done)
+    stock = stock_model(decoder.model, args)
+    with torch.no_grad():
+        for prompt, done in zip(prompts(), found["plain"], strict=True):
+            ids = torch.tensor([prompt + done.tokens])
+            mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+            logits = stock(ids, torch.arange(ids.shape[1])[None], mask)
+            found.setdefault("stock", []).append(choose(logits[0])[len(prompt) - 1 : -1])
+    first = found["plain"][0].tokens
+    ended = decoder.generate(prompts()[0], engine.Request(NEW_TOKENS, choose, TreeShape(60, 1.0), end=first[4]))
+    found["ended"] = ended.tokens, first[: first.index(first[4]) + 1]
+    for bad in ([], [1] * (decoder.context - NEW_TOKENS + 1)):
+        with pytest.raises(ValueError, match=r"prompt is empty|exceed the context of 256 tokens"):
+            decoder.generate(bad, requests["plain"])
+    return found
+
+
+def test_drafts_change_nothing() -> None:
+    (found,) = run_ranks(decode, 1, trunk(), heads_of(1, *ONE).save, init_group=False)
+    plain = [done.tokens for done in found["plain"]]
+    assert plain == found["stock"]
+    assert all(len(tokens) == NEW_TOKENS for tokens in plain)
+    for name in ("tree", "small", "chain"):
+        assert [done.tokens for done in found[name]] == plain
+    accepted = {name: sum(sum(done.accepted) for done in found[name]) for name in ("plain", "small", "tree")}
+    assert accepted["plain"] == 0
+    assert 0 < accepted["small"] < accepted["tree"]
+    assert found["ended"][0] == found["ended"][1]
+
+
+def tokens_of(rank: int, world: int, folders: list[Path]) -> list[list[list[int]]]:
+    """Return what each folder of checkpoints generates with its own heads, and the guesses accepted of each text."""
+    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.tree import TreeShape
+    from megatron.bytescale.inference.engine import Request
+    from megatron.bytescale.inference.load import open_decoder
+
+    request = Request(NEW_TOKENS, Chooser(0.0, VOCAB, torch.Generator()), TreeShape(20))
+    found = []
+    for folder in folders:
+        decoder, _ = open_decoder(folder, None, on_cpu=True)
+        done = [decoder.generate(prompt, request) for prompt in prompts()]
+        found.append([one.tokens for one in done] + [one.accepted for one in done])
+    return found
+
+
+def test_checkpoints_of_any_layout() -> None:
+    """Of one process, of tensor-parallel ranks and of a pipeline: their weights differ by rounding alone."""
+    layouts = (LAYOUTS[name] for name in LAYOUTS if name != "rings")
+    folders = [heads_of(1, *ONE).save, *(heads_of(ranks, *flags).save for ranks, flags in layouts)]
+    (found,) = run_ranks(tokens_of, 1, folders, init_group=False)
+    assert len(found) == 3
+    assert found[1] == found[0]
+    assert found[2] == found[0]

@@ -1,0 +1,75 @@
+"""Checkpoints that cannot be decoded are refused in one line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.bytescale.launch import TRACKER
+from tests.e2e.drafts import ONE, heads_of, trunk
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> dict[str, str]:
+    """Return the error of each case."""
+    from megatron.bytescale.inference import load
+
+    arguments_of = load.arguments_of
+    found: dict[str, str] = {}
+
+    def case(name: str, *folders: Path | None, change: Callable[[Path, Any], None] = lambda folder, args: None) -> None:
+        def changed(checkpoint: Path) -> Any:
+            args = copy.copy(arguments_of(checkpoint))
+            change(checkpoint.parent, args)
+            return args
+
+        load.arguments_of = changed
+        try:
+            load.open_decoder(*folders, True)  # type: ignore[arg-type, misc]
+        except ValueError as error:
+            found[name] = str(error)
+
+    def wider(folder: Path, args: Any) -> None:
+        args.hidden_size *= 2 if folder == heads else 1
+
+    def claims_heads(folder: Path, args: Any) -> None:
+        args.draft_heads, args.num_draft_heads, args.draft_layers, args.draft_decay = "clover", 3, 1, 0.7
+
+    def more_heads(folder: Path, args: Any) -> None:
+        args.draft_layers = 2
+
+    case("no folder", empty / "none", None)
+    case("empty", empty, None)
+    case("legacy", empty / "legacy", None)
+    case("no heads", model, model)
+    case("another model", model, heads, change=wider)
+    case("experts", model, None, change=lambda folder, args: vars(args).update(num_experts=4))
+    case("heads are missing", model, None, change=claims_heads)
+    case("a layer is missing", heads, None, change=more_heads)
+    return found
+
+
+def test_bad_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "legacy" / "iter_0000003").mkdir(parents=True)
+    (tmp_path / "legacy" / TRACKER).write_text("3")
+    (found,) = run_ranks(refusals, 1, trunk(), heads_of(1, *ONE).save, tmp_path, init_group=False)
+    expected = {
+        "no folder": "none: there is no checkpoint",
+        "empty": "there is no checkpoint",
+        "legacy": "only checkpoints of --ckpt-format torch_dist can be read",
+        "no heads": "this checkpoint has no draft heads",
+        "another model": "heads of another model: its hidden_size is 64, not 32",
+        "experts": "models with mixtures of experts cannot decode here",
+        "heads are missing": "the tensors of its draft heads are missing",
+        "a layer is missing": "tensors are missing, such as draft_heads.layer1.",
+    }
+    assert found.keys() == expected.keys()
+    for name, message in expected.items():
+        assert message in found[name], found[name]
+        assert "\n" not in found[name]

@@ -1,0 +1,62 @@
+"""Attention over a cache and a tree against dense attention with a mask, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bytescale_ext.attention.kernels.table import choose_kernel
+from bytescale_ext.decode.attention import cached_attention, tree_attention
+from bytescale_ext.decode.tree import TokenTree
+
+HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """[t, heads, dim], one query and head at a time; ``visible``: [t, keys]."""
+    out = torch.zeros_like(q)
+    for row in range(q.shape[0]):
+        for head in range(HEADS):
+            keys = visible[row].nonzero().flatten()
+            group = head // (HEADS // KV_HEADS)
+            weights = (k[keys, group] @ q[row, head] * SCALE).softmax(0)
+            out[row, head] = weights @ v[keys, group]
+    return out
+
+
+def inputs(num_new: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_new + 100 * length)
+    sizes = ((num_new, HEADS, DIM), *[(length + num_new, KV_HEADS, DIM)] * 2)
+    q, k, v = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    return q, k, v
+
+
+TREES = [TokenTree((0,), (-1,)), TokenTree((0, 1, 2, 3, 4, 5), (-1, 0, 0, 1, 1, 4)), TokenTree((0,) * 4, (-1, 0, 1, 2))]
+
+
+@pytest.mark.parametrize("length", [0, 1, 37])
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(len(tree.tokens)))
+@pytest.mark.parametrize("name", [None, "reference"])
+def test_a_tree_over_a_cache(tree: TokenTree, length: int, name: str | None) -> None:
+    kernel = choose_kernel("cpu", torch.float64, DIM, name)[0]
+    num_new = len(tree.tokens)
+    q, k, v = inputs(num_new, length)
+    seen = torch.cat((torch.ones(num_new, length, dtype=torch.bool), tree.visible()), dim=1)
+    found = cached_attention(q, k, v, tree.visible(), kernel, SCALE)
+    torch.testing.assert_close(found, dense(q, k, v, seen), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_a_slice_of_a_prompt_over_a_cache(length: int) -> None:
+    kernel = choose_kernel("cpu", torch.float64, DIM)[0]
+    q, k, v = inputs(7, length)
+    seen = torch.ones(7, length + 7, dtype=torch.bool).tril(length)
+    found = cached_attention(q, k, v, None, kernel, SCALE)
+    torch.testing.assert_close(found, dense(q, k, v, seen), rtol=1e-10, atol=1e-10)
+
+
+def test_the_log_sum_exp_of_a_tree() -> None:
+    q, k, v = inputs(3, 0)
+    _, lse = tree_attention(q, k, v, torch.eye(3, dtype=torch.bool), SCALE)
+    scores = torch.einsum("qhd,qhd->hq", q, k.repeat_interleave(HEADS // KV_HEADS, dim=1)) * SCALE
+    torch.testing.assert_close(lse, scores)

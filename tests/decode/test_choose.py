@@ -1,0 +1,56 @@
+"""Sampling with trees has the distribution of plain sampling, and greedy choices are the largest logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from bytescale_ext.decode.choose import Chooser
+from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_tree
+
+VOCAB, DRAWS = 4, 50_000
+CHI_SQUARE_999 = {15: 37.70}  # 99.9 % of the draws are below it, with so many degrees of freedom
+
+
+def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of the model after each token [v, v], its distribution, and other log-probabilities of the heads."""
+    generator = torch.Generator().manual_seed(3)
+    logits, other = torch.randn(2, VOCAB, VOCAB, generator=generator) * 1.5
+    return logits, (logits / temperature).softmax(-1), other.log_softmax(-1)
+
+
+@pytest.mark.parametrize(("shape", "temperature"), [(TreeShape(6), 1.0), (TreeShape(2, chain=True), 0.7)])
+def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, temperature: float) -> None:
+    logits, chances, heads = tables(temperature)
+    choose = Chooser(temperature, VOCAB, torch.Generator().manual_seed(7))
+    root = 2
+    tree = grow_tree(root, torch.zeros(1), 2, lambda head, s, t: (s.expand(len(t)), heads[t]), shape)
+    chosen = torch.tensor(choose(logits[list(tree.tokens)].repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
+    later = torch.tensor(choose(logits.repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
+    seen: Counter[tuple[int, int]] = Counter()
+    accepted = 0
+    for of_nodes, plain in zip(chosen, later, strict=True):
+        path = tree.walk(of_nodes)
+        first = of_nodes[0]
+        accepted += len(path) - 1
+        seen[first, of_nodes[path[1]] if len(path) > 1 else plain[first]] += 1
+    assert accepted > DRAWS / 8  # guesses do take part
+    expected = {(a, b): DRAWS * float(chances[root, a] * chances[a, b]) for a in range(VOCAB) for b in range(VOCAB)}
+    assert min(expected.values()) > 5
+    assert sum((seen[pair] - mean) ** 2 / mean for pair, mean in expected.items()) < CHI_SQUARE_999[VOCAB**2 - 1]
+
+
+def test_the_likeliest_token_is_in_the_vocabulary() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
+    assert Chooser(0.0, 3, torch.Generator())(logits) == [1, 0]
+    sampled = Chooser(5.0, 3, torch.Generator().manual_seed(0))(logits.repeat(50, 1))
+    assert set(sampled) == {0, 1, 2}
+
+
+def test_a_seed_gives_the_same_tokens() -> None:
+    logits = torch.zeros(20, 9)
+    first, again = (Chooser(1.0, 9, torch.Generator().manual_seed(5))(logits) for _ in range(2))
+    assert first == again
+    assert TokenTree((1,), (-1,)).walk([first[0]]) == [0]

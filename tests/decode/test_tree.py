@@ -1,0 +1,147 @@
+"""Trees of guesses against all nodes written out, and what a model accepts of them."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import log
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytescale_ext.decode.tree import LARGEST_TREE, TokenTree, TreeShape, grow_tree
+
+VOCAB, DEPTH = 4, 3
+
+
+def table(seed: int) -> torch.Tensor:
+    """Log-probabilities of a token after another one: [v, v]."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(VOCAB, VOCAB, generator=generator)).log_softmax(-1)
+
+
+def grown(seed: int, shape: TreeShape, root: int = 1) -> TokenTree:
+    """A tree by heads that see the token before; their states are the paths, to check that they follow the nodes."""
+    chances, paths = table(seed), torch.zeros(1, DEPTH + 1, dtype=torch.int64)
+
+    def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states = states.clone()
+        states[:, head] = tokens
+        assert states.unique(dim=0).shape == states.shape  # no two nodes have the same path
+        return states, chances[tokens]
+
+    return grow_tree(root, paths, DEPTH, guess, shape)
+
+
+def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        assert parent < len(found)
+        found.append(() if parent < 0 else (*found[parent], token))
+    assert len(set(found)) == len(found)
+    return set(found[1:])
+
+
+def joint(seed: int, path: tuple[int, ...], root: int = 1) -> float:
+    chances = table(seed)
+    return sum(float(chances[before, token]) for before, token in zip((root, *path), path, strict=False))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 20, 84, 200])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_likeliest_nodes_are_taken(seed: int, num_tokens: int) -> None:
+    every = [path for depth in range(1, DEPTH + 1) for path in product(range(VOCAB), repeat=depth)]
+    best = sorted(every, key=lambda path: -joint(seed, path))[:num_tokens]
+    assert paths_of(grown(seed, TreeShape(num_tokens, top_p=1.0))) == set(best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_top_p_leaves_unlikely_guesses_out(seed: int) -> None:
+    top_p = 0.8
+    found = paths_of(grown(seed, TreeShape(200, top_p)))
+    for path in found:
+        assert path[:-1] in found | {()}
+    for before in [(1,), *((1, *path) for path in found if len(path) < DEPTH)]:
+        chances = sorted(((float(p), token) for token, p in enumerate(table(seed)[before[-1]].exp())), reverse=True)
+        taken, total = set(), 0.0
+        for chance, token in chances:
+            if total >= top_p:
+                break
+            taken.add(token)
+            total += chance
+        assert {path[-1] for path in found if path[:-1] == before[1:]} == taken
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_has_one_guess_for_each_head(seed: int) -> None:
+    tree = grown(seed, TreeShape(20, chain=True))
+    assert tree.parents == (-1, 0, 1, 2)
+    assert tree.depths == (0, 1, 2, 3)
+    chances = table(seed)
+    assert all(int(chances[a].argmax()) == b for a, b in zip(tree.tokens, tree.tokens[1:], strict=False))
+    assert len(grown(seed, TreeShape(2, chain=True)).tokens) == 3
+
+
+def test_nodes_see_those_above_them() -> None:
+    tree = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3))
+    assert tree.depths == (0, 1, 1, 2, 3)
+    assert [row.nonzero().flatten().tolist() for row in tree.visible()] == [
+        [0],
+        [0, 1],
+        [0, 2],
+        [0, 1, 3],
+        [0, 1, 3, 4],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "path"), [([5, 0, 0, 0], [0]), ([2, 0, 9, 0], [0, 2]), ([1, 3, 0, 7], [0, 1, 3]), ([1, 1, 0, 0], [0, 1])]
+)
+def test_what_the_model_accepts(chosen: list[int], path: list[int]) -> None:
+    assert TokenTree((9, 1, 2, 3), (-1, 0, 0, 1)).walk(chosen) == path
+
+
+@pytest.mark.parametrize("bad", [{"num_tokens": 0}, {"num_tokens": LARGEST_TREE + 1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_bad_shapes(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"--tree-tokens .* give 1 to 256|--top-p .* must be above 0"):
+        TreeShape(**{"num_tokens": 20, **bad})  # type: ignore[arg-type]
+
+
+def test_certain_guesses_keep_their_parents() -> None:
+    """A guess of probability 1 is as likely as its parent, which must still come before it."""
+    certain = torch.full((1, VOCAB), log(1e-30))
+    certain[0, 2] = log(1.0)
+
+    def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return states, certain.expand(len(tokens), -1)
+
+    tree = grow_tree(0, torch.zeros(1), 3, guess, TreeShape(2))
+    assert tree == TokenTree((0, 2, 2), (-1, 0, 1))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=30), st.lists(st.integers(0, 5), min_size=31)
+)
+def test_any_tree(branches: list[tuple[int, int]], chosen: list[int]) -> None:
+    """A node sees itself and what is above it; the accepted path is the longest that the choices follow."""
+    parents, tokens = [-1], [0]
+    for above, token in branches:
+        parent = above % len(parents)
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            parents.append(parent)
+            tokens.append(token)
+    tree = TokenTree(tuple(tokens), tuple(parents))
+    visible = tree.visible()
+    for node in range(len(tokens)):
+        above, path = node, []
+        while above >= 0:
+            path.append(above)
+            above = parents[above]
+        assert visible[node].nonzero().flatten().tolist() == sorted(path)
+        assert tree.depths[node] == len(path) - 1
+    followed = [0]
+    for node in range(1, len(tokens)):  # children come after their parents
+        if parents[node] == followed[-1] and tokens[node] == chosen[parents[node]]:
+            followed.append(node)
+    assert tree.walk(chosen) == followed

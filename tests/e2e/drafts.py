@@ -1,0 +1,42 @@
+"""A small model and draft heads on it, trained once in a test session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.corpora import documents
+from tests.e2e.once import once
+from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train, train_once
+
+COMMON = [*TRAIN, "--ckpt-format", "torch_dist", "--no-save-rng", "--no-load-rng"]
+ONE = [*HDP, "--hdp-tokens-per-rank", "256"]
+CLOVER = "--draft-heads clover --num-draft-heads 3 --draft-layers 1".split()
+# name: (ranks, flags)
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "rings": (2, [*HDP, "--hdp-tokens-per-rank", "128", "--use-distributed-optimizer"]),
+    "tensor and sequence parallel, loss in chunks": (
+        2,
+        [
+            *ONE,
+            *"--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split(),
+            *"--chunked-cross-entropy 32".split(),
+        ],
+    ),
+    "pipeline": (2, [*ONE, "--pipeline-model-parallel-size", "2"]),
+}
+
+
+def trunk() -> Path:
+    """Return the folder of a model that was trained for a step."""
+
+    def make(folder: Path) -> Path:
+        train(1, *MODEL, *COMMON, "--data-path", documents(), *ONE, "--train-iters", 1, "--save", folder)
+        return folder
+
+    return once(make, "trunk of draft heads")
+
+
+def heads_of(ranks: int, *flags: object) -> SavedRun:
+    """Return a run of two steps on the trunk, with a checkpoint of the last one, or on one rank of each."""
+    steps = ["--train-iters", 2, "--save-interval", 1 if ranks == 1 else 2, "--pretrained-checkpoint", trunk()]
+    return train_once(ranks, *MODEL, *COMMON, "--data-path", documents(), *CLOVER, *steps, *flags)

@@ -1,0 +1,84 @@
+"""A gate that anneals: equal on any expert ranks, resumable at any step, and at last Megatron's own router."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.hdp.test_moe import with_equal_weights
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, SavedRun, train_once, train_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, ANNEALED = 8, 4
+MOE = (
+    "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 24 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
+).split()
+GATE = f"--moe-router-dts --moe-dts-steps {ANNEALED} --moe-dts-temperature 3 0.02 --moe-dts-threshold 0.02".split()
+EP2 = ["--expert-model-parallel-size", 2]
+ENTRY = partial(with_equal_weights, None)
+
+
+def words(corpus: Path, *flags: object) -> list[object]:
+    return [*MODEL, *TRAIN, *MOE, "--data-path", corpus, "--train-iters", STEPS, *flags]
+
+
+@pytest.fixture(scope="module")
+def gated(corpus: Path) -> SavedRun:
+    return train_once(2, *words(corpus, *GATE, *EP2, "--save-interval", 2), entry=ENTRY)
+
+
+def active(outcome: Outcome) -> list[float]:
+    """Return the mean number of experts of a token in each step while the gate anneals."""
+    return [float(number) for number in re.findall(r"bytescale: ([\d.]+) experts of a token", outcome.text)]
+
+
+def last_weights(save: Path) -> list[dict[str, torch.Tensor]]:
+    files = sorted((save / f"iter_{STEPS:07d}").glob("mp_rank_*/model_optim_rng.pt"))
+    states = [torch.load(file, weights_only=False)["model"] for file in files]
+    return [{name: one for name, one in state.items() if isinstance(one, torch.Tensor)} for state in states]
+
+
+def test_tokens_have_fewer_and_fewer_experts(gated: SavedRun) -> None:
+    found = active(gated.outcomes[-1])
+    assert len(found) == ANNEALED
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 3.5
+    assert found[-1] < 2.0
+
+
+def test_experts_on_one_rank_or_two(gated: SavedRun, corpus: Path) -> None:
+    outcome = train_ranks(2, *words(corpus, *GATE), entry=ENTRY)[-1]
+    assert outcome.losses == pytest.approx(gated.losses, rel=1e-5)
+
+
+def test_resumed_while_it_anneals(gated: SavedRun, corpus: Path) -> None:
+    flags = [*GATE, *EP2, "--load", gated.save, "--ckpt-step", 2, "--exit-interval", ANNEALED]
+    outcome = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
+    assert active(outcome) == active(gated.outcomes[-1])[2:]
+    assert outcome.losses[0] == gated.losses[2]
+
+
+def test_after_it_the_router_is_megatrons(gated: SavedRun, corpus: Path, tmp_path: Path) -> None:
+    """The last steps without the gate, from its checkpoint, end with the same bits."""
+    flags = [*EP2, "--load", gated.save, "--ckpt-step", ANNEALED, "--save", tmp_path]
+    outcome = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
+    assert active(outcome) == []
+    assert outcome.losses[0] == gated.losses[ANNEALED]
+    for mine, expected in zip(last_weights(tmp_path), last_weights(gated.save), strict=True):
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in mine.items())
+
+
+def test_documents_in_slices(corpus: Path) -> None:
+    flags = [*HDP, "--micro-batch-size", 1, "--hdp-tokens-per-rank", 256, "--train-iters", 2, *GATE]
+    alone = train_ranks(2, *words(corpus, *flags, "--moe-router-load-balancing-type", "none"), entry=ENTRY)[-1]
+    shared = [*flags, "--moe-router-load-balancing-type", "none", *EP2, "--seq1f1b-slices", 2]
+    outcome = train_ranks(2, *words(corpus, *shared), entry=ENTRY)[-1]
+    assert outcome.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert active(outcome)[0] > 3.5

@@ -1,0 +1,114 @@
+"""Training with replicas is training without them: losses and every parameter, while the placement changes."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.hdp.test_moe import SHARDED, with_equal_weights
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, SavedRun, train_once, train_ranks
+
+pytestmark = pytest.mark.ranks
+
+TOLERANCE = 1e-6
+STEPS, HALF = 20, 10
+# One dense layer and one of experts. The bias of the router is drawn anew for each micro-batch, so that loads move far
+# from step to step, and rounding errors choose no other experts.
+MOE = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1] "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --moe-router-force-biased 2.0 "
+    "--moe-shared-expert-intermediate-size 16"
+).split()
+EP2 = ["--expert-model-parallel-size", 2]
+# Computing is slow and links are fast, so that replicas pay off for few tokens too.
+SLOTS = "--moe-expert-slots 6 --moe-placement-threshold 1.02 --moe-placement-speeds 1e-6 1000".split()
+SAMPLES = ["--micro-batch-size", 2]
+RECOMPUTED = "--recompute-granularity selective --recompute-modules moe".split()
+ENTRY = partial(with_equal_weights, None)
+
+
+def words(corpus: Path, *flags: object, steps: int = STEPS) -> list[object]:
+    return [*MODEL, *TRAIN, *MOE, "--data-path", corpus, "--train-iters", steps, "--lr-decay-iters", STEPS, *flags]
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path) -> SavedRun:
+    """Twenty steps without slots, on two ranks."""
+    return train_once(2, *words(corpus, *SAMPLES, *EP2, "--save-interval", HALF), entry=ENTRY)
+
+
+def weights(save: Path, rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Return the parameters that a rank of two has saved after a step."""
+    (file,) = (save / f"iter_{step:07d}").glob(f"mp_rank_00_{rank:03d}/model_optim_rng.pt")
+    state = torch.load(file, weights_only=False)["model"]
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def check_equal(found: Path, expected: Path, step: int = STEPS) -> None:
+    for rank in range(2):
+        mine, others = weights(found, rank, step), weights(expected, rank, step)
+        assert mine.keys() == others.keys()
+        assert sum("experts.local_experts" in name for name in mine) == 2 * 4
+        for name, value in mine.items():
+            assert torch.allclose(value, others[name], rtol=TOLERANCE, atol=TOLERANCE), f"{name} of rank {rank}"
+
+
+def moves(outcome: Outcome) -> list[int]:
+    """Return the new replicas of each step."""
+    return [int(number) for number in re.findall(r"; (\d+) new replicas", outcome.text)]
+
+
+def test_every_parameter_is_that_of_training_without_replicas(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
+    flags = [*SAMPLES, *EP2, *SLOTS, *SHARDED, *RECOMPUTED, "--save", tmp_path]
+    outcome = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
+    assert sum(moved > 0 for moved in moves(outcome)) >= 5
+    assert outcome.losses == pytest.approx(plain.losses, rel=TOLERANCE)
+    check_equal(tmp_path, plain.save)
+
+
+def test_megatron_alone_goes_on(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
+    """A checkpoint of a run with replicas is one without them."""
+    common = [*SAMPLES, *EP2, "--save", tmp_path, "--exit-interval", HALF // 2]
+    begun = train_ranks(2, *words(corpus, *common, *SLOTS), entry=ENTRY)[-1]
+    assert sum(moves(begun)) >= 3
+    alone = train_ranks(2, *words(corpus, *common, "--load", tmp_path), entry=ENTRY)[-1]
+    assert moves(alone) == []
+    assert alone.losses[0] == pytest.approx(plain.losses[HALF // 2], rel=TOLERANCE)
+    check_equal(tmp_path, plain.save, HALF)
+
+
+def test_a_run_with_replicas_goes_on_from_megatrons(plain: SavedRun, corpus: Path, tmp_path: Path) -> None:
+    flags = [*SAMPLES, *EP2, *SLOTS, "--load", plain.save, "--ckpt-step", HALF, "--exit-interval", HALF + 2]
+    resumed = train_ranks(2, *words(corpus, *flags), entry=ENTRY)[-1]
+    assert sum(moves(resumed)) >= 1
+    assert resumed.losses[0] == pytest.approx(plain.losses[HALF], rel=TOLERANCE)
+
+
+EP4 = ["--expert-model-parallel-size", 4]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--moe-placement", "eplb", "--moe-shared-expert-overlap"], ["--moe-token-dispatcher-type", "allgather"]],
+    ids=["eplb", "allgather"],
+)
+def test_four_ranks_share_experts(flags: list[object], corpus: Path) -> None:
+    expected = train_once(4, *words(corpus, *SAMPLES, *EP4, steps=3), entry=ENTRY)
+    slots = [*SAMPLES, *EP4, *SLOTS, "--moe-expert-slots", 4, *flags]
+    outcome = train_ranks(4, *words(corpus, *slots, steps=3), entry=ENTRY)[-1]
+    assert len(moves(outcome)) == 3
+    assert sum(moves(outcome)) >= 3
+    assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+
+
+def test_documents_with_unequal_micro_batches(corpus: Path) -> None:
+    """Two pairs of ranks share experts, with other numbers of tokens and micro-batches, in slices."""
+    flags = [*HDP, *EP2, "--hdp-tokens-per-rank", 128, "--seq1f1b-slices", 2]
+    expected = train_once(4, *words(corpus, *flags, steps=2), entry=ENTRY)
+    outcome = train_ranks(4, *words(corpus, *flags, *SLOTS, steps=2), entry=ENTRY)[-1]
+    assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert sum(moves(outcome)) > 0

@@ -1,0 +1,77 @@
+"""Draft heads on a frozen model: every layout has the gradients of one process, and the model stays as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.e2e.corpora import documents
+from tests.e2e.drafts import CLOVER, COMMON, LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.oracle import gradients, relative_error, shard_of
+from tests.e2e.training import MODEL, Outcome, train
+
+pytestmark = pytest.mark.ranks
+
+TOLERANCE = 1e-5
+FIGURES = ("draft loss", "draft accuracy 1", "draft accuracy 3", "draft tokens accepted")
+
+
+def figures(outcome: Outcome, name: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"\| {name}: ([-\d.E+]+)", outcome.text)]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a sharded checkpoint by name."""
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    torch.distributed.checkpoint.load(state, checkpoint_id=str(folder), no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_equal_one_process(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    expected, found = heads_of(1, *ONE), heads_of(ranks, *layout)
+    for one in FIGURES:
+        wanted = figures(expected.outcomes[-1], one)
+        assert len(wanted) == 2
+        assert figures(found.outcomes[-1], one) == pytest.approx(wanted, rel=TOLERANCE)
+    whole = gradients(expected.save)
+    assert len(whole) == 18
+    assert all(parameter.startswith("draft_heads.") for parameter in whole)
+    parts = sorted(found.save.glob("wgrads/iter_0000001/mp_rank_*"))
+    of_ranks = [torch.load(part, weights_only=False).get("model_chunk0") for part in parts]
+    of_ranks = [grads for grads in of_ranks if grads]  # the stages below the heads have none
+    assert len(of_ranks) == (2 if "tensor" in name else 1)
+    for rank, grads in enumerate(of_ranks):
+        assert grads.keys() == whole.keys()
+        for parameter, grad in grads.items():
+            part_of_whole = shard_of(whole[parameter], parameter, grad, rank, len(of_ranks))
+            assert relative_error(grad, part_of_whole) < TOLERANCE, parameter
+
+
+def test_the_model_is_unchanged_and_heads_resume(tmp_path: Path) -> None:
+    run = heads_of(1, *ONE)
+    before, after = tensors(trunk() / "iter_0000001"), tensors(run.save / "iter_0000002")
+    weights = [name for name in before if not name.startswith("optimizer.")]
+    assert "decoder.final_layernorm.weight" in weights
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+    states = [name for name in after if name.startswith("optimizer.")]
+    assert states
+    assert all("draft_heads" in name for name in states)
+    again = [*CLOVER, "--train-iters", 2, "--load", run.save, "--ckpt-step", 1, "--save", tmp_path]
+    train(1, *MODEL, *COMMON, "--data-path", documents(), *ONE, *again)
+    found = tensors(tmp_path / "iter_0000002")
+    assert found.keys() == after.keys()
+    assert all(torch.equal(found[name], after[name]) for name in after)
+    heads = [name for name in after if name.startswith("draft_heads.")]
+    assert not any(torch.equal(after[name], tensors(run.save / "iter_0000001")[name]) for name in heads)

@@ -1,0 +1,203 @@
+"""Models with n-gram memory train as one process of stock Megatron does whose memory is written once more, plainly."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.data.samples.grams import GramRule
+from tests.e2e.once import once
+from tests.e2e.oracle import draw_weights_by_name, train_documents_one_by_one
+from tests.e2e.pipelines import (
+    FULL,
+    ONE_BY_ONE,
+    PP2,
+    TOLERANCE,
+    check_gradients,
+    run,
+    train_and_record,
+    whole_gradients,
+)
+from tests.e2e.training import HDP, step_losses
+
+pytestmark = pytest.mark.ranks
+
+LAYERS, ROWS, DIM = (2, 3), 50, 8  # so few rows that n-grams share them
+NGRAM = "--ngram-layers 2,3 --ngram-orders 1,3 --ngram-heads 2 --ngram-rows 50 --ngram-dim 8".split()
+RULE = GramRule((1, 3), 2, ROWS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some ranks; the layout is in the flags."""
+
+    num_ranks: int
+    flags: list[str] = field(default_factory=list)
+    num_stages: int = 1
+    tp_size: int = 1
+
+
+SLICES = [*PP2, "--seq1f1b-slices", "3", "--hdp-tokens-per-rank", "128"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *FULL, "--hdp-tokens-per-rank", "256"]
+POLICY = "--swap-fraction 0.3 --recompute-fraction 0.3 --host-memory-gb 0.1".split()
+CASES = {
+    "stages-slices-pages": Case(2, ["--state-policy", "paged", *SLICES, "--hdp-tokens-per-rank", "256"], num_stages=2),
+    "tensor-parallel-recompute": Case(2, TP2, tp_size=2),
+}
+HOST = ["--ngram-storage", "host", "--ngram-cache-rows"]
+HOST_CASES = {
+    "rings-packs-policy": Case(2, [*HOST, "0.3", "--hdp-tokens-per-rank", "128", *POLICY]),
+    "rings-stages-slices": Case(4, [*HOST, "0.1", "--ngram-cache-policy", "lfuopt", *SLICES], num_stages=2),
+    "tensor-parallel-recompute": Case(2, [*HOST, "1", "--ngram-cache-policy", "lfu", *TP2], tp_size=2),
+}
+HOST_RUN = [*NGRAM, "--ckpt-format", "torch_dist"]
+
+
+@pytest.mark.parametrize("name", HOST_CASES)
+def test_tables_on_the_host_train_as_one_plain_table(name: str, corpus: Path, tmp_path: Path) -> None:
+    case = HOST_CASES[name]
+    losses, expected = once(partial(train_oracle, corpus, entry=train_plain_table_one_by_one), "host oracle")
+    outcomes = run(corpus, tmp_path, case.num_ranks, [*HDP, *case.flags, *HOST_RUN], train_with_drawn_memory)
+    assert outcomes[-1].losses == pytest.approx(losses, rel=TOLERANCE), outcomes[-1].text[-500:]
+    check_gradients(case, tmp_path, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
+    case = CASES[name]
+    losses, expected = once(partial(train_oracle, corpus), "ngram oracle")
+    outcomes = run(corpus, tmp_path, case.num_ranks, [*HDP, *case.flags, *NGRAM], train_with_drawn_memory)
+    assert outcomes[-1].losses == pytest.approx(losses, rel=TOLERANCE), outcomes[-1].text[-500:]
+    check_gradients(case, tmp_path, expected)
+    assert "n-gram memory of 2,448 parameters in each of the layers 2, 3" in outcomes[0].text
+
+
+def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> None:
+    """Saved after one step by ranks whose caches hold updates back; one rank without a cache goes on."""
+    losses, _ = once(partial(train_oracle, corpus, entry=train_plain_table_one_by_one), "host oracle")
+    sharded = [*HOST_RUN, "--use-distributed-optimizer", "--hdp-tokens-per-rank", 256]
+    saving = [*HOST, "1", "--ngram-staleness-write", 9, "--save", tmp_path, "--exit-interval", 1]
+    run(corpus, None, 2, [*HDP, *sharded, *saving], train_with_drawn_memory)
+    loading = [*HOST, "0", "--load", tmp_path, "--hdp-log-dir", tmp_path / "then"]
+    run(corpus, None, 1, [*HDP, *sharded, *loading], train_with_drawn_memory)
+    second = 2 * losses[1] - losses[0]
+    assert step_losses(tmp_path / "then") == pytest.approx([second, losses[2]], rel=TOLERANCE)
+
+
+def train_oracle(corpus: Path, folder: Path, entry: Any = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses and the first gradients of one process of stock Megatron, one document at a time."""
+    (outcome,) = run(corpus, folder, 1, ONE_BY_ONE, entry or train_plain_memory_one_by_one)
+    return outcome.losses, whole_gradients(folder, 1, 1)[0]
+
+
+def memory_module() -> ModuleType:
+    """Return the module of the memory, which imports Megatron."""
+    from megatron.bytescale.core.models.common.embeddings import ngram_memory
+
+    return ngram_memory
+
+
+def draw_memory(memory: torch.nn.Module) -> None:
+    """Draw all parameters by name, so that the first step has gradients everywhere."""
+    for name, parameter in memory.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + memory.layer_number)
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def train_with_drawn_memory() -> None:
+    """An entry: train from memories drawn by name."""
+    module = memory_module()
+    add_memories = module.add_memories
+
+    def add_and_draw(settings: NgramConfig, make: Any, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        add_memories(settings, make, model_chunks)
+        for chunk in model_chunks:
+            for part in chunk.modules():
+                if isinstance(part, module.NgramMemory):
+                    draw_memory(part)
+        return model_chunks
+
+    module.add_memories = add_and_draw  # type: ignore[attr-defined]
+    train_and_record()
+
+
+def train_plain_memory_one_by_one() -> None:
+    """An entry: the oracle. The memory has the parameters of ours and a forward of its own."""
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    draw_weights_by_name()
+    build_model, module = GPTModelBuilder.build_model, memory_module()
+
+    def build_with_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = build_model(self, *args, **kwargs)
+        tokens: list[list[int]] = []
+        model.register_forward_pre_hook(lambda _, given: tokens.append(given[0][0].tolist()))
+        for number in LAYERS:
+            layer = model.decoder.layers[number - 1]
+            layer.ngram_memory = module.NgramMemory(model.config, NgramConfig(LAYERS, RULE, DIM, 0), number)
+            draw_memory(layer.ngram_memory)
+            hook = partial(add_plainly, layer.ngram_memory, tokens)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+            if hasattr(layer.ngram_memory, "count"):
+                model.register_forward_pre_hook(layer.ngram_memory.count, with_kwargs=True)
+        return model
+
+    GPTModelBuilder.build_model = build_with_memory
+    train_documents_one_by_one()
+
+
+class PlainTable:
+    """A table beside the model, updated by row-wise Adagrad after each step of 8 documents."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.squares = values.requires_grad_(), torch.zeros(len(values))
+        self.num_documents, self.num_labels = 0, 0.0
+
+    def count(self, _: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Count a document before its forward pass; the first one of a step ends the step before."""
+        if self.num_documents and self.num_documents % 8 == 0:
+            gradient = self.values.grad / self.num_labels
+            self.squares += (gradient**2).mean(dim=1)
+            self.values.data -= 0.01 * gradient / (self.squares.sqrt() + 1e-10)[:, None]
+            self.values.grad, self.num_labels = None, 0.0
+        self.num_documents += 1
+        self.num_labels += float(kwargs["loss_mask"].sum())
+
+
+def train_plain_table_one_by_one() -> None:
+    """An entry: the oracle whose tables are beside the model."""
+    module = memory_module()
+    make = module.NgramMemory
+
+    def make_beside(config: Any, settings: NgramConfig, number: int) -> Any:
+        memory = make(config, replace(settings, seed=1234), number)
+        table = PlainTable(memory.table.detach().clone())
+        del memory.table
+        memory.table, memory.count = table.values, table.count
+        return memory
+
+    module.NgramMemory = make_beside  # type: ignore[attr-defined]
+    train_plain_memory_one_by_one()
+
+
+def add_plainly(
+    memory: Any, documents: list[list[int]], layer: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Add the memory to the hidden states [t, 1, h] of a document, token by token."""
+    hidden = kwargs["hidden_states"]
+    rows = RULE.rows_of(torch.tensor(documents[-1]).numpy())
+    added = []
+    for token, state in zip(rows.tolist(), hidden[:, 0], strict=True):
+        gram = torch.cat([memory.table[row] for row in token])
+        key, value = memory.key @ gram, memory.value @ gram
+        cosine = (state @ key) / ((state**2).mean().sqrt() * (key**2).mean().sqrt())
+        added.append(value / (1 + torch.exp(-cosine / state.numel() ** 0.5)))
+    return args, {**kwargs, "hidden_states": hidden + torch.stack(added)[:, None]}

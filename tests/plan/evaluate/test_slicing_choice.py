@@ -1,0 +1,183 @@
+"""The slices that the planner chooses: never slower than those tried by hand, never more memory than the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from bytescale_ext.errors import OutOfTime
+from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.evaluate.replay import replay_stages
+from bytescale_ext.plan.evaluate.schedulers import equal_layers, stage_costs
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
+from bytescale_ext.plan.hdp.aligned import search as pipelines
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+COST = shipped("bytescale_7b")
+CLUSTER, STAGES = Cluster(8, 8192), 4
+MEMORY = StageMemory.of(COST, equal_layers(COST, STAGES), CLUSTER)
+COSTS = stage_costs(COST, STAGES)
+LENGTHS = (60_000, 30_000, *(9_000,) * 4, *(3_000,) * 12, *(500,) * 24)
+SHORT = [500] * 300
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_layouts() -> Iterator[None]:
+    """A short search for each placement."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines, "_MOST_LAYOUTS", 4)
+        yield
+
+
+def planner(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> HdpPlanner:
+    return HdpPlanner(CLUSTER, COSTS, balance="pp", choice=SlicingChoice(MEMORY, gigabytes * 1e9, options))
+
+
+@cache
+def planned(gigabytes: float, options: tuple[Slicing, ...] = OPTIONS) -> StepPlan:
+    """The plan of LENGTHS, made once for all tests."""
+    return planner(gigabytes, options)(LENGTHS)
+
+
+def seconds(plan: StepPlan) -> float:
+    assert plan.slicing is not None
+    return replay_stages(plan, (COSTS[-1],) * STAGES, plan.slicing).makespan
+
+
+def gigabytes(plan: StepPlan) -> float:
+    assert plan.slicing is not None
+    most = held(ShardTable.of(plan), plan.slicing, COSTS[0].both, MEMORY)
+    return MEMORY.most_bytes(most.layer_bytes.max(axis=1).tolist()) / 1e9
+
+
+@pytest.fixture(scope="module")
+def free() -> StepPlan:
+    return planned(1000)
+
+
+def test_it_is_at_least_as_fast_as_the_largest_option_by_hand(free: StepPlan) -> None:
+    check_step_plan(free, LENGTHS)
+    by_hand = Slicing(12, 1 << 20, eager=True)
+    plan = HdpPlanner(CLUSTER, COSTS, by_hand, balance="pp")(LENGTHS)
+    assert plan.slicing is None
+    assert seconds(free) <= replay_stages(plan, (COSTS[-1],) * STAGES, by_hand).makespan * (1 + 1e-9)
+
+
+def test_plans_hold_their_budget(free: StepPlan) -> None:
+    """Between the least that slices take and what the fastest plan takes."""
+    one_option = planned(1, OPTIONS[-2:-1])  # nothing fits: the one that holds least
+    assert one_option.slicing == OPTIONS[-2]
+    least = gigabytes(one_option)
+    for share in (0.9, 0.5):
+        budget = least + share * (gigabytes(free) - least)
+        plan = planned(budget)
+        assert gigabytes(plan) <= budget
+        assert seconds(plan) >= seconds(free) * 0.99
+    assert plan == planner(budget)(LENGTHS)
+
+
+def test_a_tight_budget_keeps_fewer_keys() -> None:
+    options = OPTIONS[-1:]
+    none, whole = planned(1, options), planned(1000, options)
+    tight = planner(gigabytes(none) + 0.1, options)(LENGTHS)
+    kept = [plan.slicing.kept_tokens for plan in (none, tight, whole) if plan.slicing is not None]
+    assert kept[0] == 0
+    assert kept[1] < kept[2] == 60_000
+    assert gigabytes(tight) <= gigabytes(none) + 0.1
+
+
+def test_the_slices_depend_on_the_step() -> None:
+    """Launches cost more than the bubble where all documents are short; nothing is in a ring."""
+    chosen = {planner(1000)(lengths).slicing for lengths in (LENGTHS, SHORT, [500] * 8)}
+    assert len(chosen) > 1
+    assert planner(1000)(SHORT).slicing.kept_tokens == 0  # type: ignore[union-attr]
+
+
+def test_an_empty_step_and_the_simple_plan() -> None:
+    assert planner(1000)([]).lengths == ()
+    simple = planner(30)
+    plan = simple.fallback(LENGTHS)
+    check_step_plan(plan, LENGTHS)
+    assert plan.slicing is not None
+    assert gigabytes(plan) <= max(30, gigabytes(simple(LENGTHS)))
+
+
+def test_a_plan_with_slices_is_written_read_and_compared(free: StepPlan) -> None:
+    again = StepPlan.from_json(free.to_json())
+    assert again.slicing == free.slicing
+    assert again.digest() == free.digest()
+    others = {
+        StepPlan(free.num_ranks, free.tokens_per_rank, free.lengths, free.ranks, True, slicing).digest()
+        for slicing in (
+            None, ONE_SLICE, Slicing(2), Slicing(2, 9), Slicing(2, 9, eager=True), Slicing(2, 9, summed_tokens=8),
+            Slicing(2, 9, swapped_tokens=10),
+        )
+    }  # fmt: skip
+    assert len(others) == 7
+
+
+def test_a_budget_that_nothing_fits_is_refused() -> None:
+    choice = SlicingChoice(MEMORY, 1e9)
+    with pytest.raises(
+        ValueError, match=r"take at least .* GB of device memory in slices, and --device-memory-gb is 1:"
+    ):
+        choice.check_fits(COSTS[0].both, CLUSTER.tokens_per_rank)
+    SlicingChoice(MEMORY, 80e9).check_fits(COSTS[0].both, CLUSTER.tokens_per_rank)
+
+
+def test_a_stage_in_the_middle_may_hold_most() -> None:
+    """Half of all layers on the third stage: it holds fewer slices than the first, in more layers."""
+    uneven = replace(MEMORY, num_layers=(4, 4, 20, 4))
+    choice = SlicingChoice(uneven, 46e9)
+    plan = HdpPlanner(CLUSTER, COSTS, balance="pp", choice=choice)(LENGTHS)
+    assert plan.slicing is not None
+    most = held(ShardTable.of(plan), plan.slicing, COSTS[0].both, uneven).layer_bytes.max(axis=1).tolist()
+    assert uneven.most_bytes(most) <= 46e9
+
+
+def test_out_of_time_leaves_no_half_chosen_plan() -> None:
+    """Ranks stop at different moments, so a plan that depends on the moment could differ between them."""
+    asked = iter([False] * 10 + [True] * 1000)
+    with pytest.raises(OutOfTime):
+        planner(1000)(LENGTHS, lambda: next(asked))
+
+
+@cache
+def in_host(host_gigabytes: float, key_read: float) -> StepPlan:
+    """The plan of 12 eager slices within what they hold without kept keys and 0.3 GB more."""
+    option, costs = OPTIONS[-1:], tuple(replace(cost, key_read=key_read) for cost in COSTS)
+    budget = gigabytes(planned(1, option)) + 0.3
+    choice = SlicingChoice(MEMORY, budget * 1e9, option, host_gigabytes * 1e9)
+    plan = HdpPlanner(CLUSTER, costs, balance="pp", choice=choice)(LENGTHS)
+    assert gigabytes(plan) <= budget
+    return plan
+
+
+def test_keys_go_to_host_memory_where_that_is_faster() -> None:
+    """Over a fast link all keys are kept; over a slow one the longest travel again."""
+    fast, slow, without = in_host(1000, 0.0), in_host(1000, 1.0), in_host(0, 0.0)
+    assert fast.slicing is not None
+    assert slow.slicing is not None
+    assert without.slicing is not None
+    assert fast.slicing.kept_tokens < fast.slicing.swapped_tokens == max(LENGTHS)
+    assert slow.slicing == without.slicing
+    assert not without.slicing.swapped_tokens
+    check_step_plan(fast, LENGTHS)
+    assert StepPlan.from_json(fast.to_json()).slicing == fast.slicing
+    assert seconds(fast) <= seconds(without)
+
+
+def test_swapped_keys_fit_in_host_memory() -> None:
+    plans = [in_host(host, 0.0) for host in (0.2, 1000)]
+    taken = [held(ShardTable.of(plan), plan.slicing or ONE_SLICE, COSTS[0].both, MEMORY).host_bytes(MEMORY)
+             for plan in plans]  # fmt: skip
+    assert taken[0] <= 0.2e9 < taken[1]

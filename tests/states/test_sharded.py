@@ -1,0 +1,56 @@
+"""A table shared out over ranks answers and learns as one table does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from bytescale_ext.states.cache import CacheSettings, RowCache
+from bytescale_ext.states.rows import RowTable
+from bytescale_ext.states.sharded import ShardedRows
+from tests.harness import run_ranks
+from tests.states.test_cache import DIM, NUM_ROWS, RATE, WORKERS, batches
+
+pytestmark = pytest.mark.ranks
+
+STALE = CacheSettings(6, "lfu", 2, 3)
+
+
+def train(rank: int, world: int, options: CacheSettings, num_steps: int) -> tuple[list[np.ndarray], np.ndarray, int]:
+    """Return the values that this rank reads in each step, the rows that it owns, and how many rows it fetched."""
+    group = dist.group.WORLD
+    assert group is not None
+    own = -(-NUM_ROWS // world)
+    table = ShardedRows(RowTable.drawn(range(rank * own, (rank + 1) * own), DIM, 1.0, 0), group)
+    cache, read = RowCache(options, NUM_ROWS, DIM), []
+    for step in batches(7, num_steps):
+        rows, gradients = step[rank]
+        read.append(cache.lookup(rows, table, RATE))
+        table.apply(cache.update(rows, gradients, RATE), RATE)
+    table.apply(cache.flush(RATE), RATE)
+    return read, table.shard.values, cache.traffic.num_fetched
+
+
+@pytest.mark.parametrize(
+    "options", [CacheSettings(0), CacheSettings(12, "lfuopt"), STALE], ids=["none", "exact", "stale"]
+)
+def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings) -> None:
+    found = run_ranks(train, WORKERS, options, 12)
+    table = RowTable.drawn(range(NUM_ROWS), DIM, 1.0, 0)
+    caches = [RowCache(options, NUM_ROWS, DIM) for _ in range(WORKERS)]
+    for number, step in enumerate(batches(7, 12)):
+        for rank, (cache, (rows, _)) in enumerate(zip(caches, step, strict=True)):
+            assert (cache.lookup(rows, table, RATE) == found[rank][0][number]).all()
+        table.apply([cache.update(*given, RATE) for cache, given in zip(caches, step, strict=True)], RATE)
+    table.apply([cache.flush(RATE) for cache in caches], RATE)
+    whole = np.concatenate([values for _, values, _ in found])
+    assert len(whole) == 32  # the last two belong to nobody
+    assert (whole[:NUM_ROWS] == table.values).all()
+    assert [fetched for *_, fetched in found] == [cache.traffic.num_fetched for cache in caches]
+
+
+def test_rows_are_drawn_alike_however_they_are_shared_out() -> None:
+    whole = RowTable.drawn(range(10_000), 2, 0.5, 3).values
+    parts = [RowTable.drawn(range(first, first + 2500), 2, 0.5, 3).values for first in range(0, 10_000, 2500)]
+    assert (np.concatenate(parts) == whole).all()
