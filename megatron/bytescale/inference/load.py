@@ -108,9 +108,10 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
 
     from bytescale_ext.attention.kernels.table import choose_kernel
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
-    from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads, first_layer_spec
+    from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
     from megatron.bytescale.core.models.gpt.frozen_trunk import HEADS
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, with_core_attention
+    from megatron.bytescale.core.transformer.spec_utils import layers_of
     from megatron.bytescale.inference.cache import CachedAttention
 
     device = torch.device("cpu" if on_cpu else "cuda")
@@ -131,7 +132,8 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(layers(config, vp_stage), attention)
     model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if heads is not None:
-        model.add_module(HEADS, DraftHeads(model.config, heads, first_layer_spec(model.transformer_layer_spec)))
+        layer = layers_of(model.transformer_layer_spec)[0]
+        model.add_module(HEADS, DraftHeads(model.config, heads, layer))
     use_document_positions([model])
     return model.to(device=device, dtype=args.params_dtype).eval()
 

@@ -47,17 +47,26 @@ def count_tokens(training: Training, runtime: Runtime, at_step_end: Callable[[St
         return training
     runtime.expert_counts = counts = TokenCounts(at_step_end=[at_step_end])
 
+    def tell() -> None:
+        loads = step_loads(counts)
+        for action in counts.at_step_end:
+            action(loads)
+
+    return after_steps(training.wrap_layer_spec(partial(with_counts, counts=counts)), tell)
+
+
+def after_steps(training: Training, act: Callable[[], None]) -> Training:
+    """Call ``act`` after the gradients of each step are reduced."""
+
     def wrap_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
-        def finalize_and_tell(*args: Any, **kwargs: Any) -> Any:
+        def finalize_and_act(*args: Any, **kwargs: Any) -> Any:
             result = finalize(*args, **kwargs)
-            loads = step_loads(counts)
-            for action in counts.at_step_end:
-                action(loads)
+            act()
             return result
 
-        return finalize_and_tell
+        return finalize_and_act
 
-    return training.wrap_layer_spec(partial(with_counts, counts=counts)).wrap_finalize(wrap_finalize)
+    return training.wrap_finalize(wrap_finalize)
 
 
 def step_loads(counts: TokenCounts) -> StepLoads:
@@ -118,15 +127,15 @@ def anneal(training: Training, runtime: Runtime) -> Training:
 
         return forward_at_temperature
 
-    def log(_: StepLoads) -> None:
+    def log() -> None:
         step = get_args().curr_iteration + 1
         if step % log_interval == 0 and gate.num_tokens:
             mean = gate.take_mean_active()
             print_rank_last(f"> bytescale: {mean:.3f} experts of a token since the last line")
             write_scalars({"experts/active": mean}, step)
 
-    training = count_tokens(training, runtime, log)
-    return training.wrap_layer_spec(partial(with_gate, gate=gate)).wrap_forward_step(wrap_forward)
+    training = after_steps(training.wrap_layer_spec(partial(with_gate, gate=gate)), log)
+    return training.wrap_forward_step(wrap_forward)
 
 
 class Follower:

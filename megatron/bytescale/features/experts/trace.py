@@ -49,7 +49,7 @@ def build(training: Training, runtime: Runtime) -> Training:
     return record_loads(training, runtime)
 
 
-_ALL = "expert_trace experts gate"  # all three count tokens
+_ALL = "expert_trace experts gate"  # all three change the layers of experts
 _COUNTED = "remove it: tokens are counted where the router of a layer runs"
 REFUSALS = (
     refuse("dense models", _ALL, "add --num-experts", lambda a: not a.num_experts),

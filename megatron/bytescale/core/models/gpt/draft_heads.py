@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.core.transformer.norm import LocalNorm
@@ -142,8 +141,3 @@ def embed_by_output(
     reduce = reduce_scatter_to_sequence_parallel_region if scatter else reduce_from_tensor_model_parallel_region
     reduced: torch.Tensor = reduce(embedded, group=group)
     return reduced
-
-
-def first_layer_spec(spec: ModuleSpec | TransformerBlockSubmodules) -> ModuleSpec:
-    """Return the spec of a layer, from that of a layer or of a block."""
-    return spec.layer_specs[0] if isinstance(spec, TransformerBlockSubmodules) else spec

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.data.samples.future import no_future
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
-from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads, embed_by_output, first_layer_spec
+from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads, embed_by_output
 from megatron.bytescale.core.models.gpt.frozen_trunk import HEADS, FrozenTrunk, begin_as_last_layer, without_heads
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -33,7 +34,7 @@ def add_draft_heads(
         model.hide_loss_modules = partial(without_heads, chunk)
         if not model.post_process:
             continue
-        heads = DraftHeads(model.config, settings, first_layer_spec(model.transformer_layer_spec))
+        heads = DraftHeads(model.config, settings, layers_of(model.transformer_layer_spec)[0])
         chunk.add_module(HEADS, heads)
         chunk.register_load_state_dict_pre_hook(begin_as_last_layer)
         loss = DraftLoss(trunk, heads, chunk_tokens)

@@ -24,6 +24,7 @@ from megatron.bytescale.core.transformer.dot_product_attention import DocumentAt
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.moe.slice_router import SampleRouter
 from megatron.bytescale.core.transformer.norm import LocalNorm
+from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 
 def document_layer_spec(runtime: Any) -> Any:
@@ -57,8 +58,7 @@ def with_core_attention(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return a layer spec, or spec of a block, with this ``core_attention``."""
     spec = copy.deepcopy(spec)
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    for layer in layers:
+    for layer in layers_of(spec):
         layer.submodules.self_attention.submodules.core_attention = attention
     return spec
 

@@ -12,6 +12,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron.bytescale.core.transformer.spec_utils import layers_of
+
 
 @dataclass
 class TokenCounts:
@@ -43,12 +45,12 @@ class TokenCounts:
 
 
 class CountedMoELayer(MoELayer):
-    """Megatron's layer of experts, which notes what its router has chosen for training.
+    """Megatron's layer of experts, which notes what its router has chosen for training if it is given ``counts``.
 
     A forward pass that will be recomputed runs without gradients and is not counted; the recomputation is.
     """
 
-    def __init__(self, *args: Any, counts: TokenCounts, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, counts: TokenCounts | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.counts = counts
 
@@ -57,7 +59,7 @@ class CountedMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route hidden states [rows, b, hidden]: return probabilities and choices, [tokens, experts] both."""
         probs, chosen = super().route(hidden_states, padding_mask)
-        if self.training and torch.is_grad_enabled():
+        if self.counts is not None and self.training and torch.is_grad_enabled():
             assert self.layer_number is not None
             self.counts.note(self.layer_number, chosen)
         return probs, chosen
@@ -65,7 +67,7 @@ class CountedMoELayer(MoELayer):
 
 def with_counts(spec: ModuleSpec | TransformerBlockSubmodules, counts: TokenCounts) -> Any:
     """Change a new spec of a block or a layer: its layers of experts count tokens."""
-    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+    for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) is MoELayer:
             layer.submodules.mlp = partial(CountedMoELayer, *mlp.args, **mlp.keywords, counts=counts)

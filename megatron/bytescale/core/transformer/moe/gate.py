@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
 from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
+from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 
 @dataclass
@@ -99,10 +101,10 @@ class GatedMoELayer(CountedMoELayer):
 
 
 def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Any:
-    """Change a new spec whose layers of experts count tokens: their routers follow a gate."""
-    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+    """Change a new spec of a block or a layer: the routers of its layers of experts follow a gate."""
+    for layer in layers_of(spec):
         mlp = layer.submodules.mlp
-        if getattr(mlp, "func", None) is CountedMoELayer:
+        if getattr(mlp, "func", None) in (MoELayer, CountedMoELayer):
             modules = mlp.keywords["submodules"]
             router: Any = modules.router if isinstance(modules.router, partial) else partial(modules.router)
             gated: Any = annealed(router.func, gate)

@@ -18,6 +18,7 @@ from bytescale_ext.plan.experts.placement import PlacementPlan
 from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer
 from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
 from megatron.bytescale.core.transformer.moe.slots import SlotTable
+from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 
 @dataclass
@@ -73,7 +74,7 @@ class PlacedMoELayer(CountedMoELayer):
 
 def with_slots(spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements) -> Any:
     """Change a new spec whose layers of experts count tokens: they follow placements."""
-    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+    for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         if getattr(mlp, "func", None) is CountedMoELayer:
             modules = mlp.keywords["submodules"]

@@ -119,3 +119,10 @@ def test_layers_that_count_get_the_gate(router: object) -> None:
     assert mlp.keywords["gate"] is gate
     assert issubclass(mlp.keywords["submodules"].router.func, TopKRouter)
     assert modules.router is router
+
+
+def test_layers_that_do_not_count_get_it_too() -> None:
+    modules = MoESubmodules(experts="experts", router=TopKRouter)  # type: ignore[arg-type]
+    mlp = with_gate(layer_spec(partial(MoELayer, submodules=modules)), Gate(PLAN)).submodules.mlp
+    assert mlp.func is GatedMoELayer
+    assert "counts" not in mlp.keywords
