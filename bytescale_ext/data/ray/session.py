@@ -74,7 +74,7 @@ def start_ray(address: str | None, namespace: str) -> str:
         address = "local"
         options |= {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False}
         options |= {"object_store_memory": _OBJECT_STORE_BYTES}
-    with _sigterm_kept():
+    with sigterm_kept():
         for attempts_left in reversed(range(_START_ATTEMPTS if address == "local" else 1)):
             try:
                 context = ray.init(address=address, **options)
@@ -98,7 +98,7 @@ def _no_ray(address: str, error: Exception) -> ValueError:
 
 
 @contextlib.contextmanager
-def _sigterm_kept() -> Iterator[None]:
+def sigterm_kept() -> Iterator[None]:
     """Restore the handler of SIGTERM that Ray replaces: ``--exit-signal-handler`` and the launcher rely on it."""
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.bytescale.cli.data import sculpt
+from megatron.bytescale.cli.data import clean, sculpt
 
 NAME = "data"
-HELP = "prepare a corpus for long contexts: windows of related documents (bytescale data sculpt)"
+HELP = "prepare a corpus for long contexts: clean it, mix its sources, make windows of related documents"
 EXAMPLE = sculpt.EXAMPLE
 
-COMMANDS = (sculpt,)
+COMMANDS = (clean, sculpt)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""Clean a corpus before training: read its sources, filter, mask, remove duplicates and report, on datatrove."""

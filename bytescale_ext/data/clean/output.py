@@ -1,0 +1,98 @@
+"""The cleaned documents in files: parts by each task, then the shards of each data set under their final names."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from bytescale_ext.data.clean.duplicates import weights_of
+from bytescale_ext.data.clean.recipe import Recipe
+from bytescale_ext.data.clean.tally import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Documents of one source that weigh the same.
+
+    Attributes:
+        name: the folder of its shards, and its prefix.
+        source: of its documents.
+        weight: how often each counts.
+        shards: the ``.jsonl`` files.
+    """
+
+    name: str
+    source: str
+    weight: float
+    shards: tuple[Path, ...]
+
+
+class Write(PipelineStep):  # type: ignore[misc]
+    """Write the documents of a task to a part for each data set."""
+
+    name = "write"
+    type = "writer"
+
+    def __init__(self, recipe: Recipe, work: Path, at_end: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.work = work
+        self.at_end = at_end
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> None:
+        """Write the task's parts again from the beginning, and count them."""
+        folder, tally = self.work / "parts" / f"{rank:05d}", Tally()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        streams = {}
+        try:
+            for document in data:
+                source, copies = str(document.metadata["source"]), int(document.metadata["copies"])
+                weight = self._weight(copies)
+                name = data_set_name(source, weight)
+                if name not in streams:
+                    streams[name] = (folder / f"{name}.jsonl").open("w", encoding="utf-8")
+                values = {"text": document.text, "id": document.id, "source": source, "copies": copies}
+                streams[name].write(json.dumps(values, ensure_ascii=True) + "\n")
+                tally.add(source, "kept", num_bytes=len(document.text.encode("utf-8", "surrogatepass")))
+                tally.add(source, f"weight {weight:.2f}")
+        finally:
+            for stream in streams.values():
+                stream.close()
+        tally.save(self.work / "told" / f"write-{rank:05d}.json")
+        if self.at_end is not None:
+            self.at_end(rank)
+
+    def _weight(self, copies: int) -> float:
+        if self.recipe.policy == "drop":
+            return 1.0
+        return float(weights_of(np.array([copies]), self.recipe.max_weight)[0])
+
+
+def data_set_name(source: str, weight: float) -> str:
+    """Return the name of the data set of a source's documents of a weight."""
+    return source if weight == 1 else f"{source}-x{weight:.2f}"
+
+
+def gather(recipe: Recipe, work: Path, output: Path) -> list[DataSet]:
+    """Move the parts of all tasks to ``output``/NAME/00000.jsonl and so on; a second call moves what is left."""
+    for part in sorted((work / "parts").glob("*/*.jsonl")):
+        shard = output / part.stem / f"{part.parent.name}.jsonl"
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(part, shard)
+    found: list[DataSet] = []
+    for source in (one.name for one in recipe.sources):
+        for weight in np.arange(1.0, recipe.max_weight + 0.25, 0.25).tolist():
+            name = data_set_name(source, min(weight, recipe.max_weight))
+            shards = tuple(sorted((output / name).glob("*.jsonl")))
+            if shards and all(one.name != name for one in found):
+                found.append(DataSet(name, source, min(weight, recipe.max_weight), shards))
+    return found

@@ -1,0 +1,186 @@
+"""Read the documents of a source: lines of JSON, files of text, rows of Parquet, pages of WARC and WET archives."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.io import DataFolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers import ParquetReader
+
+from bytescale_ext.data.clean.recipe import Recipe, Source, files_of
+from bytescale_ext.data.clean.tally import Tally
+
+_HTML: Final = ("text/html", "application/xhtml+xml")
+_NEEDS: Final = {"parquet": ("pyarrow",), "warc": ("warcio", "trafilatura")}
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """What could not be read: ``empty``, ``binary`` or ``broken``, where, and why."""
+
+    kind: str
+    where: str
+    why: str
+
+
+type Read = Document | Bad
+
+
+class Collect(PipelineStep):  # type: ignore[misc]
+    """Yield the documents of a task's files, which are dealt to the tasks in turn, and count what is bad.
+
+    Raises:
+        ValueError: something is bad, and the recipe says ``on_bad = "fail"``.
+    """
+
+    name = "collect"
+    type = "reader"
+
+    def __init__(self, recipe: Recipe, told: Path) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.told = told
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Read files ``rank``, ``rank + world_size`` and so on."""
+        tally = Tally()
+        for number, path in files_of(self.recipe.sources)[rank::world_size]:
+            source = self.recipe.sources[number]
+            for one in documents_of(path, source, self.recipe.text_key):
+                if isinstance(one, Bad):
+                    self._bad(one, source, tally)
+                    continue
+                tally.add(source.name, "read", num_bytes=len(one.text.encode("utf-8", "surrogatepass")))
+                one.metadata = {"source": source.name}
+                yield one
+        tally.save(self.told / f"collect-{rank:05d}.json")
+
+    def _bad(self, bad: Bad, source: Source, tally: Tally) -> None:
+        if self.recipe.on_bad == "fail":
+            raise ValueError(f"{bad.where}: {bad.why}: mend it, or give --on-bad skip")
+        tally.add(source.name, bad.kind)
+        tally.example(bad.kind, bad.where, bad.why)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raise ValueError where a package that a source needs is not installed."""
+    for source in recipe.sources:
+        missing = [name for name in _NEEDS.get(source.format, ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(f"source {source.name}: {source.format} needs {missing[0]}: pip install {missing[0]}")
+
+
+def documents_of(path: Path, source: Source, key: str) -> Iterator[Read]:
+    """Yield the documents of a file, and what in it is bad."""
+    readers: dict[str, Callable[[Path, Source, str], Iterator[Read]]] = {
+        "text": _text_file,
+        "jsonl": _json_lines,
+        "parquet": _parquet_rows,
+        "warc": _archived_pages,
+    }
+    yield from readers[source.format](path, source, key)
+
+
+def _place(path: Path, source: Source) -> str:
+    root = Path(source.path)
+    return f"{source.name}/{path.name if root == path else path.relative_to(root).as_posix()}"
+
+
+def _text_file(path: Path, source: Source, _: str) -> Iterator[Read]:
+    raw = path.read_bytes()
+    yield _document(raw, str(path), _place(path, source))
+
+
+def _document(raw: bytes, where: str, name: str) -> Read:
+    if not raw.strip():
+        return Bad("empty", where, "no text")
+    if b"\0" in raw:
+        return Bad("binary", where, "a byte of value 0: this is not text")
+    try:
+        return Document(raw.decode("utf-8"), name)
+    except UnicodeDecodeError as error:
+        return Bad("binary", where, f"not UTF-8 ({error.reason} at byte {error.start})")
+
+
+def _opened(path: Path, compression: str | None) -> object:
+    return DataFolder(str(path.parent)).open(path.name, "rb", compression=compression)
+
+
+def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
+    number = 0
+    try:
+        with _opened(path, "infer") as lines:  # type: ignore[attr-defined]
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _json_line(line, f"{path}:{number}", f"{_place(path, source)}#{number}", key)
+    except (OSError, EOFError) as error:
+        yield Bad("broken", f"{path}:{number + 1}", f"cannot be read on ({error})")
+
+
+def _json_line(line: bytes, where: str, name: str, key: str) -> Read:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Bad("broken", where, f"not JSON ({error})")
+    if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        found = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
+        return Bad("broken", where, f"no text under {key!r} (found: {found})")
+    if not value[key].strip():
+        return Bad("empty", where, "no text")
+    return Document(value[key], str(value.get("id", name)))
+
+
+def _parquet_rows(path: Path, source: Source, key: str) -> Iterator[Read]:
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as opened:
+            columns, rows = opened.schema_arrow.names, opened.metadata.num_rows
+    except (ArrowInvalid, OSError) as error:
+        yield Bad("broken", str(path), f"not a Parquet file ({error})")
+        return
+    if key not in columns:
+        yield Bad("broken", str(path), f"no column {key!r} (found: {', '.join(columns)})")
+        return
+    reader = ParquetReader(str(path.parent), text_key=key, read_metadata="id" not in columns)
+    found = 0
+    for row in reader.read_file(path.name):
+        if not row.text.strip():
+            continue
+        found += 1
+        name = row.id if "id" in columns else f"{_place(path, source)}#{found}"
+        yield Document(row.text, str(name))
+    for _ in range(rows - found):
+        yield Bad("empty", str(path), "a row without text")
+
+
+def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
+    from datatrove.pipeline.extractors import Trafilatura
+    from warcio.archiveiterator import ArchiveIterator
+    from warcio.exceptions import ArchiveLoadFailed
+
+    extractor = Trafilatura()
+    try:
+        with _opened(path, None) as stream:  # type: ignore[attr-defined]
+            for number, record in enumerate(ArchiveIterator(stream), 1):
+                if record.rec_type not in ("response", "conversion"):
+                    continue
+                kind = record.http_headers.get_header("Content-Type", "") if record.http_headers else "text/plain"
+                where, raw = f"{path}, record {number}", record.content_stream().read()
+                is_page = kind.startswith(_HTML)
+                if not is_page and not kind.startswith("text/plain"):
+                    continue
+                page = _document(raw, where, record.rec_headers.get_header("WARC-Record-ID", where))
+                if is_page and isinstance(page, Document):
+                    page.text = extractor.extract(page.text) or ""
+                yield page if isinstance(page, Bad) or page.text else Bad("empty", where, "a page without text")
+    except (ArchiveLoadFailed, OSError, EOFError) as error:
+        yield Bad("broken", str(path), f"not a WARC file ({error})")

@@ -1,0 +1,104 @@
+"""What tasks keep for each other in the work folder: documents as they were collected, and which of them stay."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+# A document on the shelf: hash of its text (two halves), bytes of it, number of its source, hash of its name.
+ROW: Final = np.dtype([("high", "<u8"), ("low", "<u8"), ("length", "<u8"), ("source", "<u4"), ("name", "<u8")])
+# What was decided: whether a document stays, and how many it stands for, itself included.
+DECISION: Final = np.dtype([("kept", "?"), ("copies", "<u4")])
+
+
+def shelf_path(work: Path, rank: int) -> Path:
+    """Return the file of a task's documents."""
+    return work / "shelf" / f"{rank:05d}.jsonl"
+
+
+def rows_path(work: Path, rank: int) -> Path:
+    """Return the file of a task's rows, in the order of its documents."""
+    return work / "shelf" / f"{rank:05d}.npy"
+
+
+def decisions_path(work: Path, rank: int) -> Path:
+    """Return the file of what was decided about a task's documents."""
+    return work / "decisions" / f"{rank:05d}.npy"
+
+
+def hashes_of(text: str, size: int = 16) -> tuple[int, ...]:
+    """Return the hash of a text in numbers of 64 bits."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).digest()
+    return tuple(int.from_bytes(digest[place : place + 8], "little") for place in range(0, size, 8))
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Write an array [n]; the file has its name once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as stream:
+        np.save(stream, values)
+    os.replace(partial, path)
+
+
+class Shelve(PipelineStep):  # type: ignore[misc]
+    """Write documents and their rows to the work folder, and pass them on."""
+
+    name = "shelve"
+    type = "writer"
+
+    def __init__(self, sources: tuple[str, ...], work: Path) -> None:
+        super().__init__()
+        self.sources = sources
+        self.work = work
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents; a task that is killed leaves no file under its final name."""
+        path, rows = shelf_path(self.work, rank), []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("w", encoding="utf-8") as stream:
+            for document in data:
+                source = self.sources.index(str(document.metadata["source"]))
+                stream.write(json.dumps({"text": document.text, "id": document.id, "source": source}) + "\n")
+                length = len(document.text.encode("utf-8", "surrogatepass"))
+                rows.append((*hashes_of(document.text), length, source, *hashes_of(document.id, 8)))
+                yield document
+        os.replace(partial, path)
+        save_array(rows_path(self.work, rank), np.array(rows, ROW))
+
+
+def shelved(work: Path, rank: int) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield the documents of a task with their numbers: text, id and the number of the source."""
+    with shelf_path(work, rank).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            yield number, json.loads(line)
+
+
+class Survivors(PipelineStep):  # type: ignore[misc]
+    """Yield the documents of a task that stay, with how many they stand for."""
+
+    name = "survivors"
+    type = "reader"
+
+    def __init__(self, sources: tuple[str, ...], work: Path) -> None:
+        super().__init__()
+        self.sources = sources
+        self.work = work
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Read the shelf of task ``rank``."""
+        decisions = np.load(decisions_path(self.work, rank))
+        for number, values in shelved(self.work, rank):
+            if decisions["kept"][number]:
+                copies = int(decisions["copies"][number])
+                source = self.sources[int(str(values["source"]))]
+                yield Document(str(values["text"]), str(values["id"]), metadata={"source": source, "copies": copies})

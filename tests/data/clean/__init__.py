@@ -1,0 +1,1 @@
+"""Cleaning: each step by itself, then the stages together."""

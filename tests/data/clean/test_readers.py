@@ -1,0 +1,146 @@
+"""Readers of each format, and what is bad in their files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+from datatrove.data import Document
+
+from bytescale_ext.data.clean.readers import Bad, Collect, check_packages, documents_of
+from bytescale_ext.data.clean.recipe import Recipe, Source
+from tests.data.cleaning import folder_of, run_steps, told
+
+PAGE = (
+    "<html><body><nav>menu</nav><article><p>A harbour is a part of a body of water that is deep enough for ships to "
+    "anchor.</p><p>Lighthouses guide the ships at night along the coast of the country.</p></article></body></html>"
+)
+
+
+def read(path: Path, kind: str, key: str = "text") -> list[Document | Bad]:
+    return list(documents_of(path, Source("docs", str(path.parent), kind, "*", ()), key))
+
+
+def kinds(found: list[Document | Bad]) -> list[str]:
+    return [one.kind if isinstance(one, Bad) else one.text for one in found]
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [(b"text\n", "text\n"), (b" \n", "empty"), (b"", "empty"), (b"a\0b", "binary"), (b"\xff\xfe", "binary")],
+)
+def test_files_of_text(raw: bytes, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(raw)
+    assert kinds(read(tmp_path / "a.txt", "text")) == [expected]
+
+
+LINES = [
+    '{"body": "one", "id": "first"}',
+    "",
+    '{"body": "two"}',
+    "{broken",
+    '["no object"]',
+    '{"text": "other key"}',
+    '{"body": 7}',
+    '{"body": "  "}',
+    '{"body": "last \\ud800"}',
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lines_of_json(packed: bool, tmp_path: Path) -> None:
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    raw = "\n".join(LINES).encode()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    found = read(path, "jsonl", "body")
+    assert kinds(found) == ["one", "two", "broken", "broken", "broken", "broken", "empty", "last \ud800"]
+    assert [one.id for one in found if isinstance(one, Document)] == [
+        "first",
+        f"docs/{path.name}#3",
+        f"docs/{path.name}#9",
+    ]
+    broken = [one for one in found if isinstance(one, Bad)]
+    assert broken[0].where == f"{path}:4"
+    assert "found: text" in broken[2].why
+
+
+def test_a_packed_file_that_is_cut_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(50)]
+    whole = gzip.compress("\n".join(lines).encode(), 1)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    found = kinds(read(tmp_path / "a.jsonl.gz", "jsonl"))
+    assert found[-1] == "broken"
+    assert all(one.startswith(f"{number} ") for number, one in enumerate(found[:-1]))
+
+
+def test_rows_of_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"text": ["one", "", "two", None], "id": ["a", "b", "c", "d"], "stars": [1, 2, 3, 4]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    found = read(tmp_path / "a.parquet", "parquet")
+    assert kinds(found) == ["one", "two", "empty", "empty"]
+    assert [one.id for one in found if isinstance(one, Document)] == ["a", "c"]
+    assert "found: text, id, stars" in read(tmp_path / "a.parquet", "parquet", "body")[0].why  # type: ignore[union-attr]
+    del columns["id"]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "b.parquet")
+    assert read(tmp_path / "b.parquet", "parquet")[0].id == "docs/b.parquet#1"  # type: ignore[union-attr]
+    (tmp_path / "c.parquet").write_bytes(b"no table")
+    assert kinds(read(tmp_path / "c.parquet", "parquet")) == ["broken"]
+
+
+def test_pages_of_archives(tmp_path: Path) -> None:
+    from warcio.statusandheaders import StatusAndHeaders
+    from warcio.warcwriter import WARCWriter
+
+    path = tmp_path / "a.warc.gz"
+    with path.open("wb") as stream:
+        writer = WARCWriter(stream, gzip=True)
+        for kind, body in (("text/html; charset=utf-8", PAGE), ("image/png", "picture"), ("text/html", " ")):
+            headers = StatusAndHeaders("200 OK", [("Content-Type", kind)], protocol="HTTP/1.0")
+            payload = io.BytesIO(body.encode())
+            writer.write_record(writer.create_warc_record("http://a.b/", "response", payload, http_headers=headers))
+        plain = io.BytesIO(b"Plain words of a page.")
+        writer.write_record(writer.create_warc_record("http://a.b/c", "conversion", plain))
+    found = kinds(read(path, "warc"))
+    assert "deep enough for ships" in found[0]
+    assert "<p>" not in found[0]
+    assert "menu" not in found[0]
+    assert found[1:] == ["empty", "Plain words of a page."]
+    (tmp_path / "b.warc.gz").write_bytes(b"no archive")
+    assert kinds(read(tmp_path / "b.warc.gz", "warc")) == ["broken"]
+
+
+def recipe_of(tmp_path: Path, on_bad: str = "skip") -> Recipe:
+    docs = folder_of(tmp_path, "docs", {"a.txt": "one", "b.txt": "two", "c.txt": "", "d.txt": "three"})
+    (tmp_path / "more.jsonl").write_text('{"text": "four"}\n{\n')
+    more = Source("more", str(tmp_path / "more.jsonl"), "jsonl", "*", ())
+    return Recipe((docs, more), tasks=3, on_bad=on_bad)
+
+
+def test_files_are_dealt_to_tasks_and_counted(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    found = run_steps([Collect(recipe, tmp_path / "told")], recipe.tasks)
+    assert sorted(one.text for one in found) == ["four", "one", "three", "two"]  # type: ignore[attr-defined]
+    counts = told(tmp_path).counts
+    assert counts == {"docs": {"read": 3, "empty": 1}, "more": {"read": 1, "broken": 1}}
+    assert told(tmp_path).num_bytes["docs"]["read"] == 11
+    assert {one.metadata["source"] for one in found} == {"docs", "more"}  # type: ignore[attr-defined]
+
+
+def test_bad_input_fails_where_it_is_asked_to(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "fail")
+    with pytest.raises(ValueError, match=r"more\.jsonl:2: not JSON .*: mend it, or give --on-bad skip"):
+        run_steps([Collect(recipe, tmp_path / "told")], recipe.tasks)
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe((Source("web", str(tmp_path), "warc", "*", ()),))
+    check_packages(recipe)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "warcio" else name)
+    with pytest.raises(ValueError, match="source web: warc needs warcio: pip install warcio"):
+        check_packages(recipe)

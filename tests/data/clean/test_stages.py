@@ -1,0 +1,149 @@
+"""The stages on each executor: the same documents, and what is finished is skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.data.clean.output import gather
+from bytescale_ext.data.clean.recipe import STEPS, Recipe, Source
+from bytescale_ext.data.clean.stages import EXECUTORS, Stage, Where, run_stages, stages_of
+from tests.data.cleaning import HEADER, folder_of, text
+
+pytestmark = pytest.mark.ranks
+
+
+def recipe_of(root: Path) -> Recipe:
+    bodies = {f"{number}.txt": HEADER + text(number % 4, changed=50 if number > 3 else None) for number in range(6)}
+    return Recipe((folder_of(root, "docs", bodies),), tasks=2, buckets=3, hashes=2)
+
+
+def finish(recipe: Recipe, work: Path, output: Path) -> Callable[..., None]:
+    return Finish(recipe, work, output)
+
+
+class Finish:
+    """The last stage of these tests, which a process of its own can load."""
+
+    def __init__(self, recipe: Recipe, work: Path, output: Path) -> None:
+        self.places = recipe, work, output
+
+    def __call__(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        gather(*self.places)
+
+
+def run(root: Path, out: str, where: Where, steps: tuple[str, ...] = STEPS) -> set[str]:
+    recipe, work = dataclasses.replace(recipe_of(root), steps=steps), root / f"{out}-work"
+    run_stages(stages_of(recipe, work, finish(recipe, work, root / out)), work, where)
+    return texts_in(root / out)
+
+
+def texts_in(folder: Path) -> set[str]:
+    return {json.loads(line)["text"] for path in folder.rglob("*.jsonl") for line in path.read_text().splitlines()}
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> set[str]:
+    found = run(tmp_path, "expected", Where())
+    assert len(found) == 4
+    assert sum(HEADER in one for one in found) == 1
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_several_processes(tmp_path: Path, expected: set[str]) -> None:
+    assert run(tmp_path, "out", Where(workers=2)) == expected
+
+
+@pytest.mark.timeout(300)
+def test_ray(tmp_path: Path) -> None:
+    """Without a stage that adds seconds and nothing new."""
+    expected = run(tmp_path, "expected", Where(), ("exact",))
+    assert run(tmp_path, "out", Where("ray", workers=2), ("exact",)) == expected
+
+
+SBATCH = """#!/bin/bash
+echo "$@" >> "$CALLS"
+cat "${@: -1}" >> "$CALLS"
+echo "Submitted batch job $(grep -c '^#!' "$CALLS")"
+"""
+
+
+def test_slurm(tmp_path: Path, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are submitted in their order, each after the one before it; their tasks, run here, give the same."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, body in (("sbatch", SBATCH), ("scontrol", "#!/bin/bash\necho here\n")):
+        (tools / name).write_text(body)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    assert run(tmp_path, "out", Where("slurm", slurm=(("partition", "cpu"), ("account", "us")))) == set()
+    calls = (tmp_path / "calls").read_text()
+    order = [line.partition("=")[2] for line in calls.splitlines() if "--job-name" in line]
+    assert order[::2] == order[1::2]  # each with the job that sums up its counts
+    names = [one.removeprefix("clean-") for one in order[::2]]
+    assert names == ["collect", "match", "decide", "sentences", "repeated", "write", "finish"]
+    submitted = [line for line in calls.splitlines() if line.startswith("--export=ALL")]
+    assert ["--dependency=afterok:" in line for line in submitted] == [False] + [True] * (len(names) - 1)
+    assert "#SBATCH --account=us" in calls
+    monkeypatch.setenv("SLURM_NODELIST", "here")
+    for name in names:
+        folder = tmp_path / "out-work" / "stages" / name
+        for task in range(len(json.loads((folder / "ranks_to_run.json").read_text()))):
+            monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+            pickle.loads((folder / "executor.pik").read_bytes()).run()
+    assert texts_in(tmp_path / "out") == expected
+
+
+class Once:
+    """A step that fails in its first run, as a killed one does, and counts its runs."""
+
+    def __init__(self, path: Path, fails: int | None = None) -> None:
+        self.path, self.fails = path, fails
+
+    def __call__(self, data: object, rank: int, world_size: int) -> object:
+        runs = len(self.path.read_text()) if self.path.exists() else 0
+        self.path.write_text("x" * (runs + 1))
+        if runs == self.fails:
+            raise RuntimeError("killed")
+        return data
+
+
+@pytest.mark.parametrize("broken", range(5))
+def test_a_killed_run_loses_nothing_and_repeats_nothing(broken: int, tmp_path: Path, expected: set[str]) -> None:
+    recipe, work = recipe_of(tmp_path), tmp_path / "work"
+    stages = stages_of(recipe, work, finish(recipe, work, tmp_path / "out"))
+    counted = [
+        Stage(one.name, one.tasks, [*one.steps, Once(tmp_path / one.name, 0 if place == broken else None)])
+        for place, one in enumerate(stages)
+    ]
+    with pytest.raises(ValueError, match=f"stage {stages[broken].name}: RuntimeError: killed; see .*/logs"):
+        run_stages(counted, work, Where())
+    assert texts_in(tmp_path / "out") == set()
+    run_stages(counted, work, Where())
+    assert texts_in(tmp_path / "out") == expected
+    runs = {one.name: len((tmp_path / one.name).read_text()) for one in stages}
+    assert runs == {one.name: one.tasks + (place == broken) for place, one in enumerate(stages)}
+    assert "killed" in (work / "log.txt").read_text()
+
+
+def test_bad_input_is_its_own_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text("{broken\n")
+    source = Source("lines", str(tmp_path / "a.jsonl"), "jsonl", "*", ())
+    recipe, work = Recipe((source,), on_bad="fail"), tmp_path / "work"
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: not JSON"):
+        run_stages(stages_of(recipe, work, print), work, Where())
+    assert capfd.readouterr() == ("", "")  # the log has the rest
+
+
+def test_steps_that_are_off_have_no_stage(tmp_path: Path) -> None:
+    names = [stage.name for stage in stages_of(Recipe((), steps=("exact",)), tmp_path, print)]
+    assert names == ["collect", "decide", "write", "finish"]
+    assert EXECUTORS == ("local", "ray", "slurm")
