@@ -45,7 +45,7 @@ def page() -> str:
     parts = [HEAD, "## Device and costs\n", flags_table(rest)]
     for feature in FEATURES:
         parts += [f"## {feature.name}: {feature.summary}\n", f"Switched on by `{feature.flag}`.\n"]
-        parts += [flags_table(feature.actions())]
+        parts += [flags_table(feature.actions()) if feature.actions() else "That is a flag of Megatron's own.\n"]
     parts += ["## Refused\n", "| flag | with | instead |\n|---|---|---|\n" + "".join(refusal_rows())]
     return "\n".join(parts)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from bytescale_ext.data.loading.planning import without_tables
+from bytescale_ext.data.samples.answers import AnswerSource, with_answers_only
 from bytescale_ext.data.samples.future import future_tokens
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, with_gram_rows
@@ -95,8 +96,13 @@ class LoaderSettings:
     def read(
         self, units: Sequence[Unit], source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
     ) -> tuple[PackedMicroBatch, ...]:
-        """Read the tokens of units; ``sample_ids`` and ``lengths`` of each sequence of their plan."""
+        """Read the tokens of units; ``sample_ids`` and ``lengths`` of each sequence of their plan.
+
+        Where the source knows which tokens are answers, only these have a loss.
+        """
         packed = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
+        if isinstance(source, AnswerSource):
+            packed = [with_answers_only(one, source, sample_ids) for one in packed]
         if count := self.future_tokens:
             packed = [
                 replace(one, future=future_tokens(one.micro_batch, source, sample_ids, lengths, one.num_rows, count))

@@ -79,7 +79,13 @@ def check_first_lines(entries: Sequence[Entry], json_key: str) -> None:
 
 
 def contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, bytes]]:
-    """Yield each entry with its text, keeping a JSONL file open from line to line."""
+    """Yield each entry with its text. Raises ValueError for a bad line."""
+    for entry, raw in raw_contents(entries):
+        yield entry, raw if entry.line is None else json_text(raw, json_key, f"{entry.path}:{entry.line}")
+
+
+def raw_contents(entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
+    """Yield each entry with its file or its line, keeping a JSONL file open from line to line."""
     opened: dict[Path, BinaryIO] = {}
     try:
         for entry in entries:
@@ -91,7 +97,7 @@ def contents(entries: Sequence[Entry], json_key: str) -> Iterator[tuple[Entry, b
                     stream.close()
                 opened = {entry.path: entry.path.open("rb")}
             opened[entry.path].seek(entry.offset)
-            yield entry, json_text(opened[entry.path].readline(), json_key, f"{entry.path}:{entry.line}")
+            yield entry, opened[entry.path].readline()
     finally:
         for stream in opened.values():
             stream.close()

@@ -280,7 +280,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--multiple-validation-sets", "hdp"),
     refuse("--multiple-validation-sets alone", ALWAYS, "add --full-validation, which Megatron 0.19.2 needs with it",
            lambda a: a.multiple_validation_sets and not a.full_validation),
-    refuse("--sft", ALWAYS, "fine-tune with Megatron's own pretrain_gpt.py"),
     refuse("--fim-data", "hdp"),
     refuse("--allow-ambiguous-pad-tokens", "hdp", "remove it: documents hold no padding"),
     refuse("--object-storage-cache-path", "hdp", "copy the data to a file system: lengths come from local .idx files"),

@@ -19,10 +19,12 @@ FOLDERS: Final = ("--save", "--load", "--tensorboard-dir", "--hdp-log-dir", "--d
 WRITTEN: Final = ("--save", "--tensorboard-dir", "--hdp-log-dir")
 RECORDED_STEPS: Final = ("--hdp-timeline-step", "--hdp-memory-step")
 HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # other names are folders of this machine
+HUB_KINDS: Final = ("HuggingFaceTokenizer", "SFTTokenizer")
 SECONDS_TO_CONNECT: Final = 10.0  # to the hub of tokenizers
 # The package that Megatron's tokenizer of a type imports.
 PACKAGES: Final = {
     "HuggingFaceTokenizer": "transformers",
+    "SFTTokenizer": "transformers",
     "GPT2BPETokenizer": "transformers",
     "BertWordPieceLowerCase": "transformers",
     "BertWordPieceCase": "transformers",
@@ -130,7 +132,7 @@ def check_tokenizer(args: Any) -> None:
         raise ValueError("no --tokenizer-type: give the tokenizer that wrote the data (`bytescale corpus` prints it)")
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
         path = value_of(args, flag)
-        is_hub_name = flag == "--tokenizer-model" and kind == "HuggingFaceTokenizer" and HUB_NAME.fullmatch(str(path))
+        is_hub_name = flag == "--tokenizer-model" and kind in HUB_KINDS and HUB_NAME.fullmatch(str(path))
         if path is not None and not is_hub_name and not Path(path).exists():
             raise ValueError(f"{flag} {path}: no such file")
     package = PACKAGES.get(kind)
@@ -143,7 +145,7 @@ def check_tokenizer(args: Any) -> None:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
     if kind == "TikTokenizer" and not args.tokenizer_model.endswith(".json"):
         raise ValueError(f"--tokenizer-model {args.tokenizer_model}: a TikTokenizer's vocabulary is a .json file")
-    if kind == "HuggingFaceTokenizer" and not Path(args.tokenizer_model).exists():
+    if kind in HUB_KINDS and not Path(args.tokenizer_model).exists():
         _check_hub(args.tokenizer_model)
 
 

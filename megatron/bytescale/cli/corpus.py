@@ -5,10 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
-from bytescale_ext.data.samples.sources import check_first_lines, checked_prefix, environment_entries, source_entries
+from bytescale_ext.data.samples.sources import (
+    Entry,
+    check_first_lines,
+    checked_prefix,
+    environment_entries,
+    source_entries,
+)
 from megatron.bytescale.cli.shared.inputs import size
 from megatron.bytescale.cli.shared.tokenizer import add_tokenizer_arguments, tokenizer_settings, training_flags
+
+if TYPE_CHECKING:
+    from megatron.bytescale.core.datasets.corpus import CorpusSummary
 
 NAME = "corpus"
 HELP = "write a Megatron data set (.bin and .idx) from files, one document per file or JSONL line"
@@ -32,6 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the random order (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    group = parser.add_argument_group("conversations")
+    group.add_argument(
+        "--sft",
+        action="store_true",
+        help="lines of .jsonl files hold chats under the key 'messages'; also write which tokens are answers",
+    )
+    group.add_argument(
+        "--on-bad", choices=("stop", "skip"), help="end at a bad line (default), or leave bad lines out and count them"
+    )
+    group.add_argument(
+        "--sft-tokenizer-prompt-format",
+        choices=("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"),
+        help="of an SFTTokenizer, as in training (nemotron-h-aligned)",
+    )
     add_tokenizer_arguments(parser)
 
 
@@ -41,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a source, a line or a setting is bad.
     """
+    if not args.sft and (args.on_bad or args.sft_tokenizer_prompt_format):
+        raise ValueError("--on-bad and --sft-tokenizer-prompt-format need --sft")
     settings = tokenizer_settings(args)
-    if args.sources:
-        entries = source_entries(args.sources, args.glob or "*")
-    else:
-        entries = environment_entries(args.glob or "*.py")
-    check_first_lines(entries, args.json_key)
+    entries = entries_of(args)
     checked_prefix(args.output)
+    if args.sft:
+        return write_chats(args, entries, settings)
     # Imported here because Megatron takes seconds to import, which --help and errors should not.
     from megatron.bytescale.core.datasets import corpus
 
@@ -62,10 +86,62 @@ def run(args: argparse.Namespace) -> int:
     )
     flags = ["--data-path", args.output, *(training_flags(settings) if settings else corpus.BYTE_LEVEL_FLAGS)]
     if args.json:
-        print(json.dumps({**dataclasses.asdict(summary), "training_flags": flags}, indent=2))
-        return 0
+        return print_json(summary, flags)
     print(f"{summary.prefix}.bin, {summary.prefix}.idx ({summary.dtype})")
     print(f"documents  {summary.num_documents:,}")
+    print_sizes(args, summary)
+    print(f"skipped    {summary.num_skipped_empty:,} empty")
+    if tokenizer is not None:
+        print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
+    print(f"train with {' '.join(flags)}")
+    return 0
+
+
+def entries_of(args: argparse.Namespace) -> list[Entry]:
+    """Return the documents, or the lines of conversations. Raises ValueError for bad sources."""
+    if args.sft:
+        if not args.sources:
+            raise ValueError("--sft needs --from FILE.jsonl, whose lines hold conversations")
+        entries = source_entries(args.sources, args.glob or "*.jsonl")
+        if other := next((entry.path for entry in entries if entry.line is None), None):
+            raise ValueError(f"{other}: conversations are lines of files whose names end with .jsonl: change --from")
+        return entries
+    entries = (
+        source_entries(args.sources, args.glob or "*") if args.sources else environment_entries(args.glob or "*.py")
+    )
+    check_first_lines(entries, args.json_key)
+    return entries
+
+
+def write_chats(args: argparse.Namespace, entries: list[Entry], settings: dict[str, object]) -> int:
+    """Write conversations with the mask of their answers, and print their figures. Raises ValueError for bad ones."""
+    from megatron.bytescale.core.datasets import conversations
+
+    tokenizer = conversations.chat_tokenizer(settings)
+    options = {"skip_bad": args.on_bad == "skip", "num_tokens": args.tokens, "seed": args.seed}
+    summary = conversations.write_conversations(args.output, entries, tokenizer, **options)
+    flags = ["--sft", "--data-path", args.output, *training_flags(settings)]
+    if args.json:
+        return print_json(summary, flags)
+    print(f"{summary.prefix}.bin, .idx ({summary.dtype}), .mask.bin, .mask.json")
+    print(f"chats      {summary.num_documents:,}")
+    print_sizes(args, summary)
+    print(f"answers    {summary.num_answer_tokens:,} tokens ({summary.num_answer_tokens / summary.num_tokens:.1%})")
+    print(f"skipped    {summary.num_skipped_empty:,} empty, {summary.num_without_answer:,} without an answer")
+    if summary.num_bad:
+        print(f"bad lines  {summary.num_bad:,}; the first: {summary.first_bad}")
+    print(f"train with {' '.join(flags)}")
+    return 0
+
+
+def print_json(summary: CorpusSummary, flags: list[str]) -> int:
+    """Print everything as JSON."""
+    print(json.dumps({**dataclasses.asdict(summary), "training_flags": flags}, indent=2))
+    return 0
+
+
+def print_sizes(args: argparse.Namespace, summary: CorpusSummary) -> None:
+    """Print tokens, lengths and files."""
     print(f"tokens     {summary.num_tokens:,}")
     if args.tokens is not None and summary.num_tokens < args.tokens:
         print(f"           fewer than --tokens {args.tokens:,}: the source has no more")
@@ -74,8 +150,3 @@ def run(args: argparse.Namespace) -> int:
         f"p99 {summary.p99_tokens:,}  max {summary.max_tokens:,}"
     )
     print(f"files      {summary.num_files:,}")
-    print(f"skipped    {summary.num_skipped_empty:,} empty")
-    if tokenizer is not None:
-        print(f"not UTF-8  {summary.num_not_utf8:,} (bad bytes replaced)")
-    print(f"train with {' '.join(flags)}")
-    return 0

@@ -26,6 +26,7 @@ from megatron.bytescale.features.memory.ngram import NGRAM
 from megatron.bytescale.features.memory.states import STATES
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
+from megatron.bytescale.features.sft import SFT
 from megatron.bytescale.features.slices import SLICES
 from megatron.bytescale.features.zero_bubble import ZERO_BUBBLE
 
@@ -36,6 +37,7 @@ FEATURES: tuple[Feature, ...] = (
     HDP,
     RAY,
     SCULPT,
+    SFT,
     SLICES,
     ZERO_BUBBLE,
     LOSS_CHUNKS,

@@ -18,8 +18,8 @@ from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels.table import choose_kernel, counting
 from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
-from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
@@ -33,6 +33,7 @@ from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_toke
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
 from megatron.bytescale.core.datasets.document_dataset import (
     SampleSource,
     build_document_datasets,
@@ -60,7 +61,7 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
     """
     args, run = get_args(), runtime.run
     check_data(args, is_text=run.find(RemoteConfig) is not None)
-    if run.find(RemoteConfig) is None and run.find(SculptConfig) is None:  # else these count what they split
+    if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # which check themselves
         check_labels(check_splits(BlendedMegatronDatasetConfig(**data_settings(args)), wanted_samples(args)))
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
@@ -91,6 +92,14 @@ def train_on_windows(training: Training, runtime: Runtime) -> Training:
     windows = window_config(config, data_settings(get_args()))
     check_splits(windows, wanted_samples(get_args()), windows.num_windows)
     return replace(training, dataset_provider=dataset_provider(runtime, partial(build_windows, windows)))
+
+
+def train_on_answers(training: Training, runtime: Runtime) -> Training:
+    """Give documents a loss of their answers alone. Raises ValueError for splits without an answer."""
+    config = answer_config(runtime.run.get(AnswerLossConfig).prefixes, data_settings(get_args()))
+    for line in check_answers(check_splits(config, wanted_samples(get_args()))):
+        print_rank_0(line)
+    return replace(training, dataset_provider=dataset_provider(runtime, partial(build_conversations, config)))
 
 
 def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -140,7 +149,7 @@ def dataset_provider(
         slices, drafts = runtime.run.find(DocumentSliceConfig), runtime.run.find(DraftConfig)
         ngram = runtime.run.find(NgramConfig)
         loaders: list[StepsAhead | None] = []
-        splits = sources(enough_samples(runtime.hdp, num_samples))
+        splits = sources(enough_samples(runtime, num_samples))
         for source, (consumed, size), cyclic in zip(splits, places, (False, True, True), strict=True):
             settings = LoaderSettings(
                 rank=hdp_rank(),
@@ -166,12 +175,14 @@ def dataset_provider(
     return provide
 
 
-def enough_samples(hdp: HdpConfig, num_samples: Sequence[int | None]) -> Sequence[int | None]:
+def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Sequence[int | None]:
     """Return the samples that each split needs, where training steps differ in samples; else what Megatron wants."""
-    args = get_args()
+    args, hdp, answers = get_args(), runtime.hdp, runtime.run.find(AnswerLossConfig)
     train, *others = num_samples
     if train and hdp.global_tokens is not None:
         config = BlendedMegatronDatasetConfig(**data_settings(args))
+        if answers is not None:
+            config = answer_config(answers.prefixes, data_settings(args))
         left = hdp.global_tokens * (args.train_iters - args.iteration)
         train = args.consumed_train_samples + samples_that_hold(left, config)
     if train and hdp.schedule:

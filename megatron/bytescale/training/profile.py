@@ -45,6 +45,7 @@ from megatron.bytescale.training import hdp
 from megatron.bytescale.training.build import stock_training
 
 ASIDE = {
+    "sft": False,
     "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1, "train_samples": None,
     "eval_iters": 0, "eval_global_batch_size": None, "lr_decay_iters": None, "lr_decay_samples": None,
     "lr_warmup_iters": 0,

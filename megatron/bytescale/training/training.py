@@ -150,4 +150,6 @@ def samples_in_words(args: Any) -> str:
     """Return what the samples of a run with these arguments are."""
     if files := getattr(args, "sculpt_windows", None):
         return f"windows of {', '.join(file.name for file in files)}"
+    if getattr(args, "trains_on_answers", False):
+        return "conversations"
     return "documents" if getattr(args, "hybrid_data_parallel", False) else f"windows of {args.seq_length:,} tokens"

@@ -115,7 +115,7 @@ SWITCHES = (
     "hybrid-context-parallel enable-cuda-graph external-cuda-graph optimizer-cuda-graph use-megatron-fsdp "
     "use-torch-fsdp2 tp-comm-overlap multi-latent-attention use-kitchen-attention apply-query-key-layer-scaling "
     "qk-clip log-max-attention-logit fine-grained-activation-offloading decrease-batch-size-if-needed "
-    "full-validation multiple-validation-sets sft fim-data mock-data dataloader-fast-cache-load "
+    "full-validation multiple-validation-sets fim-data mock-data dataloader-fast-cache-load "
     "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "
     "eod-mask-loss "
     "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "

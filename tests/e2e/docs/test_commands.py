@@ -32,6 +32,8 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
     "torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --sculpt-windows ": "tests/e2e/hdp/test_sculpt.py",
+    "bytescale corpus --sft ": "tests/bytescale/core/datasets/test_conversations.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --sft ": "tests/e2e/hdp/test_sft.py",
     "bytescale experts ": "tests/bytescale/cli/experts/test_command.py",
     "bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",
@@ -50,7 +52,7 @@ SIZES = {
     "memory-plan": {"--seq-length": "64"},
     "ngram": {"--rows": "64K"},
 }
-# A tokenizer of numbers: transformers is not installed here. Few ranks, and no context parallelism, which needs a GPU.
+# A tokenizer of numbers needs no file. Few ranks, and no context parallelism, which needs a GPU.
 TRAINING = {
     "--tokenizer-type": "NullTokenizer", "--context-parallel-size": "1", "--pipeline-model-parallel-size": "2",
     "--host-memory-gb": "1",

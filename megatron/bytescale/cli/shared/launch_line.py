@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.training import initialize
 
 from bytescale_ext.attention.kernels.contract import accumulation_dtype
+from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.planner import offload_layers, planner_of, slicing
@@ -110,6 +111,8 @@ class Launch:
             if not files or not all(file.exists() for file in files):
                 raise ValueError("no lengths: give --sampler or --lengths, or a --data-path whose .idx files are here")
             lengths = [length for file in files for length in read_lengths(file)]
+            if self.run.find(AnswerLossConfig) is not None:  # their ends are left out
+                lengths = [min(length, self.args.seq_length) for length in lengths]
         return self.of_step(partial(draw_pieces, lengths, self.args.seq_length, seed=seed))
 
     def sample(self, sampler: str, seed: int) -> list[int]:

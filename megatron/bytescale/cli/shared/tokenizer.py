@@ -14,6 +14,7 @@ _SETTINGS = (
     "vocab_size",
     "tiktoken_pattern",
     "metadata_path",
+    "sft_tokenizer_prompt_format",
 )
 
 
@@ -31,7 +32,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def tokenizer_settings(args: argparse.Namespace) -> dict[str, object]:
     """Return the settings that were given, by name; none: a token is a byte. Raises ValueError for bad ones."""
-    settings = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    settings = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name, None) is not None}
     if settings and args.tokenizer_type is None:
         raise ValueError(f"{', '.join(sorted(settings))} without a tokenizer: add --tokenizer-type")
     if settings:

@@ -109,8 +109,8 @@ def write_corpus(
     vocab_size = BYTE_LEVEL_VOCAB_SIZE if tokenizer is None else int(tokenizer.vocab_size)
     dtype = DType.optimal_dtype(vocab_size)
     encode = encoder(tokenizer)
-    tally = _Tally()
-    with _whole_files(prefix) as partial:
+    tally = Tally()
+    with whole_files(prefix) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         try:
             _add_documents(builder, entries, encode, json_key, num_tokens, tally)
@@ -128,7 +128,7 @@ def write_tokens(prefix: Path, documents: Iterable[np.ndarray], dtype: type[np.i
 
     ``dtype``: type in which they are stored, which must hold them all.
     """
-    with _whole_files(str(prefix)) as partial:
+    with whole_files(str(prefix)) as partial:
         builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
         for tokens in documents:
             builder.add_document(tokens, [len(tokens)])
@@ -136,21 +136,25 @@ def write_tokens(prefix: Path, documents: Iterable[np.ndarray], dtype: type[np.i
 
 
 @contextmanager
-def _whole_files(prefix: str) -> Iterator[str]:
-    """Yield the prefix of unfinished files, which take the place of ``prefix`` at the end, or go if the block fails."""
+def whole_files(prefix: str, beside: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the prefix of unfinished files, which take the place of ``prefix`` at the end, or go if the block fails.
+
+    ``beside``: suffixes of further files.
+    """
     partial = checked_prefix(prefix)
+    suffixes = (".bin", *beside, ".idx")
     try:
         yield partial
         # Remove the old index first, so that an old index never describes new data.
         Path(prefix + ".idx").unlink(missing_ok=True)
-        os.replace(partial + ".bin", prefix + ".bin")
-        os.replace(partial + ".idx", prefix + ".idx")
+        for suffix in suffixes:
+            os.replace(partial + suffix, prefix + suffix)
     finally:
-        for suffix in (".bin", ".idx"):
+        for suffix in suffixes:
             Path(partial + suffix).unlink(missing_ok=True)
 
 
-class _Tally:
+class Tally:
     """Counts documents while they are written."""
 
     def __init__(self) -> None:
@@ -185,7 +189,7 @@ def _add_documents(
     encode: Encode,
     json_key: str,
     num_tokens: int | None,
-    tally: _Tally,
+    tally: Tally,
 ) -> None:
     total = 0
     for entry, raw in contents(entries, json_key):

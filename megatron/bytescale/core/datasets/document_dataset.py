@@ -23,7 +23,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.samples.epochs import EpochOrder
-from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
+from bytescale_ext.data.samples.lengths import SampleTable, check_indexed_dataset, read_idx_lengths, sample_table
 from bytescale_ext.data.samples.packed import shift_labels
 
 
@@ -71,7 +71,8 @@ class DocumentDataset(MegatronDataset):
         bounds = dataset.document_indices
         offsets = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(dataset.sequence_lengths, dtype=np.int64, out=offsets[1:])
-        self.table = sample_table(offsets[bounds[1:]][indices] - offsets[bounds[:-1]][indices], config.sequence_length)
+        first = offsets[bounds[:-1]][indices]
+        self.table = self.cut(first, offsets[bounds[1:]][indices] - first)
         self.order = EpochOrder(len(self.table), config.random_seed, index_split.value)
         self._num_epochs = 0
         if len(self.table):
@@ -88,6 +89,10 @@ class DocumentDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> IndexedDataset:
         """Open Megatron's reader of the two files."""
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+
+    def cut(self, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
+        """Return the samples of documents that begin at ``first_tokens`` [n] of the file and have ``lengths`` [n]."""
+        return sample_table(lengths, self.config.sequence_length)
 
     @property
     def samples_per_epoch(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.samples.lengths import read_idx_lengths, sample_table
+from megatron.bytescale.core.datasets.answer_dataset import AnswerConfig
 from megatron.bytescale.core.datasets.document_dataset import documents_of, wanted_parts
 
 
@@ -21,6 +23,10 @@ def samples_that_hold(num_tokens: int, config: BlendedMegatronDatasetConfig) -> 
     most = 0
     for prefix in prefixes:
         lengths = read_idx_lengths(prefix)
-        table = sample_table(lengths[slice(*documents_of(share, len(lengths)))], config.sequence_length)
+        part = slice(*documents_of(share, len(lengths)))
+        if isinstance(config, AnswerConfig):
+            table = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
+        else:
+            table = sample_table(lengths[part], config.sequence_length)
         most = max(most, 2 * (num_tokens // int(table.length.sum()) + 2) * len(table))
     return most

@@ -1,0 +1,122 @@
+"""Conversations as samples: whole documents of which only the answers have a loss, with Megatron's blends and splits.
+
+Of a conversation that is longer than ``--seq-length`` the end is left out, as Megatron's own ``SFTDataset`` does: it
+would be trained on without its beginning. One without an answer before that end gives no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+
+from bytescale_ext.data.corpus.mask_file import open_mask
+from bytescale_ext.data.samples.lengths import SampleTable, read_idx_lengths, sample_table
+from megatron.bytescale.core.datasets.document_dataset import (
+    DocumentDataset,
+    SampleSource,
+    build_document_datasets,
+    documents_of,
+    wanted_parts,
+)
+
+
+@dataclass
+class AnswerConfig(BlendedMegatronDatasetConfig):
+    """Megatron's configuration, with the mask of each data set by path."""
+
+    masks: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def table(self, prefix: str, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
+        """Return the samples of documents that begin at ``first_tokens`` [n] of a file and have ``lengths`` [n].
+
+        The first token of a document is no label, so it does not count as an answer.
+        """
+        mask, kept = self.masks[prefix], np.minimum(lengths, self.sequence_length)
+        ends = zip((first_tokens + 1).tolist(), (first_tokens + kept).tolist(), strict=True)
+        has_answer = np.array([np.count_nonzero(mask[start:end]) > 0 for start, end in ends], dtype=bool)
+        return sample_table(np.where(has_answer, kept, 0), self.sequence_length)
+
+
+class AnswerDataset(DocumentDataset):
+    """The conversations of one split of one data set, in a new order each epoch; each is one sample."""
+
+    config: AnswerConfig
+
+    def cut(self, first_tokens: np.ndarray, lengths: np.ndarray) -> SampleTable:
+        """Return the first ``--seq-length`` tokens of each document that has an answer there; both are [n]."""
+        self._first_tokens = first_tokens
+        return self.config.table(str(self.dataset_path), first_tokens, lengths)
+
+    def answers(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Return whether tokens [start, stop) of sample ``i`` are answers, bool [stop - start]; False past its end."""
+        row = self._row(i)
+        first = int(self._first_tokens[self.table.document[row]])
+        found = np.zeros(stop - start, dtype=bool)
+        end = min(stop, int(self.table.length[row]))
+        if start < end:
+            found[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
+        return found
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
+        sample = super().__getitem__(idx)
+        length = self.length(idx)
+        sample["loss_mask"] *= sample["loss_mask"].new_tensor(self.answers(idx, 1, length + 1))
+        return sample
+
+
+class Conversations(SampleSource):
+    """A ``TokenSource`` of conversations that knows which tokens are answers (``AnswerSource``)."""
+
+    def answers(self, sample_id: int, start: int, stop: int) -> np.ndarray:
+        """Return whether tokens of a sample are answers, bool [stop - start], as ``AnswerDataset.answers``."""
+        dataset, inner = self._locate(sample_id)
+        assert isinstance(dataset, AnswerDataset), f"{dataset=}"
+        return dataset.answers(inner, start, stop)
+
+
+def answer_config(prefixes: Sequence[str], settings: dict[str, Any]) -> AnswerConfig:
+    """Return the configuration of data sets of conversations. ``settings``: fields of Megatron's own."""
+    return AnswerConfig(**settings, masks={prefix: open_mask(prefix) for prefix in prefixes})
+
+
+def build_conversations(config: AnswerConfig, sizes: Sequence[int | None]) -> tuple[SampleSource | None, ...]:
+    """Return the train, validation and test samples, as ``build_document_datasets`` does. Collective."""
+    built = build_document_datasets(config, sizes, lambda: True, AnswerDataset)
+    return tuple(None if source is None else Conversations(source.dataset) for source in built)
+
+
+def check_answers(config: AnswerConfig) -> list[str]:
+    """Refuse splits without an answer; return a line for each that leaves out conversations, or cuts them.
+
+    Args:
+        config: what ``check_splits`` has returned.
+
+    Raises:
+        ValueError: no conversation of a split has an answer in its first ``--seq-length`` tokens.
+    """
+    lines = []
+    for split, prefixes, share in wanted_parts(config):
+        num_kept = num_documents = num_cut = 0
+        for prefix in prefixes:
+            lengths = read_idx_lengths(prefix)
+            part = slice(*documents_of(share, len(lengths)))
+            table = config.table(prefix, (np.cumsum(lengths) - lengths)[part], lengths[part])
+            num_kept += len(table)
+            num_documents += len(lengths[part])
+            num_cut += int(np.count_nonzero(lengths[part] > config.sequence_length))
+        if not num_kept:
+            raise ValueError(
+                f"{', '.join(prefixes)}: no conversation of the {split.name} split has an answer in its first "
+                f"--seq-length {config.sequence_length} tokens: raise it, or give another --split or --eval-iters 0"
+            )
+        if num_cut or num_kept < num_documents:
+            lines.append(
+                f"> bytescale: {split.name}: {num_kept:,} of {num_documents:,} conversations have an answer in their "
+                f"first {config.sequence_length:,} tokens; {num_cut:,} are cut there"
+            )
+    return lines

@@ -1,0 +1,157 @@
+"""Writes conversations as a Megatron data set with a mask of their answers (``bytescale corpus --sft``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from bytescale_ext.data.corpus.mask_file import HEADER, MASK, write_header
+from bytescale_ext.data.samples.chats import EncodeChat, conversations, encode_by_megatron, encode_by_template
+from bytescale_ext.data.samples.sources import Entry, raw_contents
+from bytescale_ext.data.samples.texts import Tokenizer
+from megatron.bytescale.core.datasets.corpus import CorpusSummary, Tally, build_megatron_tokenizer, whole_files
+
+KINDS = ("SFTTokenizer", "HuggingFaceTokenizer")
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationSummary(CorpusSummary):
+    """What was written, and which conversations were left out. ``num_skipped_empty`` counts blank lines."""
+
+    num_answer_tokens: int
+    num_without_answer: int
+    num_bad: int
+    first_bad: str
+
+
+@dataclass
+class _Left:
+    """Counts what is left out, and answers."""
+
+    answer_tokens: int = 0
+    without_answer: int = 0
+    bad: int = 0
+    first_bad: str = ""
+
+
+def chat_tokenizer(settings: dict[str, Any]) -> tuple[Tokenizer, EncodeChat]:
+    """Return a tokenizer of Megatron's builder, and how it encodes conversations.
+
+    ``settings``: fields of Megatron's ``TokenizerConfig``.
+
+    Raises:
+        ValueError: it cannot be built, or knows no chats.
+    """
+    kind, model = settings.get("tokenizer_type"), settings.get("tokenizer_model")
+    if kind not in KINDS:
+        raise ValueError(f"--sft needs --tokenizer-type {' or '.join(KINDS)}, which know how chats are written")
+    tokenizer: Any = build_megatron_tokenizer(settings)
+    if kind == KINDS[0]:
+        if (
+            settings.get("sft_tokenizer_prompt_format") == "default"
+            and not tokenizer._tokenizer._tokenizer.chat_template
+        ):
+            raise ValueError(f"--tokenizer-model {model}: the tokenizer has no chat template, which 'default' takes")
+        return tokenizer, encode_by_megatron(tokenizer)
+    try:
+        return tokenizer, encode_by_template(tokenizer._tokenizer.tokenizer)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer-model {model}: {error}") from error
+
+
+def write_conversations(
+    prefix: str,
+    entries: Sequence[Entry],
+    tokenizer: tuple[Tokenizer, EncodeChat],
+    *,
+    skip_bad: bool = False,
+    num_tokens: int | None = None,
+    seed: int = 1234,
+) -> ConversationSummary:
+    """Write each conversation as a document to ``prefix``.bin and .idx, and which tokens are answers beside them.
+
+    All files get their names at the end. Conversations without an answer are left out and counted.
+
+    Args:
+        prefix, num_tokens, seed: as for ``write_corpus``.
+        entries: lines of JSONL files.
+        tokenizer: what ``chat_tokenizer`` returns.
+        skip_bad: leave bad lines out and count them.
+
+    Raises:
+        ValueError: the folder cannot be written, a line is bad, or nothing is left.
+    """
+    if num_tokens is not None:
+        entries = [entries[i] for i in np.random.RandomState(seed).permutation(len(entries)).tolist()]
+    vocabulary, encode = tokenizer
+    dtype = DType.optimal_dtype(int(vocabulary.vocab_size))
+    tally, left = Tally(), _Left()
+    with whole_files(prefix, (MASK, HEADER)) as partial:
+        builder = IndexedDatasetBuilder(partial + ".bin", dtype=dtype)
+        try:
+            with open(partial + MASK, "wb") as masks:
+                for tokens, answers in _encoded(entries, encode, skip_bad, tally, left):
+                    _add(builder, masks, tokens, answers)
+                    if num_tokens is not None and sum(tally.lengths) >= num_tokens:
+                        break
+        finally:
+            builder.data_file.close()
+        if not tally.lengths:
+            reason = f" (the first bad line: {left.first_bad})" if left.bad else ""
+            raise ValueError(f"{len(entries)} lines, and no conversation with an answer: nothing to write{reason}")
+        builder.finalize(partial + ".idx")
+        left.answer_tokens = write_header(partial).num_answer_tokens
+    summary = tally.summary(prefix, np.dtype(dtype).name, int(vocabulary.vocab_size), int(vocabulary.eod))
+    return ConversationSummary(
+        **dataclasses.asdict(summary),
+        num_answer_tokens=left.answer_tokens,
+        num_without_answer=left.without_answer,
+        num_bad=left.bad,
+        first_bad=left.first_bad,
+    )
+
+
+def _add(builder: IndexedDatasetBuilder, masks: BinaryIO, tokens: np.ndarray, answers: np.ndarray) -> None:
+    """Add a document, and a byte for each of its tokens to the mask; both arrays are [n]."""
+    builder.add_document(tokens, [len(tokens)])
+    masks.write(answers.astype(np.uint8).tobytes())
+
+
+def _encoded(
+    entries: Sequence[Entry], encode: EncodeChat, skip_bad: bool, tally: Tally, left: _Left
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (token ids [n], answers [n]) of each conversation with an answer. Raises ValueError for a bad line."""
+    for entry, raw in raw_contents(entries):
+        tally.files.add(entry.path)
+        where = f"{entry.path}:{entry.line}"
+        try:
+            chats = [encode_at(where, encode, chat) for chat in conversations(raw, where)]
+        except ValueError as error:
+            if not skip_bad:
+                raise
+            left.bad += 1
+            left.first_bad = left.first_bad or str(error)
+            continue
+        tally.num_skipped_empty += not chats
+        for tokens, answers in chats:
+            if not answers[1:].any():  # the first token is no label
+                left.without_answer += 1
+                continue
+            tally.lengths.append(len(tokens))
+            yield tokens, answers
+
+
+def encode_at(where: str, encode: EncodeChat, chat: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids [n] and the answers [n] of a conversation. Raises ValueError that begins with ``where``."""
+    try:
+        return encode(chat)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except Exception as error:  # templates raise errors of their own
+        said = " ".join(str(error).split())[:160]
+        raise ValueError(f"{where}: the chat template refuses the conversation ({said})") from error

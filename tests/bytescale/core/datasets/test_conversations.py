@@ -1,0 +1,171 @@
+"""``bytescale corpus --sft``: its tokens and masks beside Megatron's own, with a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from bytescale_ext.data.corpus.mask_file import check_mask, open_mask
+from bytescale_ext.data.samples.sources import file_entries
+from megatron.bytescale.cli import corpus as cli
+from megatron.bytescale.core.datasets import conversations
+from tests.data.chats import chat, message, random_chats, write_lines, write_tokenizer
+
+CHATS = random_chats([(5, 7), (3, 20, 4, 9), (8, 2), (1, 1, 1, 1, 1, 1), (30, 40), (2,)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with conversations and two tokenizers."""
+    root = tmp_path_factory.mktemp("sft")
+    write_lines(root / "a.jsonl", CHATS)
+    write_tokenizer(root / "tokenizer")
+    write_tokenizer(root / "plain", chat_template=None)
+    return root
+
+
+def settings(folder: Path, kind: str, model: str = "tokenizer", **more: object) -> dict[str, Any]:
+    return {"tokenizer_type": kind, "tokenizer_model": str(folder / model), **more}
+
+
+def written(folder: Path, out: Path, chosen: dict[str, Any], name: str = "a.jsonl", **options: Any) -> Any:
+    tokenizer = conversations.chat_tokenizer(chosen)
+    return conversations.write_conversations(str(out), file_entries(folder / name), tokenizer, **options)
+
+
+def documents(out: Path) -> list[tuple[list[int], list[int]]]:
+    """Return (token ids, mask) of each document."""
+    data, mask = IndexedDataset(str(out)), open_mask(str(out))
+    ends = np.cumsum([len(data[i]) for i in range(len(data))])
+    return [(data[i].tolist(), mask[end - len(data[i]) : end].tolist()) for i, end in enumerate(ends.tolist())]
+
+
+@pytest.mark.parametrize("prompt_format", ["nemotron-nano-v2", "nemotron-h-aligned", "identity", "default"])
+def test_labels_are_those_of_megatrons_own_data_set(prompt_format: str, folder: Path, tmp_path: Path) -> None:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    chosen = settings(folder, "SFTTokenizer", sft_tokenizer_prompt_format=prompt_format)
+    chats = CHATS[:5]
+    write_lines(tmp_path / "in.jsonl", chats)
+    summary = written(tmp_path, tmp_path / "out", chosen, "in.jsonl")
+    tokenizer = conversations.chat_tokenizer(chosen)[0]
+    config = GPTDatasetConfig(
+        random_seed=1, sequence_length=128, blend=(["unread"], None), split="1", tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+        context_parallel_size=1,
+    )  # fmt: skip
+    stock = SFTDataset(chats, None, np.arange(5), 5, Split.train, config)  # type: ignore[arg-type]
+    found = documents(tmp_path / "out")
+    assert (len(found), summary.num_documents) == (5, 5)
+    num_trained = 0
+    for number, (tokens, mask) in enumerate(found):
+        sample, length = stock[number], len(tokens)
+        assert length < 128
+        assert sample["tokens"][:length].tolist() == tokens
+        assert sample["loss_mask"][: length - 1].tolist() == mask[1:]
+        assert not sample["loss_mask"][length - 1 :].any()
+        num_trained += sum(mask)
+    assert num_trained == summary.num_answer_tokens == check_mask(str(tmp_path / "out")).num_answer_tokens
+    assert (num_trained == summary.num_tokens) == (prompt_format == "identity")  # default pads with the end mark
+
+
+def test_a_tokenizer_with_a_template_marks_its_answers(folder: Path, tmp_path: Path) -> None:
+    summary = written(folder, tmp_path / "out", settings(folder, "HuggingFaceTokenizer"))
+    tokenizer = conversations.chat_tokenizer(settings(folder, "HuggingFaceTokenizer"))[0]
+    assert (summary.num_documents, summary.num_without_answer, summary.num_bad) == (5, 1, 0)
+    for messages, (tokens, mask) in zip(CHATS, documents(tmp_path / "out"), strict=False):
+        read: Any = tokenizer
+        text = read.detokenize(tokens)
+        assert all(one["content"] in text for one in messages)
+        answers = [token for token, marked in zip(tokens, mask, strict=True) if marked]
+        wanted = "".join(f"{one['content']}<SPECIAL_12>\n" for one in messages if one["role"] == "assistant")
+        assert read.detokenize(answers) == wanted
+
+
+def test_several_conversations_of_a_line_are_several_documents(folder: Path, tmp_path: Path) -> None:
+    pair = [*chat("a", "b", system="s"), *chat("c", "d", system="t")]
+    write_lines(tmp_path / "in.jsonl", [pair, *CHATS[:1]])
+    chosen = settings(folder, "SFTTokenizer", sft_tokenizer_prompt_format="nemotron-nano-v2")
+    assert written(tmp_path, tmp_path / "out", chosen, "in.jsonl").num_documents == 3
+    write_lines(tmp_path / "in.jsonl", [pair[:3], pair[3:], *CHATS[:1]])
+    written(tmp_path, tmp_path / "apart", chosen, "in.jsonl")
+    assert documents(tmp_path / "out") == documents(tmp_path / "apart")
+
+
+def test_bad_lines_stop_or_are_counted(folder: Path, tmp_path: Path) -> None:
+    chosen = settings(folder, "SFTTokenizer", sft_tokenizer_prompt_format="nemotron-nano-v2")
+    path = write_lines(tmp_path / "in.jsonl", [*CHATS[:2], [message("human", "a")], *CHATS[2:3]])
+    path.write_text(path.read_text() + '\n{"messages": [{"ro')
+    with pytest.raises(ValueError, match=r"in.jsonl:3: message 1 has the role 'human'"):
+        written(tmp_path, tmp_path / "out", chosen, "in.jsonl")
+    assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"], "something half-written was left"
+    summary = written(tmp_path, tmp_path / "out", chosen, "in.jsonl", skip_bad=True)
+    assert (summary.num_documents, summary.num_bad, summary.num_skipped_empty) == (3, 2, 1)
+    assert "in.jsonl:3: message 1" in summary.first_bad
+    write_lines(tmp_path / "in.jsonl", [[message("human", "a")]])
+    with pytest.raises(ValueError, match=r"1 lines, and no conversation with an answer.*the first bad line: .*'human'"):
+        written(tmp_path, tmp_path / "none", chosen, "in.jsonl", skip_bad=True)
+
+
+def test_a_part_of_the_lines(folder: Path, tmp_path: Path) -> None:
+    chosen = settings(folder, "HuggingFaceTokenizer")
+    part = written(folder, tmp_path / "part", chosen, num_tokens=60, seed=3)
+    again = written(folder, tmp_path / "again", chosen, num_tokens=60, seed=3)
+    assert 60 <= part.num_tokens == again.num_tokens < written(folder, tmp_path / "all", chosen).num_tokens
+    assert documents(tmp_path / "part") == documents(tmp_path / "again")
+
+
+BAD = {
+    "--tokenizer-type NullTokenizer --vocab-size 9": "--sft needs --tokenizer-type SFTTokenizer or HuggingFace",
+    "": "--sft needs --tokenizer-type SFTTokenizer or HuggingFaceTokenizer",
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {in}/plain": "plain: the tokenizer has no chat template",
+    "--tokenizer-type SFTTokenizer --tokenizer-model {in}/plain --sft-tokenizer-prompt-format default": (
+        "plain: the tokenizer has no chat template, which 'default' takes"
+    ),
+    "--tokenizer-type SFTTokenizer": "--tokenizer-type SFTTokenizer needs --tokenizer-model",
+    "--tokenizer-type SFTTokenizer --tokenizer-model {in}/none": "none: no such file",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_tokenizers_without_chats_are_refused(words: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=BAD[words]) as error:
+        run(tmp_path / "out", "--sft", "--from", folder / "a.jsonl", *words.replace("{in}", str(folder)).split())
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def run(out: Path, *words: object) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(["--output", str(out), *map(str, words)]))
+
+
+def test_the_report_and_the_flags_of_training(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", folder / "tokenizer"]
+    words += ["--sft-tokenizer-prompt-format", "nemotron-nano-v2"]
+    assert run(tmp_path / "out", "--sft", "--from", folder, "--on-bad", "skip", *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"{tmp_path / 'out'}.bin, .idx (uint16), .mask.bin, .mask.json", "chats      5"]
+    assert "skipped    0 empty, 1 without an answer" in lines
+    assert lines[-1] == f"train with --sft --data-path {tmp_path / 'out'} {' '.join(map(str, words))}"
+    assert run(tmp_path / "out", "--sft", "--from", folder, "--json", *words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_documents"], report["num_bad"], report["training_flags"][0]) == (5, 0, "--sft")
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names == {"out.bin", "out.idx", "out.mask.bin", "out.mask.json"}
+    for line, told in {
+        "--on-bad skip": "need --sft",
+        "--sft": "--sft needs --from FILE.jsonl",
+        f"--sft --from {folder / 'tokenizer' / 'tokenizer.json'}": "conversations are lines of files whose names end",
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            run(tmp_path / "out", *line.split())

@@ -1,0 +1,73 @@
+"""``--sft``: what it reads, what it sets, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.config.answers import AnswerLossConfig
+from bytescale_ext.data.corpus.mask_file import MASK, write_header
+from megatron.bytescale.features.sft import SFT
+from tests.bytescale.arguments.resolving import resolve_lines
+from tests.data.sources import write_data_set
+from tests.e2e.training import HDP, MODEL, TRAIN
+
+pytestmark = pytest.mark.ranks
+
+COMMON = [*MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", "256", "--sft"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data sets a and b with masks, plain without, and other with the mask of a."""
+    root = tmp_path_factory.mktemp("sft")
+    for name in ("a", "b", "plain", "other"):
+        write_data_set(root / name, [[[1, 2, 3]]] if name != "other" else [[[1], [2, 3]]])
+    for name in ("a", "b"):
+        (root / f"{name}{MASK}").write_bytes(bytes([0, 1, 1]))
+        write_header(str(root / name))
+    for file in root.glob("a.mask.*"):
+        (root / file.name.replace("a.", "other.", 1)).write_bytes(file.read_bytes())
+    return root
+
+
+# words after the common ones ({in} is the folder), words of the refusal
+REFUSED = {
+    "no mask": ("--data-path {in}/plain", "plain.mask.json: no such file, so nothing says what the answers are: write"),
+    "another's mask": ("--data-path {in}/other", "other.mask.bin: the mask of another data set than .*other.idx"),
+    "no data": ("", "no data: give the --data-path that bytescale corpus --sft has written"),
+    "windows": (
+        "--data-path {in}/a --sculpt-windows {in}/a.windows.npy",
+        "--sft does not work with --sculpt-windows: leave it out",
+    ),
+    "ray": ("--data-path {in}/a --hdp-loader ray", "--sft does not work with --hdp-loader ray: use --hdp-loader local"),
+    "draft heads": (
+        "--data-path {in}/a --draft-heads medusa --num-draft-heads 1 --pretrained-checkpoint {in}",
+        "--sft does not work with --draft-heads: remove one of them",
+    ),
+}
+GOOD = {
+    "blend": "--data-path {in}/a {in}/b",
+    "with": "--data-path {in}/a --chunked-cross-entropy 32 --hdp-global-tokens 512",
+}
+
+
+def words_of(line: str, folder: Path) -> list[str]:
+    return [*COMMON, *line.replace("{in}", str(folder)).split()]
+
+
+def test_what_is_refused_and_what_runs(folder: Path) -> None:
+    lines = [line for line, _ in REFUSED.values()] + list(GOOD.values())
+    alone = [*MODEL, *TRAIN, "--micro-batch-size", "1", "--sft", "--data-path", str(folder / "a")]
+    *found, stock = resolve_lines(*((1, words_of(line, folder)) for line in lines), (1, alone))
+    assert stock.error == "--sft needs --hybrid-data-parallel"
+    for one, (_, message) in zip(found, REFUSED.values(), strict=False):
+        assert one.error is not None, message
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(one.error)
+        assert "\n" not in one.error
+    blend, other = found[len(REFUSED) :]
+    assert (blend.error, other.error) == (None, None)
+    assert blend.features[SFT.name] == AnswerLossConfig((str(folder / "a"), str(folder / "b")))
+    assert (blend.args["sft"], blend.args["trains_on_answers"]) == (False, True)

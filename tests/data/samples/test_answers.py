@@ -1,0 +1,76 @@
+"""Only labels that are answers have a loss: in ring shards, packs, slices and padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bytescale_ext.data.loading.step import LoaderSettings
+from bytescale_ext.data.samples.answers import AnswerSource, with_answers_only
+from bytescale_ext.data.samples.packed import pack_micro_batch
+from bytescale_ext.data.samples.units import units_of
+from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from bytescale_ext.plan.step.sizes import Slicing
+from tests.data.sources import MemorySource
+
+LENGTHS = (16, 3, 1)
+
+
+class MarkedSource(MemorySource):
+    """Documents in memory, in which every third token of each is an answer."""
+
+    def answers(self, sample_id: int, start: int, stop: int) -> np.ndarray:
+        """Return whether tokens are answers, bool [stop - start]."""
+        places = np.arange(start, stop)
+        return (places % 3 == 0) & (places < self.length(sample_id))
+
+
+def expected(shards: tuple[Shard, ...]) -> list[float]:
+    """Return the loss mask of the rows by its definition, from the last token of documents to the first."""
+    rows = [(shard.seq, p) for shard in shards for start, stop in shard.ranges for p in range(start, stop)]
+    return [float((p + 1) % 3 == 0 and p + 1 < LENGTHS[seq]) for seq, p in rows]
+
+
+SHARDS = {
+    "ring": (Shard(0, zigzag_ranges(16, 2, 1), (0, 1)),),
+    "pack": (Shard(0, ((0, 16),), (0,)), Shard(1, ((0, 3),), (0,)), Shard(2, ((0, 1),), (0,))),
+    "no answer": (Shard(1, ((0, 2),), (0,)), Shard(2, ((0, 1),), (0,))),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_the_loss_mask_of_shards(name: str) -> None:
+    shards, source = SHARDS[name], MarkedSource(LENGTHS)
+    packed = pack_micro_batch(MicroBatch(shards), source, [0, 1, 2], 4, LENGTHS)
+    found = with_answers_only(packed, source, [0, 1, 2])
+    wanted = expected(shards)
+    assert found.loss_mask.tolist() == [*wanted, *[0.0] * (packed.num_rows - len(wanted))]
+    assert packed.loss_mask.sum() > found.loss_mask.sum(), "the micro-batch itself has changed"
+    assert found.tokens is packed.tokens
+
+
+def test_every_answer_is_counted_once_over_the_ranks_of_a_ring() -> None:
+    source, total = MarkedSource(LENGTHS), 0.0
+    for member in range(3):
+        shard = Shard(0, zigzag_ranges(16, 3, member), (0, 1, 2))
+        packed = pack_micro_batch(MicroBatch((shard,)), source, [0], 1, LENGTHS)
+        total += float(with_answers_only(packed, source, [0]).loss_mask.sum())
+    assert total == 5  # tokens 3, 6, 9, 12 and 15; token 0 is no label
+
+
+def test_the_loader_asks_sources_that_know() -> None:
+    micro_batch = MicroBatch(SHARDS["pack"])
+    assert isinstance(MarkedSource(LENGTHS), AnswerSource)
+    assert not isinstance(MemorySource(LENGTHS), AnswerSource)
+    masks = {}
+    for rule in (None, SliceRule(Slicing(3))):
+        units = units_of([micro_batch, MicroBatch(())], LENGTHS, 0, 2, rule)
+        for source in (MarkedSource(LENGTHS), MemorySource(LENGTHS)):
+            read = LoaderSettings(0, 1, rows_multiple=2).read(units, source, [0, 1, 2], LENGTHS)
+            masks[type(source), rule] = sum(float(one.loss_mask.sum()) for one in read)
+            rows = [(one.positions[one.loss_mask > 0] + 1) % 3 for one in read]
+            assert type(source) is MemorySource or all((row == 0).all() for row in rows)
+    assert masks == {(MarkedSource, None): 5, (MemorySource, None): 17, **{
+        (MarkedSource, SliceRule(Slicing(3))): 5, (MemorySource, SliceRule(Slicing(3))): 17,
+    }}  # fmt: skip
