@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.bytescale.cli.data import clean, sculpt
+from megatron.bytescale.cli.data import clean, mix, sculpt
 
 NAME = "data"
 HELP = "prepare a corpus for long contexts: clean it, mix its sources, make windows of related documents"
 EXAMPLE = sculpt.EXAMPLE
 
-COMMANDS = (clean, sculpt)
+COMMANDS = (clean, mix, sculpt)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,150 @@
+"""``bytescale data mix``: the weights of sources in a training, with their reasons, as a file that Megatron reads."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bytescale_ext.data.clean.tally import write_whole
+from bytescale_ext.data.mix.weights import Known, Part, Temper, Weighed, blend, epochs, reweigh, weigh
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, read_idx_lengths, sample_table
+from megatron.bytescale.cli.shared.inputs import count, size
+from megatron.bytescale.cli.shared.tables import aligned
+
+if TYPE_CHECKING:
+    from bytescale_ext.data.mix.curves import Proposal
+
+NAME = "mix"
+HELP = "weigh the sources of a corpus by size, duplication, quality, and small training runs"
+EXAMPLE = "bytescale data mix --report data/cleaned/report.json --seq-length 64K --output data/mixture"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``bytescale data mix``."""
+    parser.add_argument("--report", type=Path, metavar="report.json", help="of bytescale data clean --tokenize")
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="NAME=PREFIX", help="more data sets, or without report"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="weights, for --data-args-path")
+    parser.add_argument("--seq-length", type=size, required=True, metavar="N", help="as in training")
+    parser.add_argument(
+        "--samples",
+        choices=("documents", "windows"),
+        default="documents",
+        help="what a sample of the training is, because Megatron's weights count samples: documents, with "
+        "--hybrid-data-parallel (default); windows of one length, with --sculpt-windows or without either",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="more makes shares even (1)")
+    parser.add_argument("--duplication-power", type=float, default=1.0, metavar="A", help="0: it does not count (1)")
+    parser.add_argument("--quality-power", type=float, default=1.0, metavar="B", help="0: it does not count (1)")
+    parser.add_argument(
+        "--simulate", type=size, metavar="TOKENS", help="show the epochs of each data set in a training"
+    )
+    parser.add_argument("--proxy-steps", type=count, metavar="N", help="train a small model for N steps on each source")
+    parser.add_argument("--proxy-seeds", type=count, default=3, metavar="K", help="small runs of each source (3)")
+    parser.add_argument("--json", action="store_true", help="print the weights as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Weigh the sources, write the file, and print the weights with their reasons.
+
+    Raises:
+        ValueError: a flag, the report or a data set is bad, or a small run has failed.
+    """
+    temper = _temper(args)
+    parts, known = _parts(args)
+    if args.output.is_dir():
+        raise ValueError(f"--output {args.output} is a folder: give the name of a file")
+    weighed = weigh(parts, known, temper)
+    proposals: dict[str, Proposal] = {}
+    if args.proxy_steps is not None:
+        from megatron.bytescale.cli.data.proxy import proposals_of
+
+        proposals = proposals_of(parts, args.proxy_steps, args.proxy_seeds, Path(f"{args.output}.proxy"))
+        weighed = reweigh(weighed, {name: one.factor for name, one in proposals.items() if one.is_clear})
+    blended = blend(parts, weighed)
+    write_whole(args.output, "".join(f"{weight:.6g} {prefix}\n" for weight, prefix in blended))
+    seen = epochs(parts, weighed, args.simulate) if args.simulate is not None else {}
+    if args.json:
+        values = {
+            "sources": [dataclasses.asdict(one) for one in weighed],
+            "blend": [{"weight": weight, "prefix": prefix} for weight, prefix in blended],
+            "epochs": seen,
+            "proxies": {name: {**dataclasses.asdict(one), "is_clear": one.is_clear} for name, one in proposals.items()},
+        }
+        print(json.dumps(values, indent=2))
+        return 0
+    print("\n".join(_text(weighed, proposals, parts, seen)))
+    print(f"train with --data-args-path {args.output} --seq-length {args.seq_length}")
+    return 0
+
+
+def _temper(args: argparse.Namespace) -> Temper:
+    if not (math.isfinite(args.temperature) and args.temperature > 0):
+        raise ValueError(f"--temperature {args.temperature:g}: give a number above 0")
+    for flag in ("duplication_power", "quality_power"):
+        if not 0 <= getattr(args, flag) < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag):g}: give a number of 0 or more")
+    return Temper(args.temperature, args.duplication_power, args.quality_power)
+
+
+def _parts(args: argparse.Namespace) -> tuple[list[Part], dict[str, Known]]:
+    """Return the data sets, and what the report knows of their sources."""
+    found: list[tuple[str, str, float]] = []
+    known: dict[str, Known] = {}
+    if args.report is not None:
+        from bytescale_ext.data.clean.report import load_report
+
+        report = load_report(args.report)
+        for one in report.data_sets:
+            if one["prefix"] is None:
+                raise ValueError(f"{args.report}: {one['name']} is text alone: clean with --tokenize")
+            found.append((str(one["prefix"]), str(one["source"]), float(str(one["weight"]))))
+        # Where documents weigh as often as they came, duplication counts for them, not against them.
+        is_weighed = report.recipe["policy"] == "weight"
+        for name, about in report.sources.items():
+            known[name] = Known(0.0 if is_weighed else about.duplication, about.quality)
+    for words in args.data:
+        name, _, prefix = words.partition("=")
+        if not name or not prefix:
+            raise ValueError(f"--data {words}: give NAME=PREFIX")
+        found.append((prefix, name, 1.0))
+    if not found:
+        raise ValueError("no data sets: give --report or --data")
+    return [_part(*one, args) for one in found], known
+
+
+def _part(prefix: str, source: str, weight: float, args: argparse.Namespace) -> Part:
+    check_indexed_dataset(prefix)
+    lengths = read_idx_lengths(prefix)
+    tokens = int(lengths.sum())
+    documents = len(sample_table(lengths, args.seq_length))
+    return Part(
+        prefix, source, tokens, documents if args.samples == "documents" else -(-tokens // args.seq_length), weight
+    )
+
+
+def _text(
+    weighed: Sequence[Weighed], proposals: dict[str, Proposal], parts: Sequence[Part], seen: dict[str, float]
+) -> list[str]:
+    rows = [["source", "tokens", "share by size", "no duplicates", "quality", "small runs", "share"]]
+    for one in weighed:
+        proposal = proposals.get(one.source)
+        told = "-"
+        if proposal is not None:
+            told = f"x {proposal.factor:.2f} ({proposal.low:.2f} to {proposal.high:.2f})"
+            told += "" if proposal.is_clear else ", left out"
+        values = (f"{one.size:.1%}", f"x {one.duplication:.2f}", f"x {one.quality:.2f}", told, f"{one.share:.1%}")
+        rows.append([one.source, f"{one.tokens:,.0f}", *values])
+    lines = aligned(rows, {0})
+    if seen:
+        of_prefix = {part.prefix: part for part in parts}
+        table = [["data set", "tokens", "epochs"]]
+        table += [[prefix, f"{of_prefix[prefix].tokens:,}", f"{often:.2f}"] for prefix, often in seen.items()]
+        lines += ["", *aligned(table, {0})]
+    return lines

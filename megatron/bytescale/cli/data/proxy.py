@@ -1,0 +1,115 @@
+"""Small training runs on each source, whose loss curves say which source still teaches something.
+
+Each run is a real training of a model of half a million parameters on one source alone, with hybrid data parallelism
+on one process. Runs that are finished are not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from bytescale_ext.data.corpus.tokens import open_tokens
+from bytescale_ext.data.mix.curves import LEAST_STEPS, Proposal, propose
+from bytescale_ext.data.mix.weights import Part
+
+STEP_TOKENS: Final = 4096
+_SECONDS_OF_A_STEP: Final = 60
+_START_SECONDS: Final = 600
+_MODEL: Final = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --swiglu --normalization "
+    "RMSNorm --disable-bias-linear --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 "
+    "--tokenizer-type NullTokenizer --seq-length 1024 --max-position-embeddings 1024 --split 100,0,0 "
+    "--hybrid-data-parallel --hdp-tokens-per-rank 4096 --global-batch-size 4 --lr 3e-3 --lr-decay-style constant "
+    "--lr-warmup-iters 4 --clip-grad 1.0 --weight-decay 0.1 --log-interval 1 --eval-iters 0 --eval-interval "
+    "1000000 --no-one-logger"
+).split()
+_LEAST_VOCABULARY: Final = 257  # bytes and the end of a document
+
+
+def proposals_of(parts: Sequence[Part], steps: int, seeds: int, folder: Path) -> dict[str, Proposal]:
+    """Train ``seeds`` runs of ``steps`` steps on each source and return what they say.
+
+    Args:
+        parts: the data sets.
+        steps: of a run, of up to ``STEP_TOKENS`` tokens each.
+        seeds: runs of each source.
+        folder: of the runs; those that are finished there are read.
+
+    Raises:
+        ValueError: a source has fewer tokens than a run, or a run has failed; its log is named.
+    """
+    if steps < LEAST_STEPS:
+        raise ValueError(f"--proxy-steps {steps}: give {LEAST_STEPS} or more")
+    sources = {name: [part for part in parts if part.source == name] for name in dict.fromkeys(p.source for p in parts)}
+    if len(sources) < 2:
+        raise ValueError("--proxy-steps compares sources, and there is one")
+    for name, own in sources.items():
+        tokens = sum(part.tokens for part in own)
+        if tokens < steps * STEP_TOKENS:
+            most = tokens // STEP_TOKENS
+            raise ValueError(f"source {name} has tokens for {most} steps without repetition: give fewer --proxy-steps")
+    vocabulary = max(_LEAST_VOCABULARY, 1 + max(_largest_id(part.prefix) for part in parts))
+    runs = {}
+    for name, own in sources.items():
+        runs[name] = [_run(own, steps, seed, folder / f"{name}-{steps}-{seed}", vocabulary) for seed in range(seeds)]
+    return propose(runs)
+
+
+def command_of(parts: Sequence[Part], steps: int, seed: int, folder: Path, vocabulary: int) -> list[str]:
+    """Return the command of one run."""
+    import torch
+
+    blend = [str(word) for part in parts for word in (part.samples * part.weight, part.prefix)]
+    flags = [*_MODEL, "--data-path", *(blend if len(parts) > 1 else [parts[0].prefix])]
+    flags += ["--hdp-global-tokens", str(STEP_TOKENS), "--train-iters", str(steps), "--seed", str(1 + seed)]
+    flags += ["--vocab-size", str(vocabulary), "--hdp-log-dir", str(folder)]
+    flags += [] if torch.cuda.is_available() else ["--cpu"]
+    return [sys.executable, "-m", "megatron.bytescale.train", *flags]
+
+
+def read_curve(folder: Path, steps: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the tokens seen and the losses of a finished run, float64 [steps] each, or None."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return None
+    rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    tokens, losses = (np.array([row[name] for row in rows], float) for name in ("tokens_so_far", "lm loss"))
+    return (tokens, losses) if len(losses) == steps else None
+
+
+def _run(parts: Sequence[Part], steps: int, seed: int, folder: Path, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens seen and the losses of a run, [steps] each; train it unless it is there."""
+    curve = read_curve(folder, steps)
+    if curve is None:
+        print(f"small run {folder.name}", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        _train(command_of(parts, steps, seed, folder, vocabulary), folder / "train.log", steps)
+        curve = read_curve(folder, steps)
+    if curve is None or not np.all(np.isfinite(curve[1])):
+        raise ValueError(f"a small run has failed: see {folder / 'train.log'}")
+    return curve
+
+
+def _train(command: Sequence[str], log: Path, steps: int) -> None:
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **os.environ}
+    with log.open("w") as output:
+        try:
+            limit = _START_SECONDS + _SECONDS_OF_A_STEP * steps
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=limit, check=True)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise ValueError(f"a small run has failed: see {log}") from error
+
+
+def _largest_id(prefix: str) -> int:
+    tokens = open_tokens(prefix).tokens
+    block = 1 << 24
+    return max(int(tokens[start : start + block].max()) for start in range(0, len(tokens), block))

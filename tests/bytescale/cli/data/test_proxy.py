@@ -1,0 +1,91 @@
+"""Small runs: their launch lines, what is repeated, and a real one of each of two sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytescale_ext.data.mix.weights import Part
+from megatron.bytescale.cli.data import proxy
+from tests.bytescale.arguments.resolving import resolve_lines
+from tests.data.sources import write_data_set
+
+STEPS = 8
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Part]:
+    """Bytes that repeat, which are learned at once, and random ones, which are not."""
+    random = np.random.RandomState(0)
+    documents = {
+        "again": [[list(range(64)) * 12]] * 60,
+        "random": [[random.randint(0, 256, 768).tolist()] for _ in range(60)],
+    }
+    for name, one in documents.items():
+        write_data_set(tmp_path / name, one)
+    return [Part(str(tmp_path / name), name, 60 * 768, 60) for name in documents]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_real_runs_and_what_they_say(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = proxy.proposals_of(parts, STEPS, 1, tmp_path / "runs")
+    curves = [proxy.read_curve(tmp_path / "runs" / f"{part.source}-{STEPS}-0", STEPS) for part in parts]
+    again, random = curves
+    assert again is not None
+    assert random is not None
+    assert again[1][-1] < random[1][-1]
+    assert proxy.STEP_TOKENS / 2 * STEPS < again[0][-1] <= proxy.STEP_TOKENS * STEPS
+    assert found["again"].gain > found["random"].gain >= 0
+    # What is finished is read again, and not trained.
+    monkeypatch.setattr(proxy, "_train", None)
+    assert proxy.proposals_of(parts, STEPS, 1, tmp_path / "runs") == found
+
+
+@pytest.mark.ranks
+def test_the_launch_line_is_one_that_megatron_takes(parts: list[Part], tmp_path: Path) -> None:
+    blended = [parts[0], Part(parts[1].prefix, "again", 60 * 768, 60, 2.0)]
+    lines = [proxy.command_of(one, STEPS, 3, tmp_path / "log", 300)[3:] for one in ([parts[0]], blended)]
+    for outcome in resolve_lines(*((1, line) for line in lines)):
+        assert outcome.error is None
+    assert lines[0][lines[0].index("--data-path") + 1] == parts[0].prefix
+    place = lines[1].index("--data-path")
+    assert lines[1][place + 1 : place + 5] == ["60.0", parts[0].prefix, "120.0", parts[1].prefix]
+    assert lines[0][lines[0].index("--vocab-size") + 1] == "300"
+
+
+def write_losses(folder: Path, losses: list[float], text: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = "".join(
+        json.dumps({"lm loss": loss, "tokens_so_far": 100 * step}) + "\n" for step, loss in enumerate(losses, 1)
+    )
+    (folder / "metrics.jsonl").write_text(rows + text)
+
+
+def test_only_whole_runs_are_read(tmp_path: Path) -> None:
+    assert proxy.read_curve(tmp_path, 2) is None
+    write_losses(tmp_path, [3.0], '{"lm loss": 2.')
+    assert proxy.read_curve(tmp_path, 2) is None
+    write_losses(tmp_path, [3.0, 2.5])
+    found = proxy.read_curve(tmp_path, 2)
+    assert found is not None
+    assert [one.tolist() for one in found] == [[100.0, 200.0], [3.0, 2.5]]
+
+
+@pytest.mark.parametrize("bad", [[3.0] * 4, [3.0] * 7 + [float("nan")]])
+def test_a_run_that_fails_names_its_log(
+    bad: list[float], parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "_train", lambda _, log, steps: write_losses(log.parent, bad))
+    with pytest.raises(ValueError, match=r"a small run has failed: see .*again-8-0/train\.log"):
+        proxy.proposals_of(parts, STEPS, 1, tmp_path / "runs")
+
+
+@pytest.mark.ranks
+def test_a_process_that_fails_names_its_log(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a small run has failed"):
+        proxy._train(["bash", "-c", "echo broken; exit 3"], tmp_path / "train.log", 1)
+    assert (tmp_path / "train.log").read_text() == "broken\n"
