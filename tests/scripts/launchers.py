@@ -12,7 +12,16 @@ LOCAL = ROOT / "scripts" / "train_local.sh"
 SLURM = ROOT / "scripts" / "train_slurm.sbatch"
 CHECKS = ROOT / "scripts" / "checks.sh"
 DRAFT_HEADS = ROOT / "scripts" / "recipes" / "draft_heads.sh"
-SHELL_FILES = [LOCAL, SLURM, CHECKS, DRAFT_HEADS, ROOT / "scripts" / "slurm" / "local_cluster.sh", ROOT / ".ci" / "run"]
+LONG_CONTEXT = ROOT / "scripts" / "recipes" / "long_context_data.sh"
+SHELL_FILES = [
+    LOCAL,
+    SLURM,
+    CHECKS,
+    DRAFT_HEADS,
+    LONG_CONTEXT,
+    ROOT / "scripts" / "slurm" / "local_cluster.sh",
+    ROOT / ".ci" / "run",
+]
 
 
 def run(command: Sequence[str | Path], timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:

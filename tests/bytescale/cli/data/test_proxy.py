@@ -31,18 +31,20 @@ def parts(tmp_path: Path) -> list[Part]:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_real_runs_and_what_they_say(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = proxy.proposals_of(parts, STEPS, 1, tmp_path / "runs")
-    curves = [proxy.read_curve(tmp_path / "runs" / f"{part.source}-{STEPS}-0", STEPS) for part in parts]
-    again, random = curves
-    assert again is not None
-    assert random is not None
-    assert again[1][-1] < random[1][-1]
-    assert proxy.STEP_TOKENS / 2 * STEPS < again[0][-1] <= proxy.STEP_TOKENS * STEPS
-    assert found["again"].gain > found["random"].gain >= 0
+def test_a_real_run_and_what_it_says(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One source is trained; of the other, random bytes, the loss of a finished run lies there."""
+    runs = tmp_path / "runs"
+    write_losses(runs / f"random-{STEPS}-0", [5.6] * STEPS)
+    found = proxy.proposals_of(parts, STEPS, 1, runs)
+    curve = proxy.read_curve(runs / f"again-{STEPS}-0", STEPS)
+    assert curve is not None
+    tokens, losses = curve
+    assert losses[-1] < losses[0] - 0.1
+    assert proxy.STEP_TOKENS / 2 * STEPS < tokens[-1] <= proxy.STEP_TOKENS * STEPS
+    assert found["again"].gain > found["random"].gain == 0
     # What is finished is read again, and not trained.
     monkeypatch.setattr(proxy, "_train", None)
-    assert proxy.proposals_of(parts, STEPS, 1, tmp_path / "runs") == found
+    assert proxy.proposals_of(parts, STEPS, 1, runs) == found
 
 
 @pytest.mark.ranks
