@@ -51,20 +51,39 @@ class Traffic:
 
     Attributes:
         num_read: rows of its batches, each counted once in a batch.
-        num_fetched: of these, rows that came from the table.
+        num_fetched: rows that came from the table.
+        num_staged: of these, rows that came before the batch that reads them.
         num_pushed: rows whose gradients went to the table.
     """
 
     num_read: int = 0
     num_fetched: int = 0
+    num_staged: int = 0
     num_pushed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Rows that were fetched before the batch that reads them.
+
+    Attributes:
+        rows: int64 [n], ascending.
+        answer: what the table held of them, in this order.
+    """
+
+    rows: np.ndarray
+    answer: Answer
+
+
+NOTHING_STAGED: Final = Staged(np.empty(0, np.int64), Answer.empty())
 
 
 @dataclass(eq=False)
 class RowCache:
     """The copies of one worker. Each batch is one lookup, then one update of the same rows.
 
-    A batch with more rows than lines is right too: rows without a line are fetched, and pushed at once.
+    A batch with more rows than lines is right too: rows without a line are fetched, and pushed at once. Between the
+    two the rows of the next batch may be staged, in another thread too.
 
     Attributes:
         settings: size and bounds.
@@ -94,14 +113,14 @@ class RowCache:
         self.squares = np.zeros(lines, np.float32)
         self._num_batches = 0
         self._evicted: list[Push] = []
+        self._batch = np.empty(0, np.int64)
+        self._staged = NOTHING_STAGED
 
     def lookup(self, rows: np.ndarray, table: Rows, rate: float) -> np.ndarray:
         """Return the values float32 [n, dim] of a batch's rows int64 [n], each given once, with one's own updates."""
         slots = self.slot_of[rows]
         held = slots >= 0
-        versions = np.full(len(rows), -1)
-        versions[held] = self.version[slots[held]]
-        answer = table.answer(rows, versions, self.settings.read_bound)
+        answer = self._answer(rows, table)
         renewed = held[answer.asked]
         self._store(slots[answer.asked[renewed]], answer, renewed)
         self._num_batches += 1
@@ -118,8 +137,20 @@ class RowCache:
         self._store(slots, answer, new)
         self._touch(slots)
         self.traffic.num_read += len(rows)
-        self.traffic.num_fetched += len(answer.asked)
+        self._batch = rows
         return values
+
+    def stage(self, rows: np.ndarray, table: Rows) -> None:
+        """Fetch ahead which of the next batch's rows int64 [n], ascending, have no copy or one that is too old.
+
+        Rows of the running batch are left to the lookup, and so are rows that made room while updates waited in them:
+        the table does not have these updates yet, and a worker reads its own.
+        """
+        rows = np.setdiff1d(rows, np.concatenate([self._batch, *(push.rows for push in self._evicted)]))
+        answer = table.answer(rows, self._versions(rows), self.settings.read_bound)
+        self._staged = Staged(rows[answer.asked], answer)
+        self.traffic.num_fetched += len(answer.asked)
+        self.traffic.num_staged += len(answer.asked)
 
     def update(self, rows: np.ndarray, gradients: np.ndarray, rate: float) -> Push:
         """Take the gradients [n, dim] of the batch's rows int64 [n]; return what goes to the table now."""
@@ -136,11 +167,30 @@ class RowCache:
         return push
 
     def flush(self, rate: float) -> Push:
-        """Return all updates that wait; the copies stay."""
+        """Return all updates that wait; the copies stay, staged rows do not, because they lack these updates."""
+        self._staged = NOTHING_STAGED
         push = Push.joined([*self._evicted, self._take(np.flatnonzero(self.updates), rate)])
         self._evicted.clear()
         self.traffic.num_pushed += len(push.rows)
         return push
+
+    def _versions(self, rows: np.ndarray) -> np.ndarray:
+        """Return the versions int64 [n] of the copies of rows [n], -1 where there is none."""
+        slots = self.slot_of[rows]
+        versions = np.full(len(rows), -1)
+        versions[slots >= 0] = self.version[slots[slots >= 0]]
+        return versions
+
+    def _answer(self, rows: np.ndarray, table: Rows) -> Answer:
+        """Return what a lookup of rows [n] needs from the table, as far as possible from what was staged."""
+        staged, self._staged = self._staged, NOTHING_STAGED
+        versions = self._versions(rows)
+        _, places, sources = np.intersect1d(rows, staged.rows, assume_unique=True, return_indices=True)
+        versions[places] = staged.answer.versions[sources]
+        fetched = table.answer(rows, versions, self.settings.read_bound)
+        self.traffic.num_fetched += len(fetched.asked)
+        is_new = ~np.isin(places, fetched.asked)
+        return fetched.joined(staged.answer.part(sources[is_new], places[is_new]))
 
     def _store(self, slots: np.ndarray, answer: Answer, part: np.ndarray) -> None:
         """Copy the rows of an answer that ``part`` (bool [n]) names to lines; what waits in them stays."""

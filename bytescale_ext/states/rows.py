@@ -6,7 +6,7 @@ The version of a row is the number of updates that it has taken, from all worker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -54,6 +54,23 @@ class Answer:
     values: np.ndarray
     squares: np.ndarray
     versions: np.ndarray
+
+    @classmethod
+    def empty(cls) -> Answer:
+        """Return an answer to no rows."""
+        none = np.empty(0, np.int64)
+        return cls(none, np.empty((0, 1), np.float32), np.empty(0, np.float32), none)
+
+    def part(self, entries: np.ndarray, asked: np.ndarray) -> Answer:
+        """Return some entries int64 [k] as the answer to rows at the places ``asked`` int64 [k]."""
+        return Answer(asked, self.values[entries], self.squares[entries], self.versions[entries])
+
+    def joined(self, other: Answer) -> Answer:
+        """Return both answers to the same rows as one."""
+        if not len(other.asked):
+            return self
+        names = (one.name for one in fields(self))
+        return Answer(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
 
 
 @dataclass(eq=False, slots=True)

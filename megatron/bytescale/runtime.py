@@ -69,6 +69,7 @@ class Runtime:
         expert_loads: in a step of slices, what their routers note for each other; else None.
         expert_counts: tokens of experts in the running step, where these are recorded or followed; else None.
         step: the step that runs, or None between steps.
+        next_step: waits for the step after it, and returns None at the end of the data.
         totals: figures since the last log line.
         pace: how fast this rank has computed lately.
         peak: measures the memory of ``--hdp-memory-step``.
@@ -91,6 +92,7 @@ class Runtime:
     expert_loads: ExpertLoads | None = None
     expert_counts: TokenCounts | None = None
     step: StepBatch | None = None
+    next_step: Callable[[], StepBatch | None] | None = None
     totals: Totals = field(default_factory=Totals)
     pace: PaceWindow = field(default_factory=PaceWindow)
     peak: PeakMeter = field(default_factory=PeakMeter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale_ext.states.cache import PERMANENT_USES, POLICIES, CacheSettings, RowCache
-from bytescale_ext.states.rows import Answer, Push, RowTable
+from bytescale_ext.states.rows import Answer, Push, RowTable, adagrad
 from tests.states.plain_cache import PlainCache
 
 NUM_ROWS, DIM, WORKERS, RATE = 30, 3, 4, 0.1
@@ -42,13 +43,22 @@ def drawn() -> RowTable:
     return CheckedTable(table.values, table.squares, table.versions)
 
 
-def run(options: CacheSettings, seed: int, num_steps: int = 40) -> tuple[RowTable, list[np.ndarray], list[RowCache]]:
-    """Train, check the invariants in each step, flush; return the table, the values read and the caches."""
+def run(
+    options: CacheSettings, seed: int, num_steps: int = 40, ahead: bool = False
+) -> tuple[RowTable, list[np.ndarray], list[RowCache]]:
+    """Train, check the invariants in each step, flush; return the table, the values read and the caches.
+
+    ``ahead``: the rows of the next step are staged in each step.
+    """
     table, read = drawn(), []
     caches = [RowCache(options, NUM_ROWS, DIM) for _ in range(WORKERS)]
     made = np.zeros(NUM_ROWS, np.int64)
-    for step in batches(seed, num_steps):
+    steps = list(batches(seed, num_steps))
+    for number, step in enumerate(steps):
         read += [cache.lookup(rows, table, RATE) for cache, (rows, _) in zip(caches, step, strict=True)]
+        if ahead and number + 1 < num_steps:
+            for cache, (rows, _) in zip(caches, steps[number + 1], strict=True):
+                cache.stage(rows, table)
         pushes = [cache.update(*given, RATE) for cache, given in zip(caches, step, strict=True)]
         for rows, _ in step:
             made[rows] += 1
@@ -82,9 +92,42 @@ def check_lines(cache: RowCache) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 40), st.sampled_from(POLICIES), st.integers(0, 8), st.integers(0, 5), st.integers(0, 10**6))
-def test_invariants(num_lines: int, policy: str, read_bound: int, write_bound: int, seed: int) -> None:
-    run(CacheSettings(num_lines, policy, read_bound, write_bound), seed, num_steps=15)
+@given(
+    st.integers(0, 40), st.sampled_from(POLICIES), st.integers(0, 8), st.integers(0, 5), st.integers(0, 10**6),
+    st.booleans(),
+)  # fmt: skip
+def test_invariants(num_lines: int, policy: str, read_bound: int, write_bound: int, seed: int, ahead: bool) -> None:
+    run(CacheSettings(num_lines, policy, read_bound, write_bound), seed, num_steps=15, ahead=ahead)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 20), st.sampled_from(POLICIES), st.integers(0, 9), st.integers(0, 10**6), st.booleans())
+def test_a_worker_alone_reads_all_its_updates_however_stale_it_may_be(
+    num_lines: int, policy: str, write_bound: int, seed: int, flushes: bool
+) -> None:
+    cache, table = RowCache(CacheSettings(num_lines, policy, 100, write_bound), NUM_ROWS, DIM), drawn()
+    steps = [step[0] for step in batches(seed, 15)]
+    for (rows, gradients), (next_rows, _) in itertools.pairwise(steps):
+        values, squares, waiting = table.values[rows], table.squares[rows], np.zeros_like(gradients)
+        held = cache.slot_of[rows] >= 0
+        waiting[held] = cache.pending[cache.slot_of[rows[held]]]
+        assert (cache.lookup(rows, table, RATE) == adagrad(values, squares, waiting, RATE)[0]).all()
+        cache.stage(next_rows, table)
+        table.apply([cache.update(rows, gradients, RATE)], RATE)
+        if flushes:
+            table.apply([cache.flush(RATE)], RATE)
+
+
+@pytest.mark.parametrize("bound", [0, 10])
+def test_staged_rows_come_before_the_batch_that_reads_them(bound: int) -> None:
+    expected, read, without = run(CacheSettings(12, "lru", bound, 0), seed=4)
+    table, found, caches = run(CacheSettings(12, "lru", bound, 0), seed=4, ahead=True)
+    staged = sum(cache.traffic.num_staged for cache in caches)
+    at_lookup = sum(cache.traffic.num_fetched for cache in caches) - staged
+    assert 0 < at_lookup < sum(cache.traffic.num_fetched for cache in without)
+    if not bound:
+        assert all((one == other).all() for one, other in zip(found, read, strict=True))
+        assert (table.values == expected.values).all()
 
 
 @settings(max_examples=30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -17,31 +19,42 @@ pytestmark = pytest.mark.ranks
 STALE = CacheSettings(6, "lfu", 2, 3)
 
 
-def train(rank: int, world: int, options: CacheSettings, num_steps: int) -> tuple[list[np.ndarray], np.ndarray, int]:
+def train(
+    rank: int, world: int, options: CacheSettings, num_steps: int, ahead: bool
+) -> tuple[list[np.ndarray], np.ndarray, int]:
     """Return the values that this rank reads in each step, the rows that it owns, and how many rows it fetched."""
     group = dist.group.WORLD
     assert group is not None
     own = -(-NUM_ROWS // world)
     table = ShardedRows(RowTable.drawn(range(rank * own, (rank + 1) * own), DIM, 1.0, 0), group)
     cache, read = RowCache(options, NUM_ROWS, DIM), []
-    for step in batches(7, num_steps):
-        rows, gradients = step[rank]
+    other = dist.new_group(backend="gloo")
+    steps = [step[rank] for step in batches(7, num_steps)]
+    for (rows, gradients), (next_rows, _) in zip(steps, [*steps[1:], steps[0]], strict=True):
         read.append(cache.lookup(rows, table, RATE))
+        if ahead:
+            cache.stage(next_rows, replace(table, group=other))
         table.apply(cache.update(rows, gradients, RATE), RATE)
     table.apply(cache.flush(RATE), RATE)
     return read, table.shard.values, cache.traffic.num_fetched
 
 
 @pytest.mark.parametrize(
-    "options", [CacheSettings(0), CacheSettings(12, "lfuopt"), STALE], ids=["none", "exact", "stale"]
+    ("options", "ahead"),
+    [(CacheSettings(0), False), (CacheSettings(12, "lfuopt"), True), (STALE, False), (STALE, True)],
+    ids=["none", "exact", "stale", "ahead"],
 )
-def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings) -> None:
-    found = run_ranks(train, WORKERS, options, 12)
+def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings, ahead: bool) -> None:
+    found = run_ranks(train, WORKERS, options, 12, ahead)
     table = RowTable.drawn(range(NUM_ROWS), DIM, 1.0, 0)
     caches = [RowCache(options, NUM_ROWS, DIM) for _ in range(WORKERS)]
-    for number, step in enumerate(batches(7, 12)):
+    steps = list(batches(7, 12))
+    for number, step in enumerate(steps):
         for rank, (cache, (rows, _)) in enumerate(zip(caches, step, strict=True)):
             assert (cache.lookup(rows, table, RATE) == found[rank][0][number]).all()
+        if ahead:
+            for cache, (rows, _) in zip(caches, steps[(number + 1) % len(steps)], strict=True):
+                cache.stage(rows, table)
         table.apply([cache.update(*given, RATE) for cache, given in zip(caches, step, strict=True)], RATE)
     table.apply([cache.flush(RATE) for cache in caches], RATE)
     whole = np.concatenate([values for _, values, _ in found])

@@ -58,6 +58,7 @@ class StepsAhead(Iterator[StepBatch]):
         self._maker = maker
         self._plan_ahead = settings.plan_ahead
         self._failure: _Failure | None = None
+        self._peeked: StepBatch | _Failure | None = None
         self._start(settings.consumed_samples, settings.first_step)
 
     def __iter__(self) -> StepsAhead:
@@ -66,7 +67,7 @@ class StepsAhead(Iterator[StepBatch]):
     def __next__(self) -> StepBatch:
         if self._failure is None:
             began = time.perf_counter()
-            item = self._line.ready.get()
+            item, self._peeked = self._peeked or self._line.ready.get(), None
             waited = time.perf_counter() - began
             if isinstance(item, StepBatch):
                 self._line.free.release()
@@ -75,6 +76,15 @@ class StepsAhead(Iterator[StepBatch]):
                 return replace(item, wait_seconds=waited)
             self._failure = item
         raise self._failure.error
+
+    def peek(self) -> StepBatch | None:
+        """Wait for the step that ``next()`` will return, and return it; None where there is no other.
+
+        May be called in another thread, as long as no other call runs.
+        """
+        if self._failure is None and self._peeked is None:
+            self._peeked = self._line.ready.get()
+        return self._peeked if isinstance(self._peeked, StepBatch) else None
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
         """Return the step of ``batch`` with the simple plan, for use when another rank's planner ran out of time."""
@@ -96,7 +106,7 @@ class StepsAhead(Iterator[StepBatch]):
 
     def _start(self, consumed_samples: int, first_step: int) -> None:
         self._consumed_samples, self._next_step = consumed_samples, first_step
-        self._failure = None
+        self._failure, self._peeked = None, None
         self._line: _Line = _Line(threading.Semaphore(self._plan_ahead), queue.SimpleQueue(), threading.Event())
         thread = threading.Thread(
             target=_make_steps,

@@ -20,6 +20,7 @@ from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.hdp import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory.activations import ACTIVATIONS
+from megatron.bytescale.features.memory.embedding import EMBEDDING
 from megatron.bytescale.features.memory.memory_plan import MEMORY_PLAN
 from megatron.bytescale.features.memory.memory_record import MEMORY_RECORD
 from megatron.bytescale.features.memory.ngram import NGRAM
@@ -48,6 +49,7 @@ FEATURES: tuple[Feature, ...] = (
     STATES,
     EXPERT_TRACE,
     NGRAM,
+    EMBEDDING,
     EXPERTS,
     GATE,
 )

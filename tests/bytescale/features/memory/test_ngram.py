@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from bytescale_ext.config.memory.ngram import HostTables, NgramConfig
+from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.states.cache import CacheSettings
 from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
-from megatron.bytescale.features.memory import ngram
+from megatron.bytescale.features.memory import host_tables, ngram
 from megatron.bytescale.features.memory.ngram import NGRAM, REFUSALS, resolve
 from tests.bytescale.features.memory.test_activations import parsed
 from tests.config.runs import run_of
@@ -109,11 +110,11 @@ def test_tables_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_that_do_not_fit_name_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "free_host_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(host_tables, "free_host_bytes", lambda: 1_000_000)
     words = [*HOST, "--ngram-rows", "10000", "--ngram-dim", "8"]
     config_of(*words, "--ngram-cache-rows", "0")
     with pytest.raises(
-        ValueError, match=r"take 0\.00\d+ GB of host memory, and there are 0\.001 GB: lower --ngram-rows"
+        ValueError, match=r"take 0\.00\d+ GB of each process's host memory, and there are 0\.001 GB: lower --ngram-rows"
     ):
         config_of(*words, "--ngram-cache-rows", "1")
 

@@ -1,0 +1,78 @@
+"""The embedding of the vocabulary in host memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.data.loading.step import StepBatch
+from bytescale_ext.states.rows import RowTable
+from megatron.bytescale.core.models.common.embeddings.host_table import HostTable
+
+
+class HostEmbedding(torch.nn.Module):
+    """Takes the place of Megatron's ``word_embeddings``, with the values that it was drawn with.
+
+    Attributes:
+        host: the table, a row a token id.
+    """
+
+    def __init__(self, embedding: LanguageModelEmbedding, settings: HostTables) -> None:
+        """Take the values of an embedding. Collective on the tensor-parallel group."""
+        super().__init__()
+        self.config: Any = embedding.config
+        self._rows_first = embedding.reduce_scatter_embeddings  # the order of what Megatron's embedding returns
+        weight = embedding.word_embeddings.weight.detach()
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(weight) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, weight.contiguous(), group=group)
+        values = torch.cat(parts).float().cpu().numpy()
+        self.host = HostTable(settings, len(values), partial(rows_of_table, values), weight.device)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return [b, s, h] for token ids [b, s]; as [s, b, h], under sequence parallelism [s / ranks, b, h]."""
+        if self._rows_first:
+            token_ids = token_ids.transpose(0, 1)
+        if self._rows_first and self.config.sequence_parallel:
+            num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+            token_ids = token_ids.chunk(num_ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        return self.host.values_of(token_ids.contiguous()).to(self.config.params_dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the entries of a sharded checkpoint: this rank's rows. Collective."""
+        return dict(self.host.sharded_entries(prefix))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Load this rank's rows."""
+        self.host.load(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def rows_of_table(values: np.ndarray, rows: range) -> RowTable:
+    """Return some rows of values float32 [n, dim] as they are before training; those beyond n are zeros."""
+    own = np.zeros((len(rows), values.shape[1]), np.float32)
+    given = values[rows.start : rows.stop]
+    own[: len(given)] = given
+    return RowTable(own, np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int64))
+
+
+def put_on_host(settings: HostTables, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """``ModelConfig.pre_wrap_hooks``: move the embedding of the vocabulary to host memory."""
+    for chunk in model_chunks:
+        embedding: Any = getattr(chunk, "embedding", None)
+        if embedding is not None:
+            embedding.word_embeddings = HostEmbedding(embedding, settings)
+    return model_chunks
+
+
+def token_rows_of(step: StepBatch) -> np.ndarray:
+    """Return the token ids int64 [n], ascending, that this rank reads in a step, and that of padding."""
+    return np.unique(np.concatenate([np.zeros(1, np.int64), *(unit.tokens.numpy() for unit in step.micro_batches)]))

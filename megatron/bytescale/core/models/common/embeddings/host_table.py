@@ -1,0 +1,191 @@
+"""Tables of rows in host memory, one owner a row, with a cache of rows on each rank (HET, Miao et al. 2021).
+
+The rows of a step are known when it begins, and they change only when it ends. So a rank reads them before the first
+forward pass, and sends gradients after the last backward pass: each an exchange between the ranks of a stage, which all
+of them join. Inside a step, where ranks run different numbers of micro-batches, a thread fetches rows of the next step
+that the cache lacks, behind the computing; the next read brings only what has changed since.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch.nn import functional
+
+from bytescale_ext.config.memory.host_tables import HostTables
+from bytescale_ext.data.loading.step import StepBatch
+from bytescale_ext.states.cache import RowCache
+from bytescale_ext.states.rows import RowTable
+from bytescale_ext.states.sharded import ShardedRows
+
+
+class HostTable:
+    """One table of a module, outside the model's parameters, DDP and Megatron's optimizer.
+
+    It is shared out over the HDP ranks of a stage; tensor-parallel ranks hold equal copies and take equal steps.
+
+    Attributes:
+        settings: cache and learning rate.
+        num_rows: of the whole table.
+        device: where the rows of a step are.
+    """
+
+    def __init__(
+        self, settings: HostTables, num_rows: int, own_rows: Callable[[range], RowTable], device: torch.device
+    ) -> None:
+        """Make this rank's part; ``own_rows`` returns rows as they are before training, also beyond ``num_rows``."""
+        self.settings, self.num_rows, self.device = settings, num_rows, device
+        group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+        share = -(-num_rows // group.size())
+        self._rows = ShardedRows(own_rows(range(group.rank() * share, (group.rank() + 1) * share)), group)
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        self._cache = RowCache(self.settings.cache, self.num_rows, self._rows.shard.values.shape[1])
+
+    def begin_step(self, rows: np.ndarray, training: bool) -> None:
+        """Read the rows int64 [n] of a step, ascending. Collective."""
+        values = torch.from_numpy(self._cache.lookup(rows, self._rows, self.settings.rate))
+        if not training:  # rows that made room are sent, as after a step
+            self._send(rows[:0], values[:0].numpy())
+        self._step_rows = rows
+        self._names = self._on_device(torch.from_numpy(rows))
+        self._values = self._on_device(values).requires_grad_()
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def stage(self, rows: np.ndarray, group: torch.distributed.ProcessGroup) -> None:
+        """Fetch ahead the rows int64 [n] of the next step, ascending, over a group of the same ranks. Collective."""
+        self._cache.stage(rows, replace(self._rows, group=group))
+
+    def values_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the values float32 [..., dim] of rows int64 [...] of the running step."""
+        return functional.embedding(torch.searchsorted(self._names, rows), self._values)
+
+    def end_step(self, num_labels: torch.Tensor, sequence_parallel: bool) -> None:
+        """Take the step's gradients, divided by its labels (a scalar), and send those that are due. Collective."""
+        gradient = self._values.grad
+        assert gradient is not None, f"{self._values.shape=}"
+        if sequence_parallel:  # each tensor-parallel rank has the gradients of its own tokens
+            torch.distributed.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
+        self._send(self._step_rows, (gradient / num_labels).cpu().numpy())
+
+    def _send(self, rows: np.ndarray, gradients: np.ndarray) -> None:
+        """Put the gradients [n, dim] of rows [n] into the cache and send what is due. Collective."""
+        self._rows.apply(self._cache.update(rows, gradients, self.settings.rate), self.settings.rate)
+
+    def sharded_entries(self, prefix: str, place: tuple[tuple[int, int, int], ...] = ()) -> dict[str, ShardedTensor]:
+        """Return this rank's rows for a sharded checkpoint. Sends all updates first; collective.
+
+        ``place``: (axis, place, number) of the table among those of other layers with the same names.
+        """
+        self._rows.apply(self._cache.flush(self.settings.rate), self.settings.rate)
+        group, shard = self._rows.group, self._rows.shard
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                torch.from_numpy(values),
+                *place,
+                (len(place), group.rank(), group.size()),
+                replica_id=parallel_state.get_tensor_model_parallel_rank(),
+                prepend_axis_num=len(place),
+                allow_shape_mismatch=True,  # on other ranks other rows at the end belong to nobody
+            )
+            for name, values in (("rows", shard.values), ("squares", shard.squares))
+        }
+
+    def load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take this rank's rows out of a state, and forget those in the cache."""
+        shard = self._rows.shard
+        for name, values in (("rows", shard.values), ("squares", shard.squares)):
+            values[...] = state_dict.pop(prefix + name).numpy()
+        shard.versions[:] = 0
+        self._empty_cache()
+
+
+class HasHostTable(Protocol):
+    """A module with a table in host memory."""
+
+    config: Any
+    host: HostTable
+
+
+class TablesOfStep:
+    """The tables of one process that have the same rows in each step.
+
+    Args:
+        is_one: whether a module has such a table.
+        rows_of: returns the rows int64 [n] of a step that this process reads, ascending, at least one.
+    """
+
+    def __init__(self, is_one: Callable[[torch.nn.Module], bool], rows_of: Callable[[StepBatch], np.ndarray]) -> None:
+        self._is_one, self._rows_of = is_one, rows_of
+        self._modules: list[Any] = []
+        self._step: StepBatch | None = None
+        self._ahead: Future[None] | None = None
+        self._group_ahead: torch.distributed.ProcessGroup | None = None
+
+    def collect(self, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """``ModelConfig.pre_wrap_hooks``: find the tables of all model chunks. Collective on the ranks of a stage."""
+        for chunk in model_chunks:
+            self._modules += [part for part in chunk.modules() if self._is_one(part)]
+        group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+        if self._modules and group.size() > 1:
+            ranks: Sequence[int] = torch.distributed.get_process_group_ranks(group)
+            self._group_ahead = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return model_chunks
+
+    def begin(self, step: StepBatch, training: bool, next_step: Callable[[], StepBatch | None] | None = None) -> None:
+        """Read the rows of a step before its first forward pass; later calls of the step do nothing. Collective.
+
+        ``next_step``: waits for the step after it, None at the end of the data; its rows are fetched in a thread.
+        """
+        if step is self._step or not self._modules:
+            return
+        self._step = step
+        rows = self._rows_of(step)
+        for module in self._modules:
+            module.host.begin_step(rows, training)
+        if training and next_step is not None and self._group_ahead is not None:
+            self._ahead = in_thread(lambda: self._stage(next_step()))
+
+    def _stage(self, step: StepBatch | None) -> None:
+        """Fetch rows of a step ahead, none without a step. Collective."""
+        assert self._group_ahead is not None
+        rows = np.empty(0, np.int64) if step is None else self._rows_of(step)
+        for module in self._modules:
+            module.host.stage(rows, self._group_ahead)
+
+    def end(self, num_labels: torch.Tensor) -> None:
+        """Send the gradients of the step, which has this number of labels (a scalar). Collective."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+        for module in self._modules:
+            module.host.end_step(num_labels, module.config.sequence_parallel)
+
+
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    """Run ``work`` in a thread that does not outlive the process; the result raises its error."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="bytescale-rows", daemon=True).start()
+    return future

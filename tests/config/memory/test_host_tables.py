@@ -1,0 +1,32 @@
+"""The host memory of tables and their caches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bytescale_ext.config.memory.host_tables import HostTables, check_fits
+from bytescale_ext.states.cache import CacheSettings, RowCache
+from bytescale_ext.states.rows import RowTable
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_bytes_on_the_host_are_those_of_the_arrays(num_ranks: int) -> None:
+    dim, host = 8, HostTables(CacheSettings(200), 0.1)
+    table = RowTable.drawn(range(-(-1000 // num_ranks)), dim, 1.0, 0)
+    cache = RowCache(host.cache, 1000, dim)
+    arrays = [one for owner in (table, cache) for one in arrays_of(owner)]
+    assert host.num_bytes(1000, dim, num_ranks) == sum(one.nbytes for one in arrays)
+
+
+def arrays_of(owner: RowTable | RowCache) -> list[np.ndarray]:
+    names = owner.__slots__ if isinstance(owner, RowTable) else vars(owner)
+    return [value for name in names if isinstance(value := getattr(owner, name), np.ndarray)]
+
+
+def test_too_little_host_memory() -> None:
+    check_fits("tables", 2e9, 2e9, "use more ranks")
+    with pytest.raises(
+        ValueError, match=r"tables take 2\.001 GB of each process's host memory, and there are 2 GB: use more ranks"
+    ):
+        check_fits("tables", 2_000_000_001, 2e9, "use more ranks")
