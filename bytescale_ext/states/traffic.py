@@ -26,17 +26,24 @@ class CacheTraffic:
         num_read: rows of batches, each once in a batch; without a cache each is fetched and its gradient pushed.
         num_fetched: rows that came from the table.
         num_pushed: rows whose gradients went to it.
+        num_staged: rows that were fetched while the step before was computed.
     """
 
     num_steps: int
     num_read: int
     num_fetched: int
     num_pushed: int
+    num_staged: int = 0
 
     @property
     def hit_rate(self) -> float:
         """Share of reads that needed no row of the table."""
         return 1.0 - self.num_fetched / self.num_read
+
+    @property
+    def waited(self) -> float:
+        """Share of reads for which a step waits, because their rows were not fetched ahead or have changed since."""
+        return (self.num_fetched - self.num_staged) / self.num_read
 
     @property
     def saved(self) -> float:
@@ -71,13 +78,25 @@ def step_rows(
         waiting, num_waiting = [rows[full:]], num_waiting - full
 
 
-def measure_traffic(steps: Sequence[Sequence[np.ndarray]], num_rows: int, settings: CacheSettings) -> CacheTraffic:
-    """Run the workers of all steps and count their rows. ``steps``: the rows [n] of each worker's batch, each once."""
+def measure_traffic(
+    steps: Sequence[Sequence[np.ndarray]], num_rows: int, settings: CacheSettings, ahead: bool = False
+) -> CacheTraffic:
+    """Run the workers of all steps and count their rows.
+
+    Args:
+        steps: the rows [n] of each worker's batch, each once.
+        num_rows: of the table.
+        settings: of each worker's cache.
+        ahead: rows of the next step are fetched while a step is computed, as in training.
+    """
     table = RowTable(np.zeros((num_rows, 1), np.float32), np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int64))
     caches = [RowCache(settings, num_rows, 1) for _ in steps[0]]
-    for batches in steps:
+    for number, batches in enumerate(steps):
         for cache, rows in zip(caches, batches, strict=True):
             cache.lookup(rows, table, 0.0)
+        for following in steps[number + 1 : number + 2] if ahead else ():
+            for cache, rows in zip(caches, following, strict=True):
+                cache.stage(rows, table)
         pushes: list[Push] = [
             cache.update(rows, np.zeros((len(rows), 1), np.float32), 0.0)
             for cache, rows in zip(caches, batches, strict=True)
@@ -89,4 +108,5 @@ def measure_traffic(steps: Sequence[Sequence[np.ndarray]], num_rows: int, settin
         sum(one.num_read for one in counted),
         sum(one.num_fetched for one in counted),
         sum(one.num_pushed for one in counted),
+        sum(one.num_staged for one in counted),
     )

@@ -85,3 +85,14 @@ def test_bytes_of_a_step() -> None:
     assert traffic.hit_rate == pytest.approx(0.6)
     assert traffic.saved == pytest.approx(0.5)
     assert traffic.step_bytes(3) == (10 * 4 * 4 + 16 * 16) / 2
+
+
+def test_rows_of_the_next_step_come_ahead() -> None:
+    """Rows that all steps read are copies after the first; those that change meanwhile are fetched again."""
+    steps = [[np.array([0, step, 10 + step])] for step in range(1, 6)]
+    alone = measure_traffic(steps, 20, CacheSettings(20), ahead=True)
+    assert (alone.num_fetched, alone.num_staged) == (11, 8)  # all but the first three rows, and row 0 is a copy
+    assert alone.waited == pytest.approx(3 / 15)
+    both = measure_traffic([[one[0], one[0] + 1] for one in steps], 20, CacheSettings(0), ahead=True)
+    assert both.num_fetched > both.num_read == 30
+    assert both.num_staged > both.num_fetched - both.num_read

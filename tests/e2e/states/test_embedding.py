@@ -39,7 +39,16 @@ def test_losses_and_gradients_are_those_of_one_plain_table(name: str, corpus: Pa
     check_gradients(case, tmp_path, expected)
     assert "token ids is in host memory" in outcomes[0].text
     if saving:  # of two ranks; one goes on
-        loading = ["--load", tmp_path, "--ckpt-step", 2, "--hdp-log-dir", tmp_path / "then", "--hdp-tokens-per-rank", "256"]
+        loading = [
+            "--load",
+            tmp_path,
+            "--ckpt-step",
+            2,
+            "--hdp-log-dir",
+            tmp_path / "then",
+            "--hdp-tokens-per-rank",
+            "256",
+        ]
         run(corpus, None, 1, [*HOST, *loading], train_and_record)
         assert step_losses(tmp_path / "then") == pytest.approx([losses[2]], rel=TOLERANCE)
 

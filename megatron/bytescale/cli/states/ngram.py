@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         for share in args.cache_rows:
             num_lines = int(share * num_touched)
             settings = CacheSettings(num_lines, policy, args.staleness, args.staleness)
-            rows.append(Row(policy, share, num_lines, measure_traffic(steps, args.rows, settings)))
+            rows.append(Row(policy, share, num_lines, measure_traffic(steps, args.rows, settings, ahead=True)))
     if args.plot is not None:
         from bytescale_ext.draw.ngram import draw_hit_rates
 
@@ -131,13 +131,14 @@ def text_of(rows: list[Row], num_touched: int, args: argparse.Namespace) -> str:
     """Return the figures as text."""
     traffic = rows[0].traffic
     mean = traffic.num_read / traffic.num_steps / args.workers
-    table = [["policy", "cache", "rows", "hit rate", "traffic saved", "MB a step", "pushed of read"]]
+    table = [["policy", "cache", "rows", "hit rate", "waited for", "traffic saved", "MB a step", "pushed of read"]]
     table += [
         [
             row.policy,
             f"{row.share:.1%}",
             f"{row.num_lines:,}",
             f"{row.traffic.hit_rate:.1%}",
+            f"{row.traffic.waited:.1%}",
             f"{row.traffic.saved:.1%}",
             f"{row.traffic.step_bytes(args.dim) / 1e6:.3f}",
             f"{row.traffic.num_pushed / row.traffic.num_read:.1%}",
@@ -160,6 +161,7 @@ def json_of(rows: list[Row], num_touched: int, dim: int) -> str:
             "share": row.share,
             "rows": row.num_lines,
             "hit_rate": row.traffic.hit_rate,
+            "waited": row.traffic.waited,
             "saved": row.traffic.saved,
             "bytes_a_step": row.traffic.step_bytes(dim),
             **asdict(row.traffic),
