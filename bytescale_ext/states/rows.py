@@ -5,7 +5,9 @@ The version of a row is the number of updates that it has taken, from all worker
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -94,11 +96,15 @@ class RowTable:
         ``rows``: numbers without gaps.
         """
         values = np.empty((len(rows), dim), np.float32)
-        for first in range(rows.start // _DRAWN * _DRAWN, rows.stop, _DRAWN):
+
+        def draw(first: int) -> None:
             block = np.random.default_rng((seed, first)).standard_normal((_DRAWN, dim), dtype=np.float32)
             begin, end = max(first, rows.start), min(first + _DRAWN, rows.stop)
-            values[begin - rows.start : end - rows.start] = block[begin - first : end - first]
-        values *= np.float32(deviation)
+            part = block[begin - first : end - first]
+            np.multiply(part, np.float32(deviation), out=values[begin - rows.start : end - rows.start])
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy draws without Python's lock
+            list(threads.map(draw, range(rows.start // _DRAWN * _DRAWN, rows.stop, _DRAWN)))
         return cls(values, np.zeros(len(rows), np.float32), np.zeros(len(rows), np.int64))
 
     def answer(self, rows: np.ndarray, versions: np.ndarray, read_bound: int) -> Answer:

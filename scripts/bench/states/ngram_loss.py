@@ -57,7 +57,16 @@ def train(flags: Sequence[str], num_ranks: int, folder: Path) -> list[float]:
     """Train on some ranks and return the loss of each step."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={num_ranks}", "--no-python"]
-    words = [*launch, "bytescale", "train", *MODEL, *TRAIN, *flags, "--hdp-log-dir", str(folder)]
+    words = [
+        *launch,
+        str(Path(sys.executable).with_name("bytescale")),
+        "train",
+        *MODEL,
+        *TRAIN,
+        *flags,
+        "--hdp-log-dir",
+        str(folder),
+    ]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [float(json.loads(line)["lm loss"]) for line in lines]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import zlib
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +28,8 @@ from tests.e2e.pipelines import (
     train_and_record,
     whole_gradients,
 )
-from tests.e2e.training import HDP, step_losses
+from tests.e2e.pipelines import LAYERS as LAYER_FLAGS
+from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_to_failure
 
 pytestmark = pytest.mark.ranks
 
@@ -81,15 +84,33 @@ def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, 
 
 
 def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> None:
-    """Saved after one step by ranks whose caches hold updates back; one rank without a cache goes on."""
+    """Saved after one step by ranks whose caches hold updates back, and killed in the next; one rank goes on."""
     losses, _ = once(partial(train_oracle, corpus, entry=train_plain_table_one_by_one), "host oracle")
     sharded = [*HOST_RUN, "--use-distributed-optimizer", "--hdp-tokens-per-rank", 256]
-    saving = [*HOST, "1", "--ngram-staleness-write", 9, "--save", tmp_path, "--exit-interval", 1]
-    run(corpus, None, 2, [*HDP, *sharded, *saving], train_with_drawn_memory)
+    saving = [*HOST, "1", "--ngram-staleness-write", 9, "--save", tmp_path, "--save-interval", 1]
+    model = [*MODEL, *TRAIN, *LAYER_FLAGS, "--data-path", corpus, "--make-vocab-size-divisible-by", 128]
+    words = [*model, *HDP, *sharded, *saving]
+    assert train_to_failure(2, *words, entry=train_until_killed, folder=tmp_path) == [None, None]
     loading = [*HOST, "0", "--load", tmp_path, "--hdp-log-dir", tmp_path / "then"]
     run(corpus, None, 1, [*HDP, *sharded, *loading], train_with_drawn_memory)
     second = 2 * losses[1] - losses[0]
     assert step_losses(tmp_path / "then") == pytest.approx([second, losses[2]], rel=TOLERANCE)
+
+
+def train_until_killed() -> None:
+    """An entry: the process is killed at the end of the second step, before it sends its gradients."""
+    from megatron.bytescale.core.models.common.embeddings.host_table import TablesOfStep
+
+    end, ended = TablesOfStep.end, []
+
+    def end_or_die(*given: Any) -> None:
+        ended.append(given)
+        if len(ended) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        end(*given)
+
+    TablesOfStep.end = end_or_die  # type: ignore[method-assign]
+    train_with_drawn_memory()
 
 
 def train_oracle(corpus: Path, folder: Path, entry: Any = None) -> tuple[list[float], dict[str, torch.Tensor]]:
