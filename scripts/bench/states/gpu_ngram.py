@@ -43,7 +43,7 @@ Step = tuple[np.ndarray, np.ndarray]
 
 
 def drawn_steps(num_rows: int, tokens: int, num_steps: int, seed: int) -> list[Step]:
-    """Return the rows of steps: ranks of Zipf's law with exponent 1.1, spread over the table."""
+    """Return steps, whose rows [n] are ranks of Zipf's law with exponent 1.1, spread over the table."""
     rng = np.random.default_rng(seed)
     steps = []
     for _ in range(num_steps):
@@ -54,7 +54,7 @@ def drawn_steps(num_rows: int, tokens: int, num_steps: int, seed: int) -> list[S
 
 
 def timed(work: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Return the seconds of some work, to its end on the device."""
+    """Return the seconds of some work, whose result [n, dim] is awaited on the device."""
     begun = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -71,7 +71,7 @@ def to_device(values: np.ndarray, places: np.ndarray, device: torch.device) -> t
 
 
 def read_on_device(table: RowTable, steps: list[Step], device: torch.device) -> list[float]:
-    """Return the seconds of each step with the table on the device."""
+    """Return the seconds of each step with the table [rows, dim] on the device."""
     weight, found = torch.from_numpy(table.values).to(device), []
     for rows, places in steps:
         names = torch.from_numpy(rows[places]).to(device)
@@ -80,7 +80,7 @@ def read_on_device(table: RowTable, steps: list[Step], device: torch.device) -> 
 
 
 def read_on_host(table: RowTable, steps: list[Step], device: torch.device) -> list[float]:
-    """Return the seconds of each step that gathers its rows on the host."""
+    """Return the seconds of each step that gathers its rows [n, dim] on the host."""
     found = []
     for rows, places in steps:
         work = lambda rows=rows, places=places: to_device(table.values[rows], places, device)  # noqa: E731
@@ -91,7 +91,7 @@ def read_on_host(table: RowTable, steps: list[Step], device: torch.device) -> li
 
 
 def read_cached(table: RowTable, steps: list[Step], device: torch.device, ahead: bool) -> list[float]:
-    """Return the seconds of each step that reads through a cache, ``ahead``: with rows that were fetched before."""
+    """Return the seconds of each step that reads its rows [n, dim] through a cache, ``ahead``: fetched before."""
     num_rows, dim = table.values.shape
     cache, found = RowCache(CacheSettings(int(SHARE * num_rows)), num_rows, dim), []
     for number, (rows, places) in enumerate(steps):
