@@ -28,7 +28,9 @@ from bytescale_ext.data.clean.shelf import DECISION, ROW, decisions_path, rows_p
 from bytescale_ext.data.clean.tally import Tally, write_whole
 from bytescale_ext.data.clean.words import RULES, jaccard, shingles
 
-_BLOCK: Final = 4096  # shingles that are permuted together: a long document takes no more memory than a short one
+_BLOCK: Final = 512  # shingles that are permuted together: a long document takes no more memory than a short one
+_BITS: Final = np.uint64(61)
+_PRIME: Final = np.uint64((1 << 61) - 1)  # of datatrove's permutations
 
 
 def minhash_config(recipe: Recipe) -> MinhashConfig:
@@ -53,9 +55,14 @@ class Signatures(MinhashDedupSignature):  # type: ignore[misc]
 
     def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
         """Return the least hash under each permutation, by bucket. ``shingles``: uint64 [n, 1]."""
-        starts = range(0, len(shingles), _BLOCK)
-        least = [np.array(super(Signatures, self).get_signature(shingles[i : i + _BLOCK]), np.uint64) for i in starts]
-        return [bucket.tolist() for bucket in np.min(least, axis=0)]
+        a, b = self.parameters
+        least = np.full(self.num_hashes, _PRIME, np.uint64)
+        for start in range(0, len(shingles), _BLOCK):
+            permuted = shingles[start : start + _BLOCK] * a + b
+            # The remainder by a Mersenne prime, without a division.
+            permuted = (permuted & _PRIME) + (permuted >> _BITS)
+            np.minimum(least, np.minimum(permuted, permuted - _PRIME).min(axis=0), out=least)
+        return [bucket.tolist() for bucket in np.split(least, self.config.num_buckets)]
 
 
 class Decide(PipelineStep):  # type: ignore[misc]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -14,7 +13,7 @@ _WORD: Final = re.compile(r"\w+|[^\w\s]")
 _LETTERS: Final = re.compile(r"\w+")
 # A sentence ends with its line, or with punctuation before white space.
 _SENTENCE: Final = re.compile(r"[^\n]+?(?:[.!?\u2026\u3002\uff01\uff1f][\"')\]]*(?=\s)|(?=\n)|$)")
-_CACHED_WORDS: Final = 1 << 18
+_CACHED_WORDS: Final = 1 << 20
 
 
 class RuleTokenizer(WordTokenizer):  # type: ignore[misc]
@@ -39,10 +38,18 @@ class RuleTokenizer(WordTokenizer):  # type: ignore[misc]
 RULES: Final = RuleTokenizer()
 
 
-@lru_cache(_CACHED_WORDS)
-def word_hash(word: str) -> int:
-    """Return a hash of 64 bits that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+class _WordHashes(dict[str, int]):
+    """Hashes of 64 bits, the same in every process; begins anew when it holds many."""
+
+    def __missing__(self, word: str) -> int:
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        self[word] = int.from_bytes(digest, "little")
+        return self[word]
+
+
+WORD_HASHES: Final = _WordHashes()
 
 
 def shingles(text: str, size: int) -> np.ndarray:
@@ -53,7 +60,7 @@ def shingles(text: str, size: int) -> np.ndarray:
     words = _LETTERS.findall(text.lower())
     if not words:
         return np.empty(0, np.uint64)
-    hashes = np.fromiter(map(word_hash, words), np.uint64, len(words))
+    hashes = np.array([WORD_HASHES[word] for word in words], np.uint64)
     length = max(len(words) - size + 1, 1)
     # Odd factors make the sum depend on the order; it wraps at 64 bits.
     factors = np.random.RandomState(size).randint(0, 1 << 62, size, dtype=np.uint64) * np.uint64(2) + np.uint64(1)

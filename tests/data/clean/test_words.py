@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.data.clean.words import RULES, jaccard, shingles, word_hash
+from bytescale_ext.data.clean import words as module
+from bytescale_ext.data.clean.words import RULES, WORD_HASHES, jaccard, shingles
 
 
 def test_words_and_marks() -> None:
@@ -66,9 +67,18 @@ def test_similarity_is_that_of_sets() -> None:
 
 @pytest.mark.ranks
 def test_hashes_are_equal_in_every_process() -> None:
-    command = "from bytescale_ext.data.clean.words import word_hash; print(word_hash('naïve'))"
+    command = "from bytescale_ext.data.clean.words import WORD_HASHES; print(WORD_HASHES['naïve'])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
-    assert int(done.stdout) == word_hash("naïve")
+    assert int(done.stdout) == WORD_HASHES["naïve"]
+
+
+def test_few_hashes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join(f"word{number}" for number in range(50))
+    expected = shingles(text, 5).tolist()
+    monkeypatch.setattr(module, "_CACHED_WORDS", 10)
+    WORD_HASHES.clear()
+    assert shingles(text, 5).tolist() == expected
+    assert len(WORD_HASHES) <= 10
 
 
 @given(st.text(alphabet="ab .!?\"'\n\t\u2026\u3002", max_size=60))
