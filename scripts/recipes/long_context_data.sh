@@ -28,9 +28,12 @@ fi
 tokens=$((10#${BASH_REMATCH[1]} * (${#BASH_REMATCH[2]} ? 1024 : 1)))
 mkdir -p "$OUT"
 
-# Quality filters are made for prose, so these sources of code have none; sentences are lines here.
+# Quality filters are made for prose, so these sources of code have none. Sentences are lines here: licences repeat more
+# of them in a row than code does.
 [ -e "$OUT/recipe.toml" ] || cat > "$OUT/recipe.toml" << RECIPE
 steps = ["pii", "exact", "near", "sentences"]
+sentences = 6
+min_words = 40
 tasks = 4
 
 [[source]]
