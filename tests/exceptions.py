@@ -56,6 +56,7 @@ ANY_FILES = {
     "megatron/bytescale/core/optimizer/optimizer.py",
     "megatron/bytescale/core/pipeline_parallel/p2p_communication.py",
     "megatron/bytescale/cli/shared/launch_line.py",
+    "megatron/bytescale/cli/shared/migrate.py",
     "megatron/bytescale/core/pipeline_parallel/schedules.py",
     "megatron/bytescale/core/tensor_parallel/weight_gradients.py",
     "megatron/bytescale/core/pipeline_parallel/seq1f1b.py",

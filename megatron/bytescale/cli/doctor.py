@@ -89,14 +89,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--refusals", action="store_true", help="also print what each feature refuses, and what every run refuses"
     )
     parser.add_argument("--cpu", action="store_true", help="answer for training with --cpu")
+    parser.add_argument(
+        "--launch", metavar="LINE", help="instead: say what to change in a launch line of Megatron's to run it with HDP"
+    )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Exit code 1 when the installed Megatron is not the one that the patches are for."""
+    """Print the report. Exit code 1 when the installed Megatron is not the one that the patches are for.
+
+    With ``--launch`` print what to change in that line; exit code 1 when something is left to decide.
+    """
     from megatron.bytescale import cpu
 
     stand_ins = cpu.install_if_wanted(["--cpu"] if args.cpu else sys.argv)
+    if args.launch is not None:
+        from megatron.bytescale.cli.shared.migrate import as_text as changes_text
+        from megatron.bytescale.cli.shared.migrate import migrate
+
+        found = migrate(args.launch)
+        print(json.dumps(asdict(found), indent=2) if args.json else changes_text(found))
+        return 0 if found.runs else 1
     report = diagnose(args, on_cpu=stand_ins is not None)
     print(json.dumps(asdict(report), indent=2) if args.json else as_text(report, args.flags, args.refusals))
     return 0 if report.healthy else 1

@@ -60,7 +60,7 @@ def test_features_with_counts() -> None:
         assert all(f"    {flag}\n" in whole for flag in flags)
     assert "    not --tp-comm-overlap: remove it: its buffers have one fixed shape\n" in whole
     assert "refused in every run:\n" in whole
-    assert "    not --sft: fine-tune with Megatron's own pretrain_gpt.py\n" in whole
+    assert "    not --perform-rl-step: use Megatron's own train_rl.py\n" in whole
     assert "    not --" not in short
     assert len(short.splitlines()) < 60
 

@@ -1,0 +1,252 @@
+"""What to change in a launch line of Megatron's, so that it trains with hybrid data parallelism.
+
+The changes follow from the table of refusals: what a row says to remove, to add or to put in its place is done, other
+rows need a decision. Nothing is read but the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from megatron.bytescale import features
+from megatron.bytescale.arguments.parse import add_arguments, escape_percent_signs
+
+SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
+DONE_BY_PLAN: Final = "the plan decides how documents are packed"
+_DROP: Final = re.compile(r"(remove it:|leave it|give --hdp-tokens-per-rank|choose one: --hybrid|.*in its place)")
+_ADD: Final = re.compile(r"add (--[a-z0-9-]+)(?: (\d+))?")
+_INSTEAD: Final = re.compile(r"use (--[a-z0-9-]+)")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing to change.
+
+    Attributes:
+        what: remove, add, replace or decide; a decision is left to the reader.
+        flag: the words that it is about.
+        why: the reason, or what to do.
+    """
+
+    what: str
+    flag: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A launch line with hybrid data parallelism, and what was changed in it.
+
+    Attributes:
+        line: its words.
+        changes: in the order in which they were found.
+    """
+
+    line: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing is left to decide."""
+        return all(change.what != "decide" for change in self.changes)
+
+
+@dataclass
+class _Line:
+    """A launch line that is being changed: the words before the flags of the training, and these."""
+
+    head: list[str]
+    flags: list[str]
+    changes: list[Change] = field(default_factory=list)
+
+    def place(self, flag: str) -> tuple[int, int] | None:
+        """Return where a flag and its values stand in ``flags``: [first, end), or None."""
+        for first, word in enumerate(self.flags):
+            if word.split("=")[0] == flag:
+                after = (n for n, one in enumerate(self.flags[first + 1 :], first + 1) if one.startswith("--"))
+                return first, first + 1 if "=" in word else next(after, len(self.flags))
+        return None
+
+    def remove(self, flag: str, why: str) -> bool:
+        """Remove a flag and its values; return whether it was there."""
+        found = self.place(flag)
+        if found is None:
+            return False
+        words = self.flags[slice(*found)]
+        del self.flags[slice(*found)]
+        self.changes.append(Change("remove", shlex.join(words), why))
+        return True
+
+    def put(self, words: list[str], why: str) -> None:
+        """Give a flag a value, in place of the one that it has."""
+        found = self.place(words[0])
+        before = shlex.join(self.flags[slice(*found)]) + " -> " if found is not None else ""
+        self.flags[slice(*(found or (0, 0)))] = words
+        self.changes.append(Change("replace" if before else "add", before + shlex.join(words), why))
+
+
+def migrate(line: str, num_processes: int | None = None) -> Migration:
+    """Return a launch line with hybrid data parallelism.
+
+    Args:
+        line: torchrun or python with its options, the script, and its flags; or flags alone.
+        num_processes: of the run; default: what torchrun starts, where the line says it in numbers.
+
+    Raises:
+        ValueError: the line cannot be split into words, or is of another script.
+    """
+    changed = _split(line)
+    num_processes = num_processes or _processes(changed.head)
+    args = _parsed(changed)
+    _replace_mesh(changed, args)
+    _keep_tokens(changed, args, num_processes)
+    _heed_refusals(changed)
+    if all(change.what != "decide" for change in changed.changes):
+        _check(changed, num_processes)
+    return Migration((*changed.head, *changed.flags), tuple(changed.changes))
+
+
+def _split(line: str) -> _Line:
+    try:
+        words = shlex.split(line.replace("\\\n", " "))
+    except ValueError as error:
+        raise ValueError(f"--launch: not a command line ({error})") from error
+    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
+    if not words or (not scripts and not words[0].startswith("--")):
+        raise ValueError("--launch: give a command such as 'torchrun ... pretrain_gpt.py --num-layers 2'")
+    if not scripts:
+        return _Line([], words)
+    head, name = words[: scripts[0] + 1], words[scripts[0]].split("/")[-1]
+    if name not in SCRIPTS:
+        raise ValueError(f"--launch: {name} is another script: only lines of pretrain_gpt.py can be changed")
+    found = _Line(head, words[scripts[0] + 1 :])
+    if name != SCRIPTS[1]:
+        found.head[-1] = SCRIPTS[1]
+        found.changes.append(Change("replace", f"{name} -> {SCRIPTS[1]}", "the same training loop, with our flags"))
+    return found
+
+
+def _processes(head: list[str]) -> int | None:
+    """Return the processes that torchrun starts; None where the line does not have them as numbers."""
+    counts = {"--nnodes": 1, "--nproc-per-node": 1}
+    joined = " ".join(head).replace("=", " ").replace("_", "-")
+    for name in counts:
+        if found := re.search(rf"{name} (\S+)", joined):
+            if not found[1].isdigit():
+                return None
+            counts[name] = int(found[1])
+    return math.prod(counts.values()) if "--nproc-per-node" in joined else None
+
+
+def _parsed(line: _Line) -> argparse.Namespace:
+    """Return the arguments of the flags, and note those that Megatron 0.19.2 does not have."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_megatron_arguments(parser)
+    add_arguments(parser)
+    escape_percent_signs(parser)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            args, rest = parser.parse_known_args(line.flags)
+    except (argparse.ArgumentError, SystemExit) as error:
+        raise ValueError(f"--launch: {error}: give the words with values, without variables of a shell") from error
+    for word in rest:
+        if word.startswith("--"):
+            line.remove(word.split("=")[0], "Megatron 0.19.2 has no such flag")
+    args.rank = 0
+    return args
+
+
+def _replace_mesh(line: _Line, args: Any) -> None:
+    """Put ranks for each document in the place of context parallelism and micro-batches of one size."""
+    width = args.context_parallel_size or 1
+    if not args.hybrid_data_parallel:
+        line.put(["--hybrid-data-parallel"], "each document gets as many ranks as it needs")
+    line.remove("--context-parallel-size", "--hybrid-data-parallel gives each document its own width")
+    line.remove("--micro-batch-size", DONE_BY_PLAN)
+    if args.seq_length is None:
+        line.changes.append(Change("decide", "--seq-length", "give the longest sample: longer documents are cut there"))
+    elif args.hdp_tokens_per_rank is None:
+        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        tokens = -(-args.seq_length // width)
+        tokens += -tokens % multiple
+        why = f"C, what a rank held before: --seq-length / {width}; larger is faster until memory runs out"
+        line.put(["--hdp-tokens-per-rank", str(tokens)], why)
+
+
+def _keep_tokens(line: _Line, args: Any, num_processes: int | None) -> None:
+    """Count documents in the place of samples of one length, and keep the tokens of a step."""
+    size = args.global_batch_size
+    if size is None and args.step_batch_size_schedule is None:
+        line.changes.append(Change("decide", "--global-batch-size", "give it: the documents of a step"))
+        return
+    if size is None:
+        return
+    grows = (
+        args.hybrid_data_parallel
+        or args.train_samples
+        or args.rampup_batch_size
+        or args.step_batch_size_schedule
+        or args.hdp_global_tokens
+    )
+    if not grows and args.seq_length is not None and not args.sft:
+        tokens = size * args.seq_length
+        line.put(
+            ["--hdp-global-tokens", str(tokens)], f"the tokens of a step as before; {size} documents may hold fewer"
+        )
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if num_processes is not None and num_processes % model == 0 and size % (num_processes // model):
+        ranks = num_processes // model
+        rounded = str(-(-size // ranks) * ranks)
+        line.put(
+            ["--global-batch-size", rounded], f"it counts documents, in multiples of the {ranks} data-parallel ranks"
+        )
+
+
+def _heed_refusals(line: _Line) -> None:
+    """Change what rows of the table refuse, until none is left that says how."""
+    settled: set[str] = set()
+    while True:
+        args = _parsed(line)
+        on = {feature.name: feature.flag for feature in features.enabled(args)} | {"always": "bytescale"}
+        rows = [row for row in features.refusals() if row.flag not in settled and on.keys() & row.instead.keys()]
+        row = next((row for row in rows if row.applies(args)), None)
+        if row is None:
+            return
+        settled.add(row.flag)
+        name = next(name for name in on if name in row.instead)
+        flag, advice = row.flag.split()[0], row.instead[name].format(on[name])
+        if added := _ADD.match(advice):
+            line.put([word for word in added.groups() if word], advice)
+        elif (instead := _INSTEAD.match(advice)) and line.remove(flag, advice):
+            if line.place(instead[1]) is None:
+                line.put([instead[1]], f"in the place of {flag}")
+        elif not (_DROP.match(advice) and line.remove(flag, advice)):
+            line.changes.append(Change("decide", row.flag, advice))
+
+
+def _check(line: _Line, num_processes: int | None) -> None:
+    """Note what the checks of the features still refuse."""
+    args = _parsed(line)
+    sizes = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    args.world_size = num_processes or sizes * (args.global_batch_size or 1)
+    try:
+        features.check(args)
+    except ValueError as error:
+        line.changes.append(Change("decide", "", str(error)))
+
+
+def as_text(found: Migration) -> str:
+    """Return changes and line for a person."""
+    width = max((len(change.flag) for change in found.changes), default=0)
+    lines = [f"{change.what:8} {change.flag:{min(width, 60)}}  {change.why}" for change in found.changes]
+    told = "the line with hybrid data parallelism:" if found.runs else "not yet: decide as marked; the line so far:"
+    return "\n".join([*lines, "", told, shlex.join(found.line)])

@@ -1,0 +1,174 @@
+"""Launch lines of Megatron's, changed until they train with hybrid data parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale.cli.shared.migrate import Change, Migration, as_text, migrate
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).resolve().parents[4]
+MODEL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 1024 --attention-dropout 0"
+START = "torchrun --nnodes 2 --nproc-per-node=4 path/pretrain_gpt.py"
+LINES = {
+    "batch": f"{START} {MODEL} --global-batch-size 12 --tensor-model-parallel-size 1",
+    "sequence parallel": (
+        f"{START} {MODEL} --global-batch-size 8 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--context-parallel-size=3 --train-samples 80"
+    ),
+    "replaced": f"{START} {MODEL} --global-batch-size 8 --use-megatron-fsdp --hybrid-context-parallel",
+    "a second change": f"{START} {MODEL} --global-batch-size 8 --num-experts 4 --tensor-model-parallel-size 2",
+    "dropped": f"{START} {MODEL} --global-batch-size 8 --enable-cuda-graph --odd 1 2 --max-seqlen-per-dp-cp-rank 9",
+    "decision": f"{START} {MODEL} --global-batch-size 8 --multi-latent-attention --micro-batch-size 4",
+    "nothing but flags": f"{MODEL} --global-batch-size 8",
+    "missing": "--num-layers 2 --hidden-size 8 --num-attention-heads 2",
+    "left to the checks": f"{START} {MODEL} --global-batch-size 8 --tensor-model-parallel-size 3",
+    "ours already": f"{START} {MODEL} --global-batch-size 8 --hybrid-data-parallel --hdp-tokens-per-rank 256",
+    "variable": f"{START} {MODEL} --global-batch-size $BATCH",
+    "quotes": "torchrun pretrain_gpt.py 'a",
+    "script": "torchrun --nproc-per-node 8 pretrain_mamba.py --num-layers 2",
+    "no command": "make test",
+}
+
+
+def ask(rank: int, world: int, lines: Sequence[str]) -> list[Migration | str]:
+    """Return what becomes of each line, or its error."""
+    found: list[Migration | str] = []
+    for line in lines:
+        try:
+            found.append(migrate(line))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def readme_lines() -> tuple[str, str]:
+    """Return the two launch lines of the README: before and after."""
+    part = (ROOT / "README.md").read_text().split("## Move a launch line over")[1]
+    before, after = re.findall(r"```bash\n(torchrun .*?)```", part, re.DOTALL)[:2]
+    return before, after
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Migration | str]:
+    before, after = readme_lines()
+    lines = {**LINES, "README before": before, "README after": after}
+    answers: list[Migration | str] = run_ranks(ask, 1, list(lines.values()), init_group=False)[0]
+    again = [shlex.join(one.line) for one in answers if isinstance(one, Migration) and one.runs]
+    for line, one in zip(again, run_ranks(ask, 1, again, init_group=False)[0], strict=True):
+        assert isinstance(one, Migration)
+        assert (shlex.join(one.line), one.changes) == (line, ()), "a changed line is changed again"
+    return dict(zip(lines, answers, strict=True))
+
+
+def of(found: dict[str, Migration | str], name: str) -> Migration:
+    one = found[name]
+    assert isinstance(one, Migration), one
+    return one
+
+
+def flags(one: Migration) -> list[str]:
+    """Return the flags with their values, sorted."""
+    words = " ".join(one.line).split(".py", 1)[-1]
+    return sorted(word.strip() for word in re.split(r"(?:^| )(?=--)", words) if word.strip())
+
+
+def test_the_line_of_the_readme_becomes_the_other(found: dict[str, Migration | str]) -> None:
+    before, after = of(found, "README before"), of(found, "README after")
+    assert before.runs
+    assert after.changes == ()
+    ours = {one for one in flags(before) if "batch-size" not in one and "global-tokens" not in one}
+    wanted = {one for one in flags(after) if "batch-size" not in one and "global-tokens" not in one}
+    assert ours - wanted == {"--calculate-per-token-loss"}, "set by itself, and harmless"
+    assert wanted <= ours
+    assert f"--hdp-global-tokens {16 * 32768}" in flags(before)
+
+
+# name: flags that the line has afterwards, flags that it has lost
+CHANGED = {
+    "batch": ("--global-batch-size 16|--hdp-global-tokens 12288|--hdp-tokens-per-rank 1024", ""),
+    "sequence parallel": (
+        "--hdp-tokens-per-rank 342|--train-samples 80",
+        "--context-parallel-size|--hdp-global-tokens",
+    ),
+    "replaced": ("--use-distributed-optimizer", "--use-megatron-fsdp|--hybrid-context-parallel"),
+    "a second change": ("--sequence-parallel|--hybrid-data-parallel", ""),
+    "dropped": ("--hdp-tokens-per-rank 1024", "--enable-cuda-graph|--odd|--max-seqlen-per-dp-cp-rank"),
+    "nothing but flags": ("--hybrid-data-parallel", "--micro-batch-size"),
+    "ours already": ("--hdp-tokens-per-rank 256|--global-batch-size 8", "--hdp-global-tokens"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_can_be_changed_is(name: str, found: dict[str, Migration | str]) -> None:
+    one = of(found, name)
+    there, gone = CHANGED[name]
+    assert one.runs, one.changes
+    assert set(there.split("|")) <= set(flags(one))
+    names = {word.split()[0] for word in flags(one)}
+    assert not names & set(gone.split("|"))
+    assert all(change.why and "\n" not in change.why for change in one.changes)
+    if "pretrain_gpt" in " ".join(one.line):
+        assert "pretrain_gpt_hdp.py" in one.line
+
+
+def test_what_needs_a_decision_is_marked(found: dict[str, Migration | str]) -> None:
+    one = of(found, "decision")
+    assert not one.runs
+    assert [change.flag for change in one.changes if change.what == "decide"] == ["--multi-latent-attention"]
+    assert "--multi-latent-attention" in one.line
+    assert "--micro-batch-size" not in one.line
+    assert "not yet: decide as marked" in as_text(one)
+    missing = [change.flag for change in of(found, "missing").changes if change.what == "decide"]
+    assert missing == ["--seq-length", "--global-batch-size"]
+    (checked,) = [change for change in of(found, "left to the checks").changes if change.what == "decide"]
+    assert "8 processes cannot be divided among --tensor-model-parallel-size 3" in checked.why
+
+
+BAD = {
+    "variable": "give the words with values, without variables of a shell",
+    "quotes": "--launch: not a command line",
+    "script": "--launch: pretrain_mamba.py is another script",
+    "no command": "--launch: give a command such as",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_other_lines_are_refused(name: str, found: dict[str, Migration | str]) -> None:
+    assert BAD[name] in str(found[name])
+    assert isinstance(found[name], str)
+    assert "\n" not in str(found[name])
+
+
+def command(rank: int, world: int, words: list[str]) -> tuple[int, str, str]:
+    from megatron.bytescale.cli import main
+
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main(["doctor", "--cpu", *words])
+    return code, out.getvalue(), errors.getvalue()
+
+
+def test_the_command_prints_changes_and_line() -> None:
+    line, undecided = LINES["batch"], LINES["decision"]
+    code, out, _ = run_ranks(command, 1, ["--launch", line], init_group=False)[0]
+    assert code == 0
+    assert out.splitlines()[0].startswith("replace  pretrain_gpt.py -> pretrain_gpt_hdp.py ")
+    assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node=4 pretrain_gpt_hdp.py ")
+    code, out, _ = run_ranks(command, 1, ["--launch", undecided, "--json"], init_group=False)[0]
+    assert code == 1
+    shown = json.loads(out)
+    assert Change(**shown["changes"][-1]).what == "decide"
+    assert shown["line"][0] == "torchrun"
+    code, out, errors = run_ranks(command, 1, ["--launch", LINES["script"]], init_group=False)[0]
+    assert (code, out, errors.count("\n")) == (2, "", 1)
