@@ -64,7 +64,7 @@ lint: style types
 style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck scripts/*.sh scripts/*/*.sh scripts/*.sbatch .ci/run
+	$(BIN)/shellcheck scripts/*.sh scripts/*/*.sh scripts/recipes/models/*/*.sh scripts/*.sbatch .ci/run
 
 types: $(STAMP)
 	$(BIN)/mypy

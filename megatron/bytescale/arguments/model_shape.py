@@ -32,7 +32,7 @@ def model_shape(args: Any) -> ModelShape:
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         head_dim=args.kv_channels,
         ffn_hidden=args.ffn_hidden_size,
-        gated=bool(args.swiglu),
+        gated=bool(args.swiglu or args.quick_geglu),
         vocab=args.padded_vocab_size,
         **experts,
         **_windows(args),

@@ -30,6 +30,7 @@ ARGS = SimpleNamespace(
     kv_channels=8,
     ffn_hidden_size=48,
     swiglu=True,
+    quick_geglu=False,
     padded_vocab_size=128,
     num_experts=None,
     window_size=None,
@@ -45,6 +46,7 @@ def test_model_shape_with_and_without_query_groups() -> None:
     shape = model_shape(plain)
     assert shape.num_kv_heads == 4
     assert shape.gated is False
+    assert model_shape(SimpleNamespace(**{**vars(plain), "quick_geglu": True})).gated, "gpt-oss has gates too"
 
 
 @pytest.mark.parametrize(("pattern", "num_layers"), [(1, 2), (2, 1), ([0, 1], 1), ([1, 1], 2)])

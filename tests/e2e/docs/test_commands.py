@@ -35,6 +35,8 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --sculpt-windows ": "tests/e2e/hdp/test_sculpt.py",
     "bytescale corpus --sft ": "tests/bytescale/core/datasets/test_conversations.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --sft ": "tests/e2e/hdp/test_sft.py",
+    "scripts/recipes/models/": "tests/scripts/test_models.py",
+    "DATA=data/mine TOKENIZER=": "tests/scripts/test_models.py",
     "bytescale experts ": "tests/bytescale/cli/experts/test_command.py",
     "bytescale generate ": "tests/bytescale/cli/generate/test_command.py",
     "bytescale search ": "tests/bytescale/cli/search/test_command.py",

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Runs or shows a recipe of scripts/recipes/models/, which sets the values and calls this:
+#
+#   scripts/recipes/models/open/llama-3.1-8b.sh dry-run      # plan, messages and memory of a step; needs no GPU
+#   scripts/recipes/models/open/llama-3.1-8b.sh print        # the lines for torchrun and for SLURM
+#   HEAD_NODE=node0 scripts/recipes/models/open/llama-3.1-8b.sh torchrun      # on each node
+#   scripts/recipes/models/open/llama-3.1-8b.sh slurm --account=ACCOUNT       # options of sbatch
+#   scripts/recipes/models/open/llama-3.1-8b.sh flags        # the flags of the training alone
+#
+# DATA, TOKENIZER (flags), OUT and ITERS may be given, as for scripts/train_slurm.sbatch.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+how=${1:-print}
+shift || true
+DATA=${DATA:-data/documents}
+TOKENIZER=${TOKENIZER:---tokenizer-type NullTokenizer --vocab-size $VOCAB}
+ITERS=${ITERS:-1000}
+OUT=${OUT:-runs/recipe}
+read -r -d '' -a run <<<"$RUN_FLAGS" || true
+flags=(
+  --hybrid-data-parallel --hdp-tokens-per-rank "$TOKENS_PER_RANK" --seq-length "$SEQ_LENGTH"
+  --max-position-embeddings "$SEQ_LENGTH" --global-batch-size "$BATCH" "${run[@]}"
+  --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+  --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 --weight-decay 0.1 --clip-grad 1.0
+  --train-iters "$ITERS" --eval-iters 0 --eval-interval 1000000
+)
+read -r -d '' -a model <<<"$MODEL_FLAGS $TOKENIZER --data-path $DATA --split 99,1,0" || true
+launch=(
+  "$root/.venv/bin/python" -m megatron.bytescale.launch --nnodes="$NODES" --nproc-per-node="$GPUS_PER_NODE"
+  --rdzv-backend=c10d --rdzv-endpoint="${HEAD_NODE:-HEAD_NODE}:29500" "$root/pretrain_gpt_hdp.py"
+  "${model[@]}" "${flags[@]}" --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 500
+)
+export MODEL_FLAGS DATA TOKENIZER ITERS OUT SEQ_LENGTH TOKENS_PER_RANK BATCH GPUS_PER_NODE
+case $how in
+  flags) printf '%s\n' "${model[@]}" "${flags[@]}" ;;
+  print)
+    printf '%s ' "${launch[@]}"
+    printf '\n\n'
+    for name in MODEL_FLAGS DATA TOKENIZER ITERS OUT SEQ_LENGTH TOKENS_PER_RANK BATCH GPUS_PER_NODE; do
+      read -r -d '' -a words <<<"${!name}" || true
+      printf "%s='%s' " "$name" "${words[*]}"
+    done
+    printf '%s ' sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$root/scripts/train_slurm.sbatch" "${run[@]}"
+    printf '\n'
+    ;;
+  dry-run)
+    lengths=(--sampler "$SAMPLER")
+    if [[ $SAMPLER == equal ]]; then # all samples are of one length
+      mkdir -p "$OUT"
+      "$root/.venv/bin/python" -c 'import sys, numpy; numpy.save(sys.argv[1], [int(sys.argv[2])])' \
+        "$OUT/lengths.npy" "$SEQ_LENGTH"
+      lengths=(--lengths "$OUT/lengths.npy")
+    fi
+    exec "$root/.venv/bin/bytescale" dry-run --world-size $((NODES * GPUS_PER_NODE)) \
+      --ranks-per-node "$GPUS_PER_NODE" "${lengths[@]}" "$@" -- "${model[@]}" "${flags[@]}"
+    ;;
+  torchrun) exec "${launch[@]}" "$@" ;;
+  slurm)
+    exec sbatch --nodes="$NODES" --gpus-per-node="$GPUS_PER_NODE" "$@" "$root/scripts/train_slurm.sbatch" "${run[@]}"
+    ;;
+  *)
+    echo "launch_model.sh: error: $how: give dry-run, print, torchrun, slurm or flags" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# MEMO's 30B on 32 GPUs of 80 GB. MEMO (arXiv 2407.12117) swaps a share of the activations to host memory: here
+# 240 GB of it for each GPU.
+export VOCAB=50257 PARAMETERS=30319980544
+export NODES=4 GPUS_PER_NODE=8 SEQ_LENGTH=1048576 TOKENS_PER_RANK=262144 BATCH=4 SAMPLER=equal
+export MODEL_FLAGS="
+  --num-layers 48 --hidden-size 7168 --ffn-hidden-size 28672 --num-attention-heads 56
+  --untie-embeddings-and-output-weights --position-embedding-type rope --attention-dropout 0
+  --hidden-dropout 0
+"
+export RUN_FLAGS="
+  --tensor-model-parallel-size 8 --sequence-parallel --activation-policy memo --host-memory-gb 240
+  --chunked-cross-entropy 2048
+"
+exec "$(dirname "${BASH_SOURCE[0]}")/../../launch_model.sh" "$@"

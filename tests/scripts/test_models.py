@@ -1,0 +1,227 @@
+"""Recipes of models: Megatron's parser and our checks take each, it plans a step and has the model's parameters."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.corpora import VOCAB, documents
+from tests.e2e.training import train
+from tests.harness import run_ranks
+from tests.scripts.launchers import ROOT
+
+pytestmark = pytest.mark.ranks
+
+MODELS = ROOT / "scripts" / "recipes" / "models"
+RECIPES = sorted(MODELS.glob("*/*.sh"))
+NAMES = [f"{path.parent.name}/{path.stem}" for path in RECIPES]
+# Parameters that a published model card names, which the shapes must have exactly.
+PUBLISHED = {
+    "open/llama-3.1-8b": 8_030_261_248,
+    "open/llama-3.1-70b": 70_553_706_496,
+    "open/qwen3-30b-a3b": 30_532_122_624,
+    "open/gpt-oss-20b": 20_914_757_184,
+    "open/mistral-7b": 7_241_732_096,
+    "bytescale/141b": 140_620_634_112,
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one recipe comes to: parameters of the built shapes and of the forecast, and the plan of a step."""
+
+    parameters: int
+    forecast: float
+    num_ranks: int
+    widest: int
+
+
+def shown(path: Path, how: str, **values: str) -> str:
+    """Return what a recipe prints."""
+    done = subprocess.run([path, how], capture_output=True, text=True, timeout=60, env={**os.environ, **values})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def value(path: Path, name: str) -> str:
+    """Return a value that a recipe sets."""
+    found = re.search(rf"\b{name}=(\S+)", path.read_text())
+    assert found is not None, name
+    return found[1]
+
+
+def survey(rank: int, world: int, recipes: Sequence[tuple[int, int, str, list[str]]]) -> list[Found | str]:
+    """Return what becomes of each (processes, vocabulary, sampler, flags); the error of one that is refused."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    return [survey_one(*recipe) for recipe in recipes]
+
+
+def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Found | str:
+    from bytescale_ext.config.hdp import HdpConfig
+    from bytescale_ext.config.planner import offload_layers, planner_of
+    from bytescale_ext.plan.evaluate.length_samplers import sample_documents
+    from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
+    from bytescale_ext.plan.step.check import check_step_plan
+    from megatron.bytescale.arguments.resolve import resolve
+
+    try:
+        args = checked(processes, vocab, words)
+        run = resolve(args)
+        lengths = [args.seq_length] * args.global_batch_size
+        if sampler != "equal":
+            lengths[1:] = sample_documents(sampler, args.seq_length, args.global_batch_size - 1, seed=1)
+        hdp, plan = run.get(HdpConfig), planner_of(run)(lengths)
+        check_step_plan(plan, lengths, hdp.rows_multiple, offload_layers(run), hdp.cluster.ranks_per_node)
+    except (ValueError, SystemExit) as error:
+        return str(error)
+    alone = [word for word in words if not word.startswith("--overlap")]
+    one, two = (built_parameters([*alone, *ONE_RANK, "--num-layers", str(layers)], vocab) for layers in (1, 2))
+    return Found(
+        parameters=one + (two - one) * (run.shape.num_layers - 1),
+        forecast=num_parameters(run.shape) + expert_parameters(run.shape),
+        num_ranks=plan.num_ranks,
+        widest=max(len(shard.ring) for of_rank in plan.ranks for one in of_rank for shard in one.shards),
+    )
+
+
+ONE_RANK = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1 "
+    "--expert-tensor-parallel-size 1 --hdp-tokens-per-rank 2097152 --seq1f1b-slices 1"
+).split()
+
+
+def checked(processes: int, vocab: int, words: list[str]) -> argparse.Namespace:
+    """Return arguments that Megatron and our features have checked."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron.bytescale import features
+    from megatron.bytescale.arguments import parse
+
+    os.environ["WORLD_SIZE"] = str(processes)
+    sys.argv = ["pretrain_gpt_hdp.py", *words]
+    args = parse_args(parse.add_arguments)
+    args.fake_process_group = True  # as in a dry run: the memory of this machine does not matter
+    parse.set_device_defaults(args, sys.argv, on_cpu=True)
+    features.check(args)
+    with parse.refusals_of_megatron():
+        validate_args(args)
+    for feature in features.enabled(args):
+        feature.after_checks(args)
+    args.padded_vocab_size = vocab  # the tokenizer sets it
+    return args
+
+
+def built_parameters(words: list[str], vocab: int) -> int:
+    """Return the parameters of the model that Megatron builds, on a device without memory."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    args: Any = checked(1, vocab, words)
+    config = gpt_config_from_args(args).transformer
+    config.perform_initialization = False
+    spec, tied = get_gpt_decoder_block_spec(config, False), not args.untie_embeddings_and_output_weights
+    with torch.device("meta"):
+        model = GPTModel(
+            config,
+            spec,
+            vocab,
+            args.seq_length,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=tied,
+        )
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Path:
+    return documents()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Found | str]:
+    rows = []
+    for path in RECIPES:
+        processes = int(value(path, "NODES")) * int(value(path, "GPUS_PER_NODE"))
+        words = [*shown(path, "flags").splitlines(), "--cpu"]
+        rows.append((processes, int(value(path, "VOCAB")), value(path, "SAMPLER"), words))
+    answers: list[Found | str] = run_ranks(survey, 1, rows, timeout=900)[0]
+    return dict(zip(NAMES, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_runs_plans_and_has_its_parameters(name: str, found: dict[str, Found | str]) -> None:
+    path, one = RECIPES[NAMES.index(name)], found[name]
+    assert isinstance(one, Found), one
+    assert one.parameters == PUBLISHED.get(name, int(value(path, "PARAMETERS"))) == int(value(path, "PARAMETERS"))
+    assert one.widest <= one.num_ranks
+    words = shown(path, "flags").split()
+    tokens, longest = int(value(path, "TOKENS_PER_RANK")), int(value(path, "SEQ_LENGTH"))
+    assert one.widest >= -(-longest // tokens), "the longest document needs so many ranks"
+    tied = 0 if "--untie-embeddings-and-output-weights" in words else int(words[words.index("--hidden-size") + 1])
+    forecast = one.forecast - tied * int(value(path, "VOCAB"))  # which counts both matrices, as two stages have them
+    is_plain = "--disable-bias-linear" in words and "--qk-layernorm" not in words
+    assert forecast == one.parameters if is_plain else forecast == pytest.approx(one.parameters, rel=1e-3)
+
+
+def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
+    path = MODELS / "open" / "mistral-7b.sh"
+    torchrun, empty, slurm = shown(path, "print", DATA="data/mine").splitlines()
+    flags = shown(path, "flags", DATA="data/mine").splitlines()
+    assert empty == ""
+    assert torchrun.split("pretrain_gpt_hdp.py ")[1].startswith(" ".join(flags))
+    assert "--nnodes=1 --nproc-per-node=8" in torchrun
+    assert "MODEL_FLAGS='--num-layers 32 --hidden-size 4096" in slurm
+    assert " sbatch --nodes=1 --gpus-per-node=8 " in slurm
+    (tmp_path / "sbatch").write_text('#!/bin/bash\necho "$MODEL_FLAGS|$TOKENS_PER_RANK|$*"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    said = shown(path, "slurm", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    given, tokens, words = said.split("|")
+    assert given.split() == flags[: len(given.split())]
+    assert tokens == "8192"
+    assert words.split()[:2] == ["--nodes=1", "--gpus-per-node=8"]
+    assert words.split()[-2:] == ["--chunked-cross-entropy", "2048"]
+    done = subprocess.run([path, "odd"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 256 "
+    f"--max-position-embeddings 256 --global-batch-size 4 --train-iters 2 --vocab-size {VOCAB} --log-interval 1 --cpu"
+).split()
+# Models that differ in kind, in sizes that a test can train: flags that take the place of a recipe's, ranks.
+TWINS = {
+    "open/gpt-oss-20b": (
+        2,
+        "--num-query-groups 2 --kv-channels 8 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+        "--expert-model-parallel-size 2 --window-size 24,0 --hdp-tokens-per-rank 128",
+    ),
+    "seq1f1b/7b": (2, "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --hdp-tokens-per-rank 256"),
+    "memo/7b": (2, "--tensor-model-parallel-size 1 --hdp-tokens-per-rank 128 --host-memory-gb 0.1"),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_small_twin_trains(name: str, corpus: Path) -> None:
+    path, (ranks, sizes) = RECIPES[NAMES.index(name)], TWINS[name]
+    words = [word for word in shown(path, "flags", DATA=str(corpus)).splitlines() if word != "--bf16"]
+    if "--tensor-model-parallel-size 1" in sizes:
+        words.remove("--sequence-parallel")
+    outcome = train(ranks, *words, *SMALL, *sizes.split(), "--split", "100,0,0", "--no-one-logger", "--num-workers", 0)
+    assert outcome.code is None
+    assert len(outcome.losses) == 2
+    assert all(0 < loss < 10 for loss in outcome.losses)
