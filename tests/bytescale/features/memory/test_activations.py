@@ -36,7 +36,8 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
     megatron = {
         "num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "group_query_attention": False,
         "num_query_groups": None, "kv_channels": 128, "ffn_hidden_size": 4096, "swiglu": True,
-        "padded_vocab_size": 32000, "num_experts": None, "params_dtype": torch.bfloat16, "micro_batch_size": 1,
+        "fake_process_group": False, "padded_vocab_size": 32000, "num_experts": None,
+        "params_dtype": torch.bfloat16, "micro_batch_size": 1,
         "seq_length": 8192, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
         "tensor_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False,
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "window_size": None, "window_attn_skip_freq": None,
@@ -225,6 +226,11 @@ def test_the_host_budget_that_is_named_works() -> None:
         config_of(*words, "--host-memory-gb", str(named))
         with pytest.raises(ValueError, match=r"host memory"):
             config_of(*words, "--host-memory-gb", str(0.99 * named))
+
+
+def test_a_dry_run_is_of_another_machine() -> None:
+    words = ("--activation-policy", "memo", "--host-memory-gb", "1e6")
+    assert config_of(*words, fake_process_group=True).machine.host_bytes == 1e15
 
 
 def test_an_optimizer_in_host_memory_is_counted_in() -> None:
