@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from bytescale_ext.config.memory.host_tables import HostTables
 from bytescale_ext.data.samples.grams import GramRule
@@ -30,3 +32,13 @@ class NgramConfig:
         """Return the parameters of one layer's memory in a model of this hidden size, without a table on the host."""
         table = 0 if self.host else self.rule.num_rows * self.dim
         return table + 2 * hidden * self.rule.num_columns * self.dim
+
+    def stage_parameters(self, hidden: int, stage_layers: Sequence[int]) -> list[int]:
+        """Return the parameters of the memories of each pipeline stage, on every rank of it.
+
+        ``stage_layers``: transformer layers of each stage, which follow each other.
+        """
+        ends = list(accumulate(stage_layers))
+        stages = zip(ends, stage_layers, strict=True)
+        counts = [sum(end - layers < one <= end for one in self.layers) for end, layers in stages]
+        return [count * self.num_parameters(hidden) for count in counts]

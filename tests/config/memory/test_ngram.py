@@ -18,3 +18,9 @@ def test_a_table_on_the_host_is_no_parameter() -> None:
     rule = GramRule((2, 3), 4, 1 << 24)
     config = NgramConfig((2, 15), rule, 64, 0, HostTables(CacheSettings(0), 0.1))
     assert config.num_parameters(2048) == 2 * 2048 * 8 * 64
+
+
+def test_memories_are_parameters_of_their_layers_stage() -> None:
+    config = NgramConfig((2, 4, 5), GramRule((2,), 1, 10), 3, 0)
+    assert config.stage_parameters(1, [8]) == [3 * 36]
+    assert config.stage_parameters(1, [1, 3, 4]) == [0, 2 * 36, 36]

@@ -25,6 +25,8 @@ from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.memory.activations import ActivationConfig
+from bytescale_ext.config.memory.host_tables import EmbeddingConfig
+from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.planner import offload_layers, planner_of, slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
@@ -241,9 +243,12 @@ class Launch:
 
     def parameters(self) -> list[float]:
         """Return the parameters of a process of each stage, without experts."""
-        shape, stages = self.run.shape, self.run.stage_layers
+        run, stages, tensor = self.run, self.run.stage_layers, self.run.process.tensor_parallel
+        ngram, on_device = run.find(NgramConfig), run.find(EmbeddingConfig) is None
+        of_memories = [0] * len(stages) if ngram is None else ngram.stage_parameters(run.shape.hidden, stages)
         return [
-            stage_parameters(shape.part(layers), self.run.process.tensor_parallel, not stage, stage == len(stages) - 1)
+            of_memories[stage]
+            + stage_parameters(run.shape.part(layers), tensor, not stage and on_device, stage == len(stages) - 1)
             for stage, layers in enumerate(stages)
         ]
 

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resolve(args: Any, run: RunConfig) -> EmbeddingConfig:
     """Return the table. Raises ValueError for values out of range, and where host memory is too small."""
-    num_rows, dim = args.padded_vocab_size, run.shape.hidden
+    num_rows, dim = run.shape.vocab, run.shape.hidden
     host = cache_settings(args, "embedding", num_rows)
     needed = host.num_bytes(num_rows, dim, run.cluster.num_ranks)
     advice = "lower --embedding-cache-rows, or use more ranks"

@@ -106,6 +106,18 @@ def test_memory_under_a_policy_is_its_forecast() -> None:
     assert row["total"] == pytest.approx(row["states"] + row["activations"])
 
 
+def test_states_count_memories_on_the_device_and_leave_out_what_is_in_host_memory() -> None:
+    both = [*ONE_STEP, *PIPELINES, "--hdp-tokens-per-rank", "128", "--untie-embeddings-and-output-weights"]
+    both += ["--num-layers", "4"]
+    plain = predicted(both, 4, [60] * 8)["memory_gb"]
+    memory = [*both, *"--ngram-layers 1,4 --ngram-rows 1000 --ngram-dim 8 --ngram-orders 2 --ngram-heads 1".split()]
+    for one, other in zip(predicted(memory, 4, [60] * 8)["memory_gb"], plain, strict=True):
+        assert one["states"] - other["states"] == pytest.approx(16e-9 * (1000 * 8 + 2 * 64 * 8))
+    host = predicted([*both, "--embedding-storage", "host", "--ckpt-format", "torch_dist"], 4, [60] * 8)["memory_gb"]
+    assert host[0]["states"] < 0.9 * plain[0]["states"]
+    assert host[1]["states"] == plain[1]["states"]
+
+
 def type_command(rank: int, world: int, words: list[str]) -> str:
     from megatron.bytescale import cli
 

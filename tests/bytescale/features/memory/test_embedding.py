@@ -23,14 +23,16 @@ NEEDED = {
 
 
 def config_of(*words: str) -> Any:
-    return EMBEDDING.resolve(parsed(*HOST, *words, padded_vocab_size=1000), run_of())
+    return EMBEDDING.resolve(parsed(*HOST, *words), run_of())
 
 
 def test_what_is_given() -> None:
     run = run_of()
     config = config_of("--embedding-cache-rows", "0.25", "--embedding-lr", "0.5", "--embedding-staleness-read", "3")
-    assert config == EmbeddingConfig(HostTables(CacheSettings(250, "lru", 3, 0), 0.5), 1000, run.shape.hidden)
-    assert config_of().host == HostTables(CacheSettings(100), 0.01)
+    vocab = run.shape.vocab
+    host = HostTables(CacheSettings(vocab // 4, "lru", 3, 0), 0.5)
+    assert config == EmbeddingConfig(host, vocab, run.shape.hidden)
+    assert config_of().host == HostTables(CacheSettings(vocab // 10), 0.01)
     assert not EMBEDDING.is_on(parsed())
     assert EMBEDDING.is_on(parsed(*HOST))
 
