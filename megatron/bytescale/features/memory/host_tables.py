@@ -82,5 +82,5 @@ def refusals_of_tables(feature: str, flag: str, is_on_host: Callable[[Any], bool
             lambda a: a.ckpt_format != "torch_dist"),
         row("--async-save", "remove it: tables change while they would be saved", lambda a: a.async_save),
         row("--disable-gloo-process-groups", "remove it: rows are exchanged between hosts",
-            lambda a: not a.use_gloo_process_groups),
+            lambda a: not (a.use_gloo_process_groups or a.fake_process_group)),
     )  # fmt: skip

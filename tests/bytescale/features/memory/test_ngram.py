@@ -86,7 +86,10 @@ def test_other_flags_need_layers_and_layers_need_documents() -> None:
         ({**ON_HOST, "fp16": True}, "use --bf16: with a loss scale steps may be skipped"),
         ({**ON_HOST, "ckpt_format": "torch"}, "use torch_dist, which saves the rows of each rank"),
         ({**ON_HOST, "async_save": True}, "tables change while they would be saved"),
-        ({**ON_HOST, "use_gloo_process_groups": False}, "rows are exchanged between hosts"),
+        (
+            {**ON_HOST, "use_gloo_process_groups": False, "fake_process_group": False},
+            "rows are exchanged between hosts",
+        ),
         ({"memory_plan": "plan.json"}, " --memory-plan: .* no place for the memory"),
         ({"record_memory_plan": "plan.json"}, " --record-memory-plan: .* no place for the memory"),
     ],
@@ -98,6 +101,11 @@ def test_refused(settings: dict[str, Any], message: str) -> None:
     refuse_conflicts(windows, {"ngram": NGRAM.flag}, list(REFUSALS))
     with pytest.raises(ValueError, match=message):
         refuse_conflicts(parsed(*LAYERS, **settings), {"ngram": NGRAM.flag}, list(REFUSALS))
+
+
+def test_a_dry_run_has_no_groups_at_all() -> None:
+    without = {**ON_HOST, "use_gloo_process_groups": False, "fake_process_group": True}
+    refuse_conflicts(parsed(*LAYERS, **without), {"ngram": NGRAM.flag}, list(REFUSALS))
 
 
 def test_tables_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
