@@ -76,6 +76,8 @@ FLAGS = [
     "--num-draft-heads",
     "--draft-layers",
     "--draft-decay",
+    "--draft-hidden-weight",
+    "--draft-train-trunk",
     "--activation-policy",
     "--swap-fraction",
     "--recompute-fraction",

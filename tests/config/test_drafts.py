@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from bytescale_ext.config.drafts import KINDS, LAYERS, DraftConfig
@@ -15,9 +17,11 @@ from bytescale_ext.config.drafts import KINDS, LAYERS, DraftConfig
         (("clover", 5, -1, 0.7), "--draft-layers -1 must be at least 0"),
         (("medusa", 5, 0, 0.0), "--draft-decay 0 must be above 0"),
         (("medusa", 5, 0, 1.5), "--draft-decay 1.5 must be above 0 and at most 1"),
+        (("clover", 5, 2, 0.7, -1.0), "--draft-hidden-weight -1 must be 0 or more"),
+        (("clover", 5, 2, 0.7, float("nan")), "--draft-hidden-weight nan must be 0 or more"),
     ],
 )
-def test_bad_numbers(values: tuple[str, int, int, float], message: str) -> None:
+def test_bad_numbers(values: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DraftConfig(*values)
 

@@ -1,7 +1,12 @@
-"""A small model and draft heads on it, trained once in a test session."""
+"""A small model and draft heads on it, trained once in a test session.
+
+Heads in three settings: compared with the model's hidden states; by their cross entropy alone; and compared with the
+states of a model that is trained with them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.e2e.corpora import documents
@@ -10,10 +15,11 @@ from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train, train_once
 
 COMMON = [*TRAIN, "--ckpt-format", "torch_dist", "--no-save-rng", "--no-load-rng"]
 ONE = [*HDP, "--hdp-tokens-per-rank", "256"]
-CLOVER = "--draft-heads clover --num-draft-heads 3 --draft-layers 1".split()
-# name: (ranks, flags)
+HEADS = "--draft-heads clover --num-draft-heads 3 --draft-layers 1".split()
+CLOVER = [*HEADS, "--draft-hidden-weight", "0.5"]
+TOGETHER = [*CLOVER, "--draft-train-trunk"]
+# name: (ranks, flags), of heads with the flags CLOVER
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "rings": (2, [*HDP, "--hdp-tokens-per-rank", "128", "--use-distributed-optimizer"]),
     "tensor and sequence parallel, loss in chunks": (
         2,
         [
@@ -26,6 +32,14 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 
 
+RINGS = [*HDP, "--hdp-tokens-per-rank", "64", "--use-distributed-optimizer"]  # of 1 to 4 ranks
+SLICES = [
+    *ONE,
+    *"--pipeline-model-parallel-size 2 --seq1f1b-slices 3 --activation-policy memo --host-memory-gb 0.1".split(),
+    *"--swap-fraction 0.5 --chunked-cross-entropy 16".split(),
+]
+
+
 def trunk() -> Path:
     """Return the folder of a model that was trained for a step."""
 
@@ -36,7 +50,7 @@ def trunk() -> Path:
     return once(make, "trunk of draft heads")
 
 
-def heads_of(ranks: int, *flags: object) -> SavedRun:
+def heads_of(ranks: int, *flags: object, heads: Sequence[str] = CLOVER) -> SavedRun:
     """Return a run of two steps on the trunk, with a checkpoint of the last one, or on one rank of each."""
     steps = ["--train-iters", 2, "--save-interval", 1 if ranks == 1 else 2, "--pretrained-checkpoint", trunk()]
-    return train_once(ranks, *MODEL, *COMMON, "--data-path", documents(), *CLOVER, *steps, *flags)
+    return train_once(ranks, *MODEL, *COMMON, "--data-path", documents(), *heads, *steps, *flags)

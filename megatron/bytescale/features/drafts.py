@@ -1,4 +1,4 @@
-"""Draft heads on a frozen model, trained on whole long documents (Clover, Medusa)."""
+"""Draft heads on a trained model, learned from whole long documents (Clover, Medusa)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-heads",
         choices=KINDS,
-        help="Train heads that guess the tokens after the next one, on the frozen model of --pretrained-checkpoint "
+        help="Train heads that guess the tokens after the next one, on the model of --pretrained-checkpoint "
         "(or --load DIR --finetune). clover: each head sees the token that the head before it stands for; medusa: "
         "independent heads. `bytescale generate` decodes with them. Needs --hybrid-data-parallel.",
     )
@@ -40,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="Weight of a head's loss over that of the head before it (0.7).",
     )
+    group.add_argument(
+        "--draft-hidden-weight",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="Weight of the heads' difference from the model's hidden states beside their cross entropy (0).",
+    )
+    group.add_argument(
+        "--draft-train-trunk",
+        action="store_true",
+        help="Train the model too, on its own loss and that of the heads; without it the model is frozen.",
+    )
 
 
 def before_checks(args: Any) -> None:
@@ -52,7 +64,7 @@ def before_checks(args: Any) -> None:
 
 def resolve(args: Any, run: RunConfig) -> DraftConfig:
     """Return the heads. Raises ValueError for bad numbers, and for a checkpoint to go on from that has no heads."""
-    config = DraftConfig(args.draft_heads, args.num_draft_heads, args.draft_layers, args.draft_decay)
+    config = config_of(args)
     folder = None if args.load is None or args.finetune else to_load(Path(args.load), args.ckpt_step)
     if folder is None and args.pretrained_checkpoint is not None:
         if to_load(Path(args.pretrained_checkpoint), args.ckpt_step) is None:
@@ -66,38 +78,57 @@ def resolve(args: Any, run: RunConfig) -> DraftConfig:
     return config
 
 
+def config_of(args: Any) -> DraftConfig:
+    """Return the heads that flags describe. Raises ValueError for bad numbers."""
+    return DraftConfig(
+        args.draft_heads,
+        args.num_draft_heads,
+        args.draft_layers,
+        args.draft_decay,
+        getattr(args, "draft_hidden_weight", 0.0),  # which older checkpoints do not have
+        getattr(args, "draft_train_trunk", False),
+    )
+
+
 def build(training: Training, runtime: Runtime) -> Training:
-    """Freeze the model, add heads, and train them alone."""
+    """Add heads, and train them alone unless the model is trained too."""
     from megatron.bytescale.core.models.gpt.draft_loss import add_draft_heads
     from megatron.bytescale.training.drafts import report_drafts
 
     run = runtime.run
     config, chunks = run.get(DraftConfig), run.find(LossChunks)
-    add = partial(add_draft_heads, config, None if chunks is None else chunks.num_tokens)
+    add = partial(add_draft_heads, config, None if chunks is None else chunks.num_tokens, runtime)
     training.model.pre_wrap_hooks.append(add)
-    return training.wrap_forward_step(partial(report_drafts, config.num_heads))
+    return training.wrap_forward_step(partial(report_drafts, config))
 
 
-_ALL_FROZEN = "remove it: the model below the heads saves nothing"
+_FROZEN = "remove it, or train the model too: --draft-train-trunk"
+
+
+def _is_cut(args: Any) -> bool:
+    return args.seq1f1b_slices not in (None, 1)
+
+
 REFUSALS = (
     refuse("--mtp-num-layers", "drafts", "choose one: both guess later tokens"),
     refuse("--num-experts", "drafts", "train heads of dense models"),
-    refuse("--seq1f1b-slices", "drafts", "remove it: heads run whole micro-batches",
-           lambda a: a.seq1f1b_slices not in (None, 1)),
-    refuse("--seq1f1b-zero-bubble", "drafts", _ALL_FROZEN),
-    refuse("--activation-policy", "drafts", _ALL_FROZEN,
-           lambda a: a.activation_policy != "none" or a.swap_fraction is not None or a.recompute_fraction is not None),
-    refuse("--memory-plan", "drafts", _ALL_FROZEN),
-    refuse("--record-memory-plan", "drafts", _ALL_FROZEN),
-    refuse("--recompute-granularity", "drafts", _ALL_FROZEN),
+    refuse("--draft-hidden-weight in slices", "drafts", "remove one: the states to compare with are in the next slice",
+           lambda a: _is_cut(a) and a.draft_hidden_weight),
+    refuse("--hdp-swapped-keys", "drafts", "remove it: keys of heads stay on the device",
+           lambda a: a.hdp_swapped_keys),
+    refuse("--seq1f1b-zero-bubble", "drafts", "remove it: backward passes of heads are not split"),
+    refuse("--memory-plan", "drafts", "remove it: it counts the model without heads"),
+    refuse("--record-memory-plan", "drafts", "remove it: it counts the model without heads"),
+    refuse("--recompute-granularity", "drafts", f"{_FROZEN}; a frozen one saves nothing",
+           lambda a: a.recompute_granularity and not a.draft_train_trunk),
     refuse("--state-policy", "drafts", "remove it: only the heads have states", lambda a: a.state_policy == "paged"),
     refuse("--sculpt-windows", "drafts", "train heads on documents"),
     refuse("--hdp-loader ray", "drafts", "use --hdp-loader local", lambda a: a.hdp_loader == "ray"),
     refuse("--num-layers-per-virtual-pipeline-stage", "drafts", "remove it: heads train without virtual stages"),
     refuse("--num-virtual-stages-per-pipeline-rank", "drafts", "remove it: heads train without virtual stages"),
     refuse("--overlap-param-gather", "drafts", "remove it: only the heads have parameters to gather"),
-    refuse("--use-distributed-optimizer in pipelines", "drafts", "remove it: stages below the heads have no states",
-           lambda a: a.use_distributed_optimizer and a.pipeline_model_parallel_size > 1),
+    refuse("--use-distributed-optimizer in pipelines", "drafts", f"{_FROZEN}; stages of a frozen one have no states",
+           lambda a: (a.use_distributed_optimizer and a.pipeline_model_parallel_size > 1 and not a.draft_train_trunk)),
     refuse("--ckpt-format", "drafts", "use torch_dist, from which a model of another layout can be loaded",
            lambda a: a.ckpt_format != "torch_dist"),
     refuse("--window-size", "drafts", "train heads of models with full attention"),
@@ -106,7 +137,7 @@ REFUSALS = (
 DRAFTS = Feature(
     name="drafts",
     flag="--draft-heads",
-    summary="draft heads on a frozen model, for decoding with trees of tokens (Clover, Medusa)",
+    summary="draft heads on a trained model, for decoding with trees of tokens (Clover, Medusa)",
     add_arguments=add_arguments,
     is_on=lambda args: args.draft_heads is not None,
     resolve=resolve,

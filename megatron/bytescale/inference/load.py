@@ -13,6 +13,7 @@ import torch
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale import cpu
 from megatron.bytescale.checkpoints import names_in, to_load
+from megatron.bytescale.features.drafts import config_of
 from megatron.bytescale.inference.engine import Decoder
 
 ONE_PROCESS = {
@@ -53,7 +54,7 @@ def heads_of(args: Any, checkpoint: Path) -> DraftConfig | None:
     """Return which heads a checkpoint has, None where it has none. Raises ValueError where they are missing."""
     if getattr(args, "draft_heads", None) is None:
         return None
-    config = DraftConfig(args.draft_heads, args.num_draft_heads, args.draft_layers, args.draft_decay)
+    config = config_of(args)
     if not any(name.startswith("draft_heads.") for name in names_in(checkpoint)):
         raise ValueError(f"{checkpoint}: the tensors of its draft heads are missing")
     return config
@@ -109,8 +110,8 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     from bytescale_ext.attention.kernels.table import choose_kernel
     from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
     from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
-    from megatron.bytescale.core.models.gpt.frozen_trunk import HEADS
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec, with_core_attention
+    from megatron.bytescale.core.models.gpt.trunk import HEADS
     from megatron.bytescale.core.transformer.spec_utils import layers_of
     from megatron.bytescale.inference.cache import CachedAttention
 
@@ -143,7 +144,7 @@ def read_weights(model: Any, checkpoint: Path, drafts: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    from megatron.bytescale.core.models.gpt.frozen_trunk import HEADS
+    from megatron.bytescale.core.models.gpt.trunk import HEADS
 
     metadata: dict[str, Any] = {"dp_cp_group": torch.distributed.group.WORLD}
     wanted = model.sharded_state_dict(metadata=metadata)

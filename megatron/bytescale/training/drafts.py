@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from megatron.bytescale.core.models.gpt.draft_loss import report
+from bytescale_ext.config.drafts import DraftConfig
+from megatron.bytescale.core.models.gpt.draft_loss import report, report_both
 
 
-def report_drafts(num_heads: int, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward_step_func`` whose losses are those of the heads; the model returns their sums already."""
+def report_drafts(settings: DraftConfig, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward_step_func`` whose loss is that of the heads, and of the model where it is trained too."""
 
     def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-        output, _ = forward_step(data_iterator, model)
-        return output, partial(report, num_heads)
+        output, of_model = forward_step(data_iterator, model)
+        if settings.train_trunk:
+            return output, partial(report_both, settings, of_model)
+        return output, partial(report, settings)
 
     return forward

@@ -38,6 +38,12 @@ ACCEPTED = {
     "medusa --load {in}/model --finetune --num-draft-heads 3": DraftConfig("medusa", 3, 0, 0.7),
     "medusa --load {in}/heads --draft-layers 1 --draft-decay 1": DraftConfig("medusa", 5, 1, 1.0),
     "clover --load {in}/heads --chunked-cross-entropy 64": DraftConfig("clover", 5, 2, 0.7),
+    "clover --load {in}/heads --seq1f1b-slices 2": DraftConfig("clover", 5, 2, 0.7),
+    "clover --load {in}/heads --activation-policy memo --host-memory-gb 0.1": DraftConfig("clover", 5, 2, 0.7),
+    "clover --load {in}/heads --draft-train-trunk --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1": DraftConfig("clover", 5, 2, 0.7, train_trunk=True),
+    "clover --load {in}/heads --draft-hidden-weight 10 --draft-train-trunk --use-distributed-optimizer "
+    "--pipeline-model-parallel-size 2 --hdp-tokens-per-rank 128": DraftConfig("clover", 5, 2, 0.7, 10.0, True),
 }
 # words after --draft-heads ({in} is the folder): words of the refusal
 REFUSED = {
@@ -50,21 +56,21 @@ REFUSED = {
 }
 CONFLICTS = {
     "--num-experts 2": "train heads of dense models",
-    "--seq1f1b-slices 2": "heads run whole micro-batches",
-    "--seq1f1b-zero-bubble --pipeline-model-parallel-size 2": "saves nothing",
-    "--activation-policy memo --host-memory-gb 0.1": "saves nothing",
+    "--seq1f1b-slices 2 --draft-hidden-weight 1": "the states to compare with are in the next slice",
+    "--seq1f1b-slices 2 --hdp-swapped-keys 64 --host-memory-gb 0.1": "keys of heads stay on the device",
+    "--seq1f1b-zero-bubble --pipeline-model-parallel-size 2": "are not split",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "saves nothing",
     "--state-policy paged --state-host-gb 1": "only the heads have states",
     "--sculpt-windows some.windows.npy": "train heads on documents",
     "--hdp-loader ray": "use --hdp-loader local",
-    "--use-distributed-optimizer --pipeline-model-parallel-size 2": "stages below the heads have no states",
+    "--use-distributed-optimizer --pipeline-model-parallel-size 2": "stages of a frozen one have no states",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": "only the heads have parameters",
     "--ckpt-format torch": "use torch_dist",
     "--window-size 8,0": "full attention",
     "--num-virtual-stages-per-pipeline-rank 2": "without virtual stages",
     "--num-layers-per-virtual-pipeline-stage 1": "without virtual stages",
-    "--memory-plan plan.json": "saves nothing",
-    "--record-memory-plan plan.json": "saves nothing",
+    "--memory-plan plan.json": "the model without heads",
+    "--record-memory-plan plan.json": "the model without heads",
 }
 
 

@@ -11,14 +11,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.e2e.corpora import documents
-from tests.e2e.drafts import CLOVER, COMMON, LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.drafts import CLOVER, COMMON, HEADS, LAYOUTS, ONE, RINGS, SLICES, TOGETHER, heads_of, trunk
 from tests.e2e.oracle import gradients, relative_error, shard_of
-from tests.e2e.training import MODEL, Outcome, train
+from tests.e2e.training import MODEL, Outcome, SavedRun, train
 
 pytestmark = pytest.mark.ranks
 
 TOLERANCE = 1e-5
 FIGURES = ("draft loss", "draft accuracy 1", "draft accuracy 3", "draft tokens accepted")
+HIDDEN = "draft hidden loss"
 
 
 def figures(outcome: Outcome, name: str) -> list[float]:
@@ -37,26 +38,45 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_gradients_equal_one_process(name: str) -> None:
-    ranks, layout = LAYOUTS[name]
-    expected, found = heads_of(1, *ONE), heads_of(ranks, *layout)
-    for one in FIGURES:
+def compare(found: SavedRun, expected: SavedRun, *names: str) -> None:
+    """Assert that the figures of two runs are equal, and that the gradients of the first step are."""
+    for one in names:
         wanted = figures(expected.outcomes[-1], one)
         assert len(wanted) == 2
         assert figures(found.outcomes[-1], one) == pytest.approx(wanted, rel=TOLERANCE)
     whole = gradients(expected.save)
-    assert len(whole) == 18
-    assert all(parameter.startswith("draft_heads.") for parameter in whole)
     parts = sorted(found.save.glob("wgrads/iter_0000001/mp_rank_*"))
     of_ranks = [torch.load(part, weights_only=False).get("model_chunk0") for part in parts]
     of_ranks = [grads for grads in of_ranks if grads]  # the stages below the heads have none
-    assert len(of_ranks) == (2 if "tensor" in name else 1)
     for rank, grads in enumerate(of_ranks):
         assert grads.keys() == whole.keys()
         for parameter, grad in grads.items():
             part_of_whole = shard_of(whole[parameter], parameter, grad, rank, len(of_ranks))
             assert relative_error(grad, part_of_whole) < TOLERANCE, parameter
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_equal_one_process(name: str) -> None:
+    ranks, layout = LAYOUTS[name]
+    expected = heads_of(1, *ONE)
+    compare(heads_of(ranks, *layout), expected, *FIGURES, HIDDEN)
+    whole = gradients(expected.save)
+    assert len(whole) == 18
+    assert all(parameter.startswith("draft_heads.") for parameter in whole)
+
+
+def test_slices_of_a_pipeline_under_an_activation_policy() -> None:
+    """Of heads that are not compared with the model: what they would be compared with is in the next slice."""
+    expected, found = heads_of(1, *ONE, heads=HEADS), heads_of(2, *SLICES, heads=HEADS)
+    compare(found, expected, *FIGURES)
+    assert not figures(found.outcomes[-1], HIDDEN)
+
+
+def test_rings_of_a_model_that_is_trained_too() -> None:
+    expected, found = heads_of(1, *ONE, heads=TOGETHER), heads_of(4, *RINGS, heads=TOGETHER)
+    compare(found, expected, *FIGURES, HIDDEN, "lm loss")
+    of_trunk = {name for name in gradients(expected.save) if not name.startswith("draft_heads.")}
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= of_trunk
 
 
 def test_the_model_is_unchanged_and_heads_resume(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class PlannedTransformerLayer(TransformerLayer):
     def __init__(self, *args: Any, activations: ActivationStore, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.activations = activations
-        activations.add_layer(self.layer_number)
+        self.run_as(self.layer_number)
         self._run: Run | None = None
         attention = self.self_attention
         self._set_hook(attention.linear_qkv, "product", "qkv")
@@ -72,6 +72,11 @@ class PlannedTransformerLayer(TransformerLayer):
         elif not isinstance(self.mlp, IdentityOp):
             self._set_hook(self.mlp.linear_fc1, "product", "fc1")
             self._set_hook(self.mlp.linear_fc2, "last")
+
+    def run_as(self, number: int) -> None:
+        """Take this place in the order of layers, in which activations are swapped and read back."""
+        self._number = number
+        self.activations.add_layer(number)
 
     def _set_hook(self, module: torch.nn.Module, method: str, name: str | None = None) -> None:
         """Call ``method`` of the layer's current run, if any, instead of the module's forward."""
@@ -89,15 +94,16 @@ class PlannedTransformerLayer(TransformerLayer):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Map hidden states [rows, b, h] to (output [rows, b, h], context), as Megatron's layer does."""
-        if not self.training or not torch.is_grad_enabled():
+        is_frozen = not hidden_states.requires_grad and not any(one.requires_grad for one in self.parameters())
+        if not self.training or not torch.is_grad_enabled() or is_frozen:  # nothing is saved
             return super().forward(hidden_states, *args, **kwargs)
-        if not self.activations.is_planned(self.layer_number):
+        if not self.activations.is_planned(self._number):
             return self._forward_resident(hidden_states, *args, **kwargs)
         assert not args, f"{len(args)=}"
         if memory_order(hidden_states)[0] != 0:
             hidden_states = hidden_states.contiguous()
         parameters = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
-        record = self.activations.new_record(self.layer_number, hidden_states.shape[0], parameters)
+        record = self.activations.new_record(self._number, hidden_states.shape[0], parameters)
         record.pass_hook_point(LAYER_INPUT, hidden_states, "input")
         run = Recording(record)
         with self._running(run), torch.autograd.graph.saved_tensors_hooks(run.pack, lambda saved: saved.restore()):
@@ -108,7 +114,7 @@ class PlannedTransformerLayer(TransformerLayer):
 
     def _forward_resident(self, *args: Any, **kwargs: Any) -> Any:
         """Run a layer that keeps everything. Its backward pass starts reading the layer that runs backward next."""
-        read_next = self.activations.before_resident(self.layer_number)
+        read_next = self.activations.before_resident(self._number)
         result = super().forward(*args, **kwargs)
         if read_next is not None and result[0].requires_grad:
             result[0].register_hook(lambda gradient: read_next())

@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.core.transformer.norm import LocalNorm
+from megatron.bytescale.core.transformer.transformer_layer import PlannedTransformerLayer
 
 NOISE = 0.01
 
@@ -58,6 +59,8 @@ class DraftHeads(MegatronModule):
         self.settings = settings
         for index in range(settings.num_layers):  # children by name, each of which cuts its own tensors in checkpoints
             built = build_module(layer, config=config, layer_number=config.num_layers, add_layer_offset=False)
+            if isinstance(built, PlannedTransformerLayer):
+                built.run_as(config.num_layers + 1 + index)
             self.add_module(f"layer{index}", built)
         self.norm = LocalNorm(config, config.hidden_size, config.layernorm_epsilon)
         if settings.kind == "clover":

@@ -1,7 +1,9 @@
-"""Train draft heads beside a frozen model: the hook of its build, the loss of the heads, and the figures of a log line.
+"""Train draft heads: the hook of the model's build, the loss of the heads, and the figures of a log line.
 
-The loss of a micro-batch is the sum over heads i of ``decay**i`` times the cross entropy of their guesses, over the
-number of tokens that the first head can guess: one division for the whole step, so it does not depend on the layout.
+The loss of a micro-batch is the sum over heads i of ``decay**i`` times the cross entropy of their guesses, and with a
+``hidden_weight`` their difference from the model's states, over the number of tokens that the first head can guess: one
+division for the whole step, so it does not depend on the layout. Where the model is trained too, its own loss is added,
+and the division is by the number of its labels.
 """
 
 from __future__ import annotations
@@ -14,30 +16,34 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.data.samples.future import no_future
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
+from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
 from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads, embed_by_output
-from megatron.bytescale.core.models.gpt.frozen_trunk import HEADS, FrozenTrunk, begin_as_last_layer, without_heads
+from megatron.bytescale.core.models.gpt.later_states import LaterStates, later_states
+from megatron.bytescale.core.models.gpt.trunk import HEADS, Trunk, begin_as_last_layer, without_heads
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.spec_utils import layers_of
+from megatron.bytescale.runtime import Runtime
 
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def add_draft_heads(
-    settings: DraftConfig, chunk_tokens: int | None, model_chunks: list[torch.nn.Module]
+    settings: DraftConfig, chunk_tokens: int | None, runtime: Runtime, model_chunks: list[torch.nn.Module]
 ) -> list[torch.nn.Module]:
     """``ModelConfig.pre_wrap_hooks``: freeze the model, and give the chunk with the output layer its heads."""
     for chunk in model_chunks:
-        trunk, model = FrozenTrunk(chunk), _untyped(chunk)
+        trunk, model = Trunk(chunk, not settings.train_trunk), _untyped(chunk)
         model.hide_loss_modules = partial(without_heads, chunk)
         if not model.post_process:
             continue
         heads = DraftHeads(model.config, settings, layers_of(model.transformer_layer_spec)[0])
         chunk.add_module(HEADS, heads)
         chunk.register_load_state_dict_pre_hook(begin_as_last_layer)
-        loss = DraftLoss(trunk, heads, chunk_tokens)
+        loss = DraftLoss(trunk, heads, chunk_tokens, runtime)
         chunk.register_forward_pre_hook(
             lambda chunk, args, kwargs, loss=loss: (args, {**kwargs, "output_processor": loss}), with_kwargs=True
         )
@@ -53,61 +59,99 @@ class DraftLoss:
     """GPTModel's ``output_processor``: the sums of a micro-batch that ``report`` reads.
 
     Attributes:
-        trunk: the frozen model.
+        trunk: the model.
         heads: its heads.
         chunk_tokens: tokens whose logits exist at a time; None: all.
+        runtime: has the communicator of rings; None where nothing is shared.
     """
 
-    trunk: FrozenTrunk
+    trunk: Trunk
     heads: DraftHeads
     chunk_tokens: int | None
+    runtime: Runtime | None = None
 
     def __call__(
         self,
         *,
+        hidden_states: torch.Tensor,
         output_layer: Any,
         output_weight: torch.Tensor | None,
         labels: torch.Tensor,
         packed_seq_params: DocumentSeqParams,
-        compute_language_model_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        scale_logits: Callable[[torch.Tensor], torch.Tensor],
-        **unused: object,
+        **model: Any,
     ) -> torch.Tensor:
-        """Return [2 heads + 2] sums: loss, labels of each head, right guesses of each, tokens guessed in a row.
+        """Return the [2 heads + 3] sums that ``report`` splits; where the model is trained, its losses [s] follow.
 
-        ``labels``: the token after each row, [1, s]. Collective on the tensor-parallel group and in rings.
+        The sums: loss, labels of each head, right guesses of each, tokens guessed in a row, and what the heads differ
+        from the model. Collective on the tensor-parallel group and in rings.
+
+        Args:
+            hidden_states: what the model gives its output layer, [s / ranks, 1, h].
+            output_layer: the model's.
+            output_weight: its weight where the output layer has none of its own.
+            labels: the token after each row, [1, s].
+            packed_seq_params: of the micro-batch, or of its slice.
+            model: other callables of ``GPTModel``: its loss, and its factor for logits.
         """
-        params, settings = packed_seq_params, self.heads.settings
+        weight = output_layer.weight if output_weight is None else output_weight
+        sums = self._sums(hidden_states, output_layer, weight, labels, packed_seq_params, **model)
+        if self.trunk.is_frozen:
+            return sums
+        process = partial(
+            chunked_loss,
+            self.chunk_tokens or labels.shape[1],
+            output_layer=output_layer,
+            output_weight=output_weight,
+            **model,
+        )
+        return torch.cat((sums, process(hidden_states=hidden_states, labels=labels).flatten().float()))
+
+    def _sums(
+        self, hidden: torch.Tensor, output_layer: Any, weight: torch.Tensor, labels: torch.Tensor,
+        params: DocumentSeqParams, *, compute_language_model_loss: Any, scale_logits: Any, **unused: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return [2 heads + 3] sums, of arguments as ``__call__`` has them; ``weight``: [v / ranks, h]."""
+        settings, group = self.heads.settings, output_layer.tp_group
         assert params.positions is not None and self.trunk.hidden is not None, f"{params=}"
         future = no_future(labels.shape[1], settings.num_heads).to(labels) if params.future is None else params.future
-        weight = (output_layer.weight if output_weight is None else output_weight).detach()
-        sequence_parallel = self.heads.config.sequence_parallel
-        embed = partial(embed_by_output, weight=weight, group=output_layer.tp_group, scatter=sequence_parallel)
-        score = partial(
-            scores,
-            output=partial(output_layer, weight=weight),
-            loss_of=compute_language_model_loss,
-            scale=scale_logits,
-            group=output_layer.tp_group,
-        )
+        is_shared = self.heads.config.sequence_parallel
+        embed = partial(embed_by_output, weight=weight, group=group, scatter=is_shared)
+        weight = weight.detach() if self.trunk.is_frozen else weight
+        output = partial(output_layer, weight=weight)
+        score = partial(scores, output=output, loss_of=compute_language_model_loss, scale=scale_logits, group=group)
         rotary = getattr(self.trunk.chunk, "rotary_pos_emb", None)
         angles = None if rotary is None else document_angles(rotary, params.positions)
+        later = self._later_states(hidden, params, group if is_shared else None)
         state = self.heads.states(self.trunk.hidden, embed(labels), rotary_pos_emb=angles, packed_seq_params=params)
-        loss, counts, right, row = torch.zeros((), device=labels.device), [], [], torch.ones_like(labels[0]).bool()
-        accepted = torch.zeros((), device=labels.device)
+        zero, row = torch.zeros((), device=labels.device), torch.ones_like(labels[0]).bool()
+        counts, right, loss, accepted, difference = [], [], zero, zero, zero
         for index in range(settings.num_heads):
             before = embed(future[:, index - 1].clamp_min(0)[None]) if index else None
             state, guess = self.heads.head(index, state, before)
-            target = future[:, index]
+            target, factor = future[:, index], settings.decay**index
             exists = target >= 0
             losses, hits = self._in_chunks(score, guess, target.clamp_min(0)[None])
-            loss = loss + settings.decay**index * (losses[0].float() * exists).sum()
+            loss = loss + factor * (losses[0].float() * exists).sum()
+            if later is not None:
+                difference = difference + factor * later.difference(index, guess)
             hits = hits[0] & exists
             row = row & hits
             counts.append(exists.sum().float())
             right.append(hits.sum().float())
             accepted = accepted + row.sum()
-        return torch.stack([loss, *counts, *right, accepted])
+        loss = loss + settings.hidden_weight * difference
+        return torch.stack([loss, *counts, *right, accepted, difference.detach()])
+
+    def _later_states(
+        self, hidden: torch.Tensor, params: DocumentSeqParams, group: torch.distributed.ProcessGroup | None
+    ) -> LaterStates | None:
+        """Return what the heads are compared with; None if they are not. ``hidden``: [s / ranks, 1, h]."""
+        if not self.heads.settings.hidden_weight:
+            return None
+        comm = None if self.runtime is None else self.runtime.comm
+        exchange: Any = None if comm is None else comm.exchange  # rings have one
+        assert isinstance(params.layout, AttentionLayout), f"{params.layout=}"
+        return later_states(hidden, params.layout, self.heads.settings.num_heads, exchange, group)
 
     def _in_chunks(
         self, score: Callable[..., tuple[torch.Tensor, torch.Tensor]], guess: torch.Tensor, target: torch.Tensor
@@ -156,15 +200,29 @@ def has_largest_logit(
     return (both[0] >= both[1]).transpose(0, 1)
 
 
-def report(num_heads: int, sums: torch.Tensor) -> Report:
-    """Return (loss, number of labels, figures of the log line) of the [2 heads + 2] sums of a micro-batch.
+def report(settings: DraftConfig, sums: torch.Tensor) -> Report:
+    """Return (loss, number of labels, figures of the log line) of the [2 heads + 3] sums of a micro-batch.
 
     "tokens accepted": the mean number of heads in a row, from the first, that guess the text.
     """
-    loss, counts, right, accepted = sums.split([1, num_heads, num_heads, 1])
+    num_heads = settings.num_heads
+    loss, counts, right, accepted, difference = sums.split([1, num_heads, num_heads, 1, 1])
     known = sums.detach()
     figures = {"draft loss": torch.cat((known[:1], known[1:2]))}
     for index in range(num_heads):
         figures[f"draft accuracy {index + 1}"] = torch.stack((right[index], counts[index])).detach()
     figures["draft tokens accepted"] = torch.cat((accepted, counts[:1])).detach()
+    if settings.hidden_weight:
+        figures["draft hidden loss"] = torch.cat((difference, counts[:1])).detach()
     return loss.sum(), counts[0].detach().to(torch.int), figures
+
+
+def report_both(settings: DraftConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
+    """Return what ``report`` does for heads and model together: [2 heads + 3] sums and the losses [s] of the model.
+
+    ``of_model``: the report of the model alone, whose labels are counted.
+    """
+    num_sums = 2 * settings.num_heads + 3
+    loss, _, figures = report(settings, output[:num_sums])
+    model_loss, num_labels, of_trunk = of_model(output[num_sums:])
+    return model_loss + loss, num_labels, {**of_trunk, **figures}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,24 +14,37 @@ pytestmark = pytest.mark.ranks
 
 
 def reported(rank: int, world: int) -> Any:
-    from megatron.bytescale.core.models.gpt.draft_loss import report
+    from bytescale_ext.config.drafts import DraftConfig
+    from megatron.bytescale.core.models.gpt.draft_loss import report, report_both
 
-    sums = torch.tensor([6.0, 4.0, 3.0, 2.0, 1.0, 2.5], requires_grad=True)
-    loss, count, figures = report(2, sums)
-    loss.backward()
-    return sums.grad, int(count), {name: value.tolist() for name, value in figures.items()}
+    def of_model(losses: torch.Tensor) -> Any:
+        return losses.sum(), torch.tensor(3), {"lm loss": losses.detach()}
+
+    found = []
+    for weight in (0.0, 0.5):
+        settings = DraftConfig("clover", 2, 0, 0.7, weight)
+        for values, of in (([], partial(report, settings)), ([5.0, 6.0], partial(report_both, settings, of_model))):
+            sums = torch.tensor([6.0, 4.0, 3.0, 2.0, 1.0, 2.5, 8.0, *values], requires_grad=True)
+            loss, count, figures = of(sums)
+            loss.backward()
+            found.append((float(loss), sums.grad, int(count), {one: value.tolist() for one, value in figures.items()}))
+    return found
 
 
 def test_the_report_of_a_micro_batch() -> None:
-    grad, count, figures = run_ranks(reported, 1, init_group=False)[0]
-    assert grad.tolist() == [1, 0, 0, 0, 0, 0]
-    assert count == 4
-    assert figures == {
+    alone, both, compared, compared_both = run_ranks(reported, 1, init_group=False)[0]
+    figures = {
         "draft loss": [6, 4],
         "draft accuracy 1": [2, 4],
         "draft accuracy 2": [1, 3],
         "draft tokens accepted": [2.5, 4],
     }
+    hidden = {"draft hidden loss": [8, 4]}
+    for (loss, grad, count, found), wanted in ((alone, figures), (compared, figures | hidden)):
+        assert (loss, grad.tolist(), count, found) == (6, [1, 0, 0, 0, 0, 0, 0], 4, wanted)
+    for (loss, grad, count, found), wanted in ((both, figures), (compared_both, figures | hidden)):
+        assert (loss, grad.tolist(), count) == (17, [1, 0, 0, 0, 0, 0, 0, 1, 1], 3)
+        assert found == {"lm loss": [5, 6], **wanted}
 
 
 def largest(rank: int, world: int) -> list[list[bool]]:

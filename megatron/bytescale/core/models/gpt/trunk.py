@@ -1,7 +1,7 @@
-"""A trained model below draft heads: frozen, run without saving activations, loaded from a checkpoint without heads.
+"""The model below draft heads: its hidden states, and how it is loaded from a checkpoint without heads.
 
-No parameter and no input of the model requires gradients, so autograd records nothing of it. In a pipeline the stages
-still exchange gradients, which are zeros.
+By default it is frozen: no parameter and no input of it requires gradients, so autograd records nothing of it. In a
+pipeline the stages still exchange gradients, which are zeros.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ HEADS = "draft_heads"
 """Name of the heads in Megatron's model and in checkpoints."""
 
 
-class FrozenTrunk:
-    """Hooks on one model chunk, and what they note in a forward pass.
+class Trunk:
+    """Hooks on one model chunk, and what they note in a forward pass; ``is_frozen``: it is not trained.
 
     Attributes:
         chunk: Megatron's model chunk.
@@ -25,12 +25,13 @@ class FrozenTrunk:
         source: what the stage before sent in this forward pass, [s, b, h]; None on the first stage.
     """
 
-    def __init__(self, chunk: torch.nn.Module) -> None:
+    def __init__(self, chunk: torch.nn.Module, is_frozen: bool = True) -> None:
         self.chunk = chunk
+        self.is_frozen = is_frozen
         self.hidden: torch.Tensor | None = None
         self.source: torch.Tensor | None = None
         for parameter in chunk.parameters():
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(parameter.requires_grad and not is_frozen)
         chunk.register_forward_pre_hook(self._detach_source)
         chunk.register_forward_hook(self._link_source)
         norm = getattr(chunk.decoder, "final_layernorm", None)
@@ -39,7 +40,7 @@ class FrozenTrunk:
 
     def _detach_source(self, chunk: torch.nn.Module, inputs: Any) -> None:
         decoder: Any = chunk.decoder
-        self.source = None if chunk.pre_process else decoder.input_tensor
+        self.source = None if chunk.pre_process or not self.is_frozen else decoder.input_tensor
         if self.source is not None:
             decoder.set_input_tensor(self.source.detach())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.bytescale.core.models.gpt.frozen_trunk import FrozenTrunk, begin_as_last_layer, without_heads
+from megatron.bytescale.core.models.gpt.trunk import Trunk, begin_as_last_layer, without_heads
 
 
 class Layer(torch.nn.Module):
@@ -44,7 +44,7 @@ class Chunk(torch.nn.Module):
 
 def test_nothing_is_recorded_and_a_stage_sends_zeros_back() -> None:
     first, later = Chunk(True), Chunk(False)
-    trunks = [FrozenTrunk(first), FrozenTrunk(later)]
+    trunks = [Trunk(first), Trunk(later)]
     assert not any(parameter.requires_grad for chunk in (first, later) for parameter in chunk.parameters())
     sent = first(torch.ones(2, 3))
     assert not sent.requires_grad
@@ -61,7 +61,7 @@ def test_nothing_is_recorded_and_a_stage_sends_zeros_back() -> None:
 
 def test_the_states_before_the_last_norm_are_noted() -> None:
     chunk = Chunk(True)
-    trunk, seen = FrozenTrunk(chunk), []
+    trunk, seen = Trunk(chunk), []
     chunk.decoder.final_layernorm.register_forward_hook(lambda *_: seen.append(trunk.hidden))
     chunk(torch.ones(1, 3))
     wanted = chunk.decoder.layers[0].weight * chunk.decoder.layers[1].weight  # type: ignore[operator]
