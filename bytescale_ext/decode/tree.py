@@ -7,7 +7,7 @@ as Clover-2 (arXiv 2408.00264) prunes its trees. A node is never above its paren
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,29 +88,63 @@ class TokenTree:
         return path
 
 
-def grow_tree(root: int, state: torch.Tensor, num_heads: int, guess: Guess, shape: TreeShape) -> TokenTree:
-    """Return the tree below a token.
+@dataclass
+class _Growing:
+    """A tree that grows: its nodes, their joint log-probabilities, and the nodes of the last depth."""
+
+    tokens: list[int]
+    parents: list[int]
+    joint: list[float]
+    frontier: list[int]
+
+    def add(self, log_probs: torch.Tensor, shape: TreeShape) -> list[int]:
+        """Add the best guesses after the last depth; return of each the row of its parent. ``log_probs``: [n, v]."""
+        joint = torch.tensor([self.joint[node] for node in self.frontier])
+        rows, ids, values = _best_children(log_probs, joint, shape)
+        self.parents += [self.frontier[row] for row in rows]
+        self.tokens += ids
+        self.joint += values
+        self.frontier = list(range(len(self.tokens) - len(ids), len(self.tokens)))
+        return rows
+
+    def pruned(self, num_tokens: int) -> TokenTree:
+        """Return the tree of the likeliest nodes."""
+        order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.joint[node], node))[:num_tokens]
+        kept = [0, *sorted(order)]  # nodes are numbered from the root down
+        place = {node: index for index, node in enumerate(kept)}
+        parents = (-1, *(place[self.parents[node]] for node in kept[1:]))
+        return TokenTree(tuple(self.tokens[node] for node in kept), parents)
+
+
+def grow_trees(
+    roots: Sequence[int], states: torch.Tensor, depths: Sequence[int], guess: Guess, shape: TreeShape
+) -> list[TokenTree]:
+    """Return the trees below some tokens; the heads are asked once for each depth, for all trees together.
 
     Args:
-        root: the token.
-        state: of the root, for ``guess``, [1, ...].
-        num_heads: the greatest depth.
+        roots: the tokens.
+        states: of the roots, for ``guess``, [n, ...].
+        depths: the greatest depth of each tree.
         guess: asks the heads.
         shape: which nodes are taken.
     """
-    tokens, parents, joint = [root], [-1], [0.0]
-    frontier, states = [0], state
-    for head in range(num_heads):
-        states, log_probs = guess(head, states, torch.tensor([tokens[node] for node in frontier]))
-        rows, ids, values = _best_children(log_probs, torch.tensor([joint[node] for node in frontier]), shape)
-        parents += [frontier[row] for row in rows]
-        tokens += ids
-        joint += values
-        frontier, states = list(range(len(tokens) - len(ids), len(tokens))), states[rows]
-    order = sorted(range(1, len(tokens)), key=lambda node: (-joint[node], node))[: shape.num_tokens]
-    kept = [0, *sorted(order)]  # nodes are numbered from the root down
-    place = {node: index for index, node in enumerate(kept)}
-    return TokenTree(tuple(tokens[node] for node in kept), (-1, *(place[parents[node]] for node in kept[1:])))
+    trees = [_Growing([root], [-1], [0.0], [0]) for root in roots]
+    owners = list(range(len(trees)))  # of each state, its tree
+    for head in range(max(depths)):
+        growing = [row for row, owner in enumerate(owners) if depths[owner] > head]
+        nodes = [tree.tokens[node] for tree, depth in zip(trees, depths, strict=True) if depth > head
+                 for node in tree.frontier]  # fmt: skip
+        states, log_probs = guess(head, states[growing], torch.tensor(nodes))
+        start, picked, owners = 0, [], []
+        for owner, (tree, depth) in enumerate(zip(trees, depths, strict=True)):
+            if depth > head:
+                stop = start + len(tree.frontier)
+                rows = tree.add(log_probs[start:stop], shape)
+                picked += [start + row for row in rows]
+                owners += [owner] * len(rows)
+                start = stop
+        states = states[picked]
+    return [tree.pruned(shape.num_tokens) for tree in trees]
 
 
 def _best_children(

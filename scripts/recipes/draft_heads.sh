@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train a small model of bytes, then Clover and Medusa heads on it for equally long, and decode with both: accepted
-# guesses a forward pass by the shape of the tree.
+# Train a small model of bytes, then Clover and Medusa heads on it, side by side and for equally long, and decode with
+# both: accepted guesses a forward pass by the shape of the tree.
 #
 #   scripts/recipes/draft_heads.sh
 #   OUT=runs/drafts STEPS=3000 MINUTES=5 SEEDS="1 2 3" scripts/recipes/draft_heads.sh
@@ -32,15 +32,16 @@ if [ ! -e "$OUT/model/latest_checkpointed_iteration.txt" ]; then
   "$BYTESCALE" train "${COMMON[@]}" --lr 3e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-decay-iters "$STEPS" \
     --train-iters "$STEPS" --save "$OUT/model" > "$OUT/model.log" 2>&1
 fi
-for seed in $SEEDS; do
+for seed in $SEEDS; do # both kinds at the same time, so that others on the machine slow both
   for kind in clover medusa; do
     heads="$OUT/$kind-$seed"
     [ -e "$heads/latest_checkpointed_iteration.txt" ] && continue
     echo "training $kind heads for $MINUTES minutes ($heads.log)"
     "$BYTESCALE" train "${COMMON[@]}" --lr 2e-3 --lr-decay-style constant --train-iters 1000000 --seed "$seed" \
       --draft-heads "$kind" --num-draft-heads 4 --pretrained-checkpoint "$OUT/model" --load "$heads" --save "$heads" \
-      --exit-duration-in-mins "$MINUTES" > "$heads.log" 2>&1
+      --exit-duration-in-mins "$MINUTES" > "$heads.log" 2>&1 &
   done
+  wait
 done
 
 # Lines of the library of Python, far apart, as prompts.

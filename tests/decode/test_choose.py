@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bytescale_ext.decode.choose import Chooser
-from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_tree
+from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_trees
 
 VOCAB, DRAWS = 4, 50_000
 CHI_SQUARE_999 = {15: 37.70}  # 99.9 % of the draws are below it, with so many degrees of freedom
@@ -26,7 +26,7 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, te
     logits, chances, heads = tables(temperature)
     choose = Chooser(temperature, VOCAB, torch.Generator().manual_seed(7))
     root = 2
-    tree = grow_tree(root, torch.zeros(1), 2, lambda head, s, t: (s.expand(len(t)), heads[t]), shape)
+    (tree,) = grow_trees([root], torch.zeros(1), [2], lambda head, s, t: (s.expand(len(t)), heads[t]), shape)
     chosen = torch.tensor(choose(logits[list(tree.tokens)].repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
     later = torch.tensor(choose(logits.repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
     seen: Counter[tuple[int, int]] = Counter()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.decode.tree import LARGEST_TREE, TokenTree, TreeShape, grow_tree
+from bytescale_ext.decode.tree import LARGEST_TREE, TokenTree, TreeShape, grow_trees
 
 VOCAB, DEPTH = 4, 3
 
@@ -31,7 +31,8 @@ def grown(seed: int, shape: TreeShape, root: int = 1) -> TokenTree:
         assert states.unique(dim=0).shape == states.shape  # no two nodes have the same path
         return states, chances[tokens]
 
-    return grow_tree(root, paths, DEPTH, guess, shape)
+    (tree,) = grow_trees([root], paths, [DEPTH], guess, shape)
+    return tree
 
 
 def paths_of(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -83,6 +84,25 @@ def test_a_chain_has_one_guess_for_each_head(seed: int) -> None:
     assert len(grown(seed, TreeShape(2, chain=True)).tokens) == 3
 
 
+@pytest.mark.parametrize("shape", [TreeShape(7, 0.9), TreeShape(20, chain=True), TreeShape(60, 1.0)])
+def test_trees_that_grow_together_are_those_that_grow_alone(shape: TreeShape) -> None:
+    roots, depths, chances, calls = [1, 0, 3, 2], [3, 0, 1, 2], table(5), [0]
+
+    def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls[0] += 1
+        assert states.shape == tokens.shape
+        return states + 1, (chances[tokens] + chances[(states * (head + 1)).long() % VOCAB]).log_softmax(-1)
+
+    states = torch.tensor([4.0, 7.0, 1.0, 2.0])
+    together = grow_trees(roots, states, depths, guess, shape)
+    assert calls == [DEPTH]
+    places = range(len(roots))
+    alone = [grow_trees([roots[i]], states[i : i + 1], [depths[i]], guess, shape)[0] for i in places]
+    assert together == alone
+    assert [max(tree.depths) for tree in together] == depths
+    assert together[1] == TokenTree((0,), (-1,))
+
+
 def test_nodes_see_those_above_them() -> None:
     tree = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3))
     assert tree.depths == (0, 1, 1, 2, 3)
@@ -116,7 +136,7 @@ def test_certain_guesses_keep_their_parents() -> None:
     def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return states, certain.expand(len(tokens), -1)
 
-    tree = grow_tree(0, torch.zeros(1), 3, guess, TreeShape(2))
+    (tree,) = grow_trees([0], torch.zeros(1), [3], guess, TreeShape(2))
     assert tree == TokenTree((0, 2, 2), (-1, 0, 1))
 
 

@@ -45,21 +45,30 @@ class KeyValueCache:
         self.length += len(rows)
 
 
-@dataclass
-class DecodeParams(DocumentSeqParams):
-    """What attention needs in a forward pass.
+@dataclass(frozen=True)
+class NewTokens:
+    """The rows of one sequence in a forward pass.
 
     Attributes:
         cache: of the sequence.
+        count: how many rows.
         visible: which new tokens each new token sees, bool [t, t]; None: itself and those before it.
     """
 
-    cache: KeyValueCache | None = None
+    cache: KeyValueCache
+    count: int
     visible: torch.Tensor | None = None
 
 
+@dataclass
+class DecodeParams(DocumentSeqParams):
+    """What attention needs in a forward pass; ``parts``: the sequences, whose rows lie one after another."""
+
+    parts: Sequence[NewTokens] = ()
+
+
 class CachedAttention(DocumentAttention):
-    """Attention of new tokens over the cache and each other."""
+    """Attention of the new tokens of each sequence over its cache and each other."""
 
     def forward(
         self,
@@ -73,7 +82,11 @@ class CachedAttention(DocumentAttention):
     ) -> torch.Tensor:
         """Map query [t, 1, heads, dim] and key, value [t, 1, kv_heads, dim] to [t, 1, heads * dim]."""
         params = packed_seq_params
-        assert isinstance(params, DecodeParams) and params.cache is not None, f"{params=}"
-        keys, values = params.cache.append(self, key[:, 0], value[:, 0])
-        out = cached_attention(query[:, 0], keys, values, params.visible, self.runtime.kernel, self.scale)
-        return out.flatten(1)[:, None]
+        assert isinstance(params, DecodeParams) and params.parts, f"{params=}"
+        counts = [part.count for part in params.parts]
+        of_parts = zip(params.parts, *(tensor[:, 0].split(counts) for tensor in (query, key, value)), strict=True)
+        found = []
+        for part, q, k, v in of_parts:
+            keys, values = part.cache.append(self, k, v)
+            found.append(cached_attention(q, keys, values, part.visible, self.runtime.kernel, self.scale))
+        return torch.cat(found).flatten(1)[:, None]

@@ -1,20 +1,22 @@
-"""Decode one sequence: prefill in slices, guess a tree, check it in one forward pass, keep what the model accepts."""
+"""Decode texts: prefill in slices, guess a tree, check it in one forward pass, keep what the model accepts.
+
+Several texts are decoded together. Their rows lie one after another in each forward pass, without padding; each has
+caches of its own, and accepts as many guesses as it does. A text that ends makes room for the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from bytescale_ext.decode.choose import Chooser
-from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_tree
-from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
-from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
-from megatron.bytescale.inference.cache import DecodeParams, KeyValueCache
-
-SLICE_TOKENS = 2048
+from bytescale_ext.decode.tree import TokenTree, TreeShape
+from megatron.bytescale.inference.passes import Passes, Text
 
 
 @dataclass
@@ -25,44 +27,61 @@ class Generation:
         tokens: without the prompt.
         target_forwards: forward passes of the model after the prompt.
         accepted: guesses that each of them accepted.
+        seconds: from the prompt to the end.
     """
 
     tokens: list[int] = field(default_factory=list)
     target_forwards: int = 0
     accepted: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def __add__(self, other: Generation) -> Generation:
-        """Return both together."""
-        return Generation(
-            self.tokens + other.tokens,
-            self.target_forwards + other.target_forwards,
-            self.accepted + other.accepted,
-        )
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of a line of JSON."""
+        return {
+            "tokens": self.tokens,
+            "target_forwards": self.target_forwards,
+            "accepted": self.accepted,
+            "tokens_per_second": len(self.tokens) / self.seconds,
+        }
 
-    def line(self, seconds: float) -> str:
-        """Return the figures in words; ``seconds``: with those of the prompts."""
-        each = sum(self.accepted) / max(1, self.target_forwards)
-        return (
-            f"{len(self.tokens)} tokens in {self.target_forwards} forward passes after the prompt, {each:.3f} guesses "
-            f"accepted each, {len(self.tokens) / seconds:.1f} tokens/s"
-        )
+
+def described(texts: Sequence[Generation], seconds: float) -> str:
+    """Return the figures of texts in words; ``seconds``: of all together."""
+    num_tokens, passes = (sum(one) for one in zip(*((len(t.tokens), t.target_forwards) for t in texts), strict=True))
+    each = sum(sum(text.accepted) for text in texts) / max(1, passes)
+    return (
+        f"{num_tokens} tokens in {passes} forward passes after the prompt, {each:.3f} guesses accepted each, "
+        f"{num_tokens / seconds:.1f} tokens/s"
+    )
 
 
 @dataclass(frozen=True)
 class Request:
-    """How a text is to be continued.
+    """How texts are to be continued.
 
     Attributes:
-        max_tokens: the most new tokens, at least one.
+        max_tokens: the most new tokens of each, at least one.
         choose: chooses the model's tokens.
         shape: of the trees of guesses; None: token by token.
-        end: token after which the text ends; None: none.
+        end: token after which a text ends; None: none.
+        batch: texts that are decoded together.
     """
 
     max_tokens: int
     choose: Chooser
     shape: TreeShape | None = None
     end: int | None = None
+    batch: int = 1
+
+
+@dataclass
+class _Running:
+    """A text that is being decoded; ``index``: of its prompt."""
+
+    index: int
+    text: Text
+    done: Generation
+    begun: float
 
 
 @dataclass(frozen=True)
@@ -79,20 +98,61 @@ class Decoder:
     heads: Any
     context: int
 
-    @torch.no_grad()
     def generate(
         self, prompt: Sequence[int], request: Request, emit: Callable[[list[int]], None] = lambda tokens: None
     ) -> Generation:
-        """Generate tokens after a prompt.
+        """Generate tokens after one prompt, as ``stream`` does; ``emit`` is given new tokens once they are certain."""
+        found = Generation()
+        for _, new, done in self.stream([prompt], request):
+            emit(new)
+            found = done or found
+        return found
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], request: Request) -> list[Generation]:
+        """Generate tokens after prompts, as ``stream`` does; return the texts in the order of the prompts."""
+        found = {index: done for index, _, done in self.stream(prompts, request) if done is not None}
+        return [found[index] for index in range(len(prompts))]
+
+    @torch.no_grad()
+    def stream(
+        self, prompts: Sequence[Sequence[int]], request: Request
+    ) -> Iterator[tuple[int, list[int], Generation | None]]:
+        """Generate tokens after prompts, several together.
+
+        Collective on the tensor-parallel group: all its ranks take the same steps.
 
         Args:
-            prompt: at least one token.
-            request: how many, and how.
-            emit: is given new tokens as soon as they are certain.
+            prompts: at least one token each.
+            request: how many tokens, and how.
+
+        Yields:
+            (number of the prompt, new tokens as soon as they are certain, the whole text once it has ended).
 
         Raises:
-            ValueError: the prompt is empty, or prompt and output exceed the context.
+            ValueError: a prompt is empty, or prompt and output exceed the context.
         """
+        for prompt in prompts:
+            self._check(prompt, request)
+        heads = None if request.shape is None else self.heads
+        passes = Passes(self.model, heads, request.choose)
+        waiting, running = deque(enumerate(prompts)), list[_Running]()
+        while waiting or running:
+            arrived = [self._begin(*waiting.popleft(), request) for _ in range(_room(waiting, running, request))]
+            if arrived:
+                steps = passes.prefill([one.text for one in arrived])
+            else:
+                arrived, running = running, []
+                trees = self._trees(passes, arrived, request)
+                steps = passes.check([one.text for one in arrived], trees)
+                for one, new in zip(arrived, steps, strict=True):
+                    one.done.target_forwards += 1
+                    one.done.accepted.append(len(new) - 1)
+            for one, new in zip(arrived, steps, strict=True):
+                taken, is_ended = _take(one, new, request)
+                yield one.index, taken, one.done if is_ended else None
+                running += [] if is_ended else [one]
+
+    def _check(self, prompt: Sequence[int], request: Request) -> None:
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
         if len(prompt) + request.max_tokens > self.context:
@@ -100,120 +160,30 @@ class Decoder:
                 f"a prompt of {len(prompt)} tokens and --max-tokens {request.max_tokens} exceed the context of "
                 f"{self.context} tokens"
             )
-        shape, heads = request.shape, None if request.shape is None else self.heads
-        rows = len(prompt) + request.max_tokens + (0 if shape is None else shape.num_tokens)
-        run = _Sequence(self.model, heads, rows)
-        done = Generation()
-        new = run.prefill(prompt, request.choose)
-        while not self._take(done, new, request, emit):
-            depth = request.max_tokens - len(done.tokens) - 1
-            tree = TokenTree((done.tokens[-1],), (-1,))
-            if heads is not None and shape is not None and depth:
-                tree = run.draft(done.tokens[-1], min(depth, heads.settings.num_heads), shape)
-            new = run.check(tree, request.choose)
-            done.target_forwards += 1
-            done.accepted.append(len(new) - 1)
-        return done
 
-    def _take(self, done: Generation, new: list[int], request: Request, emit: Callable[[list[int]], None]) -> bool:
-        """Add new tokens up to the end of the text; return whether it is there."""
-        if request.end in new:
-            new = new[: new.index(request.end) + 1]
-        done.tokens += new
-        emit(new)
-        return len(done.tokens) >= request.max_tokens or done.tokens[-1] == request.end
+    def _begin(self, index: int, prompt: Sequence[int], request: Request) -> _Running:
+        rows = len(prompt) + request.max_tokens + (0 if request.shape is None else request.shape.num_tokens)
+        return _Running(index, Text.of(prompt, rows), Generation(), time.perf_counter())
+
+    def _trees(self, passes: Passes, running: Sequence[_Running], request: Request) -> list[TokenTree]:
+        """Return what is to be checked of each text: a tree below its last token, or that token alone."""
+        depths = [request.max_tokens - len(one.done.tokens) - 1 for one in running]
+        if self.heads is None or request.shape is None or not any(depths):
+            return [TokenTree((one.text.last,), (-1,)) for one in running]
+        depths = [min(depth, self.heads.settings.num_heads) for depth in depths]
+        return passes.draft([one.text for one in running], depths, request.shape)
 
 
-class _Sequence:
-    """The caches of one sequence, and the state from which the next tree grows."""
+def _room(waiting: Sequence[object], running: Sequence[object], request: Request) -> int:
+    """Return how many texts can begin."""
+    return min(len(waiting), request.batch - len(running))
 
-    def __init__(self, model: Any, heads: Any, rows: int) -> None:
-        self.model, self.heads = model, heads
-        self.cache, self.draft_cache = KeyValueCache(rows), KeyValueCache(rows)
-        self.state: torch.Tensor | None = None
-        self.device = next(model.parameters()).device
-        self.weight = (
-            model.shared_embedding_or_output_weight()
-            if model.share_embeddings_and_output_weights
-            else model.output_layer.weight
-        )
 
-    def prefill(self, prompt: Sequence[int], choose: Chooser) -> list[int]:
-        """Run the prompt in slices; return the first token after it."""
-        first: list[int] = []
-        for start in range(0, len(prompt), SLICE_TOKENS):
-            part = list(prompt[start : start + SLICE_TOKENS])
-            hidden, output = self._run(part, range(start, start + len(part)), None)
-            self.cache.keep(range(len(part)))
-            following = list(prompt[start + 1 : start + 1 + len(part)])
-            if len(following) < len(part):
-                first = choose(self._logits(output[-1:]))
-            self._draft_states(hidden, [*following, *first])
-        return first
-
-    def draft(self, root: int, depth: int, shape: TreeShape) -> TokenTree:
-        """Return a tree below the last certain token."""
-        assert self.state is not None
-
-        def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            embedded = None if head == 0 else self._embed(tokens.tolist())
-            states, guesses = self.heads.head(head, states[:, None], embedded)
-            return states[:, 0], self._logits(guesses[:, 0]).float().log_softmax(-1)
-
-        return grow_tree(root, self.state, depth, guess, shape)
-
-    def check(self, tree: TokenTree, choose: Chooser) -> list[int]:
-        """Run the model on a tree; return the new certain tokens: accepted guesses, and one more."""
-        length = self.cache.length
-        hidden, output = self._run(tree.tokens, [length + depth for depth in tree.depths], tree.visible())
-        chosen = choose(self._logits(output))
-        path = tree.walk(chosen)
-        self.cache.keep(path)
-        new = [*(tree.tokens[node] for node in path[1:]), chosen[path[-1]]]
-        self._draft_states(hidden[path], new)
-        return new
-
-    def _run(
-        self, tokens: Sequence[int], positions: Sequence[int], visible: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states of new tokens before and after the last norm, both [t, h]."""
-        before: list[torch.Tensor] = []
-        norm = self.model.decoder.final_layernorm
-        hook = norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0]))
-        places = torch.tensor(positions, device=self.device)
-        params = DecodeParams(positions=places, cache=self.cache, visible=visible)
-        ids = torch.tensor(tokens, device=self.device)
-        try:
-            after = self.model(
-                ids[None], places[None], None, packed_seq_params=params,
-                output_processor=lambda *, hidden_states, **unused: hidden_states,
-            )  # fmt: skip
-        finally:
-            hook.remove()
-        return before[0][:, 0], after[:, 0]
-
-    def _logits(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, v] of states [n, h] after the last norm."""
-        logits: torch.Tensor = self.model.output_layer(output[:, None], weight=self.weight)[0]
-        return logits[:, 0]
-
-    def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the embeddings [n, 1, h] by the output layer."""
-        ids = torch.tensor(tokens, device=self.device)[None]
-        return embed_by_output(ids, self.weight, self.model.output_layer.tp_group, scatter=False)
-
-    def _draft_states(self, hidden: torch.Tensor, following: Sequence[int]) -> None:
-        """Run the layers of the heads on certain tokens: states [t, h], and the token after each."""
-        if self.heads is None:
-            return
-        start = self.draft_cache.length
-        places = torch.arange(start, start + len(following), device=self.device)
-        rotary = getattr(self.model, "rotary_pos_emb", None)
-        states = self.heads.states(
-            hidden[:, None],
-            self._embed(following),
-            rotary_pos_emb=None if rotary is None else document_angles(rotary, places),
-            packed_seq_params=DecodeParams(positions=places, cache=self.draft_cache),
-        )
-        self.draft_cache.keep(range(len(following)))
-        self.state = states[-1]
+def _take(one: _Running, new: list[int], request: Request) -> tuple[list[int], bool]:
+    """Add new tokens up to the end of the text; return those taken, and whether the end is there."""
+    done = one.done
+    if request.end in new:
+        new = new[: new.index(request.end) + 1]
+    done.tokens += new
+    done.seconds = time.perf_counter() - one.begun
+    return new, len(done.tokens) >= request.max_tokens or done.tokens[-1] == request.end

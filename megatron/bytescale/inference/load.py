@@ -1,8 +1,15 @@
-"""A model for decoding from a sharded checkpoint of Megatron's, of any layout, on this process's device alone."""
+"""A model for decoding from a sharded checkpoint of Megatron's, of any layout, on one device or cut over several.
+
+Heads come with it, or from a checkpoint or a folder of their own. The ranks that torchrun starts are one
+tensor-parallel group.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +22,18 @@ from megatron.bytescale import cpu
 from megatron.bytescale.checkpoints import names_in, to_load
 from megatron.bytescale.features.drafts import config_of
 from megatron.bytescale.inference.engine import Decoder
+from megatron.bytescale.inference.heads_folder import (
+    is_folder_of_heads,
+    norms_apart,
+    read_config,
+    read_tensors,
+    trunk_hash,
+)
 
 ONE_PROCESS = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1, "expert_model_parallel_size": 1, "sequence_parallel": False, "world_size": 1, "rank": 0,
+    "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1, "expert_model_parallel_size": 1, "sequence_parallel": False,
+    "tensor_parallel_num_weight_shards": None,
     "overlap_p2p_comm": False, "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None,
     "gradient_accumulation_fusion": False, "pipeline_model_parallel_layout": None,
 }  # fmt: skip
@@ -61,42 +76,108 @@ def heads_of(args: Any, checkpoint: Path) -> DraftConfig | None:
 
 
 def shape_of(args: Any) -> dict[str, object]:
-    """Return what must agree between a model and heads trained on it."""
+    """Return what must agree between a model and heads trained on it: shapes and vocabulary."""
     names = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "padded_vocab_size", "tokenizer_type", "normalization", "position_embedding_type", "swiglu",
+        "padded_vocab_size", "vocab_size", "tokenizer_type", "normalization", "position_embedding_type", "swiglu",
     )  # fmt: skip
-    return {name: getattr(args, name) for name in names}
+    found = {name: getattr(args, name, None) for name in names}
+    if found["num_query_groups"] is None or not args.group_query_attention:
+        found["num_query_groups"] = args.num_attention_heads
+    return found
+
+
+def check_trunk(draft: Path | None, theirs: Mapping[str, object], mine: Mapping[str, object]) -> None:
+    """Raise ValueError unless heads belong to a model of the same shapes and vocabulary."""
+    if trunk_hash(theirs) != trunk_hash(mine):
+        name = next(one for one in (*mine, *theirs) if mine.get(one) != theirs.get(one))
+        raise ValueError(
+            f"--draft {draft}: heads of another model: its {name} is {theirs.get(name)}, not {mine.get(name)}"
+        )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Where heads are, and what they are; ``settings`` None: there are none.
+
+    Attributes:
+        folder: a checkpoint of Megatron's, or a folder of heads.
+        settings: of the heads.
+        trunk: shapes and vocabulary of their model.
+        on_their_own: the folder holds them alone.
+    """
+
+    folder: Path
+    settings: DraftConfig | None
+    trunk: dict[str, object]
+    on_their_own: bool = False
+
+
+def open_heads(draft: Path) -> Heads:
+    """Return the heads of ``--draft``. Raises ValueError where there are none that can be read."""
+    if is_folder_of_heads(draft):
+        return Heads(draft, *read_config(draft), on_their_own=True)
+    checkpoint = checkpoint_at("--draft", draft)
+    args = arguments_of(checkpoint)
+    found = Heads(checkpoint, heads_of(args, checkpoint), shape_of(args))
+    if found.settings is None:
+        raise ValueError(f"--draft {draft}: this checkpoint has no draft heads")
+    return found
 
 
 def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder, Any]:
     """Return the decoder of a checkpoint, and the training arguments in it.
 
+    Collective on the processes that torchrun has started, if any: the model is cut over them.
+
     Args:
         load: folder of checkpoints with the model, and perhaps heads.
-        draft: folder of checkpoints with the heads; None: those of ``load``, where it has any.
+        draft: folder of heads, or of checkpoints with them; None: those of ``load``, where it has any.
         on_cpu: decode on CPU although there is a GPU.
 
     Raises:
         ValueError: a checkpoint cannot be read, is of a model that cannot decode here, or has heads of another model.
     """
     checkpoint = checkpoint_at("--load", load)
-    drafts = checkpoint if draft is None else checkpoint_at("--draft", draft)
     stand_ins = cpu.install_if_wanted(["--cpu"] if on_cpu else [])  # before Megatron is imported
-    args, draft_args = arguments_of(checkpoint), arguments_of(drafts)
+    args = arguments_of(checkpoint)
     for name, what in CANNOT.items():
         if getattr(args, name, None):
             raise ValueError(f"--load {load}: models with {what} cannot decode here")
-    heads = heads_of(draft_args, drafts)
-    if draft is not None and heads is None:
-        raise ValueError(f"--draft {draft}: this checkpoint has no draft heads")
-    mine, theirs = shape_of(args), shape_of(draft_args)
-    for name, value in mine.items():
-        if value != theirs[name]:
-            raise ValueError(f"--draft {draft}: heads of another model: its {name} is {theirs[name]}, not {value}")
-    model = build_model(args, heads, stand_ins is not None)
-    read_weights(model, checkpoint, drafts)
+    if draft is None:
+        heads = Heads(checkpoint, heads_of(args, checkpoint), shape_of(args))
+    else:
+        heads = open_heads(draft)
+    check_trunk(draft, heads.trunk, shape_of(args))
+    check_cut(args, process_count())
+    model = build_model(args, heads.settings, stand_ins is not None)
+    read_weights(model, checkpoint, heads)
     return Decoder(model, getattr(model, "draft_heads", None), args.max_position_embeddings), args
+
+
+def process_count() -> int:
+    """Return the processes that torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_cut(args: Any, ranks: int) -> None:
+    """Raise ValueError for a model that cannot be cut over so many tensor-parallel ranks."""
+    shape = shape_of(args)
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "padded_vocab_size"):
+        if int(str(shape[name])) % ranks:
+            raise ValueError(f"{ranks} processes cannot share this model: its {name} is {shape[name]}")
+
+
+def join_processes(on_cpu: bool) -> None:
+    """Join the processes that torchrun has started, or be the only one."""
+    backend = "gloo" if on_cpu else "nccl"
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if process_count() > 1:
+        torch.distributed.init_process_group(backend)
+    else:
+        file = tempfile.NamedTemporaryFile(delete=False).name
+        torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
 
 
 def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
@@ -116,13 +197,13 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     from megatron.bytescale.inference.cache import CachedAttention
 
     device = torch.device("cpu" if on_cpu else "cuda")
-    vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu)
     if not torch.distributed.is_initialized():
-        file = tempfile.NamedTemporaryFile(delete=False).name
-        backend = "gloo" if on_cpu else "nccl"
-        torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
+        join_processes(on_cpu)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    of_process = {"tensor_model_parallel_size": ranks, "world_size": ranks, "rank": rank}
+    vars(args).update(ONE_PROCESS, use_cpu_initialization=on_cpu, **of_process)
     model_parallel_cuda_manual_seed(1)
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
@@ -139,22 +220,48 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     return model.to(device=device, dtype=args.params_dtype).eval()
 
 
-def read_weights(model: Any, checkpoint: Path, drafts: Path) -> None:
+def read_weights(model: Any, checkpoint: Path, heads: Heads) -> None:
     """Read the weights of a model, and those of its heads. Raises ValueError for tensors that a checkpoint lacks."""
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     from megatron.bytescale.core.models.gpt.trunk import HEADS
 
-    metadata: dict[str, Any] = {"dp_cp_group": torch.distributed.group.WORLD}
+    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     wanted = model.sharded_state_dict(metadata=metadata)
     of_heads = {name: wanted.pop(name) for name in list(wanted) if name.startswith(f"{HEADS}.")}
+    if heads.on_their_own:
+        copy_heads(model.get_submodule(HEADS), read_tensors(heads.folder, heads.trunk))
+        of_heads = {}
     state: dict[str, Any] = {}
-    for part, folder in ((wanted, checkpoint), (of_heads, drafts)):
-        stored = set(names_in(folder))
+    for part, folder in ((wanted, checkpoint), (of_heads, heads.folder)):
+        stored = set(names_in(folder)) if part else set()
         tensors = (one for one in part.values() if isinstance(one, ShardedTensor | ShardedTensorFactory))
         if missing := sorted({one.key for one in tensors} - stored):
             raise ValueError(f"{folder}: tensors are missing, such as {missing[0]}")
         found = dist_checkpointing.load(part, str(folder)) if part else {}
         state.update({name: found[name] for name in part})
-    model.load_state_dict(state)
+    found = model.load_state_dict(state, strict=not heads.on_their_own)
+    assert all(name.startswith(f"{HEADS}.") for name in found.missing_keys), f"{found=}"
+
+
+def copy_heads(module: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors of any shape, by Megatron's names, to heads, of which this rank may hold a part.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+    """
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for its_name, parameter in module.named_parameters():
+        name = norms_apart(its_name)
+        if name not in whole:
+            raise ValueError(f"--draft: the heads have no tensor {name}")
+        value, dim = whole[name], getattr(parameter, "partition_dim", -1)
+        if getattr(parameter, "tensor_model_parallel", False) and dim >= 0:
+            is_gated = "linear_fc1" in name and module.config.gated_linear_unit  # type: ignore[union-attr]
+            parts = [half.chunk(ranks, dim)[rank] for half in (value.chunk(2, dim) if is_gated else (value,))]
+            value = torch.cat(parts, dim)
+        if value.shape != parameter.shape:
+            raise ValueError(f"--draft: the tensor {name} has the shape {tuple(whole[name].shape)}")
+        with torch.no_grad():
+            parameter.copy_(value)

@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench/decode/gpu_generate.py --load runs/heads --text README.md [--json]
 
 The checkpoint has draft heads. A prompt is a text, repeated up to its length. Both arms generate greedily, and are
-compared. One sequence at a time: the engine has no batches. ``--device cpu`` runs on CPU.
+compared. Each length is measured with 1 and with 8 equal prompts decoded together. ``--device cpu`` runs on CPU.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from bytescale_ext.decode.tree import TreeShape  # noqa: E402
 from megatron.bytescale.cli.shared.inputs import count, size  # noqa: E402
 
 
-def measure(decoder: Any, tokens: list[int], length: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of both arms after a prompt of ``length`` tokens, made of ``tokens``."""
+def measure(decoder: Any, tokens: list[int], length: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both arms after ``batch`` prompts of ``length`` tokens, made of ``tokens``."""
     from megatron.bytescale.inference.engine import Request
 
     prompt = (tokens * -(-length // len(tokens)))[:length]
     roomy = replace(decoder, context=length + args.max_tokens)  # positions need no table
     choose = Chooser(0.0, max(tokens) + 1, torch.Generator())
     arms: dict[str, TreeShape | None] = {"plain": None, "drafts": TreeShape(args.tree_tokens)}
-    found: dict[str, Any] = {"prompt": length}
+    found: dict[str, Any] = {"prompt": length, "batch": batch}
     texts = []
     for name, shape in arms.items():
-        moments = [time.perf_counter()]  # of the start, of the first token, and of later ones
-        request = Request(args.max_tokens, choose, shape)
-        done = roomy.generate(prompt, request, lambda new, moments=moments: moments.append(time.perf_counter()))
-        texts.append(done.tokens)
-        found[f"{name}_prompt_seconds"] = moments[1] - moments[0]
-        found[f"{name}_tokens_per_second"] = (len(done.tokens) - 1) / (moments[-1] - moments[1])
-        found[f"{name}_forwards"] = done.target_forwards
+        request = Request(args.max_tokens, choose, shape, batch=batch)
+        begun, first, ended = time.perf_counter(), 0.0, {}
+        for index, _, done in roomy.stream([prompt] * batch, request):
+            first = first or time.perf_counter()  # all prompts have run
+            ended.update({} if done is None else {index: done})
+        texts.append([ended[index].tokens for index in range(batch)])
+        found[f"{name}_prompt_seconds"] = first - begun
+        found[f"{name}_tokens_per_second"] = batch * (args.max_tokens - 1) / (time.perf_counter() - first)
+        found[f"{name}_forwards"] = ended[0].target_forwards
     return {**found, "equal": texts[0] == texts[1]}
 
 
@@ -53,6 +55,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--load", type=Path, required=True, help="folder of checkpoints with draft heads")
     parser.add_argument("--text", type=Path, required=True, help="a text, repeated as the prompt")
     parser.add_argument("--prompts", type=size, nargs="+", default=[4096, 32768, 131072], help="lengths (4K 32K 128K)")
+    parser.add_argument("--batches", type=count, nargs="+", default=[1, 8], help="prompts at a time (1 8)")
     parser.add_argument("--max-tokens", type=count, default=256, help="tokens to generate (256)")
     parser.add_argument("--tree-tokens", type=count, default=20, help="guesses of a tree (20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -68,12 +71,12 @@ def main() -> None:
     args = options()
     decoder, training = open_decoder(args.load, None, on_cpu=args.device == "cpu")
     tokens = Texts(training).tokens(args.text.read_text("utf-8"))
-    measure(decoder, tokens, min(args.prompts), args)  # compilation and caches
-    rows = [measure(decoder, tokens, length, args) for length in args.prompts]
+    measure(decoder, tokens, min(args.prompts), 1, args)  # compilation and caches
+    rows = [measure(decoder, tokens, length, batch, args) for length in args.prompts for batch in args.batches]
     for row in rows:
         gain = row["drafts_tokens_per_second"] / row["plain_tokens_per_second"]
         print(
-            f"prompt of {row['prompt']:,} tokens in {row['plain_prompt_seconds']:.2f} s; plain "
+            f"{row['batch']} x {row['prompt']:,} tokens in {row['plain_prompt_seconds']:.2f} s; plain "
             f"{row['plain_tokens_per_second']:.1f} tokens/s, with drafts {row['drafts_tokens_per_second']:.1f}, "
             f"{gain:.2f} times as fast; "
             f"{row['plain_forwards'] / row['drafts_forwards']:.2f} times fewer forward passes; "

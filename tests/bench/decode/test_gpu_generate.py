@@ -25,7 +25,7 @@ def measured(rank: int, world: int, load: Path, text: Path) -> str:
     cpu.install_if_wanted(["--cpu"])
     from scripts.bench.decode import gpu_generate
 
-    lengths = ["--prompts", "8", "300", "--max-tokens", str(NEW_TOKENS)]
+    lengths = ["--prompts", "8", "300", "--batches", "1", "2", "--max-tokens", str(NEW_TOKENS)]
     sys.argv = ["gpu_generate.py", "--load", str(load), "--text", str(text), "--device", "cpu", "--json", *lengths]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -39,10 +39,11 @@ def test_it_measures(tmp_path: Path) -> None:
     (printed,) = run_ranks(measured, 1, heads_of(1, *ONE).save, text, init_group=False)
     *lines, figures = printed.strip().splitlines()
     rows = json.loads(figures)
-    assert [row["prompt"] for row in rows] == [8, 300]  # beyond the context of training
-    for row, line in zip(rows, lines[-2:], strict=True):
+    cases = [(8, 1), (8, 2), (300, 1), (300, 2)]  # beyond the context of training
+    assert [(row["prompt"], row["batch"]) for row in rows] == cases
+    for row, line in zip(rows, lines[-4:], strict=True):
         assert row["equal"]
-        assert line.startswith(f"prompt of {row['prompt']} tokens in ")
+        assert line.startswith(f"{row['batch']} x {row['prompt']} tokens in ")
         assert line.endswith("; equal tokens")
         assert row["plain_forwards"] == NEW_TOKENS - 1
         assert 1 <= row["drafts_forwards"] <= NEW_TOKENS - 1

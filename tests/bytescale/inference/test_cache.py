@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bytescale.inference.cache import CachedAttention, DecodeParams, KeyValueCache
+from bytescale_ext.attention.kernels.table import choose_kernel
+from megatron.bytescale.inference.cache import CachedAttention, DecodeParams, KeyValueCache, NewTokens
 
 
 def rows(*values: int) -> torch.Tensor:
@@ -54,9 +57,33 @@ def test_more_than_fits_is_a_defect() -> None:
         KeyValueCache(2).append(object(), rows(1, 2, 3), rows(1, 2, 3))
 
 
+def test_texts_side_by_side_attend_to_their_own_caches() -> None:
+    """Two texts of other lengths, the second with a tree, as each of them alone."""
+    attention = CachedAttention.__new__(CachedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.runtime, attention.scale = SimpleNamespace(kernel=choose_kernel("cpu", torch.float64, 4)[0]), 0.5
+    torch.manual_seed(0)
+    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    counts, seen, together, alone = (2, 3), (None, visible), [KeyValueCache(9) for _ in "ab"], []
+    for number in range(2):
+        q, k, v = (torch.randn(5, 1, 2, 4, dtype=torch.float64) for _ in range(3))
+        parts = [NewTokens(*one) for one in zip(together, counts, seen, strict=True)]
+        found = attention.forward(q, k, v, packed_seq_params=DecodeParams(parts=parts))
+        if not number:
+            alone = [KeyValueCache(9) for _ in "ab"]
+        for start, part, cache in zip((0, 2), parts, alone, strict=True):
+            rows = slice(start, start + part.count)
+            params = DecodeParams(parts=[NewTokens(cache, part.count, part.visible)])
+            wanted = attention.forward(q[rows], k[rows], v[rows], packed_seq_params=params)
+            torch.testing.assert_close(found[rows], wanted, rtol=1e-12, atol=1e-12)
+            for one in (part.cache, cache):
+                one.keep([0] if part.visible is None else [0, 2])
+    assert [cache.length for cache in together] == [2, 4]
+
+
 def test_attention_needs_a_cache() -> None:
     attention = CachedAttention.__new__(CachedAttention)
     torch.nn.Module.__init__(attention)
     q = torch.zeros(1, 1, 1, 1)
-    with pytest.raises(AssertionError, match="cache=None"):
+    with pytest.raises(AssertionError, match=r"parts=\(\)"):
         attention.forward(q, q, q, packed_seq_params=DecodeParams())

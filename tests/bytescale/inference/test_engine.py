@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.bytescale.inference.export import export_heads
 from tests.e2e.corpora import VOCAB
 from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
 from tests.harness import run_ranks
@@ -40,7 +43,7 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
     """Return what was generated in each way, what stock layers would choose, and the guesses accepted."""
     from bytescale_ext.decode.choose import Chooser
     from bytescale_ext.decode.tree import TreeShape
-    from megatron.bytescale.inference import engine
+    from megatron.bytescale.inference import engine, passes
     from megatron.bytescale.inference.load import open_decoder
 
     decoder, args = open_decoder(load, draft, on_cpu=True)
@@ -48,7 +51,7 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
     shapes = {"plain": None, "tree": TreeShape(60, 1.0), "small": TreeShape(3), "chain": TreeShape(9, chain=True)}
     requests = {name: engine.Request(NEW_TOKENS, choose, shape) for name, shape in shapes.items()}
     found: dict[str, Any] = {name: [] for name in shapes}
-    engine.SLICE_TOKENS = 7
+    passes.SLICE_TOKENS = 7
     for name, request in requests.items():
         streamed: list[int] = []
         for prompt in prompts():
@@ -58,6 +61,8 @@ def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
             assert done.target_forwards == len(done.accepted)
             assert len(done.tokens) == 1 + sum(done.accepted) + done.target_forwards
             found[name].append(done)
+        for batch in (5, 40):
+            found[f"{name} {batch}"] = decoder.generate_all(prompts(), replace(request, batch=batch))
     stock = stock_model(decoder.model, args)
     with torch.no_grad():
         for prompt, done in zip(prompts(), found["plain"], strict=True):
@@ -81,33 +86,72 @@ def test_drafts_change_nothing() -> None:
     assert all(len(tokens) == NEW_TOKENS for tokens in plain)
     for name in ("tree", "small", "chain"):
         assert [done.tokens for done in found[name]] == plain
+    for name, batch in product(("plain", "tree", "small", "chain"), (5, 40)):  # texts together are as each alone
+        for done, alone in zip(found[f"{name} {batch}"], found[name], strict=True):
+            assert (done.tokens, done.accepted, done.target_forwards) == (
+                alone.tokens, alone.accepted, alone.target_forwards
+            )  # fmt: skip
     accepted = {name: sum(sum(done.accepted) for done in found[name]) for name in ("plain", "small", "tree")}
     assert accepted["plain"] == 0
     assert 0 < accepted["small"] < accepted["tree"]
     assert found["ended"][0] == found["ended"][1]
 
 
-def tokens_of(rank: int, world: int, folders: list[Path]) -> list[list[list[int]]]:
+def streamed(rank: int, world: int, load: Path) -> Any:
+    """Return the events of three texts, two at a time."""
+    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.tree import TreeShape
+    from megatron.bytescale.inference.engine import Request
+    from megatron.bytescale.inference.load import open_decoder
+
+    decoder, _ = open_decoder(load, None, on_cpu=True)
+    choose = Chooser(1.0, VOCAB, torch.Generator().manual_seed(3))
+    request = Request(NEW_TOKENS, choose, TreeShape(5), batch=2)
+    events = [(index, list(new), done) for index, new, done in decoder.stream(prompts()[:3], request)]
+    return [(index, new, done and done.tokens) for index, new, done in events]
+
+
+def test_tensor_parallel_ranks_decode_together() -> None:
+    """Two ranks see the same steps, greedy and sampled, and what they generate is what one process does."""
+    heads = heads_of(1, *ONE).save
+    first, second = run_ranks(streamed, 2, heads)
+    assert first == second
+    (alone,) = run_ranks(streamed, 1, heads, init_group=False)
+    assert [text for _, _, text in first if text] == [text for _, _, text in alone if text]
+    assert [index for index, _, _ in first][:2] == [0, 1]  # two texts begin together, the third when one has ended
+    begun = [index for index, _, _ in first].index(2)
+    assert any(text for _, _, text in first[:begun])
+    for number in range(3):
+        new = [token for index, tokens, _ in first if index == number for token in tokens]
+        (whole,) = [text for index, _, text in first if index == number and text]
+        assert new == whole
+        assert len(whole) == NEW_TOKENS
+
+
+def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) -> list[list[list[int]]]:
     """Return what each folder of checkpoints generates with its own heads, and the guesses accepted of each text."""
     from bytescale_ext.decode.choose import Chooser
     from bytescale_ext.decode.tree import TreeShape
     from megatron.bytescale.inference.engine import Request
     from megatron.bytescale.inference.load import open_decoder
 
-    request = Request(NEW_TOKENS, Chooser(0.0, VOCAB, torch.Generator()), TreeShape(20))
+    request = Request(NEW_TOKENS, Chooser(0.0, VOCAB, torch.Generator()), TreeShape(20), batch=8)
     found = []
-    for folder in folders:
-        decoder, _ = open_decoder(folder, None, on_cpu=True)
-        done = [decoder.generate(prompt, request) for prompt in prompts()]
+    for folder, draft in folders:
+        decoder, _ = open_decoder(folder, draft, on_cpu=True)
+        done = decoder.generate_all(prompts(), request)
         found.append([one.tokens for one in done] + [one.accepted for one in done])
     return found
 
 
-def test_checkpoints_of_any_layout() -> None:
+def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> None:
     """Of one process, of tensor-parallel ranks and of a pipeline: their weights differ by rounding alone."""
-    layouts = (LAYOUTS[name] for name in LAYOUTS if name != "rings")
-    folders = [heads_of(1, *ONE).save, *(heads_of(ranks, *flags).save for ranks, flags in layouts)]
-    (found,) = run_ranks(tokens_of, 1, folders, init_group=False)
-    assert len(found) == 3
-    assert found[1] == found[0]
-    assert found[2] == found[0]
+    layouts = (LAYOUTS[name] for name in LAYOUTS)
+    saved = [heads_of(1, *ONE).save, *(heads_of(ranks, *flags).save for ranks, flags in layouts)]
+    exported = tmp_path / "heads"
+    export_heads(saved[0], exported)
+    (found,) = run_ranks(tokens_of, 1, [*((folder, None) for folder in saved), (trunk(), exported)], init_group=False)
+    assert len(found) == 4
+    assert found[1:] == found[:1] * 3
+    cut = run_ranks(tokens_of, 2, [(trunk(), exported), (saved[1], None)])  # read by two ranks
+    assert cut == [found[:2]] * 2

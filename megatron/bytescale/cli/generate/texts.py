@@ -1,4 +1,4 @@
-"""Texts as tokens and back, by the tokenizer of a checkpoint."""
+"""Texts as tokens and back, by the tokenizer of a checkpoint, and printed in the order of their prompts."""
 
 from __future__ import annotations
 
@@ -53,3 +53,34 @@ class Texts:
                 written = len(text)
 
         return of_tokenizer
+
+
+class InOrder:
+    """Writes texts that grow at the same time one after another: the first that has not ended, as it grows."""
+
+    def __init__(
+        self, count: int, stream: Callable[[Callable[[str], None]], Callable[[Sequence[int]], None]],
+        write: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """``stream``: makes what is given tokens out of what is given text; ``write``: is given the text of all."""
+        self._write = write
+        self._waiting: list[list[str]] = [[] for _ in range(count)]  # of each text, what is not written yet
+        self._ended = [False] * count
+        self._current = 0
+        self._streams = [stream(part.append) for part in self._waiting]
+
+    def add(self, index: int, tokens: Sequence[int], last_line: str | None) -> None:
+        """Add tokens to a text; ``last_line``: it has ended, and this is its last line."""
+        if tokens:
+            self._streams[index](tokens)
+        if last_line is not None:
+            self._waiting[index].append(f"{last_line}\n")
+            self._ended[index] = True
+        while self._current < len(self._waiting):
+            part = self._waiting[self._current]
+            if text := "".join(part):
+                self._write(text)
+            part.clear()
+            if not self._ended[self._current]:
+                return
+            self._current += 1

@@ -1,0 +1,36 @@
+"""``bytescale draft``: draft heads out of a checkpoint, as a folder of their own."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+NAME = "draft"
+HELP = "write the draft heads of a checkpoint to a folder of their own (bytescale draft export)"
+EXAMPLE = "bytescale draft export --load runs/heads --to safetensors --output clover"
+EXPORT_HELP = "write the draft heads of a checkpoint as safetensors with a configuration that describes them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``bytescale draft export``."""
+    subparsers = parser.add_subparsers(dest="draft_command", required=True, metavar="COMMAND")
+    export = subparsers.add_parser("export", help=EXPORT_HELP, description=EXPORT_HELP, epilog=f"example: {EXAMPLE}")
+    export.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints with heads")
+    export.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (%(default)s)")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="the new folder")
+    export.set_defaults(prog=export.prog)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder, and say what is in it."""
+    logging.disable(logging.WARNING)  # Megatron's, about what this does not use
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
+    from megatron.bytescale.inference.export import export_heads
+
+    settings, num_parameters = export_heads(args.load, args.output)
+    print(f"{args.output}: {settings.num_heads} {settings.kind} heads, {num_parameters:,} parameters")
+    print(f"decode with them: bytescale generate --load MODEL --draft {args.output} --prompt TEXT")
+    return 0

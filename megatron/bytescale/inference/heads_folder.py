@@ -1,0 +1,200 @@
+"""A folder of draft heads on their own: ``model.safetensors`` and ``config.json``, for `bytescale generate` and others.
+
+Tensors have the names and the layout that most inference servers know: queries, keys and values apart, gate and up
+apart. The configuration has the shapes of the model that the heads belong to, their hash, and the computation in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytescale_ext.config.drafts import DraftConfig
+
+FORMAT = "bytescale draft heads 1"
+CONFIG, TENSORS = "config.json", "model.safetensors"
+LAYER = {
+    "self_attention.linear_proj": "self_attn.o_proj", "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm", "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.linear_fc2": "mlp.down_proj", "input_layernorm": "input_layernorm",
+}  # fmt: skip
+"""Names of a layer's modules, Megatron's and those of the folder; products with several parts are ``SPLIT``."""
+SPLIT = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+}
+FUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}  # fmt: skip
+"""Norms as TransformerEngine's products have them, and Megatron's checkpoints of any layers."""
+MERGE = (
+    "h' = h + concat over attention heads of cos(q, k) * v, where q = query(rms_norm(h)), k = key(e), v = value(e) and "
+    "cos is the cosine of the parts of one head"
+)
+COMPUTATION = {
+    "clover": (
+        "E is the weight of the model's output layer; h_t are its hidden states before its last norm.",
+        "The state of token t starts as start(h_t, E[x_(t+1)]), where x_(t+1) is the token that the model has chosen.",
+        f"start and step: {MERGE}.",
+        "The state passes the layers, which are causal, have their own keys and positions 0, 1, ..., and then norm.",
+        "Head 0 gives head_norm(first(state)). Head i > 0 sets state = step(state, e) with e = E[token of head i - 1], "
+        "and gives head_norm(later(concat(state, e))).",
+        "The logits of head i, for the token at t + 2 + i, are E times what it gives.",
+    ),
+    "medusa": (
+        "E is the weight of the model's output layer; h_t are its hidden states before its last norm.",
+        "The state of token t is h_t, which passes the layers (causal, with their own keys), if any, and then norm.",
+        "Head i gives state + silu(blocks.i(state)); its logits, for the token at t + 2 + i, are E times that.",
+    ),
+}
+
+
+def trunk_hash(trunk: Mapping[str, object]) -> str:
+    """Return the hash of a model's shapes and vocabulary."""
+    return hashlib.sha256(json.dumps(dict(trunk), sort_keys=True).encode()).hexdigest()
+
+
+def write_folder(
+    folder: Path, settings: DraftConfig, trunk: Mapping[str, Any], model: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> None:
+    """Write heads to a new folder; nothing has its final name before all is written.
+
+    Args:
+        folder: must not exist.
+        settings: of the heads.
+        trunk: shapes and vocabulary of their model.
+        model: other settings of the model that the computation of layers needs.
+        tensors: of the heads by Megatron's names, of any shape.
+
+    Raises:
+        ValueError: safetensors is not installed, or the folder exists.
+    """
+    library, _ = safetensors_torch()
+    if folder.exists():
+        raise ValueError(f"--output {folder}: it exists already")
+    plain = {name: one.contiguous() for name, one in to_plain(tensors, trunk).items()}
+    config = {
+        "format": FORMAT,
+        "heads": asdict(settings),
+        "trunk": dict(trunk),
+        "trunk_hash": trunk_hash(trunk),
+        "model": dict(model),
+        "computation": COMPUTATION[settings.kind],
+        "tensors": {name: list(one.shape) for name, one in sorted(plain.items())},
+    }
+    part = folder.with_name(f".{folder.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    library.save_file(plain, part / TENSORS, metadata={"format": "pt"})
+    (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    part.rename(folder)
+
+
+def is_folder_of_heads(folder: Path) -> bool:
+    """Return whether a folder is one of these, whole or not, and not one of Megatron's checkpoints."""
+    return (folder / CONFIG).is_file() or (folder / TENSORS).is_file()
+
+
+def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
+    """Return the heads of a folder, and the shapes of their model. Raises ValueError for a bad configuration."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        if config["format"] != FORMAT:
+            raise ValueError(f"its format is {config['format']!r}, not {FORMAT!r}")
+        settings, trunk = DraftConfig(**config["heads"]), dict(config["trunk"])
+        if config["trunk_hash"] != trunk_hash(trunk):
+            raise ValueError("its trunk_hash is not that of its trunk")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        what = getattr(error, "strerror", None) or (f"{error} is missing" if isinstance(error, KeyError) else error)
+        raise ValueError(f"--draft {folder / CONFIG}: {what}") from None
+    return settings, trunk
+
+
+def read_tensors(folder: Path, trunk: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder by Megatron's names, of any shape. Raises ValueError where they cannot be read."""
+    library, unreadable = safetensors_torch()
+    try:
+        plain = library.load_file(folder / TENSORS)
+    except (OSError, unreadable) as error:
+        raise ValueError(f"--draft {folder / TENSORS}: {getattr(error, 'strerror', None) or error}") from None
+    missing = [name for name in json.loads((folder / CONFIG).read_text("utf-8"))["tensors"] if name not in plain]
+    if missing:
+        raise ValueError(f"--draft {folder / TENSORS}: tensors are missing, such as {missing[0]}")
+    return to_megatron(plain, trunk)
+
+
+def norms_apart(name: str) -> str:
+    """Return a tensor's name in Megatron, where norms are modules of their own."""
+    for fused, apart in FUSED.items():
+        name = name.replace(fused, apart)
+    return name
+
+
+def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return tensors of any shape by the names of the folder; products of several parts are split."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, module, kind = _parts(name)
+        if module in SPLIT:
+            of_module = zip(SPLIT[module], _split(tensor, module, trunk), strict=True)
+            found.update({f"{prefix}{part}.{kind}": value for part, value in of_module if value is not None})
+        else:
+            found[f"{prefix}{LAYER.get(module, module)}.{kind}"] = tensor
+    return found
+
+
+def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return tensors of any shape by Megatron's names, as ``to_plain`` was given them."""
+    whole = {theirs: ours for ours, theirs in LAYER.items()}
+    module_of = {part: module for module, parts in SPLIT.items() for part in parts}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in plain.items():
+        prefix, part, kind = _parts(name)
+        prefix = re.sub(r"^layers\.", "layer", prefix)
+        if part not in module_of:
+            found[f"{prefix}{whole.get(part, part)}.{kind}"] = tensor
+        elif part == SPLIT[module_of[part]][-1]:
+            start = name.removesuffix(f"{part}.{kind}")
+            values = [plain.get(f"{start}{one}.{kind}") for one in SPLIT[module_of[part]]]
+            joined = _join([one for one in values if one is not None], module_of[part], trunk)
+            found[f"{prefix}{module_of[part]}.{kind}"] = joined
+    return found
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Return (prefix of the layer, module, kind) of a tensor's name; the prefix is that of the folder."""
+    found = re.fullmatch(r"(?:layers?\.?(\d+)\.)?(.*)\.(\w+)", name)
+    assert found is not None, f"{name=}"
+    return "" if found[1] is None else f"layers.{found[1]}.", found[2], found[3]
+
+
+def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, Any]) -> list[torch.Tensor | None]:
+    """Return the parts [n, ...] of a product's weight or bias; None: a gate that the model has not."""
+    if module == "mlp.linear_fc1":
+        return list(tensor.chunk(2)) if trunk["swiglu"] else [None, tensor]
+    groups, dim = trunk["num_query_groups"], trunk["kv_channels"]
+    by_group = tensor.unflatten(0, (groups, -1, dim))  # queries, key, value of each group
+    return [part.flatten(0, 2) for part in by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)]
+
+
+def _join(parts: list[torch.Tensor], module: str, trunk: Mapping[str, Any]) -> torch.Tensor:
+    """Return what ``_split`` was given, [n, ...], from its parts."""
+    if module == "mlp.linear_fc1":
+        return torch.cat(parts)
+    groups, dim = trunk["num_query_groups"], trunk["kv_channels"]
+    return torch.cat([part.unflatten(0, (groups, -1, dim)) for part in parts], dim=1).flatten(0, 2)
+
+
+def safetensors_torch() -> tuple[Any, type[Exception]]:
+    """Return safetensors' functions for torch, and its error. Raises ValueError where it is not installed."""
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ValueError("draft heads of their own need safetensors: pip install 'bytescale-megatron[heads]'") from None
+    return safetensors.torch, safetensors.SafetensorError

@@ -1,0 +1,181 @@
+"""Forward passes of a model and its draft heads over several texts, whose rows lie one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from bytescale_ext.decode.choose import Chooser
+from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_trees
+from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
+from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
+from megatron.bytescale.inference.cache import DecodeParams, KeyValueCache, NewTokens
+
+SLICE_TOKENS = 2048
+
+
+@dataclass
+class Text:
+    """One text while it is decoded.
+
+    Attributes:
+        prompt: its tokens.
+        cache: keys and values of its certain tokens but the last one, in the model.
+        draft_cache: the same in the layers of the heads.
+        last: the last certain token, which the model has not read.
+        state: from which the next tree grows, [h].
+    """
+
+    prompt: Sequence[int]
+    cache: KeyValueCache
+    draft_cache: KeyValueCache
+    last: int = -1
+    state: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], rows: int) -> Text:
+        """Return the text of a prompt; at most so many rows are in its caches at a time."""
+        return cls(prompt, KeyValueCache(rows), KeyValueCache(rows))
+
+
+class Piece(NamedTuple):
+    """Rows of one text in a forward pass: tokens, their positions, and which of them each sees (None: those before)."""
+
+    text: Text
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    visible: torch.Tensor | None = None
+
+
+class Passes:
+    """The forward passes. Each is collective on the tensor-parallel group, whose ranks all see the same texts.
+
+    Attributes:
+        model: Megatron's GPTModel.
+        heads: its draft heads; None: there are no trees.
+        choose: chooses the model's tokens.
+    """
+
+    def __init__(self, model: Any, heads: Any, choose: Chooser) -> None:
+        self.model, self.heads, self.choose = model, heads, choose
+        self.device = next(model.parameters()).device
+        self.weight = (
+            model.shared_embedding_or_output_weight()
+            if model.share_embeddings_and_output_weights
+            else model.output_layer.weight
+        )
+
+    def prefill(self, texts: Sequence[Text]) -> list[list[int]]:
+        """Run the prompts in slices of ``SLICE_TOKENS`` tokens of all texts; return the first token after each."""
+        while pieces := next_pieces(texts):
+            hidden, output = self._run(pieces)
+            for text, tokens, *_ in pieces:
+                text.cache.keep(range(len(tokens)))
+            ends = [piece.text.cache.length == len(piece.text.prompt) for piece in pieces]
+            lasts = [part[-1:] for part, is_end in zip(output, ends, strict=True) if is_end]
+            first = iter(self.choose(self._logits(torch.cat(lasts))) if lasts else [])
+            following = []
+            for piece, is_end in zip(pieces, ends, strict=True):
+                start, stop = piece.positions[0], piece.positions[-1]
+                known = list(piece.text.prompt[start + 1 : stop + 2])
+                piece.text.last = next(first) if is_end else -1
+                following.append([*known, piece.text.last] if is_end else known)
+            self._draft_states([piece.text for piece in pieces], hidden, following)
+        return [[text.last] for text in texts]
+
+    def draft(self, texts: Sequence[Text], depths: Sequence[int], shape: TreeShape) -> list[TokenTree]:
+        """Return a tree below the last token of each text, at most so deep."""
+        states = torch.stack([text.state for text in texts if text.state is not None])
+
+        def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            embedded = None if head == 0 else self._embed(tokens.tolist())
+            states, guesses = self.heads.head(head, states[:, None], embedded)
+            return states[:, 0], self._logits(guesses[:, 0]).float().log_softmax(-1)
+
+        return grow_trees([text.last for text in texts], states, depths, guess, shape)
+
+    def check(self, texts: Sequence[Text], trees: Sequence[TokenTree]) -> list[list[int]]:
+        """Run the model on the tree of each text; return its new certain tokens: accepted guesses, and one more."""
+        pieces = [
+            Piece(text, tree.tokens, [text.cache.length + depth for depth in tree.depths], tree.visible())
+            for text, tree in zip(texts, trees, strict=True)
+        ]
+        hidden, output = self._run(pieces)
+        chosen, start, found, kept = self.choose(self._logits(torch.cat(output))), 0, [], []
+        for text, tree, states in zip(texts, trees, hidden, strict=True):
+            of_text = chosen[start : start + len(tree.tokens)]
+            start += len(tree.tokens)
+            path = tree.walk(of_text)
+            text.cache.keep(path)
+            text.last = of_text[path[-1]]
+            found.append([*(tree.tokens[node] for node in path[1:]), text.last])
+            kept.append(states[path])
+        self._draft_states(texts, kept, found)
+        return found
+
+    def _run(self, pieces: Sequence[Piece]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Return the states of each piece before and after the last norm, [t, h] each."""
+        before: list[torch.Tensor] = []
+        norm = self.model.decoder.final_layernorm
+        hook = norm.register_forward_pre_hook(lambda norm, inputs: before.append(inputs[0]))
+        counts = [len(piece.tokens) for piece in pieces]
+        parts = [NewTokens(one.text.cache, len(one.tokens), one.visible) for one in pieces]
+        places = torch.tensor([place for piece in pieces for place in piece.positions], device=self.device)
+        ids = torch.tensor([token for piece in pieces for token in piece.tokens], device=self.device)
+        try:
+            after = self.model(
+                ids[None], places[None], None, packed_seq_params=DecodeParams(positions=places, parts=parts),
+                output_processor=lambda *, hidden_states, **unused: hidden_states,
+            )  # fmt: skip
+        finally:
+            hook.remove()
+        return before[0][:, 0].split(counts), after[:, 0].split(counts)
+
+    def _logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, v], equal on all ranks, of states [n, h] after the last norm."""
+        layer = self.model.output_layer
+        logits: torch.Tensor = layer(output[:, None], weight=self.weight, runtime_gather_output=True)[0]
+        return logits[:, 0]
+
+    def _embed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the embeddings [n, 1, h] by the output layer."""
+        ids = torch.tensor(tokens, device=self.device)[None]
+        return embed_by_output(ids, self.weight, self.model.output_layer.tp_group, scatter=False)
+
+    def _draft_states(
+        self, texts: Sequence[Text], hidden: Sequence[torch.Tensor], following: Sequence[Sequence[int]]
+    ) -> None:
+        """Run the layers of the heads on certain tokens of each text: states [t, h], and the token after each."""
+        if self.heads is None:
+            return
+        counts = [len(tokens) for tokens in following]
+        caches = [text.draft_cache for text in texts]
+        places = [cache.length + row for cache, count in zip(caches, counts, strict=True) for row in range(count)]
+        positions = torch.tensor(places, device=self.device)
+        rotary = getattr(self.model, "rotary_pos_emb", None)
+        states = self.heads.states(
+            torch.cat(list(hidden))[:, None],
+            self._embed([token for tokens in following for token in tokens]),
+            rotary_pos_emb=None if rotary is None else document_angles(rotary, positions),
+            packed_seq_params=DecodeParams(positions=positions, parts=list(map(NewTokens, caches, counts))),
+        )
+        for text, of_text in zip(texts, states[:, 0].split(counts), strict=True):
+            text.draft_cache.keep(range(len(of_text)))
+            text.state = of_text[-1]
+
+
+def next_pieces(texts: Sequence[Text]) -> list[Piece]:
+    """Return what comes next of the prompts of texts, ``SLICE_TOKENS`` tokens at most; none once all have run."""
+    pieces, room = [], SLICE_TOKENS
+    for text in texts:
+        start = text.cache.length
+        tokens = text.prompt[start : start + room]
+        if tokens:
+            pieces.append(Piece(text, tokens, range(start, start + len(tokens))))
+            room -= len(tokens)
+        if not room:
+            break
+    return pieces

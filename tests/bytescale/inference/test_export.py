@@ -1,0 +1,58 @@
+"""Heads of a checkpoint that tensor-parallel ranks have written are exported whole, and cut again for ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.bytescale.inference.export import export_heads, heads_in
+from megatron.bytescale.inference.heads_folder import read_config, read_tensors
+from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
+from tests.e2e.oracle import shard_of
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def held(rank: int, world: int, load: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the heads that this rank reads from a folder."""
+    from megatron.bytescale.inference.load import open_decoder
+
+    decoder, _ = open_decoder(load, folder, on_cpu=True)
+    return {name: one.detach().clone() for name, one in decoder.heads.named_parameters()}
+
+
+def test_heads_of_any_layout_are_whole(tmp_path: Path) -> None:
+    ranks, flags = next(value for name, value in LAYOUTS.items() if "tensor" in name)
+    folders = []
+    for number, save in enumerate((heads_of(1, *ONE).save, heads_of(ranks, *flags).save)):
+        folders.append(tmp_path / f"heads{number}")
+        settings, num_parameters = export_heads(save, folders[-1])
+        assert (settings.kind, settings.num_heads, settings.num_layers) == ("clover", 3, 1)
+        found_settings, shapes = read_config(folders[-1])
+        assert found_settings == settings
+        tensors, stored = read_tensors(folders[-1], shapes), heads_in(save / "iter_0000002")
+        assert tensors.keys() == stored.keys()
+        assert all(torch.equal(tensors[name], stored[name]) for name in stored)
+        assert num_parameters == sum(one.numel() for one in stored.values())
+    first, second = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    assert first["tensors"] == second["tensors"]
+    assert first["trunk"] == second["trunk"]
+    assert first["model"]["activation"] == "silu"
+    assert first["model"]["dtype"] == "float32"
+    whole = read_tensors(folders[0], first["trunk"])
+    for rank, part in enumerate(run_ranks(held, 2, trunk(), folders[0])):
+        assert part.keys() == whole.keys()
+        assert part["layer0.mlp.linear_fc1.weight"].shape != whole["layer0.mlp.linear_fc1.weight"].shape
+        assert all(torch.equal(part[name], shard_of(whole[name], name, part[name], rank, 2)) for name in whole)
+
+
+def test_a_checkpoint_without_heads_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this checkpoint has no draft heads"):
+        export_heads(trunk(), tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"--load .*: there is no checkpoint"):
+        export_heads(tmp_path, tmp_path / "heads")
+    assert not list(tmp_path.iterdir())
