@@ -88,19 +88,16 @@ def _add_pass(found: _Found, one: RingPass, count: int) -> None:
     own = [_own_rows(held[one.index], rows[first:]) for held, first in zip(holdings, firsts, strict=False)]
     places = [dict(of_sequence) for of_sequence in own]  # of each sequence: token -> row of its state
     for member, peer in enumerate(one.ring):
-        if member == one.index:
-            continue
         sent: list[int] = []
-        received = 0
+        first = found.num_states
         for held, of_sequence, place, length in zip(holdings, own, places, lengths, strict=True):
-            sent += [of_sequence[t] for t in _needed(held[member], length, count) if t in of_sequence]
-            for token in _needed(held[one.index], length, count):
-                if _holds(held[member], token):
-                    place[token] = found.num_states + received
-                    received += 1
-        found.num_states += received
+            if member != one.index:
+                sent += [of_sequence[t] for t in _needed(held[member], length, count) if t in of_sequence]
+                wanted = [t for t in _needed(held[one.index], length, count) if _holds(held[member], t)]
+                place.update(zip(wanted, range(found.num_states, found.num_states + len(wanted)), strict=True))
+                found.num_states += len(wanted)
         found.sends += [(tuple(sent), peer)] if sent else []
-        found.receives += [(received, peer)] if received else []
+        found.receives += [(found.num_states - first, peer)] if found.num_states > first else []
     for of_sequence, place in zip(own, places, strict=True):
         for token, row in of_sequence.items():
             found.rows[row] = [place.get(token + ahead, NO_ROW) for ahead in range(1, count + 1)]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from megatron.bytescale.inference.export import export_heads
+from megatron.bytescale.inference.heads_folder import CONFIG, TENSORS
 from megatron.bytescale.launch import TRACKER
 from tests.e2e.drafts import ONE, heads_of, trunk
 from tests.harness import run_ranks
@@ -17,7 +22,8 @@ pytestmark = pytest.mark.ranks
 
 
 def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> dict[str, str]:
-    """Return the error of each case."""
+    """Return the error of each case; ``empty`` has folders of heads, one with a tensor less."""
+    folder, shorter = empty / "folder", empty / "shorter"
     from megatron.bytescale.inference import load
 
     arguments_of = load.arguments_of
@@ -52,12 +58,29 @@ def refusals(rank: int, world: int, model: Path, heads: Path, empty: Path) -> di
     case("experts", model, None, change=lambda folder, args: vars(args).update(num_experts=4))
     case("heads are missing", model, None, change=claims_heads)
     case("a layer is missing", heads, None, change=more_heads)
+    case("folder of another model", model, folder, change=lambda one, args: vars(args).update(vocab_size=7))
+    case("folder without a tensor", model, shorter)
+    os.environ["WORLD_SIZE"] = "3"
+    case("three ranks", model, None)
     return found
+
+
+def shorten(folder: Path, name: str) -> None:
+    """Take a tensor out of a folder of heads, and out of its configuration."""
+    plain = load_file(folder / TENSORS)
+    del plain[name]
+    save_file(plain, folder / TENSORS)
+    config = json.loads((folder / CONFIG).read_text())
+    del config["tensors"][name]
+    (folder / CONFIG).write_text(json.dumps(config))
 
 
 def test_bad_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "legacy" / "iter_0000003").mkdir(parents=True)
     (tmp_path / "legacy" / TRACKER).write_text("3")
+    for name in ("folder", "shorter"):
+        export_heads(heads_of(1, *ONE).save, tmp_path / name)
+    shorten(tmp_path / "shorter", "head_norm.weight")
     (found,) = run_ranks(refusals, 1, trunk(), heads_of(1, *ONE).save, tmp_path, init_group=False)
     expected = {
         "no folder": "none: there is no checkpoint",
@@ -68,6 +91,9 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         "experts": "models with mixtures of experts cannot decode here",
         "heads are missing": "the tensors of its draft heads are missing",
         "a layer is missing": "tensors are missing, such as draft_heads.layer1.",
+        "folder of another model": "folder: heads of another model: its vocab_size is 61, not 7",
+        "folder without a tensor": "the heads have no tensor head_norm.weight",
+        "three ranks": "3 processes cannot share this model: its num_attention_heads is 4",
     }
     assert found.keys() == expected.keys()
     for name, message in expected.items():

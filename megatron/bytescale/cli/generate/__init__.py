@@ -1,1 +1,1 @@
-"""``bytescale generate``: its options and what it prints."""
+"""``bytescale generate`` and ``bytescale draft``: their options and what they print."""

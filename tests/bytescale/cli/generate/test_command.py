@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -20,6 +21,9 @@ LINES = {
     "json": ["--prompt", "0123", "--json"],
     "plain": ["--prompt", "0123", "--json", "--plain"],
     "file": ["--prompts", "{in}/texts", "--json", "--temperature", "1.5", "--chain"],
+    "one by one": ["--prompts", "{in}/texts", "--json", "--batch", "1"],
+    "together": ["--prompts", "{in}/texts", "--json"],
+    "texts": ["--prompts", "{in}/texts"],
     "again": ["--prompts", "{in}/texts", "--json", "--temperature", "1.5", "--chain"],
     "too long": ["--prompt", "0" * 250],
     "letter": ["--prompt", "a"],
@@ -35,6 +39,7 @@ BAD = [
     ([*GENERATE, "--temperature", "nan"], "--temperature nan must be 0 or more"),
     ([*GENERATE, "--tree-tokens", "257"], "--tree-tokens 257: give 1 to 256"),
     ([*GENERATE, "--tree-tokens", "0"], "'0' is not a whole number"),
+    ([*GENERATE, "--batch", "0"], "'0' is not a whole number"),
     ([*GENERATE, "--top-p", "0"], "--top-p 0 must be above 0 and at most 1"),
     ([*GENERATE, "--max-tokens", "0"], "'0' is not a size"),
     ([*GENERATE[:3], "--prompts", "{in}/none"], "--prompts .*none: No such file"),
@@ -65,7 +70,7 @@ def run_lines(rank: int, world: int, folder: Path, load: Path) -> dict[str, tupl
 def test_what_it_prints(tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("01\n2345\n")
     (found,) = run_ranks(run_lines, 1, tmp_path, heads_of(1, *ONE).save, init_group=False)
-    assert [found[name][0] for name in LINES] == [0, 0, 0, 0, 0, 2, 2, 2]
+    assert [found[name][0] for name in LINES] == [0] * 8 + [2] * 3
     drafted, plain = (json.loads(found[name][1]) for name in ("json", "plain"))
     assert drafted["tokens"] == plain["tokens"]
     assert plain["accepted"] == [0] * 7
@@ -77,6 +82,12 @@ def test_what_it_prints(tmp_path: Path) -> None:
     lines = [json.loads(line)["tokens"] for line in found["file"][1].splitlines()]
     assert [len(line) for line in lines] == [8, 8]
     assert lines == [json.loads(line)["tokens"] for line in found["again"][1].splitlines()]
+    one_by_one, together = (list(map(json.loads, found[name][1].splitlines())) for name in ("one by one", "together"))
+    for alone, beside in zip(one_by_one, together, strict=True):
+        assert alone.keys() == {"tokens", "target_forwards", "accepted", "tokens_per_second"}
+        assert all(alone[name] == beside[name] for name in ("tokens", "target_forwards", "accepted"))
+    written = b"".join(bytes(one["tokens"]).decode("utf-8", "replace").encode() + b"\n" for one in one_by_one)
+    assert found["texts"][1].encode() == written
     for name, message in (
         ("too long", "a prompt of 250 tokens and --max-tokens 8 exceed the context of 256 tokens"),
         ("letter", "the prompt has the byte 97, and the vocabulary has 61 tokens"),
@@ -84,6 +95,32 @@ def test_what_it_prints(tmp_path: Path) -> None:
     ):
         assert message in found[name][2]
         assert found[name][2].count("\n") == 1
+
+
+def on_two_ranks(rank: int, world: int, folder: Path, load: Path) -> dict[str, tuple[int, str, str]]:
+    """Return (exit code, output, errors) of lines of this rank; a bad one comes before the processes have met."""
+    found = {}
+    for name in ("missing", "together"):
+        os.environ["RANK"] = str(rank)
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            line = ["generate", "--load", str(folder if name == "missing" else load), "--cpu", "--max-tokens", "8"]
+            code = cli.main([*line, *(word.replace("{in}", str(folder)) for word in LINES["together"])])
+        found[name] = code, out.getvalue(), errors.getvalue()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_first_of_two_ranks_prints(tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("01\n2345\n")
+    load = heads_of(1, *ONE).save
+    first, second = run_ranks(on_two_ranks, 2, tmp_path, load)
+    (alone,) = run_ranks(run_lines, 1, tmp_path, load, init_group=False)
+    assert [found["missing"][0] for found in (first, second)] == [2, 2]
+    assert first["missing"][2].count("\n") == 1
+    assert second["missing"][1:] == second["together"][1:] == ("", "")
+    tokens = [[json.loads(line)["tokens"] for line in found["together"][1].splitlines()] for found in (first, alone)]
+    assert tokens[0] == tokens[1]
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.tokenizers.utils import build_tokenizer
 
-from megatron.bytescale.cli.generate.texts import Texts
+from megatron.bytescale.cli.generate.texts import InOrder, Texts
 
 
 def test_a_token_is_a_byte() -> None:
@@ -64,3 +64,17 @@ def test_a_tokenizer_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
         take([token])
     assert "".join(written) == "aéiö"
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in written)
+
+
+def test_texts_are_written_in_the_order_of_their_prompts() -> None:
+    texts = Texts(SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=257))
+    written: list[str] = []
+    printed = InOrder(3, texts.stream, written.append)
+    steps: list[tuple[int, str, str | None]] = [
+        (0, "a", None), (1, "x", None), (0, "b", None), (2, "1", ""), (1, "y", ""), (0, "", None), (0, "c", "end"),
+    ]  # fmt: skip
+    shown = []
+    for index, text, last in steps:
+        printed.add(index, list(text.encode()), last)
+        shown.append("".join(written))
+    assert shown == ["a", "a", "ab", "ab", "ab", "ab", "abcend\nxy\n1\n"]

@@ -94,7 +94,7 @@ class DraftLoss:
             model: other callables of ``GPTModel``: its loss, and its factor for logits.
         """
         weight = output_layer.weight if output_weight is None else output_weight
-        sums = self._sums(hidden_states, output_layer, weight, labels, packed_seq_params, **model)
+        sums = self._sums(hidden_states, labels, packed_seq_params, (output_layer, weight), model)
         if self.trunk.is_frozen:
             return sums
         process = partial(
@@ -107,10 +107,15 @@ class DraftLoss:
         return torch.cat((sums, process(hidden_states=hidden_states, labels=labels).flatten().float()))
 
     def _sums(
-        self, hidden: torch.Tensor, output_layer: Any, weight: torch.Tensor, labels: torch.Tensor,
-        params: DocumentSeqParams, *, compute_language_model_loss: Any, scale_logits: Any, **unused: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return [2 heads + 3] sums, of arguments as ``__call__`` has them; ``weight``: [v / ranks, h]."""
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        params: DocumentSeqParams,
+        output_layer_and_weight: tuple[Any, torch.Tensor],
+        model: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return [2 heads + 3] sums, of arguments as ``__call__`` has them; the weight: [v / ranks, h]."""
+        output_layer, weight = output_layer_and_weight
         settings, group = self.heads.settings, output_layer.tp_group
         assert params.positions is not None and self.trunk.hidden is not None, f"{params=}"
         future = no_future(labels.shape[1], settings.num_heads).to(labels) if params.future is None else params.future
@@ -118,7 +123,8 @@ class DraftLoss:
         embed = partial(embed_by_output, weight=weight, group=group, scatter=is_shared)
         weight = weight.detach() if self.trunk.is_frozen else weight
         output = partial(output_layer, weight=weight)
-        score = partial(scores, output=output, loss_of=compute_language_model_loss, scale=scale_logits, group=group)
+        loss_of, scale = model["compute_language_model_loss"], model["scale_logits"]
+        score = partial(scores, output=output, loss_of=loss_of, scale=scale, group=group)
         rotary = getattr(self.trunk.chunk, "rotary_pos_emb", None)
         angles = None if rotary is None else document_angles(rotary, params.positions)
         later = self._later_states(hidden, params, group if is_shared else None)
