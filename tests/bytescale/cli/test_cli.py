@@ -26,7 +26,7 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_subcommands() -> None:
     assert [command.NAME for command in cli.COMMANDS] == [
         "train", "corpus", "data", "profile", "dry-run", "plan", "search", "simulate", "schedule", "activations",
-        "states", "ngram", "experts", "memory-plan", "timeline", "generate", "doctor",
+        "states", "ngram", "experts", "memory-plan", "timeline", "generate", "draft", "doctor",
     ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_help_has_an_example_that_parses(command: object, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     "command",
-    [*(command for command in cli.COMMANDS[1:] if command is not cli.data), *cli.data.COMMANDS],
+    [*(command for command in cli.COMMANDS[1:] if command not in (cli.data, cli.draft)), *cli.data.COMMANDS],
     ids=lambda command: command.NAME,
 )
 def test_figures_come_as_json_too(command: object) -> None:

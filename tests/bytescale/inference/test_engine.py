@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.bytescale.inference.engine import Generation, described
 from megatron.bytescale.inference.export import export_heads
 from tests.e2e.corpora import VOCAB
 from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
@@ -155,3 +156,13 @@ def test_checkpoints_of_any_layout_and_heads_on_their_own(tmp_path: Path) -> Non
     assert found[1:] == found[:1] * 3
     cut = run_ranks(tokens_of, 2, [(trunk(), exported), (saved[1], None)])  # read by two ranks
     assert cut == [found[:2]] * 2
+
+
+def test_figures_of_texts() -> None:
+    one, other = Generation([1, 2, 3, 4], 2, [1, 0], 0.5), Generation([5], 0, [], 0.25)
+    assert one.figures() == {
+        "tokens": [1, 2, 3, 4], "target_forwards": 2, "accepted": [1, 0], "tokens_per_second": 8.0,
+    }  # fmt: skip
+    wanted = "5 tokens in 2 forward passes after the prompt, 0.500 guesses accepted each, 10.0 tokens/s"
+    assert described([one, other], 0.5) == wanted
+    assert described([other], 1.0).startswith("1 tokens in 0 forward passes after the prompt, 0.000 guesses")

@@ -7,13 +7,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bytescale.inference.export import export_heads
 from megatron.bytescale.inference.heads_folder import CONFIG, TENSORS
+from megatron.bytescale.inference.load import check_cut, check_trunk, shape_of
 from megatron.bytescale.launch import TRACKER
 from tests.e2e.drafts import ONE, heads_of, trunk
 from tests.harness import run_ranks
@@ -99,3 +102,72 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
     for name, message in expected.items():
         assert message in found[name], found[name]
         assert "\n" not in found[name]
+
+
+def model(**changes: object) -> SimpleNamespace:
+    """Training arguments of a model, as far as shapes and vocabulary go."""
+    args = {
+        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
+        "group_query_attention": True, "kv_channels": 8, "padded_vocab_size": 128, "vocab_size": 61,
+        "tokenizer_type": "NullTokenizer", "normalization": "RMSNorm", "position_embedding_type": "rope",
+        "swiglu": True,
+    }  # fmt: skip
+    return SimpleNamespace(**{**args, **changes})
+
+
+def test_shapes_of_a_model() -> None:
+    assert shape_of(model())["num_query_groups"] == 2
+    for changes in ({"group_query_attention": False, "num_query_groups": 1}, {"num_query_groups": None}):
+        assert shape_of(model(**changes))["num_query_groups"] == 4  # a group for each head
+    without = model()
+    del without.vocab_size  # as tokenizers with files have it
+    assert shape_of(without)["vocab_size"] is None
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "padded_vocab_size", "vocab_size", "normalization", "swiglu"])
+def test_heads_of_another_trunk(name: str) -> None:
+    mine, theirs = shape_of(model()), shape_of(model(**{name: 7}))
+    check_trunk(Path("heads"), mine, dict(reversed(mine.items())))
+    with pytest.raises(ValueError, match=rf"--draft heads: heads of another model: its {name} is 7, not "):
+        check_trunk(Path("heads"), theirs, mine)
+    with pytest.raises(ValueError, match=f"its {name} is None, not "):
+        check_trunk(Path("heads"), {one: value for one, value in mine.items() if one != name}, mine)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "word"),
+    [
+        (4, {}, "num_query_groups is 2"),
+        (3, {}, "num_attention_heads is 4"),
+        (2, {"ffn_hidden_size": 49}, "ffn_hidden_size is 49"),
+        (2, {"padded_vocab_size": 61}, "padded_vocab_size is 61"),
+    ],
+)
+def test_models_that_ranks_cannot_share(ranks: int, changes: dict[str, int], word: str) -> None:
+    with pytest.raises(ValueError, match=f"{ranks} processes cannot share this model: its {word}"):
+        check_cut(model(**changes), ranks)
+    check_cut(model(**changes), 1)
+    check_cut(model(), 2)
+
+
+def copied(rank: int, world: int) -> tuple[bool, list[str]]:
+    """Return whether a part was copied as it should be, and the refusals of a tensor less and of another shape."""
+    from megatron.bytescale.inference.load import copy_heads
+
+    module: Any = torch.nn.Linear(3, 4)
+    module.config = SimpleNamespace(gated_linear_unit=False)
+    module.weight.tensor_model_parallel, module.weight.partition_dim = True, 0
+    whole = {"weight": torch.arange(24.0).view(8, 3), "bias": torch.ones(4)}
+    copy_heads(module, whole)
+    is_right = torch.equal(module.weight, whole["weight"].chunk(2)[rank]) and torch.equal(module.bias, whole["bias"])
+    errors = []
+    for bad in ({"weight": whole["weight"]}, {**whole, "bias": torch.ones(5)}):
+        with pytest.raises(ValueError, match="--draft: ") as caught:
+            copy_heads(module, bad)
+        errors.append(str(caught.value))
+    return is_right, errors
+
+
+def test_a_rank_copies_its_part() -> None:
+    messages = ["--draft: the heads have no tensor bias", "--draft: the tensor bias has the shape (5,)"]
+    assert run_ranks(copied, 2) == [(True, messages)] * 2

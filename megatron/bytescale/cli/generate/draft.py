@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 NAME = "draft"
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints with heads")
     export.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (%(default)s)")
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="the new folder")
+    export.add_argument("--json", action="store_true", help="print one line of JSON instead of text")
     export.set_defaults(prog=export.prog)
 
 
@@ -31,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bytescale.inference.export import export_heads
 
     settings, num_parameters = export_heads(args.load, args.output)
+    if args.json:
+        print(json.dumps({"output": str(args.output), "parameters": num_parameters, **asdict(settings)}))
+        return 0
     print(f"{args.output}: {settings.num_heads} {settings.kind} heads, {num_parameters:,} parameters")
     print(f"decode with them: bytescale generate --load MODEL --draft {args.output} --prompt TEXT")
     return 0
