@@ -56,7 +56,7 @@ def test_the_exit_code_tells_whether_megatron_is_known(
     report = replace(REPORT, healthy=healthy)
     monkeypatch.setattr("megatron.bytescale.cpu.install_if_wanted", lambda words: None)
     monkeypatch.setattr(doctor, "diagnose", lambda args, on_cpu: report)
-    args = argparse.Namespace(cpu=False, json=as_json, flags=False, refusals=False)
+    args = argparse.Namespace(cpu=False, json=as_json, flags=False, refusals=False, launch=None)
     assert doctor.run(args) == (0 if healthy else 1)
     shown = capsys.readouterr().out
     if as_json:
