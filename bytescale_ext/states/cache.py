@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from bytescale_ext.states.rows import Answer, Push, adagrad
+from bytescale_ext.states.rows import Answer, Push, adagrad, mean_square
 
 POLICIES: Final = ("lru", "lfu", "lfuopt")
 """Which copy makes room for another: the least recently used one, the least often used one, or that with the exception
@@ -97,6 +97,7 @@ class RowCache:
         values: float32 [lines, dim], the copy without these.
         squares: float32 [lines], its sum of squares.
         pending: float32 [lines, dim], the gradients of the updates that wait.
+        added: float32 [lines], the sum of the mean squares of these gradients.
     """
 
     settings: CacheSettings
@@ -110,7 +111,7 @@ class RowCache:
         self.row = np.full(lines, -1, np.int64)
         self.version, self.updates, self._uses, self._last_use = (np.zeros(lines, np.int64) for _ in range(4))
         self.values, self.pending = (np.zeros((lines, self.dim), np.float32) for _ in range(2))
-        self.squares = np.zeros(lines, np.float32)
+        self.squares, self.added = (np.zeros(lines, np.float32) for _ in range(2))
         self._num_batches = 0
         self._evicted: list[Push] = []
         self._batch = np.empty(0, np.int64)
@@ -156,10 +157,11 @@ class RowCache:
         """Take the gradients [n, dim] of the batch's rows int64 [n]; return what goes to the table now."""
         slots = self.slot_of[rows]
         held = slots >= 0
-        mine = slots[held]
+        mine, squares = slots[held], mean_square(gradients)
         self.pending[mine] += gradients[held]
+        self.added[mine] += squares[held]
         self.updates[mine] += 1
-        direct = Push(rows[~held], gradients[~held], np.ones(int((~held).sum()), np.int64))
+        direct = Push(rows[~held], gradients[~held], np.ones(int((~held).sum()), np.int64), squares[~held])
         due = self._take(mine[self.updates[mine] > self.settings.write_bound], rate)
         push = Push.joined([*self._evicted, due, direct])
         self._evicted.clear()
@@ -203,16 +205,27 @@ class RowCache:
 
     def _with_pending(self, slots: np.ndarray, rate: float) -> np.ndarray:
         """Return the values [n, dim] of lines, with the updates that wait as the table would apply them."""
-        return adagrad(self.values[slots], self.squares[slots], self.pending[slots], rate)[0]
+        return adagrad(self.values[slots], self.squares[slots], self.pending[slots], self.added[slots], rate)[0]
 
     def _take(self, slots: np.ndarray, rate: float) -> Push:
         """Return the updates that wait in lines, and count them as part of the copies."""
-        push = Push(self.row[slots], self.pending[slots].copy(), self.updates[slots].copy())
-        self.values[slots], self.squares[slots] = adagrad(self.values[slots], self.squares[slots], push.gradients, rate)
+        push = self._waiting(slots)
+        self.values[slots], self.squares[slots] = adagrad(
+            self.values[slots], self.squares[slots], push.gradients, push.squares, rate
+        )
         self.version[slots] += push.updates
-        self.pending[slots] = 0.0
-        self.updates[slots] = 0
+        self._forget(slots)
         return push
+
+    def _waiting(self, slots: np.ndarray) -> Push:
+        """Return what waits in lines [n]."""
+        return Push(self.row[slots], self.pending[slots], self.updates[slots], self.added[slots])
+
+    def _forget(self, slots: np.ndarray) -> None:
+        """Let nothing wait in lines [n]."""
+        self.pending[slots] = 0.0
+        self.added[slots] = 0.0
+        self.updates[slots] = 0
 
     def _make_room(self, wanted: int) -> np.ndarray:
         """Return up to ``wanted`` lines [n] that no row of this batch has, emptied."""
@@ -228,11 +241,10 @@ class RowCache:
             slots = slots[np.argpartition(self._priority(slots), missing)[:missing]]
         dirty = slots[self.updates[slots] > 0]
         if len(dirty):
-            self._evicted.append(Push(self.row[dirty], self.pending[dirty].copy(), self.updates[dirty].copy()))
+            self._evicted.append(self._waiting(dirty))
         self.slot_of[self.row[slots]] = -1
         self.row[slots] = -1
-        self.pending[slots] = 0.0
-        self.updates[slots] = 0
+        self._forget(slots)
         return np.concatenate([free, slots])
 
     def _priority(self, slots: np.ndarray) -> np.ndarray:

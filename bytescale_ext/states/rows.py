@@ -25,11 +25,13 @@ class Push:
         rows: int64 [n], each once.
         gradients: float32 [n, dim], summed over the updates.
         updates: int64 [n], how many.
+        squares: float32 [n], the sum over the updates of the mean squares of their gradients.
     """
 
     rows: np.ndarray
     gradients: np.ndarray
     updates: np.ndarray
+    squares: np.ndarray
 
     @classmethod
     def joined(cls, pushes: Sequence[Push]) -> Push:
@@ -38,6 +40,7 @@ class Push:
             np.concatenate([push.rows for push in pushes]),
             np.concatenate([push.gradients for push in pushes]),
             np.concatenate([push.updates for push in pushes]),
+            np.concatenate([push.squares for push in pushes]),
         )
 
 
@@ -117,21 +120,36 @@ class RowTable:
         return Answer(asked, self.values[wanted], self.squares[wanted], self.versions[wanted])
 
     def apply(self, pushes: Sequence[Push], rate: float) -> None:
-        """Update the rows of one step's pushes with the sums of their gradients, added up in this order."""
+        """Update the rows of one step's pushes with the sums of their gradients, added up in this order.
+
+        Gradients of workers that have not waited are parts of one gradient. Where updates have waited, each of them
+        counts by itself in the sum of squares; else ten that wait would move a row as far as one.
+        """
         everything = Push.joined(pushes)
         rows, place = np.unique(everything.rows, return_inverse=True)
         gradients = np.zeros((len(rows), self.values.shape[1]), np.float32)
         np.add.at(gradients, place, everything.gradients)
-        self.values[rows], self.squares[rows] = adagrad(self.values[rows], self.squares[rows], gradients, rate)
+        most, squares = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
+        np.maximum.at(most, place, everything.updates)
+        np.add.at(squares, place, everything.squares)
+        added = np.where(most > 1, squares, mean_square(gradients))
+        self.values[rows], self.squares[rows] = adagrad(self.values[rows], self.squares[rows], gradients, added, rate)
         np.add.at(self.versions, everything.rows, everything.updates)
 
 
+def mean_square(gradients: np.ndarray) -> np.ndarray:
+    """Return the mean square [n] of each row's gradient [n, dim]."""
+    squares: np.ndarray = np.mean(gradients * gradients, axis=1)
+    return squares
+
+
 def adagrad(
-    values: np.ndarray, squares: np.ndarray, gradients: np.ndarray, rate: float
+    values: np.ndarray, squares: np.ndarray, gradients: np.ndarray, added: np.ndarray, rate: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return new values [n, dim] and squares [n] of rows after a step with gradients [n, dim].
 
-    Row-wise Adagrad (Duchi et al. 2011, with one sum of squares for each row). A gradient of zeros changes nothing.
+    Row-wise Adagrad (Duchi et al. 2011, with one sum of squares for each row, to which ``added`` [n] is added). A
+    gradient of zeros changes nothing.
     """
-    squares = squares + np.mean(gradients * gradients, axis=1)
+    squares = squares + added
     return values - np.float32(rate) * gradients / (np.sqrt(squares) + np.float32(EPSILON))[:, None], squares

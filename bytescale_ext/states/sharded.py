@@ -49,9 +49,10 @@ class ShardedRows:
         """Update the owners' rows with the pushes of all ranks, added up in the order of ranks."""
         order = np.argsort(push.rows)
         bounds = self._bounds(push.rows[order])
-        parts = (np.split(one[order], bounds[1:-1]) for one in (push.rows, push.gradients, push.updates))
-        rows, gradients, updates = (self._exchange(one) for one in parts)
-        pushes = [Push(self._local(one), *others) for one, *others in zip(rows, gradients, updates, strict=True)]
+        columns = (push.rows, push.gradients, push.updates, push.squares)
+        parts = (np.split(one[order], bounds[1:-1]) for one in columns)
+        received = [self._exchange(one) for one in parts]
+        pushes = [Push(self._local(rows), *others) for rows, *others in zip(*received, strict=True)]
         self.shard.apply(pushes, rate)
 
     def _bounds(self, rows: np.ndarray) -> np.ndarray:

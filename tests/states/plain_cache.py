@@ -21,10 +21,11 @@ class Line:
     square: np.float32
     uses: int = 0
     last_use: int = 0
+    added: np.float32 = field(default_factory=np.float32)
 
     def with_waiting(self, rate: float) -> tuple[np.ndarray, np.float32]:
         """Return the value [dim] and the square once what waits is applied."""
-        square = np.float32(self.square + np.mean(self.gradient * self.gradient))
+        square = np.float32(self.square + self.added)
         return self.value - np.float32(rate) * self.gradient / (np.sqrt(square) + np.float32(1e-10)), square
 
 
@@ -92,6 +93,7 @@ class PlainCache:
                 sent[row] = 1, gradient
                 continue
             line.gradient, line.waiting = line.gradient + gradient, line.waiting + 1
+            line.added = np.float32(line.added + np.mean(gradient * gradient))
             if line.waiting > self.settings.write_bound:
                 sent[row] = self.sent(line, rate)
         self.num_pushed += len(sent)
@@ -102,4 +104,5 @@ class PlainCache:
         result = line.waiting, line.gradient
         line.value, line.square = line.with_waiting(rate)
         line.version, line.waiting, line.gradient = line.version + line.waiting, 0, np.zeros_like(line.gradient)
+        line.added = np.float32(0)
         return result

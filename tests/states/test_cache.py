@@ -109,9 +109,9 @@ def test_a_worker_alone_reads_all_its_updates_however_stale_it_may_be(
     steps = [step[0] for step in batches(seed, 15)]
     for (rows, gradients), (next_rows, _) in itertools.pairwise(steps):
         values, squares, waiting = table.values[rows], table.squares[rows], np.zeros_like(gradients)
-        held = cache.slot_of[rows] >= 0
-        waiting[held] = cache.pending[cache.slot_of[rows[held]]]
-        assert (cache.lookup(rows, table, RATE) == adagrad(values, squares, waiting, RATE)[0]).all()
+        added, held = np.zeros_like(squares), cache.slot_of[rows] >= 0
+        waiting[held], added[held] = (of[cache.slot_of[rows[held]]] for of in (cache.pending, cache.added))
+        assert (cache.lookup(rows, table, RATE) == adagrad(values, squares, waiting, added, RATE)[0]).all()
         cache.stage(next_rows, table)
         table.apply([cache.update(rows, gradients, RATE)], RATE)
         if flushes:
@@ -242,7 +242,7 @@ def test_waiting_updates_are_applied_at_the_rate_of_their_push() -> None:
         push = cache.update(rows, np.ones((1, DIM), np.float32), rate)
     assert push.updates.tolist() == [2]
     table.apply([push], 0.3)
-    assert table.values[7] == pytest.approx(before - 0.3)  # the gradient 2 over the root of its mean square
+    assert table.values[7] == pytest.approx(before - 0.3 * 2 / 2**0.5)  # two gradients of 1 over the root of both
 
 
 def test_an_evicted_line_takes_its_updates_along() -> None:

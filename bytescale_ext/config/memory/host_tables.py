@@ -24,10 +24,10 @@ class HostTables:
         """Return the host memory of one table and its cache on each of the ranks that share the table.
 
         A row is its float32 numbers, a sum of squares and a version of 64 bits. A line of the cache holds the numbers
-        twice, a sum of squares and five counters; 32 bits for each row say where its line is.
+        twice, two sums of squares and five counters; 32 bits for each row say where its line is.
         """
         own_rows = -(-num_rows // num_ranks)
-        return own_rows * (4 * dim + 12) + self.cache.num_lines * (8 * dim + 44) + 4 * num_rows
+        return own_rows * (4 * dim + 12) + self.cache.num_lines * (8 * dim + 48) + 4 * num_rows
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.config.memory.host_tables import HostTables  # noqa: E402
 from bytescale_ext.states.cache import CacheSettings, RowCache  # noqa: E402
-from bytescale_ext.states.rows import RowTable, adagrad  # noqa: E402
+from bytescale_ext.states.rows import Push, RowTable  # noqa: E402
 from megatron.bytescale.cli.shared.inputs import count, size  # noqa: E402
 
 RATE, SHARE, COLUMNS = 0.01, 0.1, 8
@@ -86,7 +86,7 @@ def read_on_host(table: RowTable, steps: list[Step], device: torch.device) -> li
         work = lambda rows=rows, places=places: to_device(table.values[rows], places, device)  # noqa: E731
         found.append(timed(work, device))  # type: ignore[arg-type]
         ones = np.ones((len(rows), table.values.shape[1]), np.float32)
-        table.values[rows], table.squares[rows] = adagrad(table.values[rows], table.squares[rows], ones, RATE)
+        table.apply([Push(rows, ones, np.ones(len(rows), np.int64), np.ones(len(rows), np.float32))], RATE)
     return found
 
 
@@ -111,7 +111,16 @@ def start(num_rows: int, dim: int) -> tuple[RowTable, dict[str, float]]:
     table = RowTable.drawn(range(num_rows), dim, 0.02, 0)
     cache = RowCache(CacheSettings(int(SHARE * num_rows)), num_rows, dim)
     seconds = time.perf_counter() - begun
-    arrays = (cache.slot_of, cache.row, cache.version, cache.updates, cache.values, cache.pending, cache.squares)
+    arrays = (
+        cache.slot_of,
+        cache.row,
+        cache.version,
+        cache.updates,
+        cache.values,
+        cache.pending,
+        cache.squares,
+        cache.added,
+    )
     for one in (table.squares, table.versions, *arrays, cache._uses, cache._last_use):
         one.fill(0)  # so that all pages exist
     cache.row.fill(-1)

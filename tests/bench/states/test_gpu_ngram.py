@@ -57,5 +57,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     assert list(found["seconds"]) == ["device", "host", "cached", "ahead"]
-    assert found["start"]["forecast_bytes"] == 2048 * (16 + 12 + 4) + 204 * (32 + 44)
+    assert found["start"]["forecast_bytes"] == 2048 * (16 + 12 + 4) + 204 * (32 + 48)
     assert lines[0].startswith("start ")
