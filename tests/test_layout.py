@@ -91,6 +91,8 @@ FLAGS = [
     "--state-policy",
     "--state-host-gb",
     "--state-page-mb",
+    "--state-nvme",
+    "--state-nvme-gb",
     "--moe-placement-trace",
     "--ngram-layers",
     "--ngram-orders",

@@ -8,12 +8,18 @@ from typing import Final
 
 from bytescale_ext.draw.figure import hue_colour, ink_on, new_figure, save, set_title
 from bytescale_ext.plan.states.moves import Kind
-from bytescale_ext.plan.states.timeline import TimedMove, step_seconds
+from bytescale_ext.plan.states.timeline import TimedMove
 
 MOST_MOVES: Final = 3 * 24
 """Moves that are drawn: later ones repeat them."""
 
-_LANES: Final = {Kind.FETCH: "gradients to the host", Kind.UPDATE: "Adam", Kind.RETURN: "parameters to the device"}
+_LANES: Final = {
+    Kind.FETCH: "gradients to the host",
+    Kind.UPDATE: "Adam",
+    Kind.RETURN: "parameters to the device",
+    Kind.READ: "pages from the disk",
+    Kind.WRITE: "pages to the disk",
+}
 
 
 def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
@@ -25,18 +31,19 @@ def draw_moves(moves: Sequence[TimedMove], path: Path, title: str) -> None:
     if not moves:
         raise ValueError("there are no moves to draw")
     shown = moves[:MOST_MOVES]
-    end = step_seconds(shown)
-    figure, (axes,) = new_figure(12.0, 2.6)
+    end = max(one.stop for one in shown)
+    lanes = [kind for kind in _LANES if any(one.move.kind is kind for one in shown)]
+    figure, (axes,) = new_figure(12.0, 1.1 + 0.5 * len(lanes))
     for one in shown:
-        lane, length = list(_LANES).index(one.move.kind), one.stop - one.start
+        lane, length = lanes.index(one.move.kind), one.stop - one.start
         colour = hue_colour(one.move.page, 0.66, 0.55)
         axes.barh(lane, 1e3 * length, 0.8, 1e3 * one.start, color=colour, edgecolor="white", linewidth=0.5)
         if length > 0.02 * end:
             middle = 1e3 * (one.start + one.stop) / 2
             axes.text(middle, lane, str(one.move.page), ha="center", va="center", fontsize=7, color=ink_on(colour))
-    axes.set_xlim(0.0, 1e3 * end)
-    axes.set_ylim(len(_LANES) - 0.5, -0.5)
-    axes.set_yticks(range(len(_LANES)), list(_LANES.values()))
+    axes.set_xlim(1e3 * min(one.start for one in shown), 1e3 * end)
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.set_yticks(range(len(lanes)), [_LANES[kind] for kind in lanes])
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("milliseconds")
     set_title(axes, title)

@@ -1,4 +1,4 @@
-"""Adam on pages of host memory: the same update as torch's optimizer, page by page, beside copies to and from a device.
+"""Adam on pages of host memory and of a disk: torch's update, page by page, beside copies to and from a device.
 
 ``PagedAdam`` works through hooks of the optimizer that it takes over, so that whoever saves, loads or schedules that
 optimizer finds what torch would have there: parameters, their states by name, parameter groups.
@@ -6,8 +6,11 @@ optimizer finds what torch would have there: parameters, their states by name, p
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.optim.adam import adam
@@ -15,9 +18,12 @@ from torch.optim.adam import adam
 from bytescale_ext.activation.link import Link, Ticket, make_link
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.check import check_moves, check_pages
-from bytescale_ext.plan.states.moves import Kind, Move, step_moves
+from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Move, step_moves
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
-from bytescale_ext.states.pages import PageMemory
+from bytescale_ext.plan.states.tiers import FileLayout, pages_on_disk, tiered_host_bytes
+from bytescale_ext.states.page_file import PageFile, file_of
+from bytescale_ext.states.pages import COPIES, MOMENTS, PageMemory
+from bytescale_ext.states.tiered import TieredMemory
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,21 @@ class PagedAdam:
 
     Attributes:
         table: which pages hold what.
+        on_disk: the pages that lie on a disk.
+        host: pages in host memory, and the buffers of the link.
+        tiers: these and those of the disk; None where all are in host memory.
         link: to the device.
         is_fused: run torch's fused kernel, which takes a third of the time and rounds differently. On CPU the resident
             optimizer does not run it, so pages do not either; on a GPU no kernel rounds like it anyway.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Adam, owners: Sequence[Owner], config: StateConfig, on_cuda: bool
+        self, optimizer: torch.optim.Adam, owners: Sequence[Owner], config: StateConfig, on_cuda: bool, part: int = 0
     ) -> None:
         """Move all states of ``optimizer`` to pages. ``owners``: one for each of its parameters, in its order.
 
-        Raises ValueError where they take more host memory than they may.
+        ``part``: number of the optimizer on this rank. Raises ValueError where its pages take more host memory, or
+        space of a disk, than they may.
         """
         groups = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         tensors = [
@@ -61,44 +71,79 @@ class PagedAdam:
             for number, (group, owner) in enumerate(zip(groups, owners, strict=True))
         ]
         self.table = lay_out(tensors, config.page_bytes)
-        self._moves = step_moves(self.table)
+        self.on_disk = frozenset[int]()
+        if config.nvme is not None:
+            self.on_disk = pages_on_disk(self.table, config.host_bytes)
+        config.check_fits(self.host_bytes, self.file_bytes)
+        self._moves = step_moves(self.table, self.on_disk)
         check_pages(self.table)
-        check_moves(self.table, self._moves)
-        config.check_fits(self.table.host_bytes)
+        check_moves(self.table, self._moves, self.on_disk)
         self._owners = owners
-        self._memory = PageMemory(self.table, on_cuda)
+        self.tiers: TieredMemory | None = None
+        if config.nvme is not None and self.on_disk:
+            file = PageFile(file_of(config.nvme.folder, config.nvme.rank, part), FileLayout.of(self.table))
+            self.tiers = TieredMemory(self.table, self.on_disk, file, on_cuda)
+        self.host = self.tiers.host if self.tiers is not None else PageMemory(self.table, on_cuda)
         self.is_fused = on_cuda
-        self.link: Link = make_link(self._memory.arena, on_cuda)
-        self._copies = {
-            number: self._memory.of_tensor(self._memory.copies, number, owner.parameter.shape)
-            for number, owner in enumerate(owners)
-            if owner.has_copy
-        }
-        for number, copy in self._copies.items():
-            copy.copy_(owners[number].parameter)
-        self._show_copies()
+        self.link: Link = make_link(self.host.arena, on_cuda)
+        self._with_copy = [number for number, owner in enumerate(owners) if owner.has_copy]
+        values = {number: owners[number].parameter for number in self._with_copy}
+        for number, copy in self._show_copies().items():
+            copy.copy_(values[number].detach())
+            owners[number].parameter.data = copy
         self._bind_states(optimizer)
+        self._hook(optimizer)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the pages that do not lie on a disk, and of what is under way."""
+        return tiered_host_bytes(self.table, self.on_disk)
+
+    @property
+    def file_bytes(self) -> int:
+        """Space of the disk."""
+        return FileLayout.of(self.table).num_bytes if self.on_disk else 0
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer's steps, and lend it all states where it saves or loads them."""
         optimizer.register_step_pre_hook(self._step)
         optimizer.register_load_state_dict_post_hook(self._bind_states)
+        optimizer.register_state_dict_pre_hook(partial(self.lend, changed=False))
+        optimizer.register_load_state_dict_pre_hook(partial(self.lend, changed=True))
 
     def begin_step(self) -> None:
-        """Let gradients on the device be attached to parameters whose values are on the host."""
-        for number in self._copies:
+        """Let gradients on the device be attached to parameters whose values are elsewhere."""
+        for number in self._with_copy:
             owner = self._owners[number]
-            stand_in = torch.zeros(1, dtype=torch.float32, device=owner.target.device)
+            stand_in = torch.full((1,), math.nan, dtype=torch.float32, device=owner.target.device)
             owner.parameter.data = stand_in.expand(owner.parameter.shape)
 
-    def _show_copies(self) -> None:
-        """Make the parameters that have copies show them, for whoever saves or loads them."""
-        for number, copy in self._copies.items():
-            self._owners[number].parameter.data = copy
+    def lend(self, optimizer: torch.optim.Optimizer, *_: object, changed: bool) -> None:
+        """Have all states in the optimizer until its next step; ``changed``: they may be written to.
+
+        Raises OSError or PagesDamaged where the disk fails.
+        """
+        if self.tiers is not None and self.tiers.lend(changed):
+            for number, copy in self._show_copies().items():
+                self._owners[number].parameter.data = copy
+            for number, owner in enumerate(self._owners):
+                for plane, name in enumerate(MOMENTS):
+                    optimizer.state[owner.parameter][name] = self._of_tensor(plane, number)
+
+    def _of_tensor(self, plane: int, number: int) -> torch.Tensor:
+        """Return a plane's part of a parameter, in its shape."""
+        return (self.tiers or self.host).of_tensor(plane, number, self._owners[number].parameter.shape)
+
+    def _show_copies(self) -> dict[int, torch.Tensor]:
+        """Return the float32 copies of parameters in their shapes, by number."""
+        return {number: self._of_tensor(COPIES, number) for number in self._with_copy}
 
     def _bind_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy states that were loaded into the pages, and make the optimizer hold those."""
         for number, owner in enumerate(self._owners):
             state = optimizer.state[owner.parameter]
-            for name, plane in self._memory.moments.items():
-                page = self._memory.of_tensor(plane, number, owner.parameter.shape)
+            for plane, name in enumerate(MOMENTS):
+                page = self._of_tensor(plane, number)
                 if name in state:
                     page.copy_(state[name])
                 state[name] = page
@@ -107,11 +152,24 @@ class PagedAdam:
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Take the optimizer's step. It then finds no gradients and does nothing."""
-        _Step(self._memory, self.link, optimizer, self._owners, self.is_fused).run(self._moves)
+        if self.tiers is not None:
+            self._hide(optimizer)
+            self.tiers.begin_step()
+        _Step(self.tiers or self.host, self.link, optimizer, self._owners, self.is_fused).run(self._moves)
         for owner in self._owners:
             owner.parameter.grad = None
             optimizer.state[owner.parameter]["step"] += 1
-        self._show_copies()
+        if self.tiers is not None:
+            self.tiers.end_step(list(itertools.takewhile(lambda move: move.kind in DISK_KINDS, self._moves)))
+            return
+        for number, copy in self._show_copies().items():
+            self._owners[number].parameter.data = copy
+
+    def _hide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let go of states that were lent; whoever reads the moments without a hook fails."""
+        for owner in self._owners:
+            for name in MOMENTS:
+                optimizer.state[owner.parameter][name] = torch.empty(owner.parameter.shape, device="meta")
 
 
 class _Step:
@@ -119,7 +177,7 @@ class _Step:
 
     def __init__(
         self,
-        memory: PageMemory,
+        memory: PageMemory | TieredMemory,
         link: Link,
         optimizer: torch.optim.Optimizer,
         owners: Sequence[Owner],
@@ -134,6 +192,8 @@ class _Step:
     def run(self, moves: Sequence[Move]) -> None:
         """Make the moves, and let further computing on the device wait for the results."""
         kinds = {Kind.FETCH: self._fetch, Kind.UPDATE: self._update, Kind.RETURN: self._return}
+        if isinstance(self._memory, TieredMemory):
+            kinds |= dict.fromkeys(DISK_KINDS, self._memory.move)
         for move in moves:
             kinds[move.kind](move)
         for ticket in self._returned.values():
@@ -158,8 +218,8 @@ class _Step:
         _wait_on_host(self._fetched[move.buffer])
         _wait_on_host(self._returned.get(move.buffer))
         value = memory.values[move.buffer][: page.num_elements]
-        parameter = memory.of_page(memory.copies, move.page) if page.has_copy else value
-        first, second = (memory.of_page(plane, move.page) for plane in memory.moments.values())
+        first, second, *copy = memory.of_page(move.page)
+        parameter = copy[0] if copy else value
         group = self._optimizer.param_groups[page.group]
         step = self._optimizer.state[self._owners[page.spans[0].tensor].parameter]["step"].clone()
         beta1, beta2 = group["betas"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 import torch
@@ -19,21 +20,24 @@ class PageMemory:
     Attributes:
         table: what lies where.
         arena: the memory, for a link to the device.
-        moments: the planes [n] of Adam's moments, by their names in torch, float32.
-        copies: the plane [n] of float32 parameters; shorter, because only the first pages have it.
+        planes: float32 [n] each, those of the moments and of float32 parameters; without the pages left out.
         gradients, values: a page [n] for each buffer, float32.
     """
 
-    def __init__(self, table: PageTable, pinned: bool) -> None:
+    def __init__(self, table: PageTable, pinned: bool, left_out: Collection[int] = ()) -> None:
+        """``left_out``: pages that lie elsewhere."""
         self.table = table
-        memory = torch.empty(table.host_bytes + _PARTS * ALIGNMENT, dtype=torch.uint8)
+        here = [number for number in range(len(table.pages)) if number not in left_out]
+        counts = [*[len(here)] * len(MOMENTS), sum(number < table.num_copies for number in here)]
+        num_pages = sum(counts) + 2 * NUM_BUFFERS
+        memory = torch.empty(num_pages * table.page_bytes + _PARTS * ALIGNMENT, dtype=torch.uint8)
         if pinned:
             register(memory)
         self.arena = HostArena(memory)
-        self.moments = {name: self._take(len(table.pages)).zero_() for name in MOMENTS}
-        self.copies = self._take(table.num_copies)
+        self.planes = [self._take(count).zero_() for count in counts]
         self.gradients = [self._take(1) for _ in range(NUM_BUFFERS)]
         self.values = [self._take(1) for _ in range(NUM_BUFFERS)]
+        self.places = {number: place for place, number in enumerate(here)}
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """Return pages [n] that lie end to end, float32."""
@@ -41,15 +45,24 @@ class PageMemory:
         assert block is not None, f"{num_pages=} {self.arena.used_bytes=} {self.arena.num_bytes=}"
         return self.arena.view(block, (num_pages * self.table.page_elements,), torch.float32)
 
-    def of_tensor(self, plane: torch.Tensor, number: int, shape: torch.Size) -> torch.Tensor:
-        """Return the part of a plane [n] that belongs to a tensor, in the tensor's shape."""
+    def of_tensor(self, plane: int, number: int, shape: torch.Size) -> torch.Tensor:
+        """Return the part of a plane that belongs to a tensor, in the tensor's shape, where no page is left out."""
         start = self.table.starts[number]
-        return plane[start : start + self.table.tensors[number].num_elements].view(shape)
+        return self.planes[plane][start : start + self.table.tensors[number].num_elements].view(shape)
 
-    def of_page(self, plane: torch.Tensor, number: int) -> torch.Tensor:
-        """Return the part [elements in use] of a plane [n] that belongs to a page."""
-        start = number * self.table.page_elements
-        return plane[start : start + self.table.pages[number].num_elements]
+    def whole_page(self, plane: int, number: int) -> torch.Tensor:
+        """Return a page [page_elements] of a plane."""
+        start = self.places[number] * self.table.page_elements
+        return self.planes[plane][start : start + self.table.page_elements]
 
+    def of_page(self, number: int) -> list[torch.Tensor]:
+        """Return the moments and, where the page has one, the copy [elements in use] of a page."""
+        page = self.table.pages[number]
+        count = len(MOMENTS) + page.has_copy
+        return [self.whole_page(plane, number)[: page.num_elements] for plane in range(count)]
+
+
+COPIES: Final = len(MOMENTS)
+"""Number of the plane of float32 parameters."""
 
 _PARTS: Final = len(MOMENTS) + 1 + 2 * NUM_BUFFERS  # each begins at a multiple of ``ALIGNMENT``

@@ -17,6 +17,7 @@ SHAPES = ((5, 3), (1,), (40, 7), (2, 2), (9,), (33,))
 GROUPS = ((0, 2, 3, 5), (1, 4))  # the second one without weight decay
 STEPS = 6
 PAGE_BYTES = 64
+AMPLE = StateConfig(PAGE_BYTES, math.inf)
 
 
 def models(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -59,11 +60,11 @@ class Resident:
 class Paged(Resident):
     """The same on pages."""
 
-    def __init__(self, dtype: torch.dtype, is_decoupled: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, is_decoupled: bool = True, config: StateConfig = AMPLE) -> None:
         super().__init__(dtype, is_decoupled)
         targets = [one.view(-1) for one in in_order(self.model)]
         owners = [Owner(*pair) for pair in zip(in_order(self.main), targets, strict=True)]
-        self.adam = PagedAdam(self.optimizer, owners, StateConfig(PAGE_BYTES, math.inf), on_cuda=False)
+        self.adam = PagedAdam(self.optimizer, owners, config, on_cuda=False)
 
     def step(self, number: int) -> None:
         self.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from bytescale_ext.errors import PlanError
-from bytescale_ext.plan.states.moves import Kind, Move
+from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Move
 from bytescale_ext.plan.states.pages import NUM_BUFFERS, Page, PageTable
+from bytescale_ext.plan.states.tiers import NUM_SLOTS
 
 
 def check_pages(table: PageTable) -> None:
@@ -63,38 +64,63 @@ def _fail(table: PageTable, number: int | None, law: str) -> NoReturn:
     raise PlanError(f"{law}\n{printed}")
 
 
-def check_moves(table: PageTable, moves: Sequence[Move]) -> None:
+def check_moves(table: PageTable, moves: Sequence[Move], on_disk: Collection[int] = ()) -> None:
     """Raise PlanError unless the moves update every page once, with what they need.
 
     1. Each page is fetched, updated and returned once, in this order, with one buffer.
     2. A buffer is fetched into only after what it held has been returned.
-    3. No page outside the table is moved, and no buffer that does not exist is used.
+    3. Each page on the disk is read once before it is updated, and written once afterwards, with one slot; no other is.
+    4. A slot is read into only after what it held has been written.
+    5. No page outside the table is moved, and no buffer or slot that does not exist is used.
     """
-    inside: dict[int, tuple[int, Kind]] = {}  # of each buffer: page, and the last move of it
-    needed = {Kind.UPDATE: Kind.FETCH, Kind.RETURN: Kind.UPDATE}
-    for row, move in enumerate(moves):
-        if not 0 <= move.page < len(table.pages) or not 0 <= move.buffer < NUM_BUFFERS:
-            _fail_moves(moves, row, "there is no such page or buffer")
-        if move.kind is Kind.FETCH:
-            if move.buffer in inside:
-                _fail_moves(moves, row, f"buffer {move.buffer} still holds page {inside[move.buffer][0]}")
-        elif inside.get(move.buffer) != (move.page, needed[move.kind]):
-            _fail_moves(moves, row, f"buffer {move.buffer} does not hold page {move.page} after {needed[move.kind]}")
-        if move.kind is Kind.RETURN:
-            del inside[move.buffer]
-        else:
-            inside[move.buffer] = move.page, move.kind
+    _check_places(table, moves, (Kind.FETCH, Kind.UPDATE, Kind.RETURN), NUM_BUFFERS, "buffer")
+    slot_of = {move.page: move.buffer for move in moves if move.kind is Kind.READ}
+    through_slots = [
+        Move(move.kind, move.page, slot_of[move.page] if move.kind is Kind.UPDATE else move.buffer)
+        if move.kind in DISK_KINDS or (move.kind is Kind.UPDATE and move.page in slot_of)
+        else None
+        for move in moves
+    ]
+    _check_places(table, through_slots, (Kind.READ, Kind.UPDATE, Kind.WRITE), NUM_SLOTS, "slot")
     counts = Counter((move.kind, move.page) for move in moves)
     for page in range(len(table.pages)):
         for kind in Kind:
-            if counts[kind, page] != 1:
-                _fail_moves(moves, None, f"page {page} has {counts[kind, page]} moves of kind {kind}")
+            wanted = int(kind not in DISK_KINDS or page in on_disk)
+            if counts[kind, page] != wanted:
+                _fail_moves(moves, None, f"page {page} has {counts[kind, page]} moves of kind {kind}, not {wanted}")
 
 
-def _fail_moves(moves: Sequence[Move], bad: int | None, law: str) -> NoReturn:
+def _check_places(
+    table: PageTable, moves: Sequence[Move | None], kinds: tuple[Kind, Kind, Kind], num_places: int, name: str
+) -> None:
+    """Raise PlanError unless each place holds one page at a time: filled, updated and emptied by moves of these kinds.
+
+    Moves of other kinds, and None, are passed over.
+    """
+    first, update, last = kinds
+    inside: dict[int, tuple[int, Kind]] = {}  # of each place: page, and the last move of it
+    needed = {update: first, last: update}
+    for row, move in enumerate(moves):
+        if move is None or move.kind not in kinds:
+            continue
+        if not 0 <= move.page < len(table.pages) or not 0 <= move.buffer < num_places:
+            _fail_moves(moves, row, f"there is no such page or {name}")
+        if move.kind is first:
+            if move.buffer in inside:
+                _fail_moves(moves, row, f"{name} {move.buffer} still holds page {inside[move.buffer][0]}")
+        elif inside.get(move.buffer) != (move.page, needed[move.kind]):
+            _fail_moves(moves, row, f"{name} {move.buffer} does not hold page {move.page} after {needed[move.kind]}")
+        if move.kind is last:
+            del inside[move.buffer]
+        else:
+            inside[move.buffer] = move.page, move.kind
+
+
+def _fail_moves(moves: Sequence[Move | None], bad: int | None, law: str) -> NoReturn:
     """Raise PlanError with the printed moves and ``>>`` before the bad one."""
     printed = "\n".join(
         f"{'>>' if row == bad else '  '} {move.kind:6} page {move.page} buffer {move.buffer}"
         for row, move in enumerate(moves)
+        if move is not None
     )
     raise PlanError(f"{law}\n{printed}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -14,6 +16,7 @@ from bytescale_ext.plan.memory.model_states import (
 )
 from bytescale_ext.plan.states.moves import Traffic, traffic
 from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_BUFFERS, NUM_MOMENTS, PageTable, StateTensor, lay_out
+from bytescale_ext.plan.states.tiers import FileLayout, least_host_bytes
 
 
 @dataclass(frozen=True)
@@ -66,35 +69,69 @@ class StateCase:
         return self.num_parameters * (self.element_bytes + GRADIENT_BYTES)
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory of the pages of one process: what its table takes, without making it."""
-        pages = sum(-(-tensor.num_elements * FLOAT_BYTES // self.page_bytes) for tensor in self.tensors)
-        planes = NUM_MOMENTS + self.tensors[0].has_copy
-        return (planes * pages + 2 * NUM_BUFFERS) * self.page_bytes
+    def _num_pages(self) -> int:
+        """Pages of a plane: those of the table, without making it."""
+        return sum(-(-tensor.num_elements * FLOAT_BYTES // self.page_bytes) for tensor in self.tensors)
 
     @property
-    def traffic(self) -> Traffic:
-        """Bytes that one process copies in a step."""
-        return traffic(self.table, self.element_bytes)
+    def host_bytes(self) -> int:
+        """Host memory of the pages of one process, where none lie on a disk."""
+        planes = NUM_MOMENTS + self.tensors[0].has_copy
+        return (planes * self._num_pages + 2 * NUM_BUFFERS) * self.page_bytes
+
+    @property
+    def least_host_bytes(self) -> int:
+        """Host memory of one process where all pages lie on a disk."""
+        return least_host_bytes(self.page_bytes, self.tensors[0].has_copy)
+
+    @property
+    def file_bytes(self) -> int:
+        """Space that one process takes of a disk, if any of its pages lie there."""
+        pages = self._num_pages
+        return FileLayout(pages, pages * self.tensors[0].has_copy, self.page_bytes).num_bytes
+
+    def traffic(self, on_disk: Collection[int] = ()) -> Traffic:
+        """Return the bytes that one process copies in a step; ``on_disk``: pages of its table that lie there."""
+        return traffic(self.table, self.element_bytes, on_disk)
 
     def with_layers(self, num_layers: int) -> StateCase:
         """Return this case with another number of layers."""
         return replace(self, shape=replace(self.shape, num_layers=num_layers))
 
 
-def most_layers(case: StateCase, device_bytes: float, host_bytes: float, is_paged: bool) -> int:
+class Tier(IntEnum):
+    """The slowest memory that holds states."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one process has for model states, in bytes."""
+
+    device_bytes: float
+    host_bytes: float
+    disk_bytes: float = 0.0
+
+    def holds(self, case: StateCase, tier: Tier) -> bool:
+        """Return whether a case's states fit in this tier and those above it."""
+        if tier is Tier.DEVICE:
+            return case.resident_bytes <= self.device_bytes
+        if case.paged_bytes > self.device_bytes:
+            return False
+        if case.host_bytes <= self.host_bytes:
+            return True
+        return tier is Tier.DISK and case.least_host_bytes <= self.host_bytes and case.file_bytes <= self.disk_bytes
+
+
+def most_layers(case: StateCase, room: Room, tier: Tier) -> int:
     """Return the most layers of the case's width whose states fit; 0 where not even one layer does."""
-
-    def fits(num_layers: int) -> bool:
-        one = case.with_layers(num_layers)
-        if not is_paged:
-            return one.resident_bytes <= device_bytes
-        return one.paged_bytes <= device_bytes and one.host_bytes <= host_bytes
-
     low, high = 0, 1
-    while fits(high):
+    while room.holds(case.with_layers(high), tier):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if room.holds(case.with_layers(middle), tier) else (low, middle)
     return low

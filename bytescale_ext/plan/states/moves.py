@@ -3,14 +3,19 @@
 fetch  0 1   2   3
 update   0 1   2   3
 return     0 1   2   3          while a page is updated, the gradients of the next one are copied
+
+A page on a disk is also read into a slot before its update and written from it afterwards. The first slots are read
+ahead of the step, and each slot is read again as soon as it is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_BUFFERS, Page, PageTable
+from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_BUFFERS, NUM_MOMENTS, Page, PageTable
+from bytescale_ext.plan.states.tiers import NUM_SLOTS
 
 
 class Kind(StrEnum):
@@ -20,11 +25,18 @@ class Kind(StrEnum):
         FETCH: copies its gradients to a buffer in host memory, and its parameters where they have no float32 copy.
         UPDATE: runs Adam on the page and leaves the new parameters in the buffer.
         RETURN: copies the new parameters from the buffer to the device.
+        READ: reads its states from the disk to a slot in host memory.
+        WRITE: writes them from the slot to the disk.
     """
 
     FETCH = "fetch"
     UPDATE = "update"
     RETURN = "return"
+    READ = "read"
+    WRITE = "write"
+
+
+DISK_KINDS = (Kind.READ, Kind.WRITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +46,7 @@ class Move:
     Attributes:
         kind: what it does.
         page: number of the page.
-        buffer: of host memory that it uses.
+        buffer: of host memory that it uses; for reads and writes of a disk, the slot.
     """
 
     kind: Kind
@@ -44,37 +56,55 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a step copies between device and host.
+    """Bytes that a step copies.
 
     Attributes:
-        fetched: to the host.
-        returned: to the device.
+        fetched: from the device to the host.
+        returned: from the host to the device.
+        on_disk: read from the disk, and as many written to it.
     """
 
     fetched: int
     returned: int
+    on_disk: int = 0
 
 
-def step_moves(table: PageTable) -> tuple[Move, ...]:
-    """Return the moves of a step in the order in which they are started."""
-    moves = [Move(Kind.FETCH, 0, 0)] if table.pages else []
+def step_moves(table: PageTable, on_disk: Collection[int] = ()) -> tuple[Move, ...]:
+    """Return the moves of a step in the order in which they are started; those before the first fetch are reads ahead.
+
+    ``on_disk``: the pages that are read and written.
+    """
+    in_order = sorted(on_disk)
+    slots = {page: number % NUM_SLOTS for number, page in enumerate(in_order)}
+    following = dict(zip(in_order, in_order[NUM_SLOTS:], strict=False))  # in the same slot
+    moves = [Move(Kind.READ, page, slots[page]) for page in in_order[:NUM_SLOTS]]
+    moves += [Move(Kind.FETCH, 0, 0)] if table.pages else []
     for page in range(len(table.pages)):
         if page + 1 < len(table.pages):
             moves.append(Move(Kind.FETCH, page + 1, (page + 1) % NUM_BUFFERS))
         moves += [Move(Kind.UPDATE, page, page % NUM_BUFFERS), Move(Kind.RETURN, page, page % NUM_BUFFERS)]
+        if page in slots:
+            moves.append(Move(Kind.WRITE, page, slots[page]))
+        if page in following:
+            moves.append(Move(Kind.READ, following[page], slots[page]))
     return tuple(moves)
 
 
+def disk_bytes(table: PageTable, number: int) -> int:
+    """Return the bytes of a page of all its planes, which are read and written whole."""
+    return (NUM_MOMENTS + table.pages[number].has_copy) * table.page_bytes
+
+
 def moved_bytes(page: Page, kind: Kind, element_bytes: int) -> int:
-    """Return the bytes that a move copies; parameters with a float32 copy have ``element_bytes`` on the device."""
+    """Return the bytes that a fetch or return copies; parameters with a copy have ``element_bytes`` on the device."""
     if kind is Kind.FETCH:
         return page.num_elements * FLOAT_BYTES * (1 if page.has_copy else 2)
     return page.num_elements * (element_bytes if page.has_copy else FLOAT_BYTES)
 
 
-def traffic(table: PageTable, element_bytes: int) -> Traffic:
-    """Return the bytes that a step copies; see ``moved_bytes``."""
+def traffic(table: PageTable, element_bytes: int, on_disk: Collection[int] = ()) -> Traffic:
+    """Return the bytes that a step copies; see ``moved_bytes`` and ``disk_bytes``."""
     fetched, returned = (
         sum(moved_bytes(page, kind, element_bytes) for page in table.pages) for kind in (Kind.FETCH, Kind.RETURN)
     )
-    return Traffic(fetched, returned)
+    return Traffic(fetched, returned, sum(disk_bytes(table, number) for number in on_disk))

@@ -1,13 +1,15 @@
-"""When each move of a step runs, at given speeds: copies both ways beside the processor."""
+"""When each move of a step runs, at given speeds: copies both ways and a disk, beside the processor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bytescale_ext.plan.states.moves import Kind, Move, moved_bytes, step_moves
+from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Move, disk_bytes, moved_bytes, step_moves
 from bytescale_ext.plan.states.pages import FLOAT_BYTES, PageTable
+from bytescale_ext.plan.states.tiers import NUM_SLOTS
 
 ADAM_BYTES: Final = 7 * FLOAT_BYTES
 """Host memory that Adam reads and writes for an element: gradient once, parameter and two moments both ways."""
@@ -20,43 +22,92 @@ class Speeds:
     Attributes:
         link_bytes_per_second: between device and host, one way.
         adam_bytes_per_second: host memory that Adam reads and writes.
+        read_bytes_per_second, write_bytes_per_second: of the disk, which does one at a time.
     """
 
     link_bytes_per_second: float
     adam_bytes_per_second: float
+    read_bytes_per_second: float = math.inf
+    write_bytes_per_second: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class TimedMove:
-    """A move with its time in seconds from the start of the optimizer's step."""
+    """A move with its time in seconds from the start of the optimizer's step; reads ahead of it end at 0."""
 
     move: Move
     start: float
     stop: float
 
 
-def replay(table: PageTable, element_bytes: int, speeds: Speeds) -> tuple[TimedMove, ...]:
-    """Return the moves of a step with their times. ``element_bytes``: of parameters with a float32 copy."""
-    host = 0.0  # until when the processor is busy
-    free = {Kind.FETCH: 0.0, Kind.RETURN: 0.0}  # when each direction of the link is
-    fetched: dict[int, float] = {}  # by buffer
-    returned: dict[int, float] = {}
-    found = []
-    for move in step_moves(table):
-        page = table.pages[move.page]
-        if move.kind is Kind.UPDATE:
-            start = max(host, fetched[move.buffer], returned.get(move.buffer, 0.0))
-            stop = host = start + page.num_elements * ADAM_BYTES / speeds.adam_bytes_per_second
-        else:
-            if move.kind is Kind.FETCH and not page.has_copy:
-                host = max(host, returned.get(move.buffer, 0.0))
-            start = max(host, free[move.kind])
-            stop = free[move.kind] = start + moved_bytes(page, move.kind, element_bytes) / speeds.link_bytes_per_second
-            (fetched if move.kind is Kind.FETCH else returned)[move.buffer] = stop
-        found.append(TimedMove(move, start, stop))
-    return tuple(found)
+def replay(
+    table: PageTable, element_bytes: int, speeds: Speeds, on_disk: Collection[int] = ()
+) -> tuple[TimedMove, ...]:
+    """Return the moves of a step with their times.
+
+    ``element_bytes``: of parameters with a float32 copy; ``on_disk``: the pages that are read and written.
+    """
+    clock = _Clock(table, element_bytes, speeds)
+    clock.begin_reads(sorted(on_disk)[:NUM_SLOTS])
+    return tuple(clock.timed(move) for move in step_moves(table, on_disk))
+
+
+class _Clock:
+    """Until when the processor, each direction of the link, the disk and each buffer and slot are busy."""
+
+    def __init__(self, table: PageTable, element_bytes: int, speeds: Speeds) -> None:
+        self._table, self._element_bytes, self._speeds = table, element_bytes, speeds
+        self._host = 0.0
+        self._free = {Kind.FETCH: 0.0, Kind.RETURN: 0.0}
+        self._fetched: dict[int, float] = {}  # by buffer
+        self._returned: dict[int, float] = {}
+        self._disk = 0.0
+        self._ahead = 0.0  # when the next read ahead of the step begins
+        self._read: dict[int, float] = {}  # by page
+        self._written: dict[int, float] = {}  # by slot
+
+    def begin_reads(self, pages: Sequence[int]) -> None:
+        """Let the reads ahead of the step, which are of these pages, end when it begins."""
+        self._ahead = -sum(disk_bytes(self._table, page) for page in pages) / self._speeds.read_bytes_per_second
+
+    def timed(self, move: Move) -> TimedMove:
+        """Return the time of the next move."""
+        if move.kind in DISK_KINDS:
+            return TimedMove(move, *self._on_disk(move))
+        return TimedMove(move, *(self._update(move) if move.kind is Kind.UPDATE else self._copy(move)))
+
+    def _update(self, move: Move) -> tuple[float, float]:
+        ready = self._fetched[move.buffer], self._returned.get(move.buffer, 0.0), self._read.get(move.page, 0.0)
+        start = max(self._host, *ready)
+        size = self._table.pages[move.page].num_elements * ADAM_BYTES
+        self._host = start + size / self._speeds.adam_bytes_per_second
+        return start, self._host
+
+    def _copy(self, move: Move) -> tuple[float, float]:
+        page = self._table.pages[move.page]
+        if move.kind is Kind.FETCH and not page.has_copy:
+            self._host = max(self._host, self._returned.get(move.buffer, 0.0))
+        start = max(self._host, self._free[move.kind])
+        size = moved_bytes(page, move.kind, self._element_bytes)
+        stop = self._free[move.kind] = start + size / self._speeds.link_bytes_per_second
+        (self._fetched if move.kind is Kind.FETCH else self._returned)[move.buffer] = stop
+        return start, stop
+
+    def _on_disk(self, move: Move) -> tuple[float, float]:
+        size = disk_bytes(self._table, move.page)
+        if move.kind is Kind.WRITE:
+            start = max(self._host, self._disk)
+            self._disk = self._written[move.buffer] = start + size / self._speeds.write_bytes_per_second
+            return start, self._disk
+        seconds = size / self._speeds.read_bytes_per_second
+        if move.buffer not in self._written:  # ahead of the step
+            start, self._ahead = self._ahead, self._ahead + seconds
+            return start, self._ahead
+        start = max(self._host, self._disk, self._written[move.buffer])
+        self._disk = self._read[move.page] = start + seconds
+        return start, self._disk
 
 
 def step_seconds(moves: Sequence[TimedMove]) -> float:
-    """Return when the last move has ended."""
-    return max((move.stop for move in moves), default=0.0)
+    """Return when the last move has ended that the step waits for; the last writes run beside the next step."""
+    return max((one.stop for one in moves if one.move.kind not in DISK_KINDS), default=0.0)

@@ -1,19 +1,24 @@
 """A run with Adam's states in pages is the resident run, to the last bit, and each goes on from the other's checkpoint.
 
 The layouts cover every pair of tensor parallelism, pipelines and hybrid data parallelism, each precision and optimizer.
+In some runs most pages lie on a disk.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bytescale_ext.states.disks import IN_MEMORY, file_system_of
 from tests.e2e.corpora import write_documents
-from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_ranks
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, step_losses, train_ranks, train_with
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -28,6 +33,7 @@ EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
 STEPS, SAVED = 6, 3
 # A page has 1024 elements: the smallest model has 14,000 on a rank.
 PAGED = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 1".split()
+HOST_GB = 7e-5  # 17 pages, of which most are for those under way
 
 # name: (ranks, flags)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -40,6 +46,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "documents, tp, pp": (4, [*MODEL, *HDP, *TP, *PP, "--sequence-parallel", "--hdp-tokens-per-rank", "256"]),
 }
 RESUMED = ("documents, bf16, zero1", "samples, tp, bf16, tied")
+ON_DISK = ("documents, bf16, zero1", "samples in slices, pp, zero1")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,16 @@ def run(name: str, documents: Path, folder: Path, *flags: object) -> list[Outcom
     outcomes = train_ranks(num_ranks, *common, *layout, *logged, "--save", folder, *flags)
     assert outcomes[0].code in (None, 0), outcomes[0].text[-2000:]
     assert ("states in pages of 4,096 bytes" in outcomes[0].text) == ("paged" in flags)
+    assert (" pages in " in outcomes[0].text) == ("--state-nvme" in flags)
     return outcomes
+
+
+def with_disk(folder: Path) -> list[object]:
+    """Return the flags of pages on a disk, in a folder beside the run's."""
+    folder.mkdir()
+    if file_system_of(folder) in IN_MEMORY:
+        pytest.skip(f"{folder} is host memory")
+    return [*PAGED, "--state-nvme", folder, "--state-host-gb", HOST_GB]
 
 
 def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,13 +120,15 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_paged_is_resident(name: str, documents: Path, tmp_path: Path) -> None:
     folders = [tmp_path / kind for kind in ("paged", "resident", "paged then resident", "resident then paged")]
-    paged = run(name, documents, folders[0], *PAGED)
+    pages = with_disk(tmp_path / "pages") if name in ON_DISK else PAGED
+    paged = run(name, documents, folders[0], *pages)
     resident = run(name, documents, folders[1])
     assert_equal(name, (paged, resident), (folders[0], folders[1]))
     if name in RESUMED:
         of_step = ["--ckpt-step", SAVED, "--load"]
         then_resident = run(name, documents, folders[2], *of_step, folders[0])
-        then_paged = run(name, documents, folders[3], *of_step, folders[1], *PAGED)
+        pages = with_disk(tmp_path / "more pages") if name not in ON_DISK else pages
+        then_paged = run(name, documents, folders[3], *of_step, folders[1], *pages)
         assert_equal(name, (then_resident, resident), (folders[2], folders[1]))
         assert_equal(name, (then_paged, resident), (folders[3], folders[1]))
 
@@ -120,3 +138,30 @@ def test_too_little_host_memory_is_one_line(documents: Path) -> None:
     outcome = train_ranks(1, *flags)[0]
     assert outcome.code == 2
     assert "error: model states of each process take 0.001 GB of host memory in pages of 4,096 bytes" in outcome.text
+
+
+steps: list[int] = []  # of a rank's process, so far
+
+
+def fill_the_disk(runtime: Any, model: torch.nn.Module) -> None:
+    """Refuse to write pages from the third step on."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    steps.append(0)
+    if len(steps) == 3:
+        os.pwritev = refuse
+
+
+def test_a_full_disk_ends_the_run_with_the_step_saved(documents: Path, tmp_path: Path) -> None:
+    """The run saves the step in which the disk is full, and a resident run goes on from it as if nothing had been."""
+    flags = [*TRAIN, *MODEL, *HDP, *BF16, "--data-path", documents, "--train-iters", STEPS, "--save", tmp_path / "one"]
+    full = train_ranks(1, *flags, *with_disk(tmp_path / "pages"), entry=partial(train_with, fill_the_disk))[0]
+    assert full.code in (None, 0), full.text[-2000:]
+    assert "failed: No space left on device; they stay in host memory. The run saves this step" in full.text
+    assert len(full.losses) == 3
+    then = train_ranks(1, *flags, "--load", tmp_path / "one", "--hdp-log-dir", tmp_path / "then")[0]
+    whole = train_ranks(1, *flags[:-1], tmp_path / "two")[0]
+    assert [*full.losses, *then.losses] == pytest.approx(whole.losses, rel=1e-6)
+    assert then.losses[-1] == whole.losses[-1]

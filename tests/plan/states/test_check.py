@@ -71,14 +71,14 @@ def test_the_bad_page_is_marked() -> None:
     assert ">> 7 pages of" in str(caught.value)
 
 
-FETCH, UPDATE, RETURN = Kind.FETCH, Kind.UPDATE, Kind.RETURN
+FETCH, UPDATE, RETURN, READ, WRITE = Kind
 
 
 @pytest.mark.parametrize(
     ("moves", "law"),
     [
         (MOVES[:-1], "page 6 has 0 moves of kind return"),
-        ([*MOVES, *[Move(kind, 0, 0) for kind in Kind]], "page 0 has 2 moves of kind fetch"),
+        ([*MOVES, *[Move(kind, 0, 0) for kind in (FETCH, UPDATE, RETURN)]], "page 0 has 2 moves of kind fetch, not 1"),
         ([*MOVES, Move(FETCH, 7, 0)], "there is no such page or buffer"),
         ([*MOVES, Move(FETCH, 0, 2)], "there is no such page or buffer"),
         ([MOVES[0], Move(FETCH, 1, 0)], "buffer 0 still holds page 0"),
@@ -99,3 +99,36 @@ def test_damaged_moves_break_their_law(moves: list[Move], law: str) -> None:
 def test_the_bad_move_is_marked() -> None:
     with pytest.raises(PlanError, match=r"\n>> update page 1 buffer 0$"):
         check_moves(TABLE, [MOVES[0], Move(UPDATE, 1, 0)])
+
+
+ON_DISK = {0, 1, 2, 4, 5}
+WITH_DISK = step_moves(TABLE, ON_DISK)
+
+
+def without(*unwanted: Move) -> list[Move]:
+    return [move for move in WITH_DISK if move not in unwanted]
+
+
+@pytest.mark.parametrize(
+    ("moves", "law"),
+    [
+        (without(Move(WRITE, 5, 0)), "page 5 has 0 moves of kind write, not 1"),
+        (without(Move(READ, 5, 0)), "slot 0 does not hold page 5 after update"),
+        (without(Move(READ, 5, 0), Move(WRITE, 5, 0)), "page 5 has 0 moves of kind read, not 1"),
+        ([*WITH_DISK, Move(READ, 5, 1), Move(WRITE, 5, 1)], "slot 1 does not hold page 5 after "),
+        ([Move(READ, 0, 0), Move(READ, 1, 0)], "slot 0 still holds page 0"),
+        ([Move(READ, 0, 4)], "there is no such page or slot"),
+        ([Move(READ, 0, 0), Move(WRITE, 0, 0)], "slot 0 does not hold page 0 after update"),
+        (
+            [FETCH_0 := Move(FETCH, 0, 0), Move(UPDATE, 0, 0), Move(READ, 0, 0)],
+            "slot 0 does not hold page 0 after read",
+        ),
+        ([FETCH_0, Move(READ, 0, 2), Move(UPDATE, 0, 0), Move(WRITE, 0, 1)], "slot 1 does not hold page 0 after"),
+    ],
+)
+def test_damaged_moves_of_a_disk_break_their_law(moves: list[Move], law: str) -> None:
+    check_moves(TABLE, WITH_DISK, ON_DISK)
+    with pytest.raises(PlanError, match=law):
+        check_moves(TABLE, moves, ON_DISK)
+    with pytest.raises(PlanError, match="page 5 has 1 moves of kind read, not 0"):
+        check_moves(TABLE, WITH_DISK, ON_DISK - {5})

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from bytescale_ext.plan.states.moves import Kind
+from bytescale_ext.plan.states.moves import DISK_KINDS, Kind
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds
 from tests.plan.states.tables import TABLE, random_table
@@ -60,3 +60,32 @@ def test_speeds_scale_time() -> None:
     slow, fast = (step_seconds(replay(TABLE, 2, Speeds(factor, 5 * factor))) for factor in (1.0, 4.0))
     assert slow == pytest.approx(4 * fast)
     assert step_seconds(replay(lay_out((), 32), 2, Speeds(1.0, 1.0))) == 0.0
+
+
+def test_a_slow_disk_is_the_limit() -> None:
+    """Six pages of three planes on the disk: 96 bytes of each take 3 s to read and 6 s to write, all else 1 s or less.
+
+    Four are read before the step. Page 4 waits until page 0, and page 5 until page 1, is written.
+    """
+    table = lay_out([StateTensor("a", 48, 0, True)], 32)
+    speeds = Speeds(FETCH_BYTES, UPDATE_BYTES, 96 / 3, 96 / 6)
+    moves = replay(table, 2, speeds, range(6))
+    disk = [(one.move.kind, one.move.page, one.start, one.stop) for one in moves if one.move.kind in DISK_KINDS]
+    assert disk[:4] == [(Kind.READ, page, 3.0 * page - 12, 3.0 * page - 9) for page in range(4)]
+    assert disk[4:8] == [
+        (Kind.WRITE, 0, 2, 8), (Kind.READ, 4, 8, 11), (Kind.WRITE, 1, 11, 17), (Kind.READ, 5, 17, 20),
+    ]  # fmt: skip
+    updates = {one.move.page: one.start for one in moves if one.move.kind is Kind.UPDATE}
+    assert (updates[3], updates[4], updates[5]) == (4, 11, 20)
+    assert step_seconds(moves) == 20 + 1 + 0.5  # the last writes end later
+
+
+def test_a_fast_disk_hides_behind_the_processor() -> None:
+    speeds = Speeds(FETCH_BYTES, UPDATE_BYTES / 10)
+    beside = Speeds(FETCH_BYTES, UPDATE_BYTES / 10, 96 / 3, 96 / 6)
+    table = lay_out([StateTensor("a", 80, 0, True)], 32)
+    assert step_seconds(replay(table, 2, beside, range(10))) == step_seconds(replay(table, 2, speeds))
+    slower = Speeds(FETCH_BYTES, UPDATE_BYTES / 10, 96 / 30, 96 / 60)
+    seconds = step_seconds(replay(table, 2, slower, range(10)))
+    assert seconds > 4 * step_seconds(replay(table, 2, speeds))
+    assert step_seconds(replay(table, 2, slower, {3, 7})) == step_seconds(replay(table, 2, speeds))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bytescale_ext.plan.activation.policies import in_gigabytes
-from bytescale_ext.plan.states.forecast import StateCase, most_layers
+from bytescale_ext.plan.states.forecast import Room, StateCase, Tier, most_layers
+from bytescale_ext.plan.states.moves import Traffic
 from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_MOMENTS, page_bytes_of
-from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds
+from bytescale_ext.plan.states.tiers import BLOCK_BYTES, pages_on_disk, tiered_host_bytes
+from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, replay, step_seconds
 from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count
 
 NAME = "states"
-HELP = "predict what Adam's states in pages of host memory take, move and save"
+HELP = "predict what Adam's states in pages of host memory and NVMe take, move and save"
+TIERS = {"resident": Tier.DEVICE, "paged": Tier.HOST, "paged with NVMe": Tier.DISK}
 EXAMPLE = 'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 --host-memory-gb 200 --plot moves.png'
 
 
@@ -37,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
     parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="for model states (80)")
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
+    parser.add_argument("--nvme-gb", type=float, default=0.0, metavar="G", help="of a local disk, each process (none)")
+    parser.add_argument("--nvme-read-gb-per-second", type=float, default=6.0, metavar="B", help="of each process (6)")
+    parser.add_argument("--nvme-write-gb-per-second", type=float, default=3.0, metavar="B", help="of each process (3)")
     add_link(parser)
     parser.add_argument(
         "--adam-gb-per-second",
@@ -51,10 +56,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One stage, and the seconds of its optimizer's step."""
+    """One stage.
+
+    Attributes:
+        case: its states.
+        on_disk: the pages that host memory has no room for.
+        moves: of one step, in time.
+    """
 
     case: StateCase
-    seconds: float
+    on_disk: frozenset[int]
+    moves: tuple[TimedMove, ...]
+
+    @classmethod
+    def of(cls, case: StateCase, room: Room, speeds: Speeds) -> Row:
+        """Return the row of a stage. Raises ValueError, naming the least that works, where its states do not fit."""
+        fits = case.host_bytes <= room.host_bytes
+        if not fits and not room.disk_bytes:
+            raise ValueError(
+                f"pages of the fullest stage take {in_gigabytes(case.host_bytes)} GB of host memory: give "
+                "--host-memory-gb at least that, or --nvme-gb, or more --stages, --tensor-parallel or --optimizer-ranks"
+            )
+        if not fits and case.least_host_bytes > room.host_bytes:
+            raise ValueError(
+                f"pages under way take {in_gigabytes(case.least_host_bytes)} GB of host memory: give --host-memory-gb "
+                "at least that, or smaller pages by --page-mb"
+            )
+        if not fits and case.file_bytes > room.disk_bytes:
+            raise ValueError(
+                f"pages of the fullest stage take {in_gigabytes(case.file_bytes)} GB of a disk in two versions: give "
+                "--nvme-gb at least that, or more --stages, --tensor-parallel or --optimizer-ranks"
+            )
+        on_disk = pages_on_disk(case.table, room.host_bytes)
+        return cls(case, on_disk, replay(case.table, case.element_bytes, speeds, on_disk))
+
+    @property
+    def seconds(self) -> float:
+        """Time of the optimizer's step."""
+        return step_seconds(self.moves)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of one step."""
+        return self.case.traffic(self.on_disk)
+
+    @property
+    def disk_pages(self) -> int:
+        """Pages of all planes on the disk."""
+        return self.traffic.on_disk // self.case.page_bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,20 +113,19 @@ def run(args: argparse.Namespace) -> int:
         ValueError: sizes out of range, stages that do not divide the layers, or pages that need more host memory.
     """
     check_sizes(args)
-    speeds = Speeds(args.link_gb_per_second * 1e9, args.adam_gb_per_second * 1e9)
-    rows = [Row(case, step_seconds(replay(case.table, case.element_bytes, speeds))) for case in cases(args)]
-    case = max((row.case for row in rows), key=lambda case: case.host_bytes)
-    if case.host_bytes > args.host_memory_gb * 1e9:
-        raise ValueError(
-            f"pages of the fullest stage take {in_gigabytes(case.host_bytes)} GB of host memory: give "
-            "--host-memory-gb at least that, or more --stages, --tensor-parallel or --optimizer-ranks"
-        )
-    largest = largest_models(args, [row.case for row in rows])
+    speeds = Speeds(
+        *(getattr(args, f"{name}_gb_per_second") * 1e9 for name in ("link", "adam", "nvme_read", "nvme_write"))
+    )
+    room = Room(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, args.nvme_gb * 1e9)
+    fullest = max(cases(args), key=lambda case: case.host_bytes)
+    row = Row.of(fullest, room, speeds)
+    rows = [Row.of(case, room, speeds) for case in cases(args)]
+    largest = largest_models(args, room)
     if args.plot is not None:
         from bytescale_ext.draw.states import draw_moves
 
-        title = f"one step of {case.num_parameters:,.0f} parameters in {len(case.table.pages):,} pages"
-        draw_moves(replay(case.table, case.element_bytes, speeds), args.plot, title)
+        title = f"one step of {fullest.num_parameters:,.0f} parameters in {len(fullest.table.pages):,} pages"
+        draw_moves(row.moves, args.plot, title)
     if args.json:
         print(json.dumps({"stages": [row_json(row) for row in rows], "largest": largest}))
         return 0
@@ -89,10 +137,14 @@ def run(args: argparse.Namespace) -> int:
 def check_sizes(args: argparse.Namespace) -> None:
     """Raise ValueError for a size or speed out of range, or a picture that cannot be written."""
     check_picture("--plot", args.plot)
-    for name in ("device_memory_gb", "host_memory_gb", "link_gb_per_second", "adam_gb_per_second"):
+    speeds = [f"{name}_gb_per_second" for name in ("link", "adam", "nvme_read", "nvme_write")]
+    for name in ("device_memory_gb", "host_memory_gb", *speeds):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    page_bytes_of(args.page_mb, "--page-mb")
+    if not 0 <= args.nvme_gb < math.inf:
+        raise ValueError(f"--nvme-gb must be 0 or more, got {args.nvme_gb}")
+    if page_bytes_of(args.page_mb, "--page-mb") % BLOCK_BYTES and args.nvme_gb:
+        raise ValueError(f"--page-mb {args.page_mb:g} must be a multiple of 1/256 with --nvme-gb")
 
 
 def cases(args: argparse.Namespace) -> list[StateCase]:
@@ -115,41 +167,50 @@ def cases(args: argparse.Namespace) -> list[StateCase]:
     ]
 
 
-def largest_models(args: argparse.Namespace, cases: Sequence[StateCase]) -> dict[str, tuple[int, float]]:
-    """Return, for both policies, the most layers whose states fit and the parameters of all stages then."""
+def largest_models(args: argparse.Namespace, room: Room) -> dict[str, tuple[int, float]]:
+    """Return, for each tier that there is, the most layers whose states fit and the parameters of all stages then."""
     found = {}
-    for policy in ("resident", "paged"):
-        stages = [
-            (case, most_layers(case, args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, policy == "paged"))
-            for case in cases
-        ]
-        layers = min(most for _, most in stages)
-        parameters = sum(case.with_layers(layers).num_parameters for case, _ in stages) if layers else 0.0
-        found[policy] = (layers * args.stages, args.tensor_parallel * parameters)
+    for name, tier in TIERS.items():
+        if tier is Tier.DISK and not room.disk_bytes:
+            continue
+        stages = cases(args)
+        layers = min(most_layers(case, room, tier) for case in stages)
+        parameters = sum(case.with_layers(layers).num_parameters for case in stages) if layers else 0.0
+        found[name] = (layers * args.stages, args.tensor_parallel * parameters)
     return found
 
 
 def table_text(rows: list[Row]) -> str:
-    """Return a table with a row for each stage."""
-    lines = [f"{'stage':>5} {'parameters':>15} {'pages':>9} {'host GB':>8} {'device GB':>9} {'resident GB':>11} "
-             f"{'to host GB':>10} {'to device GB':>12} {'optimizer ms':>12}"]  # fmt: skip
+    """Return a table with a row for each stage; its columns about a disk only where one holds pages."""
+    has_disk = any(row.on_disk for row in rows)
+    heads = [("stage", 5), ("parameters", 15), ("host pages", 10), ("host GB", 8), ("device GB", 9),
+             ("resident GB", 11), ("to host GB", 10), ("to device GB", 12), ("optimizer ms", 12),
+             *[("NVMe pages", 10), ("NVMe GB", 8), ("written GB", 10)][: 3 * has_disk]]  # fmt: skip
+    lines = [" ".join(f"{name:>{width}}" for name, width in heads)]
     for number, row in enumerate(rows):
-        case, traffic = row.case, row.case.traffic
-        lines.append(
-            f"{number:5} {case.num_parameters:15,.0f} {case.table.num_host_pages:9,} {case.host_bytes / 1e9:8.2f} "
-            f"{case.paged_bytes / 1e9:9.2f} {case.resident_bytes / 1e9:11.2f} {traffic.fetched / 1e9:10.2f} "
-            f"{traffic.returned / 1e9:12.2f} {1e3 * row.seconds:12.1f}"
-        )
+        case, traffic = row.case, row.traffic
+        cells = [
+            str(number), f"{case.num_parameters:,.0f}", f"{case.table.num_host_pages - row.disk_pages:,}",
+            f"{tiered_host_bytes(case.table, row.on_disk) / 1e9:.2f}", f"{case.paged_bytes / 1e9:.2f}",
+            f"{case.resident_bytes / 1e9:.2f}", f"{traffic.fetched / 1e9:.2f}", f"{traffic.returned / 1e9:.2f}",
+            f"{1e3 * row.seconds:.1f}",
+            f"{row.disk_pages:,}", f"{case.file_bytes * bool(row.on_disk) / 1e9:.2f}", f"{traffic.on_disk / 1e9:.2f}",
+        ]  # fmt: skip
+        lines.append(" ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, heads, strict=False)))
     return "\n".join(lines)
 
 
 def largest_text(args: argparse.Namespace, largest: dict[str, tuple[int, float]]) -> str:
     """Return a line about the largest model of this width, without activations."""
-    texts = [f"{policy} {layers} layers, {parameters / 1e9:.2f} G" for policy, (layers, parameters) in largest.items()]
-    times = largest["paged"][1] / largest["resident"][1] if largest["resident"][1] else math.inf
+    resident = largest["resident"][1]
+    texts = [f"resident {largest['resident'][0]} layers, {resident / 1e9:.2f} G parameters"]
+    for policy, (layers, parameters) in list(largest.items())[1:]:
+        times = parameters / resident if resident else math.inf
+        texts.append(f"{policy} {layers} layers, {parameters / 1e9:.2f} G ({times:.2f} times)")
+    disk = f" and {args.nvme_gb:g} GB of NVMe" if args.nvme_gb else ""
     return (
-        f"largest model of this width whose states fit in {args.device_memory_gb:g} GB of a device and "
-        f"{args.host_memory_gb:g} GB of host memory: {'; '.join(texts)} parameters ({times:.2f} times)"
+        f"largest model of this width whose states fit in {args.device_memory_gb:g} GB of a device, "
+        f"{args.host_memory_gb:g} GB of host memory{disk}: {'; '.join(texts)}"
     )
 
 
@@ -159,10 +220,13 @@ def row_json(row: Row) -> dict[str, object]:
     return {
         "parameters": case.num_parameters,
         "pages": {"exp_avg and exp_avg_sq": NUM_MOMENTS * len(case.table.pages), "float32": case.table.num_copies},
-        "host_bytes": case.host_bytes,
+        "pages_on_nvme": row.disk_pages,
+        "host_bytes": tiered_host_bytes(case.table, row.on_disk),
+        "nvme_bytes": case.file_bytes * bool(row.on_disk),
         "device_bytes": case.paged_bytes,
         "resident_bytes": case.resident_bytes,
-        "fetched_bytes": case.traffic.fetched,
-        "returned_bytes": case.traffic.returned,
+        "fetched_bytes": row.traffic.fetched,
+        "returned_bytes": row.traffic.returned,
+        "written_bytes": row.traffic.on_disk,
         "optimizer_seconds": row.seconds,
     }

@@ -1,4 +1,4 @@
-"""Megatron's optimizers with Adam's states in pages of host memory.
+"""Megatron's optimizers with Adam's states in pages of host memory and of a disk.
 
 Gradients are reduced, normed and clipped on the device as before. Then ``PagedAdam`` takes the step and copies each
 page of results to the model's parameters, so Megatron's own copy of them is left out.
@@ -6,14 +6,17 @@ page of results to the model's parameters, so Megatron's own copy of them is lef
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.plan.states.moves import traffic
 from bytescale_ext.states.adam import Owner, PagedAdam
 
 
@@ -32,6 +35,16 @@ def paged(kind: Any) -> Any:
         def _copy_main_params_to_model_params(self) -> None:
             """Copy nothing: each page was copied once it was updated."""
 
+        def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+            """Copy parameters that a checkpoint without optimizer has brought to the pages."""
+            self.paged_adam.lend(self.optimizer, changed=True)
+            super()._copy_model_params_to_main_params(state_dict=state_dict)
+
+        def save_parameter_state(self, filename: str) -> None:
+            """Save the states; Megatron reads them before it asks torch's optimizer for its own."""
+            self.paged_adam.lend(self.optimizer, changed=False)
+            super().save_parameter_state(filename)
+
     return Paged
 
 
@@ -42,13 +55,39 @@ PAGED: Final = {kind: paged(kind) for kind in (Float16OptimizerWithFloat16Params
 def page_parts(parts: Sequence[Any], config: StateConfig, on_cuda: bool) -> None:
     """Move the states of all parts of Megatron's optimizer that have parameters to pages.
 
-    Raises ValueError where the pages take more host memory than they may.
+    Raises ValueError where the pages take more host memory, or space of a disk, than they may.
     """
-    for part in parts:
-        if owners := owners_of(part):
-            part.paged_adam = PagedAdam(part.optimizer, owners, config, on_cuda)
-            part.__class__ = PAGED.get(type(part), type(part))
-            config = replace(config, host_bytes=config.host_bytes - part.paged_adam.table.host_bytes)
+    owners = {number: found for number, part in enumerate(parts) if (found := owners_of(part))}
+    sizes = {number: sum(one.parameter.numel() for one in found) for number, found in owners.items()}
+    for number, found in owners.items():
+        part = parts[number]
+        share = config.share(sizes[number] / sum(sizes.values()), any(one.has_copy for one in found))
+        part.paged_adam = PagedAdam(part.optimizer, found, share, on_cuda, number)
+        part.__class__ = PAGED.get(type(part), type(part))
+        config = config.without(part.paged_adam.host_bytes, part.paged_adam.file_bytes)
+        del sizes[number]
+        if part.paged_adam.tiers is not None:
+            assert config.nvme is not None
+            part.paged_adam.tiers.say_failure = partial(save_and_stop, config.nvme.exit_signal)
+            print(f"> bytescale: {described(part.paged_adam)}", flush=True)
+
+
+def described(paged_adam: PagedAdam) -> str:
+    """Return a line about the pages on a disk."""
+    assert paged_adam.tiers is not None
+    file, on_disk = paged_adam.tiers.file, paged_adam.on_disk
+    written = traffic(paged_adam.table, 0, on_disk).on_disk
+    how = "" if file.is_direct else ", through the system's cache: its file system has no direct I/O"
+    return (
+        f"{len(on_disk):,} of {len(paged_adam.table.pages):,} pages in {file.path}, a file of "
+        f"{paged_adam.file_bytes / 1e9:.3f} GB; {written / 1e9:.3f} GB read and written a step{how}"
+    )
+
+
+def save_and_stop(exit_signal: int, failure: str) -> None:
+    """Say that a disk takes no more pages, and let the run save and end after this step, as a signal does."""
+    print(f"bytescale: {failure}. The run saves this step, which is whole, and ends", file=sys.stderr, flush=True)
+    signal.raise_signal(exit_signal)
 
 
 def owners_of(part: Any) -> list[Owner]:

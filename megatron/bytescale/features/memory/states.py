@@ -1,4 +1,4 @@
-"""Adam's states and float32 parameters in pages of host memory (Angel-PTM, Nie et al. 2023)."""
+"""Adam's states and float32 parameters in pages of host memory and of a local disk (Angel-PTM, Nie et al. 2023)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import argparse
 import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.pages import page_bytes_of
+from bytescale_ext.plan.states.tiers import BLOCK_BYTES
+from bytescale_ext.states.disks import check_disk, free_disk_bytes
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.memory.activations import local_processes
@@ -50,21 +53,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="Size of a page in MiB, of float32 values: what is copied and updated at a time (4).",
     )
+    group.add_argument(
+        "--state-nvme",
+        type=Path,
+        metavar="DIR",
+        help="A folder of a local disk for the pages that --state-host-gb has no room for. They are read ahead of the "
+        "update and written behind it, with checksums, in two versions. Its files are scratch: a run goes on from "
+        "Megatron's checkpoint. If the disk fails in a run, the step ends in host memory, is saved and the run ends; "
+        "therefore this turns --exit-signal-handler on.",
+    )
+    group.add_argument(
+        "--state-nvme-gb",
+        type=float,
+        metavar="G",
+        help="The most space of --state-nvme for each process. Default: what is free.",
+    )
+
+
+def before_checks(args: Any) -> None:
+    """Let a run whose disk fails save and end as on a signal."""
+    if args.state_nvme is not None:
+        args.exit_signal_handler = True
 
 
 def resolve(args: Any, run: RunConfig) -> StateConfig:
-    """Return the size of pages and their budget, which is enough for the fullest stage.
+    """Return the size of pages and their budgets, which are enough for the fullest stage.
 
-    Raises ValueError for a size that is no page, and where the pages do not fit in host memory.
+    Raises ValueError for a size that is no page, a folder that is no local disk, and where the pages do not fit.
     """
     page_bytes = page_bytes_of(args.state_page_mb, "--state-page-mb")
-    if args.state_host_gb is not None and not 0 < args.state_host_gb < math.inf:
-        raise ValueError(f"--state-host-gb {args.state_host_gb:g} is not an amount of memory")
+    for name in ("state_host_gb", "state_nvme_gb"):
+        given = getattr(args, name)
+        if given is not None and not 0 < given < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {given:g} is not an amount of memory")
     free = max(0.0, free_host_bytes() / local_processes() - (args.host_memory_gb or 0.0) * 1e9)
-    given = math.inf if args.state_host_gb is None else args.state_host_gb * 1e9
-    config = StateConfig(page_bytes, min(free, given))
-    config.check_fits(max(case.host_bytes for case in cases(args, run, page_bytes)))
+    config = StateConfig(page_bytes, min(free, _bytes(args.state_host_gb)), resolve_nvme(args, run, page_bytes))
+    for case in cases(args, run, page_bytes):
+        if config.nvme is None or case.host_bytes <= config.host_bytes:
+            config.check_fits(case.host_bytes)
+        else:
+            config.check_fits(case.least_host_bytes, case.file_bytes)
     return config
+
+
+def resolve_nvme(args: Any, run: RunConfig, page_bytes: int) -> NvmeConfig | None:
+    """Return the disk and its budget. Raises ValueError for a folder or pages that do not suit."""
+    if args.state_nvme is None:
+        if args.state_nvme_gb is not None:
+            raise ValueError("--state-nvme-gb needs --state-nvme")
+        return None
+    if page_bytes % BLOCK_BYTES:
+        raise ValueError(f"--state-page-mb {args.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
+    check_disk(args.state_nvme, run.process.rank, "--state-nvme")
+    free = free_disk_bytes(args.state_nvme) / local_processes()
+    num_bytes = min(free, _bytes(args.state_nvme_gb))
+    return NvmeConfig(args.state_nvme, num_bytes, run.process.rank, args.exit_signal)
+
+
+def _bytes(gigabytes: float | None) -> float:
+    """Return a budget in bytes; without limit where none is given."""
+    return math.inf if gigabytes is None else gigabytes * 1e9
 
 
 def cases(args: Any, run: RunConfig, page_bytes: int) -> list[StateCase]:
@@ -111,6 +159,8 @@ REFUSALS = (
     refuse("--fp16", "states", "use --bf16: with a loss scale steps may be skipped"),
     *(refuse(flag, "states", _COPIED) for flag in (
         "--fp8-param-gather", "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag")),
+    refuse("--async-save", "states", "remove it, or --state-nvme: pages change while a save runs beside training",
+           lambda args: args.state_nvme is not None and args.async_save),
     refuse("--log-params-norm", "states", "remove it: it reads the float32 parameters on the device"),
     refuse("the Adam of TransformerEngine or Apex", "states",
            "Megatron takes it where it is installed; uninstall it, or train without {}", has_fused_adam),
@@ -124,6 +174,7 @@ STATES = Feature(
     is_on=lambda args: args.state_policy == "paged",
     resolve=resolve,
     build=build,
+    before_checks=before_checks,
     needs="--state-policy paged",
     refusals=REFUSALS,
 )

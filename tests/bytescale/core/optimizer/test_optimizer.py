@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +14,14 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from bytescale_ext.config.memory.states import StateConfig
-from megatron.bytescale.core.optimizer.optimizer import PAGED, owners_of, page_parts
+from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
+from bytescale_ext.plan.states.tiers import least_host_bytes
+from megatron.bytescale.core.optimizer.optimizer import PAGED, owners_of, page_parts, save_and_stop
 
 AMPLE = StateConfig(4096, math.inf)
 CONFIG = SimpleNamespace(timers=None, reuse_grad_buf_for_mxfp8_param_ag=False)
 SIZES = ((3000,), (5, 7))
+LARGE = ((30000,), (5, 7))
 
 
 def part_of(kind: type, **settings: Any) -> Any:
@@ -26,10 +31,10 @@ def part_of(kind: type, **settings: Any) -> Any:
     return part
 
 
-def float16_part() -> Any:
+def float16_part(sizes: Sequence[tuple[int, ...]] = SIZES) -> Any:
     """Return a part with two 16-bit parameters, one without weight decay, and their gradients."""
     torch.manual_seed(3)
-    model = [torch.randn(size, dtype=torch.bfloat16) for size in SIZES]
+    model = [torch.randn(size, dtype=torch.bfloat16) for size in sizes]
     for parameter in model:
         parameter.main_grad = torch.randn(parameter.shape)  # type: ignore[attr-defined]
     main = [parameter.clone().float() for parameter in model]
@@ -93,3 +98,81 @@ def test_parts_share_the_budget_and_empty_ones_have_no_pages() -> None:
     page_parts(parts, StateConfig(4096, 2 * bytes_of_one), on_cuda=False)
     assert type(empty) is Float16OptimizerWithFloat16Params
     assert not hasattr(empty, "paged_adam")
+
+
+def with_disk(folder: Path, num_pages: int) -> StateConfig:
+    return StateConfig(4096, num_pages * 4096 + least_host_bytes(4096, True), NvmeConfig(folder, 1e9, rank=7))
+
+
+def test_pages_on_a_disk_step_as_megatrons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paged, resident = float16_part(LARGE), float16_part(LARGE)
+    page_parts([paged], with_disk(tmp_path, 8), on_cuda=False)
+    [path] = tmp_path.iterdir()
+    assert path.name == "rank-00007-part-0.pages"
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        f"> bytescale: 29 of 31 pages in {path}, a file of 0.001 GB; 0.000 GB read and written a step"
+    )
+    for _ in range(3):
+        for part in (paged, resident):
+            part.prepare_grads()
+            part.step_with_ready_grads()
+    found, expected = ([one for group in part.float16_groups for one in group] for part in (paged, resident))
+    assert all(map(torch.equal, found, expected))
+    states = paged.state_dict()["fp32_from_fp16_params"]
+    assert all(
+        map(torch.equal, states[0] + states[1], [one for group in resident.fp32_from_float16_groups for one in group])
+    )
+
+
+def test_parameters_of_a_checkpoint_without_optimizer_reach_the_disk(tmp_path: Path) -> None:
+    part = float16_part(LARGE)
+    page_parts([part], with_disk(tmp_path, 0), on_cuda=False)
+    part.prepare_grads()
+    part.step_with_ready_grads()
+    for group in part.float16_groups:
+        for parameter in group:
+            parameter.data.fill_(3.0)
+    part._copy_model_params_to_main_params()
+    part.prepare_grads()
+    part.optimizer.param_groups[0]["lr"] = part.optimizer.param_groups[1]["lr"] = 0.0
+    part.step_with_ready_grads()
+    assert all(torch.all(parameter == 3.0) for group in part.float16_groups for parameter in group)
+    part.optimizer.state_dict()
+    assert all(torch.all(one == 3.0) for group in part.fp32_from_float16_groups for one in group)
+
+
+def test_states_are_lent_before_megatron_saves_them_by_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = float16_part(LARGE)
+    page_parts([part], with_disk(tmp_path, 0), on_cuda=False)
+    part.prepare_grads()
+    part.step_with_ready_grads()
+    seen = []
+
+    def save(self: Any, filename: str) -> None:
+        main = self.fp32_from_float16_groups[0][0]
+        seen.append((filename, bool(main.isfinite().all()), self.optimizer.state[main]["exp_avg"].is_meta))
+
+    monkeypatch.setattr(Float16OptimizerWithFloat16Params, "save_parameter_state", save, raising=False)
+    part.save_parameter_state("file")
+    assert seen == [("file", True, False)]
+
+
+def test_parts_share_a_disk(tmp_path: Path) -> None:
+    parts = [float16_part(LARGE), float16_part(LARGE)]
+    page_parts(parts, with_disk(tmp_path, 40), on_cuda=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00007-part-0.pages", "rank-00007-part-1.pages"]
+    assert sum(part.paged_adam.host_bytes for part in parts) <= with_disk(tmp_path, 40).host_bytes
+
+
+def test_a_disk_that_fails_ends_the_run_as_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    try:
+        save_and_stop(signal.SIGUSR2, "writing pages failed")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert received == [signal.SIGUSR2]
+    assert capsys.readouterr().err.startswith("bytescale: writing pages failed. The run saves this step")

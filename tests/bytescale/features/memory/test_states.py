@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.states.pages import MEBIBYTE
+from bytescale_ext.plan.states.tiers import least_host_bytes
 from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
@@ -19,12 +22,14 @@ from megatron.bytescale.features.memory.states import REFUSALS, has_fused_adam
 from tests.bytescale.features.memory.test_activations import SHAPE, parsed
 
 PAGED = ("--state-policy", "paged")
-OPTIMIZER = {"use_distributed_optimizer": False}
+OPTIMIZER: dict[str, Any] = {"use_distributed_optimizer": False, "exit_signal": signal.SIGTERM, "async_save": False}
 
 
 @pytest.fixture(autouse=True)
 def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "free_host_bytes", lambda: 10**12)
+    monkeypatch.setattr(states, "free_disk_bytes", lambda folder: 10**12)
+    monkeypatch.setattr("bytescale_ext.states.disks.file_system_of", lambda folder: "ext4")
 
 
 def config_of(*words: str, **settings: Any) -> StateConfig:
@@ -92,6 +97,11 @@ def test_what_a_process_holds_follows_the_layout() -> None:
         ((*PAGED, "--state-host-gb", "nan"), "--state-host-gb nan is not an amount of memory"),
         ((*PAGED, "--state-page-mb", "0"), "--state-page-mb 0 must be at least 0.00390625"),
         ((*PAGED, "--state-page-mb", "inf"), "--state-page-mb inf must be at least"),
+        (("--state-nvme", "."), "--state-nvme needs --state-policy paged"),
+        ((*PAGED, "--state-nvme-gb", "1"), "--state-nvme-gb needs --state-nvme"),
+        ((*PAGED, "--state-nvme", ".", "--state-nvme-gb", "-2"), "--state-nvme-gb -2 is not an amount of memory"),
+        ((*PAGED, "--state-nvme", "no/such"), "--state-nvme no/such is not a folder"),
+        ((*PAGED, "--state-nvme", ".", "--state-page-mb", "0.01"), "--state-page-mb 0.01 must be a multiple of 1/256"),
     ],
 )
 def test_bad_values(words: tuple[str, ...], message: str) -> None:
@@ -99,10 +109,62 @@ def test_bad_values(words: tuple[str, ...], message: str) -> None:
         config_of(*words)
 
 
+def nvme_of(*words: str, **settings: Any) -> NvmeConfig:
+    nvme = config_of(*PAGED, *words, **settings).nvme
+    assert nvme is not None
+    return nvme
+
+
+def test_a_disk_and_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--state-nvme", str(tmp_path))
+    monkeypatch.setattr(states, "free_disk_bytes", lambda folder: 3 * 10**11 * (folder == tmp_path))
+    assert nvme_of(*words) == NvmeConfig(tmp_path, 3e11, 0, signal.SIGTERM)
+    assert nvme_of(*words, "--state-nvme-gb", "200").num_bytes == 2e11
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert nvme_of(*words, exit_signal=signal.SIGUSR2) == NvmeConfig(tmp_path, 1.5e11, 0, signal.SIGUSR2)
+
+
+def test_a_run_with_a_disk_ends_on_a_signal(tmp_path: Path) -> None:
+    args = parsed(*PAGED, "--state-nvme", str(tmp_path), **OPTIMIZER)
+    features.check(args)
+    assert args.exit_signal_handler
+    without = parsed(*PAGED, **OPTIMIZER, exit_signal_handler=False)
+    features.check(without)
+    assert not without.exit_signal_handler
+
+
+def test_a_disk_needs_little_host_memory_and_two_versions_of_space(tmp_path: Path) -> None:
+    words = (*PAGED, "--state-nvme", str(tmp_path), "--state-host-gb")
+    least = least_host_bytes(4 * MEBIBYTE, True) / 1e9
+    assert config_of(*words, f"{least}").host_bytes == pytest.approx(least * 1e9)
+    with pytest.raises(
+        ValueError, match=r"take 0\.068 GB of host memory .*: raise --state-host-gb to at least that, use"
+    ):
+        config_of(*words, "0.06")
+    with pytest.raises(ValueError, match="raise --state-nvme-gb to at least that") as caught:
+        config_of(*words, "1", "--state-nvme-gb", "1")
+    found = re.search(r"take ([\d.]+) GB of", str(caught.value))
+    assert found
+    assert float(found[1]) == pytest.approx(24 * num_parameters(SHAPE) / 1e9, rel=0.05)
+    config_of(*words, "1", "--state-nvme-gb", found[1])
+    config_of(*words, "900", "--state-nvme-gb", "1")  # all fit in host memory
+
+
+def test_async_saves_are_refused_with_a_disk_alone(tmp_path: Path) -> None:
+    off = {"states": "--state-policy"}
+    refuse_conflicts(parsed(*PAGED, **{**OPTIMIZER, "async_save": True}), off, REFUSALS)
+    with_disk = parsed(*PAGED, "--state-nvme", str(tmp_path), **{**OPTIMIZER, "async_save": True})
+    with pytest.raises(ValueError, match="does not work with --async-save: remove it, or --state-nvme"):
+        refuse_conflicts(with_disk, off, REFUSALS)
+
+
 SETTINGS: dict[str, Any] = {"--optimizer": "sgd"}
 
 
-@pytest.mark.parametrize("row", REFUSALS[:-1], ids=lambda row: row.flag)
+ALWAYS = [row for row in REFUSALS[:-1] if row.flag != "--async-save"]
+
+
+@pytest.mark.parametrize("row", ALWAYS, ids=lambda row: row.flag)
 def test_settings_that_do_not_go_with_pages(row: Any) -> None:
     dest = row.flag.removeprefix("--").replace("-", "_")
     args = parsed(*PAGED, **OPTIMIZER, **{dest: SETTINGS.get(row.flag, True)})

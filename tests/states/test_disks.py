@@ -1,0 +1,86 @@
+"""What is a local disk, and what it has free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from bytescale_ext.plan.states.tiers import FileLayout
+from bytescale_ext.states.disks import check_disk, file_system_of, free_disk_bytes
+from bytescale_ext.states.page_file import PageFile, file_of
+
+LAYOUT = FileLayout(2, 2, 4096)
+
+
+def mount(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: str) -> None:
+    """Let a folder be the root of a file system of some kind."""
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(folder), fstype=kind)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "overlay", "fuse.fuse-overlayfs", "fuseblk", "made up"])
+def test_local_disks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount(monkeypatch, tmp_path, kind)
+    (tmp_path / "below").mkdir()
+    assert file_system_of(tmp_path / "below") == kind
+    assert file_system_of(tmp_path.parent) == "ext4"
+    check_disk(tmp_path / "below", 0, "--flag")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("tmpfs", "is tmpfs, which is host memory: give a folder of a local disk"),
+        ("nfs4", "is on nfs4, a file system over a network"),
+        ("lustre", "is on lustre, a file system over a network"),
+        ("fuse.sshfs", "is on fuse.sshfs, a file system over a network"),
+    ],
+)
+def test_what_is_no_local_disk(kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount(monkeypatch, tmp_path, kind)
+    with pytest.raises(ValueError, match=f"^--flag {tmp_path} {message}"):
+        check_disk(tmp_path, 0, "--flag")
+
+
+def test_a_link_to_a_folder_is_where_it_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "memory")
+    mount(monkeypatch, tmp_path / "memory", "tmpfs")
+    assert file_system_of(tmp_path / "link") == "tmpfs"
+
+
+def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount(monkeypatch, tmp_path, "ext4")
+    with pytest.raises(ValueError, match="none is not a folder: make it on a local disk"):
+        check_disk(tmp_path / "none", 0, "--flag")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ValueError, match="is not writable"):
+        check_disk(tmp_path, 0, "--flag")
+
+
+def test_only_files_of_this_rank_must_be_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount(monkeypatch, tmp_path, "ext4")
+    used = PageFile(file_of(tmp_path, 1, 1), LAYOUT)
+    check_disk(tmp_path, 0, "--flag")
+    with pytest.raises(ValueError, match=r"rank-00001-part-1\.pages belongs to another run"):
+        check_disk(tmp_path, 1, "--flag")
+    used.close()
+    check_disk(tmp_path, 1, "--flag")
+    file_of(tmp_path, 0, 0).write_text("something else")
+    with pytest.raises(ValueError, match="is not a file of pages"):
+        check_disk(tmp_path, 0, "--flag")
+
+
+def test_pages_of_dead_runs_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    used = PageFile(file_of(tmp_path, 0, 0), LAYOUT)
+    assert free_disk_bytes(tmp_path) == 1000
+    left = used.path.read_bytes()
+    used.close()
+    file_of(tmp_path, 5, 0).write_bytes(left)
+    assert free_disk_bytes(tmp_path) == 1000 + LAYOUT.num_bytes

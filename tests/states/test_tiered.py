@@ -1,0 +1,224 @@
+"""Adam with pages on a disk gives what torch's Adam gives, to the last bit, and survives a full disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
+from bytescale_ext.plan.states.tiers import least_host_bytes
+from bytescale_ext.states import page_file
+from bytescale_ext.states.adam import Owner, PagedAdam
+from bytescale_ext.states.page_file import PagesDamaged, read_record
+from bytescale_ext.states.tiered import TieredMemory
+from tests.states.test_adam import Paged, Resident, assert_equal, in_order, load
+
+SIZES = ((50, 30), (1,), (400, 70), (20, 20), (9,), (3300,))
+PAGE_BYTES = 4096
+STEPS = 20
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def larger_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.states.test_adam.SHAPES", SIZES)
+
+
+class Tiered(Paged):
+    """Torch's Adam with so many pages of states in host memory, and the others on a disk."""
+
+    def __init__(self, dtype: torch.dtype, folder: Path, num_host_pages: int) -> None:
+        host_bytes = least_host_bytes(PAGE_BYTES, dtype is not torch.float32) + num_host_pages * PAGE_BYTES
+        super().__init__(dtype, config=StateConfig(PAGE_BYTES, host_bytes, NvmeConfig(folder, 1e9, rank=0)))
+        self.tiers = tiers_of(self.adam)
+
+    def run(self, steps: Sequence[int]) -> None:
+        for number in steps:
+            self.step(number)
+
+
+def tiers_of(adam: PagedAdam) -> TieredMemory:
+    assert adam.tiers is not None
+    return adam.tiers
+
+
+def resident_after(dtype: torch.dtype, steps: Sequence[int]) -> Resident:
+    run = Resident(dtype)
+    for number in steps:
+        run.step(number)
+    return run
+
+
+def saved(run: Tiered) -> Tiered:
+    """Have the states in the optimizer, as a save does."""
+    run.optimizer.state_dict()
+    return run
+
+
+@pytest.mark.parametrize("num_host_pages", [0, 17, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_equal_those_of_torch(dtype: torch.dtype, num_host_pages: int, tmp_path: Path) -> None:
+    tiered, resident = Tiered(dtype, tmp_path, num_host_pages), Resident(dtype)
+    num_pages = len(tiered.adam.table.pages)
+    assert len(tiered.adam.on_disk) == num_pages or num_host_pages
+    assert len(tiered.adam.on_disk) > num_pages // 4
+    for number in range(STEPS):
+        tiered.step(number)
+        resident.step(number)
+        assert all(map(torch.equal, tiered.model, resident.model))
+        if number in (0, 7, STEPS - 1):
+            assert_equal(saved(tiered), resident)
+    assert tiered.adam.host_bytes <= least_host_bytes(PAGE_BYTES, True) + num_host_pages * PAGE_BYTES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_go_from_resident_to_tiered_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    whole = Resident(dtype)
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    runs = [Resident(dtype), Tiered(dtype, folders[0], 9), Tiered(dtype, folders[1], 25), Resident(dtype)]
+    number = 0
+    for before, run in zip([None, *runs], runs, strict=False):
+        if isinstance(run, Tiered):
+            run.step(99)  # what was read ahead must go
+            run.optimizer.state_dict()
+        if before is not None:
+            load(run, before)
+        for _ in range(3):
+            run.step(number)
+            whole.step(number)
+            number += 1
+        assert_equal(saved(run) if isinstance(run, Tiered) else run, whole)
+
+
+def test_nobody_reads_states_that_are_on_the_disk(tmp_path: Path) -> None:
+    run = Tiered(torch.bfloat16, tmp_path, 9)
+    run.step(0)
+    states = [run.optimizer.state[one]["exp_avg"] for one in run.main]
+    assert all(state.is_meta for state in states)
+    assert [state.shape for state in states] == [torch.Size(size) for size in SIZES]
+    assert all(one.isnan().all() for one in run.main)
+    assert all(one.untyped_storage().nbytes() == 4 for one in run.main)
+
+
+def test_each_saved_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
+    """Otherwise Megatron's writer copies all of them in host memory."""
+    run = Tiered(torch.bfloat16, tmp_path, 9)
+    run.step(0)
+    run.optimizer.state_dict()
+    for one in run.main:
+        for tensor in (one, run.optimizer.state[one]["exp_avg"], run.optimizer.state[one]["exp_avg_sq"]):
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
+
+
+def test_a_save_writes_no_page_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Tiered(torch.bfloat16, tmp_path, 9)
+    run.run(range(2))
+    run.tiers.begin_step()  # all writes have ended
+    run.tiers.end_step(())
+    written = []
+    write = page_file.PageFile.write
+    monkeypatch.setattr(page_file.PageFile, "write", lambda *args: written.append(args[3]) or write(*args))
+    run.optimizer.state_dict()
+    run.optimizer.state_dict()
+    assert sorted(set(written)) == sorted(run.tiers.host.places)
+    assert len(written) == 3 * len(run.tiers.host.places)
+
+
+def test_pages_are_read_ahead_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Tiered(torch.float32, tmp_path, 0)
+    first = sorted(run.adam.on_disk)[:4]
+    read: list[int] = []
+    original = page_file.PageFile.read
+    monkeypatch.setattr(page_file.PageFile, "read", lambda *args: read.append(args[3]) or original(*args))
+    run.run(range(2))
+    run.tiers._finish(reads=True)
+    assert sorted(read[-8:]) == sorted(2 * first)  # two planes of the first four pages, once the step has ended
+    count = len(read)
+    run.step(2)
+    run.tiers._finish(reads=True)
+    assert len(read) == count + 2 * len(run.adam.on_disk)  # those are not read again in the step
+
+
+def test_each_step_is_recorded(tmp_path: Path) -> None:
+    run = Tiered(torch.bfloat16, tmp_path, 9)
+    run.run(range(3))
+    run.optimizer.state_dict()
+    record = read_record(run.tiers.file.path)
+    assert record is not None
+    assert record.step == 3
+    assert np.count_nonzero(record.checksums) > len(run.adam.on_disk)
+
+
+@pytest.mark.parametrize("when", ["first write", "middle", "record"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_full_disk_costs_no_step(
+    dtype: torch.dtype, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step ends with what could not be written in host memory, once it is said why; a save then has all of it."""
+    run = Tiered(dtype, tmp_path, 9)
+    said: list[str] = []
+    run.tiers.say_failure = said.append
+    run.run(range(3))
+    allowed = {"first write": 0, "middle": 31, "record": 10**9}[when]
+    lock = threading.Lock()
+    written, write = [0], os.pwritev
+
+    def pwritev(*args: Any) -> int:
+        with lock:
+            written[0] += 1
+            if written[0] > allowed:
+                raise OSError(28, "No space left on device")
+        return write(*args)
+
+    def no_record(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    run.tiers._finish(reads=True)
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwritev", pwritev)
+        if when == "record":
+            full.setattr(os, "pwrite", no_record)
+        run.run(range(3, 6))
+        assert_equal(saved(run), resident_after(dtype, range(6)))
+    assert len(said) == 1
+    assert said[0].endswith("failed: No space left on device; they stay in host memory")
+    record = read_record(run.tiers.file.path)
+    assert record is not None
+    assert record.step == 3  # what was whole before stays whole
+    run.run(range(6, 8))
+    assert_equal(saved(run), resident_after(dtype, range(8)))
+
+
+def test_a_damaged_page_ends_the_run(tmp_path: Path) -> None:
+    run = Tiered(torch.bfloat16, tmp_path, 0)
+    run.run(range(2))
+    run.tiers._finish(reads=True)
+    layout = run.tiers.file.layout
+    with run.tiers.file.path.open("r+b") as file:
+        file.seek(layout.offset(run.tiers._version, 2, 11) + 100)
+        file.write(b"damage")
+    with pytest.raises(PagesDamaged, match="page 11 of plane 2 in "):
+        run.run(range(2, 4))
+
+
+def test_all_in_host_memory_makes_no_file(tmp_path: Path) -> None:
+    resident = Resident(torch.float32)
+    owners = [Owner(one, one.view(-1)) for one in in_order(resident.main)]
+    config = StateConfig(PAGE_BYTES, 1e9, NvmeConfig(tmp_path, 1e9, rank=0))
+    adam = PagedAdam(resident.optimizer, owners, config, on_cuda=False)
+    assert adam.tiers is None
+    assert (adam.on_disk, adam.file_bytes, list(tmp_path.iterdir())) == (frozenset(), 0, [])
+    small = replace(config, host_bytes=1e5, nvme=NvmeConfig(tmp_path, 1e5, rank=0))
+    with pytest.raises(ValueError, match=r"GB of .* in two versions, and there are 0\.0001 GB: raise --state-nvme-gb"):
+        PagedAdam(Resident(torch.float32).optimizer, owners, small, on_cuda=False)
+    assert list(tmp_path.iterdir()) == []
