@@ -159,7 +159,7 @@ def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
     step = runtime.step = agree_on_plan(runtime, next(iterator), lambda step: iterator.iterable.simple_step(step))
     if not training:
         return
-    runtime.next_step = iterator.iterable.peek
+    runtime.next_step = lambda: iterator.iterable.peek()
     runtime.reset_counts()
     if step.step_index + 1 == runtime.hdp.memory_step:
         runtime.peak.begin(runtime.clock.on_cuda, [] if runtime.link is None else [runtime.link.arena.memory])
