@@ -122,6 +122,8 @@ FLAGS = [
     "--moe-dts-steps",
     "--moe-dts-threshold",
     "--moe-dts-max-experts",
+    "--moe-dts-final",
+    "--moe-dts-noise",
 ]
 SETS_ATTRIBUTES = {
     "megatron/bytescale/registry.py",

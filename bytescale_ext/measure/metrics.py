@@ -156,6 +156,7 @@ class IntervalMetrics:
     megabytes kept, swapped and recomputed per step on all ranks, and the highest host memory of one process so far.
     ``slices_per_micro_batch`` is a mean over steps. ``stragglers`` are the ranks that compute more slowly than others.
     ``device_peak_megabytes`` is the highest memory of one process, passes and model states, of ``--hdp-memory-step``.
+    ``active_experts`` is a mean over steps, of routers that give tokens different numbers of experts.
     """
 
     iteration: int
@@ -175,6 +176,7 @@ class IntervalMetrics:
     slices_per_micro_batch: float = 1.0
     stragglers: tuple[Straggler, ...] = ()
     device_peak_megabytes: float = 0.0
+    active_experts: float = 0.0
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:

@@ -38,6 +38,7 @@ class Totals:
         num_steps: how many.
         seconds: of these steps together.
         model_flops: of these steps on all ranks.
+        active_experts: sum over these steps.
         step_samples: samples of the last step.
         step_started: when the running step began, or None once its time is counted.
     """
@@ -46,6 +47,7 @@ class Totals:
     num_steps: int = 0
     seconds: float = 0.0
     model_flops: float = 0.0
+    active_experts: float = 0.0
     step_samples: int = 0
     step_started: float | None = None
 
@@ -68,6 +70,7 @@ class Runtime:
         weight_gradients: in a step that runs by our schedule, those that wait for idle time (zero bubble); else None.
         expert_loads: in a step of slices, what their routers note for each other; else None.
         expert_counts: tokens of experts in the running step, where these are recorded or followed; else None.
+        active_experts: mean experts of a token in the step that ends, of routers whose number varies; else None.
         step: the step that runs, or None between steps.
         next_step: waits for the step after it, and returns None at the end of the data.
         totals: figures since the last log line.
@@ -91,6 +94,7 @@ class Runtime:
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
     expert_counts: TokenCounts | None = None
+    active_experts: float | None = None
     step: StepBatch | None = None
     next_step: Callable[[], StepBatch | None] | None = None
     totals: Totals = field(default_factory=Totals)
@@ -168,4 +172,8 @@ class Runtime:
                 self.pace.add(cost.backward.micro_batch_cost(micro_batch, step.lengths), seconds[index])
         self.totals.num_steps += 1
         self.totals.step_samples = len(step.sample_ids)
-        self.totals.model_flops += model_flops(self.run.shape, step.lengths)
+        shape = self.run.shape
+        if self.active_experts is not None:
+            shape = shape.with_experts_per_token(self.active_experts)
+            self.totals.active_experts += self.active_experts
+        self.totals.model_flops += model_flops(shape, step.lengths)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,19 @@ def test_all_ranks_together_count_every_token_once() -> None:
         made.count_step()
         totals.append(made.totals.figures.num_tokens)
     assert sum(totals) == sum(LENGTHS)
+
+
+def test_flops_count_the_experts_that_ran() -> None:
+    routed = {"expert_ffn_hidden": 64, "num_experts": 8, "experts_per_token": 2}
+    counted = []
+    for active in (None, 2.0, 8.0):
+        made = runtime()
+        made.run = replace(made.run, shape=replace(made.run.shape, num_expert_layers=1, **routed))
+        made.step, made.active_experts = step_of(made), active
+        made.count_step()
+        counted.append(made.totals.model_flops)
+        assert made.totals.active_experts == (active or 0.0)
+    assert counted[0] == counted[1] < counted[2]
 
 
 def test_use_before_the_model_is_built_is_our_bug() -> None:

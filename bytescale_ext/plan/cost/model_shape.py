@@ -59,6 +59,11 @@ class ModelShape:
         )
         return replace(self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows)
 
+    def with_experts_per_token(self, count: float) -> ModelShape:
+        """Return the sizes if ``count`` experts run for a token, on average; shared experts run besides."""
+        each = (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
+        return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * each))
+
     @property
     def window(self) -> int | None:
         """The sliding window of the layers that have one; None: no layer has one."""

@@ -13,6 +13,10 @@ from typing import Final
 EXP: Final = "exp"
 LINEAR: Final = "linear"
 SCHEDULES: Final = (EXP, LINEAR)
+TOPK: Final = "topk"
+TOP1: Final = "top1"
+FINALS: Final = (TOPK, TOP1)
+"""Routers that a gate ends as."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class DenseToSparse:
         steps: after so many the router is Megatron's.
         threshold: experts with a smaller score are dropped.
         most_experts: of a token.
+        noise_seed: of the noise on logits; None: there is none.
     """
 
     high: float
@@ -33,6 +38,7 @@ class DenseToSparse:
     steps: int
     threshold: float
     most_experts: int
+    noise_seed: int | None = None
 
     def temperature(self, step: int) -> float | None:
         """Return the temperature of a step, which are counted from 0; None once the router is Megatron's."""

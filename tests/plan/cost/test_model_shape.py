@@ -29,3 +29,12 @@ def test_a_layer_of_experts_counts_those_of_one_token() -> None:
 def test_attention_flops_by_hand() -> None:
     # scores and values: 2 products of 2 s^2 head_dim, 4 heads, 2 layers; half under the mask
     assert attention_flops_per_square(TINY) == 2 * (2 * 2 * 3 * 4) / 2
+
+
+def test_flops_of_the_experts_that_ran() -> None:
+    routed = {"expert_ffn_hidden": 2 * 4 + 6, "num_experts": 16, "experts_per_token": 2, "shared_ffn_hidden": 6}
+    sparse = replace(TINY, num_expert_layers=1, **routed)
+    assert sparse.with_experts_per_token(2) == sparse
+    dense = sparse.with_experts_per_token(16)
+    assert linear_flops_per_token(dense) - linear_flops_per_token(sparse) == 2 * 3 * 8 * 14 * 4
+    assert sparse.with_experts_per_token(4.5).expert_ffn_hidden == 4.5 * 4 + 6

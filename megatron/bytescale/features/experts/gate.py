@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.plan.experts.gate import EXP, SCHEDULES, DenseToSparse
+from bytescale_ext.plan.experts.gate import EXP, FINALS, SCHEDULES, TOP1, TOPK, DenseToSparse
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -49,6 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--moe-dts-max-experts", type=int, metavar="K", help="The most experts of a token. Default: all of them."
     )
+    group.add_argument(
+        "--moe-dts-final",
+        choices=FINALS,
+        default=TOPK,
+        help="The router after the last step: topk (default) as Megatron's flags say; top1 sets --moe-router-topk 1 "
+        "--moe-router-pre-softmax.",
+    )
+    group.add_argument(
+        "--moe-dts-noise",
+        action="store_true",
+        help="Add Gumbel noise to the logits while the gate anneals, in training alone. It depends on --seed, step, "
+        "layer, expert and token, not on ranks.",
+    )
+
+
+def before_checks(args: Any) -> None:
+    """Make Megatron's router that of one expert where the gate ends so."""
+    if args.moe_dts_final == TOP1:
+        args.moe_router_topk, args.moe_router_pre_softmax = 1, True
 
 
 def resolve(args: Any, run: RunConfig) -> DenseToSparse:
@@ -68,12 +87,13 @@ def resolve(args: Any, run: RunConfig) -> DenseToSparse:
         raise ValueError(
             f"--moe-dts-max-experts {most} must be from --moe-router-topk {args.moe_router_topk} to {args.num_experts}"
         )
-    return DenseToSparse(high, low, args.moe_dts_schedule, args.moe_dts_steps, args.moe_dts_threshold, most)
+    seed = args.seed if args.moe_dts_noise else None
+    return DenseToSparse(high, low, args.moe_dts_schedule, args.moe_dts_steps, args.moe_dts_threshold, most, seed)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Anneal the routers of all layers."""
-    from megatron.bytescale.training.experts import anneal
+    from megatron.bytescale.training.experts.gate import anneal
 
     return anneal(training, runtime)
 
@@ -89,7 +109,6 @@ def _balances_by_choice(args: Any) -> bool:
 
 
 REFUSALS = (
-    refuse(FLAG, "experts", "train with one of them: slots take a fixed number of experts of each token"),
     refuse("--moe-token-dispatcher-type flex", "gate", "use alltoall or allgather",
            lambda a: a.moe_token_dispatcher_type == "flex"),
     *(refuse(flag, "gate", _VARIES) for flag in (
@@ -111,5 +130,6 @@ GATE = Feature(
     is_on=lambda args: args.moe_router_dts,
     resolve=resolve,
     build=build,
+    before_checks=before_checks,
     refusals=REFUSALS,
 )

@@ -81,7 +81,7 @@ def resolve(args: Any, run: RunConfig) -> PlacementConfig:
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Hold experts in slots, and place replicas when a step ends."""
-    from megatron.bytescale.training.experts import follow_loads
+    from megatron.bytescale.training.experts.loads import follow_loads
 
     return follow_loads(training, runtime)
 

@@ -44,7 +44,7 @@ def resolve(args: Any, run: RunConfig) -> TraceTo:
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Count tokens in each layer of experts, and write the counts when a step ends."""
-    from megatron.bytescale.training.experts import record_loads
+    from megatron.bytescale.training.experts.loads import record_loads
 
     return record_loads(training, runtime)
 

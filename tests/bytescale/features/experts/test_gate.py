@@ -51,6 +51,25 @@ def test_values_out_of_range(words: list[str], message: str) -> None:
         plan_of(*ON, *words)
 
 
+def test_noise_has_the_seed_of_the_run() -> None:
+    assert plan_of(*ON).noise_seed is None
+    assert plan_of(*ON, "--moe-dts-noise", seed=77).noise_seed == 77
+
+
+def test_the_last_router_may_be_that_of_one_expert() -> None:
+    args = parsed(*ON, "--moe-dts-final", "top1", "--moe-dts-max-experts", "1", **FITTING)
+    features.check(args)
+    assert (args.moe_router_topk, args.moe_router_pre_softmax) == (1, True)
+    assert resolve(args).get(DenseToSparse).most_experts == 1
+    args = parsed(*ON, **FITTING)
+    features.check(args)
+    assert args.moe_router_topk == 2
+
+
+def test_replicas_and_the_gate_go_together() -> None:
+    assert plan_of(*ON, moe_expert_slots=6).most_experts == 8
+
+
 def test_steps_must_be_given() -> None:
     with pytest.raises(ValueError, match="--moe-router-dts needs --moe-dts-steps"):
         plan_of("--moe-router-dts")
@@ -64,7 +83,6 @@ REFUSED: dict[str, Any] = {
     "moe_router_padding_for_fp8": True, "moe_paged_stash": True, "moe_router_num_groups": 2,
     "moe_router_topk_scaling_factor": 2.5, "moe_router_fusion": True, "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_router_score_function": "sigmoid",
-    "moe_expert_slots": 6,
 }  # fmt: skip
 
 

@@ -7,12 +7,17 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
-from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts, with_counts
-from megatron.bytescale.core.transformer.moe.gate import Gate, GatedMoELayer, annealed, with_gate
+from bytescale_ext.plan.experts.placement import PlacementPlan
+from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer, TokenCounts, with_counts
+from megatron.bytescale.core.transformer.moe.gate import Gate, annealed, gated, with_gate
+from megatron.bytescale.core.transformer.moe.gate_noise import gumbel_noise, numbers_of_samples
+from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer, Placements, with_slots
 from tests.bytescale.core.transformer.moe.test_counted_layer import layer_spec
 
 EXPERTS = 8
@@ -53,16 +58,19 @@ def test_the_most_experts_of_a_token() -> None:
     assert (dense[chosen].view(50, 3).min(-1).values >= dense.masked_fill(chosen, 0.0).max(-1).values).all()
 
 
-def test_the_mean_of_active_experts() -> None:
+def test_experts_of_tokens_are_counted() -> None:
     gate = Gate(PLAN)
     gate.note(torch.ones(4, EXPERTS, dtype=torch.bool))
     gate.note(torch.zeros(4, EXPERTS, dtype=torch.bool))
-    assert gate.take_mean_active() == EXPERTS / 2
-    assert gate.take_mean_active() == 0
+    gate.note(torch.ones(4, EXPERTS, dtype=torch.bool), torch.tensor([False, True, True, True]))
+    assert gate.take_active() == (5 * EXPERTS, 9), "padding is left out"
+    assert gate.take_active() == (0, 0)
 
 
 class Top1(torch.nn.Module):
     """Stands for Megatron's router."""
+
+    layer_number = 1
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -81,7 +89,7 @@ def test_the_router_is_megatrons_once_the_gate_has_annealed() -> None:
     gate.temperature = 1e6
     scores, chosen = router.routing(rows)
     assert chosen.all()
-    assert gate.take_mean_active() == EXPERTS
+    assert gate.take_active() == (50 * EXPERTS, 50)
     router.eval()
     router.routing(rows)
     assert gate.num_tokens == 0, "evaluations are not counted"
@@ -115,7 +123,7 @@ def test_layers_that_count_get_the_gate(router: object) -> None:
     spec, gate = layer_spec(partial(MoELayer, submodules=modules)), Gate(PLAN)
     with_gate(with_counts(spec, TokenCounts()), gate)
     mlp = spec.submodules.mlp
-    assert mlp.func is GatedMoELayer
+    assert mlp.func is gated(CountedMoELayer)
     assert mlp.keywords["gate"] is gate
     assert issubclass(mlp.keywords["submodules"].router.func, TopKRouter)
     assert modules.router is router
@@ -124,5 +132,40 @@ def test_layers_that_count_get_the_gate(router: object) -> None:
 def test_layers_that_do_not_count_get_it_too() -> None:
     modules = MoESubmodules(experts="experts", router=TopKRouter)  # type: ignore[arg-type]
     mlp = with_gate(layer_spec(partial(MoELayer, submodules=modules)), Gate(PLAN)).submodules.mlp
-    assert mlp.func is GatedMoELayer
+    assert mlp.func is gated(CountedMoELayer)
     assert "counts" not in mlp.keywords
+
+
+def test_layers_with_slots_get_it_too() -> None:
+    modules = MoESubmodules(experts=partial(SequentialMLP), router=TopKRouter)  # type: ignore[arg-type]
+    spec = with_counts(layer_spec(partial(MoELayer, submodules=modules)), TokenCounts())
+    mlp = with_gate(with_slots(spec, Placements(PlacementPlan.static(8, 2, 6))), Gate(PLAN)).submodules.mlp
+    assert issubclass(mlp.func, PlacedMoELayer)
+    assert mlp.func is gated(PlacedMoELayer)
+    assert {"counts", "placements", "gate"} <= mlp.keywords.keys()
+
+
+def test_noise_is_for_training_alone() -> None:
+    gate = Gate(replace(PLAN, noise_seed=5), 3, 1.0, numbers_of_samples(0, 2, range(25)))
+    router = annealed(Top1, gate)()  # type: ignore[arg-type]
+    router.layer_number = 1
+    rows = logits().view(25, 2, EXPERTS)
+    noisy, _ = router.routing(rows)
+    again, _ = router.routing(rows)
+    assert torch.equal(noisy, again)
+    expected, _ = gate.gates(logits() + gumbel_noise(gate.tokens.reshape(-1), EXPERTS, (5, 3, 1)), 1.0)  # type: ignore[union-attr]
+    assert torch.allclose(noisy, expected)
+    for layer, step in ((2, 3), (1, 4)):
+        router.layer_number, gate.step = layer, step
+        assert not torch.allclose(noisy, router.routing(rows)[0])
+    router.eval()
+    plain, _ = gate.gates(logits(), 1.0)
+    assert torch.equal(router.routing(rows)[0], plain)
+
+
+def test_a_rank_has_the_noise_of_its_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(replace(PLAN, noise_seed=5), 3, 1.0, numbers_of_samples(0, 2, range(8)))
+    whole = gate.noise(1, torch.Size((8, 2, EXPERTS)))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    part = gate.noise(1, torch.Size((4, 2, EXPERTS)))
+    assert torch.equal(part, whole[8:])  # type: ignore[index,arg-type]

@@ -17,10 +17,8 @@ from bytescale_ext.config.experts import PlacementConfig, TraceTo
 from bytescale_ext.measure.metrics import append_jsonl
 from bytescale_ext.plan.experts.check import check_placement
 from bytescale_ext.plan.experts.cost import balance_ratio
-from bytescale_ext.plan.experts.gate import DenseToSparse
 from bytescale_ext.plan.experts.placement import Ints, PlacementPlan, home_parts
 from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts, with_counts
-from megatron.bytescale.core.transformer.moe.gate import Gate, with_gate
 from megatron.bytescale.core.transformer.moe.placed_layer import Placements, with_slots
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
@@ -114,28 +112,6 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
         f"{config.num_ranks} ranks, placement {config.placing.placement}"
     )
     return training.wrap_layer_spec(partial(with_slots, placements=placements))
-
-
-def anneal(training: Training, runtime: Runtime) -> Training:
-    """Let the routers of all layers follow a gate, whose temperature falls from step to step."""
-    gate, log_interval = Gate(runtime.run.get(DenseToSparse)), runtime.run.process.log_interval
-
-    def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_at_temperature(*args: Any, **kwargs: Any) -> Any:
-            gate.temperature = gate.plan.temperature(get_args().curr_iteration)
-            return forward(*args, **kwargs)
-
-        return forward_at_temperature
-
-    def log() -> None:
-        step = get_args().curr_iteration + 1
-        if step % log_interval == 0 and gate.num_tokens:
-            mean = gate.take_mean_active()
-            print_rank_last(f"> bytescale: {mean:.3f} experts of a token since the last line")
-            write_scalars({"experts/active": mean}, step)
-
-    training = after_steps(training.wrap_layer_spec(partial(with_gate, gate=gate)), log)
-    return training.wrap_forward_step(wrap_forward)
 
 
 class Follower:

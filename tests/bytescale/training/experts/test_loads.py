@@ -30,7 +30,7 @@ def write_counts(rank: int, world: int, file: str, steps: int) -> dict[int, list
     from megatron.core import parallel_state
 
     from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
-    from megatron.bytescale.training import experts
+    from megatron.bytescale.training.experts import loads as experts
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     counts, target = TokenCounts(), TraceTo(Path(file), HEAD)
@@ -67,7 +67,7 @@ def test_a_second_run_goes_on(tmp_path: Path) -> None:
 def no_experts(rank: int, world: int) -> dict[int, object]:
     """A stage of dense layers asks nobody."""
     from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
-    from megatron.bytescale.training.experts import step_loads
+    from megatron.bytescale.training.experts.loads import step_loads
 
     return dict(step_loads(TokenCounts()).by_layer)
 
@@ -79,7 +79,7 @@ def test_a_stage_without_experts_has_no_loads() -> None:
 def follow(interval: int, cost: ExpertCost, passes: int = 1) -> list[tuple[int, str, str]]:
     """Follow loads of four steps, expert 0 popular and then expert 3; return what is placed and told after each."""
     from megatron.bytescale.core.transformer.moe.placed_layer import Placements
-    from megatron.bytescale.training import experts
+    from megatron.bytescale.training.experts import loads as experts
 
     config = PlacementConfig(4, 2, Placing("flexmoe", 3, 1.1, interval, cost))
     placements = Placements(PlacementPlan.static(4, 2, 3))

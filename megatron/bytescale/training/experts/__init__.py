@@ -1,0 +1,1 @@
+"""What features of experts install and run around the training loop."""
