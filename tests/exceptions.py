@@ -104,6 +104,7 @@ ANY_FILES = {
     "megatron/bytescale/training/memory/activations.py",
     "megatron/bytescale/training/memory/host_tables.py",
     "megatron/bytescale/training/build.py",
+    "megatron/bytescale/features/experts/upcycle.py",
     "megatron/bytescale/training/experts/gate.py",
     "megatron/bytescale/training/experts/loads.py",
     "megatron/bytescale/training/hdp.py",

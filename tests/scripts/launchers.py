@@ -12,6 +12,7 @@ LOCAL = ROOT / "scripts" / "train_local.sh"
 SLURM = ROOT / "scripts" / "train_slurm.sbatch"
 CHECKS = ROOT / "scripts" / "checks.sh"
 DRAFT_HEADS = ROOT / "scripts" / "recipes" / "draft_heads.sh"
+UPCYCLE = ROOT / "scripts" / "recipes" / "upcycle_dts.sh"
 LONG_CONTEXT = ROOT / "scripts" / "recipes" / "long_context_data.sh"
 SHELL_FILES = [
     LOCAL,
@@ -19,6 +20,7 @@ SHELL_FILES = [
     CHECKS,
     DRAFT_HEADS,
     LONG_CONTEXT,
+    UPCYCLE,
     ROOT / "scripts" / "slurm" / "local_cluster.sh",
     ROOT / ".ci" / "run",
 ]

@@ -178,7 +178,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            hdp="remove it: it has its own schedule, without planned steps"),
     refuse("--moe-paged-stash", "hdp slices activations", activations="choose one: it stores activations itself"),
     refuse("--moe-enable-routing-replay", "hdp slices"),
-    refuse("--moe-use-upcycling", "hdp slices"),
     refuse("--moe-latent-size", "hdp slices"),
     refuse("--cuda-graph-impl", "hdp slices activations", _NEW_SHAPES, lambda a: a.cuda_graph_impl != "none",
            activations=_NO_GRAPH),

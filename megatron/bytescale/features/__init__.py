@@ -16,6 +16,7 @@ from megatron.bytescale.features.drafts import DRAFTS
 from megatron.bytescale.features.experts.gate import GATE
 from megatron.bytescale.features.experts.placement import EXPERTS
 from megatron.bytescale.features.experts.trace import EXPERT_TRACE
+from megatron.bytescale.features.experts.upcycle import UPCYCLING
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.hdp import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
@@ -52,6 +53,7 @@ FEATURES: tuple[Feature, ...] = (
     EMBEDDING,
     EXPERTS,
     GATE,
+    UPCYCLING,
 )
 """In the order in which they resolve and build: each may use the results of the features before it."""
 

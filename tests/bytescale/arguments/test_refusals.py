@@ -118,7 +118,7 @@ SWITCHES = (
     "full-validation multiple-validation-sets fim-data mock-data dataloader-fast-cache-load "
     "dataloader-defer-npy-index-mmap dataloader-inter-document-masking reset-position-ids reset-attention-mask "
     "eod-mask-loss "
-    "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay moe-use-upcycling "
+    "overlap-moe-expert-parallel-comm moe-paged-stash moe-enable-routing-replay "
     "no-align-param-gather defer-embedding-wgrad-compute delay-wgrad-compute overlap-param-gather-with-optimizer-step "
     "use-checkpoint-args inprocess-restart perform-rl-step vision-pretraining "
     "allow-ambiguous-pad-tokens freeze-all-layers log-straggler check-for-spiky-loss ddp-average-in-collective "
