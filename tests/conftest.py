@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from megatron.bytescale import cpu
@@ -20,6 +22,24 @@ def pytest_configure() -> None:
     settings.register_profile("steady", deadline=None, derandomize=True)
     settings.load_profile("steady")
     sys.addaudithook(refuse_interpreters)
+    if hasattr(os, "SCHED_BATCH"):
+        # More ranks than cores: one that wakes up must not stop another in the middle of a send. Children inherit it.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Import Megatron without ``torch.compile``, which imports the compiler for each fused function.
+
+    On CPU the product does the same (``cpu.py``).
+    """
+    compiled, torch.compile = torch.compile, cpu._not_compiled
+    try:
+        return (yield)
+    finally:
+        torch.compile = compiled
+        gc.collect()
+        gc.freeze()  # modules and tests stay: the collections of each test need not visit them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache, partial
 
-from megatron.bytescale import cpu
+from megatron.bytescale import cpu, registry
 
 STAND_INS = cpu.install_if_wanted(["--cpu"])
 
@@ -22,10 +22,16 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 import megatron.bytescale  # noqa: E402
 import pretrain_gpt_hdp  # noqa: E402, F401
+from megatron.bytescale import patches  # noqa: E402
 
 for found in pkgutil.walk_packages(megatron.bytescale.__path__, "megatron.bytescale."):
     if not found.name.endswith(".__main__"):
         importlib.import_module(found.name)
+
+# Each rank hashes the sources of the functions that are patched: they are read and parsed once.
+registry.source_hash = cache(registry.source_hash)
+for patch in patches.PATCHES:
+    registry.source_hash(registry.resolve(patch.target)[2])
 
 # Megatron reads the help of its flags from its own sources each time it parses: a fifth of a short run.
 read_help = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
