@@ -4,6 +4,7 @@ import argparse
 import gc
 import importlib
 import pkgutil
+import queue
 from functools import cache, partial
 
 from megatron.bytescale import cpu, registry
@@ -38,8 +39,9 @@ read_help = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGr
 ArgumentGroupFactory._get_field_docstrings = staticmethod(read_help)
 add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
-# A rank that saves a distributed checkpoint starts a process that holds a queue; a new Python imports all this again.
-filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, "forkserver")
+# A rank that saves a sharded checkpoint passes the results through a queue in a process of its own, which imports torch
+# and Megatron. Only --async-save writes in another process; a queue of this one cannot be pickled, so that would fail.
+filesystem_async.get_write_results_queue = cache(lambda mp_mode="spawn": queue.Queue())
 
 # What is here lives as long as every rank: a rank's garbage collector neither visits nor copies it.
 gc.collect()
