@@ -89,6 +89,8 @@ FLAGS = [
     "--memory-plan",
     "--record-memory-plan",
     "--state-policy",
+    "--state-stage",
+    "--state-window-layers",
     "--state-host-gb",
     "--state-page-mb",
     "--state-nvme",
@@ -134,8 +136,7 @@ DECISIONS = (ast.If, ast.For, ast.While, ast.Match)  # with and try decide nothi
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Folders of the source and of the tests that mirror them.
 MIRRORS = {"bytescale_ext": "tests", "megatron/bytescale": "tests/bytescale", "scripts/bench": "tests/bench"}
-# Whole trainings, an emulated cluster, faults in both, and the launchers.
-NO_MIRROR = ("tests.e2e", "tests.cluster", "tests.faults", "tests.scripts")
+NO_MIRROR = ("tests.e2e", "tests.cluster", "tests.faults", "tests.scripts")  # whole trainings, faults, launchers
 ARRAY_TYPE = r"ndarray|NDArray|Tensor"
 SHAPE = re.compile(r"\[[^\]]+\]|\b(shapes?|scalars?|one-dimensional)\b", re.IGNORECASE)
 

@@ -79,6 +79,7 @@ class PagedAdam:
         check_pages(self.table)
         check_moves(self.table, self._moves, self.on_disk)
         self._owners = owners
+        self._has_host_gradients = config.stage > 1
         self.tiers: TieredMemory | None = None
         if config.nvme is not None and self.on_disk:
             file = PageFile(file_of(config.nvme.folder, config.nvme.rank, part), FileLayout.of(self.table))
@@ -112,10 +113,11 @@ class PagedAdam:
         optimizer.register_load_state_dict_pre_hook(partial(self.lend, changed=True))
 
     def begin_step(self) -> None:
-        """Let gradients on the device be attached to parameters whose values are elsewhere."""
+        """Let gradients, on the device or in host memory, be attached to parameters whose values are elsewhere."""
         for number in self._with_copy:
             owner = self._owners[number]
-            stand_in = torch.full((1,), math.nan, dtype=torch.float32, device=owner.target.device)
+            device = "cpu" if self._has_host_gradients else owner.target.device
+            stand_in = torch.full((1,), math.nan, dtype=torch.float32, device=device)
             owner.parameter.data = stand_in.expand(owner.parameter.shape)
 
     def lend(self, optimizer: torch.optim.Optimizer, *_: object, changed: bool) -> None:

@@ -35,11 +35,15 @@ class StateConfig:
         page_bytes: of a page.
         host_bytes: the most host memory that the pages of a process may take.
         nvme: the disk, or None.
+        stage: what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
+        window_layers: whose parameters the device holds at a time, in stage 3.
     """
 
     page_bytes: int
     host_bytes: float
     nvme: NvmeConfig | None = None
+    stage: int = 1
+    window_layers: int = 2
 
     def check_fits(self, host_bytes: float, file_bytes: float = 0.0) -> None:
         """Raise ValueError, naming how much, where the pages of a process need more host memory or disk space."""

@@ -15,7 +15,15 @@ from bytescale_ext.plan.memory.model_states import (
     stage_parameters,
 )
 from bytescale_ext.plan.states.moves import Traffic, traffic
-from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_BUFFERS, NUM_MOMENTS, PageTable, StateTensor, lay_out
+from bytescale_ext.plan.states.pages import (
+    FLOAT_BYTES,
+    NUM_BUFFERS,
+    NUM_GRADIENT_SLOTS,
+    NUM_MOMENTS,
+    PageTable,
+    StateTensor,
+    lay_out,
+)
 from bytescale_ext.plan.states.tiers import FileLayout, least_host_bytes
 
 
@@ -30,6 +38,8 @@ class StateCase:
         element_bytes: of a parameter on the device.
         optimizer_ranks: ranks that share Adam's states (``--use-distributed-optimizer``).
         page_bytes: of a page.
+        stage: what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
+        window_layers: whose parameters are on the device at a time, in stage 3.
     """
 
     shape: ModelShape
@@ -39,6 +49,8 @@ class StateCase:
     element_bytes: int
     optimizer_ranks: int
     page_bytes: int
+    stage: int = 1
+    window_layers: int = 2
 
     @property
     def num_parameters(self) -> float:
@@ -65,8 +77,15 @@ class StateCase:
 
     @property
     def paged_bytes(self) -> float:
-        """Device memory of parameters and gradients alone."""
-        return self.num_parameters * (self.element_bytes + GRADIENT_BYTES)
+        """Device memory of what is there in a step: parameters and, in stage 1, gradients; in stage 3 a window."""
+        if self.stage == 3:
+            return self._window_parameters * self.element_bytes
+        return self.num_parameters * (self.element_bytes + (GRADIENT_BYTES if self.stage == 1 else 0))
+
+    @property
+    def _window_parameters(self) -> float:
+        """Parameters of the window, and those that belong to no layer."""
+        return self.with_layers(min(self.window_layers, self.shape.num_layers)).num_parameters
 
     @property
     def _num_pages(self) -> int:
@@ -74,15 +93,23 @@ class StateCase:
         return sum(-(-tensor.num_elements * FLOAT_BYTES // self.page_bytes) for tensor in self.tensors)
 
     @property
+    def whole_host_bytes(self) -> int:
+        """Host memory of what each process has all of: gradients, the slots that they come through, parameters."""
+        if self.stage == 1:
+            return 0
+        each = GRADIENT_BYTES + (self.element_bytes if self.stage == 3 else 0)
+        return int(self.num_parameters * each) + NUM_GRADIENT_SLOTS * self.page_bytes
+
+    @property
     def host_bytes(self) -> int:
-        """Host memory of the pages of one process, where none lie on a disk."""
+        """Host memory of one process, where no pages lie on a disk."""
         planes = NUM_MOMENTS + self.tensors[0].has_copy
-        return (planes * self._num_pages + 2 * NUM_BUFFERS) * self.page_bytes
+        return (planes * self._num_pages + 2 * NUM_BUFFERS) * self.page_bytes + self.whole_host_bytes
 
     @property
     def least_host_bytes(self) -> int:
         """Host memory of one process where all pages lie on a disk."""
-        return least_host_bytes(self.page_bytes, self.tensors[0].has_copy)
+        return least_host_bytes(self.page_bytes, self.tensors[0].has_copy) + self.whole_host_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -93,6 +120,31 @@ class StateCase:
     def traffic(self, on_disk: Collection[int] = ()) -> Traffic:
         """Return the bytes that one process copies in a step; ``on_disk``: pages of its table that lie there."""
         return traffic(self.table, self.element_bytes, on_disk)
+
+    def link_bytes(self, micro_batches: int) -> Traffic:
+        """Return the bytes between device and host in a step of so many micro-batches, without recomputing.
+
+        From stage 2 on gradients leave the device in the type of their parameters, once for each micro-batch, and the
+        update finds them in host memory. In stage 3 parameters of layers come before each forward and backward pass,
+        and stay nowhere else. The sums that ranks communicate pass the device once more.
+        """
+        if self.stage == 1:
+            return self.traffic()
+        fetched = int(self.num_parameters * self.element_bytes) * micro_batches
+        if self.stage == 2:
+            return Traffic(fetched, self.traffic().returned)
+        ends = self.with_layers(0).num_parameters
+        passes = 2 * micro_batches * (self.num_parameters - ends) + ends
+        return Traffic(fetched, int(passes * self.element_bytes))
+
+    @property
+    def build_bytes(self) -> float:
+        """Device memory that Megatron takes to build the model: parameters and, in stage 1, gradients.
+
+        Ranks that share the optimizer then hold parameters twice, because DDP copies them to a buffer.
+        """
+        buffers = GRADIENT_BYTES + (self.element_bytes if self.optimizer_ranks > 1 else 0)
+        return self.num_parameters * (self.element_bytes + (buffers if self.stage == 1 else 0))
 
     def with_layers(self, num_layers: int) -> StateCase:
         """Return this case with another number of layers."""
@@ -119,7 +171,7 @@ class Room:
         """Return whether a case's states fit in this tier and those above it."""
         if tier is Tier.DEVICE:
             return case.resident_bytes <= self.device_bytes
-        if case.paged_bytes > self.device_bytes:
+        if max(case.paged_bytes, case.build_bytes) > self.device_bytes:
             return False
         if case.host_bytes <= self.host_bytes:
             return True

@@ -30,6 +30,9 @@ LEAST_PAGE_BYTES: Final = 4096
 NUM_BUFFERS: Final = 2
 """Pages under way at a time: while one is updated, the gradients of the next one are fetched."""
 
+NUM_GRADIENT_SLOTS: Final = 32
+"""Pages for parts of gradients that leave the device during the backward pass, in stage 2."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:

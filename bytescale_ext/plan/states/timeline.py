@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Move, disk_bytes, moved_bytes, step_moves
@@ -23,12 +23,18 @@ class Speeds:
         link_bytes_per_second: between device and host, one way.
         adam_bytes_per_second: host memory that Adam reads and writes.
         read_bytes_per_second, write_bytes_per_second: of the disk, which does one at a time.
+        in_host: copies that the processor makes in host memory, because gradients, or parameters too, are there.
     """
 
     link_bytes_per_second: float
     adam_bytes_per_second: float
     read_bytes_per_second: float = math.inf
     write_bytes_per_second: float = math.inf
+    in_host: tuple[Kind, ...] = ()
+
+    def of_stage(self, stage: int) -> Speeds:
+        """Return the speeds of a stage, where gradients (from 2 on) and parameters (3) are in host memory."""
+        return replace(self, in_host=(Kind.FETCH, Kind.RETURN)[: stage - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,10 @@ class _Clock:
             self._host = max(self._host, self._returned.get(move.buffer, 0.0))
         start = max(self._host, self._free[move.kind])
         size = moved_bytes(page, move.kind, self._element_bytes)
+        if move.kind in self._speeds.in_host:
+            start, self._host = self._host, self._host + 2 * size / self._speeds.adam_bytes_per_second
+            (self._fetched if move.kind is Kind.FETCH else self._returned)[move.buffer] = self._host
+            return start, self._host
         stop = self._free[move.kind] = start + size / self._speeds.link_bytes_per_second
         (self._fetched if move.kind is Kind.FETCH else self._returned)[move.buffer] = stop
         return start, stop

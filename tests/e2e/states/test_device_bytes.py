@@ -10,40 +10,71 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.e2e.training import HDP, MODEL, TRAIN, train_ranks, train_with
+from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_ranks, train_with
 
 pytestmark = pytest.mark.ranks
 
 MODEL_OF_2M = [
     *MODEL,
-    *"--hidden-size 256 --ffn-hidden-size 512 --vocab-size 1000 --bf16 --init-method-std 0.02".split(),
+    *"--hidden-size 256 --ffn-hidden-size 512 --vocab-size 1000 --bf16 --init-method-std 0.02 --num-layers 4".split(),
 ]
+WINDOW: dict[int, list[object]] = {1: [], 2: [], 3: ["--state-window-layers", 1]}
 TINY_PAGES = "--state-policy paged --state-page-mb 0.015625".split()
 
 
+fetched: list[tuple[StorageWeakRef, int]] = []  # storages of parameters that came to a rank's window
+most = [0]  # bytes of those that were alive at a time
+
+
+def count_fetched() -> None:
+    """Follow what comes to the window, once in a process."""
+    from bytescale_ext.states.window import Away
+
+    fetch = Away.fetch
+
+    def fetch_and_count(away: Any, link: Any) -> None:
+        was_here = away.is_here
+        fetch(away, link)
+        if not was_here:
+            fetched.extend((StorageWeakRef(one.untyped_storage()), one.nbytes) for one in away._coming[0])
+        most[0] = max(most[0], sum(size for storage, size in fetched if not storage.expired()))
+
+    Away.fetch = fetch_and_count  # type: ignore[method-assign]
+
+
 def print_live_bytes(runtime: Any, model: torch.nn.Module) -> None:
-    """Print what is live on the device before the step's first forward pass, and both forecasts."""
+    """Print what is live on the device before the step's first forward pass, with the most that the window of the last
+    step held; what host memory holds, and forecasts.
+    """
+    from bytescale_ext.config.memory.states import StateConfig
     from bytescale_ext.plan.states.forecast import StateCase
 
     gc.collect()
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
     live = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-    pages = {
-        one.untyped_storage().data_ptr()
-        for owner in gc.get_objects() if type(owner).__name__ == "PageMemory"
-        for one in [owner.arena.memory]
-    }  # fmt: skip
-    device = sum(size for address, size in live.items() if address not in pages)
-    host = sum(live[address] for address in pages)
-    ranks = runtime.run.cluster.num_ranks
-    case = StateCase(runtime.run.shape, 1, True, True, 2, ranks, 16384)
-    print(f"LIVE {device} {host} {case.resident_bytes:.0f} {case.paged_bytes:.0f} {case.host_bytes}")
+    owners = {
+        type(one).__name__: one for one in gc.get_objects() if type(one).__name__ in ("PageMemory", "HostGradients")
+    }
+    blocks = [owners["PageMemory"].arena.memory] if owners else []
+    if "HostGradients" in owners:
+        blocks += [owners["HostGradients"].sums.slots, next(model.parameters()).main_grad]
+    if runtime.run.find(StateConfig) is not None and runtime.run.get(StateConfig).stage == 3:
+        blocks.append(next(model.parameters()))
+        if not fetched:
+            count_fetched()
+    host = {one.untyped_storage().data_ptr() for one in blocks}
+    device = sum(size for address, size in live.items() if address not in host) + most[0]
+    config = runtime.run.find(StateConfig) or StateConfig(16384, 0.0)
+    case = StateCase(runtime.run.shape, 1, True, True, 2, runtime.run.cluster.num_ranks, 16384, config.stage, 1)
+    print(f"LIVE {device} {sum(live[one] for one in host)} {case.resident_bytes:.0f} {case.paged_bytes:.0f} "
+          f"{case.host_bytes}")  # fmt: skip
 
 
-def figures(corpus: Path, *flags: str) -> list[list[float]]:
+def figures(corpus: Path, folder: Path, *flags: object) -> list[list[float]]:
     """Return the printed figures of each step of a run on two ranks that share the optimizer."""
-    sharing = ["--use-distributed-optimizer", "--hdp-tokens-per-rank", "128"]
+    sharing = ["--use-distributed-optimizer", "--hdp-tokens-per-rank", "128", "--hdp-log-dir", folder]
     outcomes = train_ranks(2, *TRAIN, *MODEL_OF_2M, "--data-path", corpus, *HDP, *sharing, *flags,
                            entry=partial(train_with, print_live_bytes))  # fmt: skip
     return [
@@ -51,11 +82,18 @@ def figures(corpus: Path, *flags: str) -> list[list[float]]:
     ]
 
 
-def test_the_device_holds_what_was_forecast(corpus: Path) -> None:
-    resident, paged = figures(corpus), figures(corpus, *TINY_PAGES)
-    assert len(resident) == len(paged) == 3
-    for (device, _, forecast, _, _), (rest, pages, _, forecast_rest, host) in zip(resident[1:], paged[1:], strict=True):
-        assert device == pytest.approx(forecast, rel=0.05)
-        assert rest == pytest.approx(forecast_rest, rel=0.05)
-        assert pages == pytest.approx(host, rel=0.05)
-        assert device / rest == pytest.approx(2.0, rel=0.05)  # (6 + 12 / 2) / 6 bytes a parameter
+def test_the_device_holds_what_was_forecast(corpus: Path, tmp_path: Path) -> None:
+    resident = figures(corpus, tmp_path / "resident")
+    assert len(resident) == 3
+    # (6 + 12 / 2) bytes a parameter, over what stays: parameters and gradients, parameters, or a layer of four and ends
+    for stage, ratio in ((1, 2.0), (2, 6.0), (3, None)):
+        paged = figures(corpus, tmp_path / f"{stage}", *TINY_PAGES, "--state-stage", stage, *WINDOW[stage])
+        assert len(paged) == 3
+        assert step_losses(tmp_path / f"{stage}") == step_losses(tmp_path / "resident")
+        for (device, _, forecast, *_), (rest, pages, _, forecast_rest, host) in zip(
+            resident[1:], paged[1:], strict=True
+        ):
+            assert device == pytest.approx(forecast, rel=0.05)
+            assert rest == pytest.approx(forecast_rest, rel=0.05), stage
+            assert pages == pytest.approx(host, rel=0.05), stage
+            assert ratio is None or device / rest == pytest.approx(ratio, rel=0.05)

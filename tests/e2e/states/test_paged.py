@@ -1,7 +1,7 @@
 """A run with Adam's states in pages is the resident run, to the last bit, and each goes on from the other's checkpoint.
 
 The layouts cover every pair of tensor parallelism, pipelines and hybrid data parallelism, each precision and optimizer.
-In some runs most pages lie on a disk.
+In some runs most pages lie on a disk, and gradients and parameters leave the device too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 BF16 = "--bf16 --init-method-std 0.02".split()
 SAMPLES = "--micro-batch-size 1 --seq-length 64".split()
 EVALUATE = "--split 60,20,20 --eval-interval 2 --eval-iters 1".split()
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 STEPS, SAVED = 6, 3
 # A page has 1024 elements: the smallest model has 14,000 on a rank.
 PAGED = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 1".split()
 HOST_GB = 7e-5  # 17 pages, of which most are for those under way
+HOST_GB_OF_STAGE_3 = 2.8e-4  # and gradients, parameters and slots of gradients
 
 # name: (ranks, flags)
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -42,11 +44,20 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         [*MODEL, *HDP, *BF16, *SHARDED, *EVALUATE, "--hdp-tokens-per-rank", "128", "--ckpt-format", "torch_dist"],
     ),
     "samples, tp, bf16, tied": (2, [*TIED, *SAMPLES, *TP, *BF16]),
-    "samples in slices, pp, zero1": (4, [*MODEL, *SAMPLES, *PP, *SHARDED, "--seq1f1b-slices", "2"]),
-    "documents, tp, pp": (4, [*MODEL, *HDP, *TP, *PP, "--sequence-parallel", "--hdp-tokens-per-rank", "256"]),
+    "samples in slices, pp, zero1": (4, [*MODEL, *SAMPLES, *PP, SHARDED[0], "--seq1f1b-slices", "2"]),
+    "documents, tp, pp": (
+        4,
+        [*MODEL, *HDP, *TP, *PP, *RECOMPUTE, "--sequence-parallel", "--hdp-tokens-per-rank", "256"],
+    ),
 }
 RESUMED = ("documents, bf16, zero1", "samples, tp, bf16, tied")
 ON_DISK = ("documents, bf16, zero1", "samples in slices, pp, zero1")
+WINDOW = ["--state-stage", 3, "--state-window-layers", 1]
+STAGES: dict[str, list[object]] = {
+    "samples, tp, bf16, tied": WINDOW,
+    "samples in slices, pp, zero1": WINDOW,
+    "documents, tp, pp": ["--state-stage", 2],
+}  # the others: stage 1
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +77,12 @@ def run(name: str, documents: Path, folder: Path, *flags: object) -> list[Outcom
     return outcomes
 
 
-def with_disk(folder: Path) -> list[object]:
+def with_disk(folder: Path, host_gb: float = HOST_GB) -> list[object]:
     """Return the flags of pages on a disk, in a folder beside the run's."""
     folder.mkdir()
     if file_system_of(folder) in IN_MEMORY:
         pytest.skip(f"{folder} is host memory")
-    return [*PAGED, "--state-nvme", folder, "--state-host-gb", HOST_GB]
+    return [*PAGED, "--state-nvme", folder, "--state-host-gb", host_gb]
 
 
 def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,7 +131,8 @@ def assert_equal(name: str, runs: tuple[list[Outcome], list[Outcome]], folders: 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_paged_is_resident(name: str, documents: Path, tmp_path: Path) -> None:
     folders = [tmp_path / kind for kind in ("paged", "resident", "paged then resident", "resident then paged")]
-    pages = with_disk(tmp_path / "pages") if name in ON_DISK else PAGED
+    host_gb = HOST_GB_OF_STAGE_3 if name in STAGES else HOST_GB
+    pages = [*(with_disk(tmp_path / "pages", host_gb) if name in ON_DISK else PAGED), *STAGES.get(name, [])]
     paged = run(name, documents, folders[0], *pages)
     resident = run(name, documents, folders[1])
     assert_equal(name, (paged, resident), (folders[0], folders[1]))

@@ -10,6 +10,7 @@ from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.memory.model_states import num_parameters, state_bytes
 from bytescale_ext.plan.states.forecast import Room, StateCase, Tier, most_layers
 from bytescale_ext.plan.states.moves import Traffic
+from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS
 from bytescale_ext.plan.states.tiers import FileLayout, least_host_bytes, pages_on_disk, tiered_host_bytes
 
 MIB = 1 << 20
@@ -85,3 +86,54 @@ def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
     assert CASE.with_layers(limited).file_bytes <= 300e9 < CASE.with_layers(limited + 1).file_bytes
     assert most_layers(CASE, Room(140e9, 1e6, 1e12), Tier.DISK) == 0
     assert most_layers(CASE, Room(140e9, 100e9, 1e12), Tier.HOST) == host
+
+
+def test_what_each_stage_leaves_on_the_device() -> None:
+    """Gradients of 4 bytes leave in stage 2; in stage 3 all but a window of layers and what is in none."""
+    parameters = CASE.num_parameters
+    second, third = replace(CASE, stage=2), replace(CASE, stage=3, window_layers=3)
+    assert second.paged_bytes == 2 * parameters
+    assert third.paged_bytes == 2 * CASE.with_layers(3).num_parameters
+    assert replace(third, window_layers=100).paged_bytes == second.paged_bytes
+    slots = NUM_GRADIENT_SLOTS * 4 * MIB
+    assert second.host_bytes == CASE.host_bytes + int(4 * parameters) + slots
+    assert third.host_bytes == CASE.host_bytes + int(6 * parameters) + slots
+    assert third.least_host_bytes == CASE.least_host_bytes + int(6 * parameters) + slots
+    assert second.resident_bytes == CASE.resident_bytes
+
+
+def test_ranks_do_not_share_gradients_and_parameters_in_host_memory() -> None:
+    shared = replace(CASE, stage=3, optimizer_ranks=4)
+    assert shared.host_bytes == pytest.approx((12 / 4 + 6) * CASE.num_parameters, rel=0.01)
+
+
+def test_what_a_step_copies_in_each_stage() -> None:
+    """Gradients come once a micro-batch, in stage 3 parameters go twice; the update copies nothing over the link."""
+    parameters = CASE.num_parameters
+    assert CASE.link_bytes(5) == Traffic(4 * parameters, 2 * parameters)
+    assert replace(CASE, stage=2).link_bytes(5) == Traffic(5 * 2 * int(parameters), 2 * parameters)
+    third = replace(CASE, stage=3, window_layers=2)
+    of_layers = CASE.num_parameters - CASE.with_layers(0).num_parameters
+    assert third.link_bytes(5).fetched == 5 * 2 * int(parameters)
+    ends = CASE.with_layers(0).num_parameters
+    assert third.link_bytes(5).returned == pytest.approx(2 * (2 * 5 * of_layers + ends))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_largest_model_of_each_stage(stage: int) -> None:
+    """What Megatron itself holds while it builds the model is a limit too."""
+    case = replace(CASE, stage=stage)
+    layers = most_layers(case, Room(140e9, 1e13), Tier.HOST)
+    assert case.with_layers(layers).paged_bytes <= 140e9
+    assert case.with_layers(layers).build_bytes <= 140e9
+    more = case.with_layers(layers + 1)
+    assert max(more.paged_bytes, more.build_bytes) > 140e9
+
+
+def test_what_the_build_holds() -> None:
+    """Parameters and, in stage 1, gradients and the buffer that parameters are copied to where ranks share states."""
+    assert CASE.build_bytes == 6 * CASE.num_parameters
+    assert replace(CASE, optimizer_ranks=2).build_bytes == 8 * CASE.num_parameters
+    assert replace(CASE, element_bytes=4, optimizer_ranks=2).build_bytes == 12 * CASE.num_parameters
+    assert replace(CASE, stage=2, optimizer_ranks=2).build_bytes == 2 * CASE.num_parameters
+    assert replace(CASE, stage=3).build_bytes == 2 * CASE.num_parameters

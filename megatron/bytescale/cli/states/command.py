@@ -19,7 +19,8 @@ from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, 
 
 NAME = "states"
 HELP = "predict what Adam's states in pages of host memory and NVMe take, move and save"
-TIERS = {"resident": Tier.DEVICE, "paged": Tier.HOST, "paged with NVMe": Tier.DISK}
+STAGES = {1: "Adam's states", 2: "Adam's states, gradients", 3: "Adam's states, gradients, parameters of layers"}
+TIERS = {"": Tier.HOST, " with NVMe": Tier.DISK}
 EXAMPLE = 'bytescale states --model-flags "$MODEL_FLAGS" --device-memory-gb 80 --host-memory-gb 200 --plot moves.png'
 
 
@@ -35,6 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share a layer (1)")
     parser.add_argument("--stages", type=count, default=1, metavar="N", help="pipeline stages of equal layers (1)")
     add_optimizer_ranks(parser)
+    parser.add_argument(
+        "--state-stage",
+        type=int,
+        choices=list(STAGES),
+        default=1,
+        help="what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too (1)",
+    )
+    parser.add_argument(
+        "--window-layers", type=count, default=2, metavar="N", help="layers on the device at a time in stage 3 (2)"
+    )
+    parser.add_argument(
+        "--microbatches", type=count, default=1, metavar="N", help="micro-batches of a rank and step, for traffic (1)"
+    )
     parser.add_argument("--float32", action="store_true", help="parameters of 32 bits on the device, not of 16")
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
     parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="for model states (80)")
@@ -62,14 +76,16 @@ class Row:
         case: its states.
         on_disk: the pages that host memory has no room for.
         moves: of one step, in time.
+        num_microbatches: of one step.
     """
 
     case: StateCase
     on_disk: frozenset[int]
     moves: tuple[TimedMove, ...]
+    num_microbatches: int = 1
 
     @classmethod
-    def of(cls, case: StateCase, room: Room, speeds: Speeds) -> Row:
+    def of(cls, case: StateCase, room: Room, speeds: Speeds, num_microbatches: int) -> Row:
         """Return the row of a stage. Raises ValueError, naming the least that works, where its states do not fit."""
         fits = case.host_bytes <= room.host_bytes
         if not fits and not room.disk_bytes:
@@ -87,8 +103,9 @@ class Row:
                 f"pages of the fullest stage take {in_gigabytes(case.file_bytes)} GB of a disk in two versions: give "
                 "--nvme-gb at least that, or more --stages, --tensor-parallel or --optimizer-ranks"
             )
-        on_disk = pages_on_disk(case.table, room.host_bytes)
-        return cls(case, on_disk, replay(case.table, case.element_bytes, speeds, on_disk))
+        on_disk = pages_on_disk(case.table, room.host_bytes - case.whole_host_bytes)
+        moves = replay(case.table, case.element_bytes, speeds.of_stage(case.stage), on_disk)
+        return cls(case, on_disk, moves, num_microbatches)
 
     @property
     def seconds(self) -> float:
@@ -98,7 +115,12 @@ class Row:
     @property
     def traffic(self) -> Traffic:
         """Bytes of one step."""
-        return self.case.traffic(self.on_disk)
+        return replace(self.case.link_bytes(self.num_microbatches), on_disk=self.case.traffic(self.on_disk).on_disk)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of one process."""
+        return tiered_host_bytes(self.case.table, self.on_disk) + self.case.whole_host_bytes
 
     @property
     def disk_pages(self) -> int:
@@ -118,8 +140,8 @@ def run(args: argparse.Namespace) -> int:
     )
     room = Room(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, args.nvme_gb * 1e9)
     fullest = max(cases(args), key=lambda case: case.host_bytes)
-    row = Row.of(fullest, room, speeds)
-    rows = [Row.of(case, room, speeds) for case in cases(args)]
+    row = Row.of(fullest, room, speeds, args.microbatches)
+    rows = [Row.of(case, room, speeds, args.microbatches) for case in cases(args)]
     largest = largest_models(args, room)
     if args.plot is not None:
         from bytescale_ext.draw.states import draw_moves
@@ -162,20 +184,24 @@ def cases(args: argparse.Namespace) -> list[StateCase]:
             element_bytes=FLOAT_BYTES if args.float32 else 2,
             optimizer_ranks=args.optimizer_ranks,
             page_bytes=page_bytes_of(args.page_mb, "--page-mb"),
+            stage=args.state_stage,
+            window_layers=args.window_layers,
         )
         for stage in range(args.stages)
     ]
 
 
 def largest_models(args: argparse.Namespace, room: Room) -> dict[str, tuple[int, float]]:
-    """Return, for each tier that there is, the most layers whose states fit and the parameters of all stages then."""
+    """Return, for each stage and tier, the most layers whose states fit and the parameters of all stages then."""
+    places = {"resident": (1, Tier.DEVICE)}
+    for kind, tier in TIERS.items():
+        if tier is not Tier.DISK or room.disk_bytes:
+            places |= {f"stage {stage}{kind}": (stage, tier) for stage in STAGES}
     found = {}
-    for name, tier in TIERS.items():
-        if tier is Tier.DISK and not room.disk_bytes:
-            continue
-        stages = cases(args)
-        layers = min(most_layers(case, room, tier) for case in stages)
-        parameters = sum(case.with_layers(layers).num_parameters for case in stages) if layers else 0.0
+    for name, (stage, tier) in places.items():
+        parts = [replace(case, stage=stage) for case in cases(args)]
+        layers = min(most_layers(case, room, tier) for case in parts)
+        parameters = sum(case.with_layers(layers).num_parameters for case in parts) if layers else 0.0
         found[name] = (layers * args.stages, args.tensor_parallel * parameters)
     return found
 
@@ -191,7 +217,7 @@ def table_text(rows: list[Row]) -> str:
         case, traffic = row.case, row.traffic
         cells = [
             str(number), f"{case.num_parameters:,.0f}", f"{case.table.num_host_pages - row.disk_pages:,}",
-            f"{tiered_host_bytes(case.table, row.on_disk) / 1e9:.2f}", f"{case.paged_bytes / 1e9:.2f}",
+            f"{row.host_bytes / 1e9:.2f}", f"{case.paged_bytes / 1e9:.2f}",
             f"{case.resident_bytes / 1e9:.2f}", f"{traffic.fetched / 1e9:.2f}", f"{traffic.returned / 1e9:.2f}",
             f"{1e3 * row.seconds:.1f}",
             f"{row.disk_pages:,}", f"{case.file_bytes * bool(row.on_disk) / 1e9:.2f}", f"{traffic.on_disk / 1e9:.2f}",
@@ -201,17 +227,19 @@ def table_text(rows: list[Row]) -> str:
 
 
 def largest_text(args: argparse.Namespace, largest: dict[str, tuple[int, float]]) -> str:
-    """Return a line about the largest model of this width, without activations."""
+    """Return a table of the largest models of this width, without activations."""
     resident = largest["resident"][1]
-    texts = [f"resident {largest['resident'][0]} layers, {resident / 1e9:.2f} G parameters"]
-    for policy, (layers, parameters) in list(largest.items())[1:]:
-        times = parameters / resident if resident else math.inf
-        texts.append(f"{policy} {layers} layers, {parameters / 1e9:.2f} G ({times:.2f} times)")
     disk = f" and {args.nvme_gb:g} GB of NVMe" if args.nvme_gb else ""
-    return (
+    lines = [
         f"largest model of this width whose states fit in {args.device_memory_gb:g} GB of a device, "
-        f"{args.host_memory_gb:g} GB of host memory{disk}: {'; '.join(texts)}"
-    )
+        f"{args.host_memory_gb:g} GB of host memory{disk}:",
+        f"{'':20} {'layers':>6} {'G parameters':>12} {'times':>6}  off the device",
+    ]
+    for name, (layers, parameters) in largest.items():
+        times = parameters / resident if resident else math.inf
+        moved = [text for stage, text in STAGES.items() if name.startswith(f"stage {stage}")]
+        lines.append(f"{name:20} {layers:6} {parameters / 1e9:12.2f} {times:6.2f}  {''.join(moved)}")
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def row_json(row: Row) -> dict[str, object]:
@@ -221,9 +249,10 @@ def row_json(row: Row) -> dict[str, object]:
         "parameters": case.num_parameters,
         "pages": {"exp_avg and exp_avg_sq": NUM_MOMENTS * len(case.table.pages), "float32": case.table.num_copies},
         "pages_on_nvme": row.disk_pages,
-        "host_bytes": tiered_host_bytes(case.table, row.on_disk),
+        "host_bytes": row.host_bytes,
         "nvme_bytes": case.file_bytes * bool(row.on_disk),
         "device_bytes": case.paged_bytes,
+        "build_bytes": case.build_bytes,
         "resident_bytes": case.resident_bytes,
         "fetched_bytes": row.traffic.fetched,
         "returned_bytes": row.traffic.returned,

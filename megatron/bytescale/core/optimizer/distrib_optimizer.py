@@ -9,6 +9,7 @@ of the experts on a pipeline stage that has no experts: it finds no step there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from bytescale_ext.config.memory.states import StateConfig
+from megatron.bytescale.core.distributed.distributed_data_parallel import move_states
+from megatron.bytescale.core.distributed.host_build import CopiesInHostMemory
+from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gradients
 from megatron.bytescale.core.optimizer.optimizer import page_parts
 
 
@@ -26,14 +30,18 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
     Its states lie in pages where the run says so.
     """
 
-    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        optimizer = original(*args, **kwargs)
+    def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        states, on_cuda = runtime.run.find(StateConfig), runtime.run.process.on_cuda
+        gradients = move_states(model_chunks, states, on_cuda) if states is not None else None
+        with CopiesInHostMemory() if states is not None else nullcontext():
+            optimizer = original(config, model_chunks, *args, **kwargs)
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        config = runtime.run.find(StateConfig)
-        if config is not None:
-            page_parts(parts, config, runtime.run.process.on_cuda)
+        if states is not None:
+            page_parts(parts, states.without(gradients.host_bytes if gradients else 0, 0), on_cuda)
+        for part in parts if gradients is not None else ():
+            part.__class__, part.host_gradients = taking_gradients(type(part)), gradients
         for part in filter(is_over_torch_adam, parts):
-            if config is None:
+            if states is None:
                 begin_state(part.optimizer)
             part.optimizer.register_load_state_dict_post_hook(separate_steps)
             if not part.optimizer.state and part is not parts[0]:

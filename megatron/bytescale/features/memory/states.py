@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.build import Training
 
 POLICIES: Final = ("resident", "paged")
+STAGES: Final = (1, 2, 3)
+WINDOW_LAYERS: Final = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +42,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "while gradients of the next page are copied to it and results of the last one from it. The device then holds "
         "parameters and gradients alone: 6 bytes a parameter instead of 18 in bf16. Losses, parameters and checkpoints "
         "equal those of a resident run. Default: resident. `bytescale states` predicts the effect.",
+    )
+    group.add_argument(
+        "--state-stage",
+        type=int,
+        choices=STAGES,
+        default=1,
+        help="With paged states, what leaves the device. 1: Adam's states. 2: gradients too, which are summed in host "
+        "memory as the backward pass computes them; the device then holds 2 bytes a parameter in bf16. 3: parameters "
+        "too; those of --state-window-layers layers are on the device at a time (1).",
+    )
+    group.add_argument(
+        "--state-window-layers",
+        type=int,
+        metavar="N",
+        help=f"With --state-stage 3, how many layers have their parameters on the device at a time: the one that "
+        f"computes, and the next ones, which are copied meanwhile ({WINDOW_LAYERS}).",
     )
     group.add_argument(
         "--state-host-gb",
@@ -87,13 +106,26 @@ def resolve(args: Any, run: RunConfig) -> StateConfig:
         if given is not None and not 0 < given < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {given:g} is not an amount of memory")
     free = max(0.0, free_host_bytes() / local_processes() - (args.host_memory_gb or 0.0) * 1e9)
-    config = StateConfig(page_bytes, min(free, _bytes(args.state_host_gb)), resolve_nvme(args, run, page_bytes))
+    host_bytes = min(free, _bytes(args.state_host_gb))
+    nvme, window = resolve_nvme(args, run, page_bytes), resolve_window(args)
+    config = StateConfig(page_bytes, host_bytes, nvme, args.state_stage, window)
     for case in cases(args, run, page_bytes):
         if config.nvme is None or case.host_bytes <= config.host_bytes:
             config.check_fits(case.host_bytes)
         else:
             config.check_fits(case.least_host_bytes, case.file_bytes)
     return config
+
+
+def resolve_window(args: Any) -> int:
+    """Return the number of layers of the window. Raises ValueError for none, and where there is no window."""
+    if args.state_window_layers is None:
+        return WINDOW_LAYERS
+    if args.state_stage < 3:
+        raise ValueError("--state-window-layers needs --state-stage 3")
+    if args.state_window_layers < 1:
+        raise ValueError(f"--state-window-layers {args.state_window_layers} must be at least 1")
+    return int(args.state_window_layers)
 
 
 def resolve_nvme(args: Any, run: RunConfig, page_bytes: int) -> NvmeConfig | None:
@@ -129,6 +161,8 @@ def cases(args: Any, run: RunConfig, page_bytes: int) -> list[StateCase]:
             element_bytes=args.params_dtype.itemsize,
             optimizer_ranks=sharing,
             page_bytes=page_bytes,
+            stage=args.state_stage,
+            window_layers=resolve_window(args),
         )
         for stage, layers in enumerate(run.stage_layers)
     ]
@@ -138,8 +172,13 @@ def build(training: Training, runtime: Runtime) -> Training:
     """Say what is paged; Megatron's optimizer is built later, by ``core/optimizer/optimizer.py``."""
     from megatron.training.utils import print_rank_0
 
-    page_bytes = runtime.run.get(StateConfig).page_bytes
-    print_rank_0(f"> bytescale: Adam's states in pages of {page_bytes:,} bytes of host memory")
+    from megatron.bytescale.core.distributed.host_build import add_hooks
+
+    config = runtime.run.get(StateConfig)
+    what = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
+    window = f", {config.window_layers} layers on the device at a time" if config.stage == 3 else ""
+    print_rank_0(f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{what}{window}")
+    add_hooks(training.model, config, runtime.run)
     return training
 
 
@@ -148,6 +187,20 @@ def has_fused_adam(args: Any) -> bool:
     return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
 
 
+def leaves_device(flag: str, stage: int = 2) -> Callable[[Any], bool]:
+    """Return whether a flag is set that does not work from this ``--state-stage`` on, of the arguments."""
+    name = flag[2:].replace("-", "_")
+    return lambda args: args.state_stage >= stage and bool(getattr(args, name))
+
+
+_REDUCED_LATER = "remove it, or use --state-stage 1: gradients are reduced from host memory after the backward pass"
+_ON_DEVICE = {
+    "--overlap-grad-reduce": _REDUCED_LATER,
+    "--overlap-param-gather": _REDUCED_LATER,
+    "--seq1f1b-zero-bubble": "remove it, or use --state-stage 1: it adds weight gradients on the device",
+    "--moe-expert-slots": "remove it, or use --state-stage 1: it moves gradients on the device",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": "remove it: gradients are summed in float32 already",
+}
 _COPIED = "remove it: results are copied to parameters as they are"
 REFUSALS = (
     refuse("--optimizer", "states", "use adam", lambda args: args.optimizer != "adam"),
@@ -161,6 +214,7 @@ REFUSALS = (
         "--fp8-param-gather", "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag")),
     refuse("--async-save", "states", "remove it, or --state-nvme: pages change while a save runs beside training",
            lambda args: args.state_nvme is not None and args.async_save),
+    *(refuse(f"{flag} with host gradients", "states", why, leaves_device(flag)) for flag, why in _ON_DEVICE.items()),
     refuse("--log-params-norm", "states", "remove it: it reads the float32 parameters on the device"),
     refuse("the Adam of TransformerEngine or Apex", "states",
            "Megatron takes it where it is installed; uninstall it, or train without {}", has_fused_adam),

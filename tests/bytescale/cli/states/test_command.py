@@ -28,7 +28,7 @@ def test_a_7b_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(row[3]) == pytest.approx(12 * parameters / 1e9, rel=0.01)
     assert float(row[4]) == pytest.approx(6 * parameters / 1e9, abs=0.01)
     assert float(row[5]) == pytest.approx(18 * parameters / 1e9, abs=0.01)
-    assert "80 GB of a device, 100 GB of host memory: resident " in text
+    assert "80 GB of a device, 100 GB of host memory:\n" in text
 
 
 def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["device_bytes"] == 6 * first["parameters"]
     assert (first["fetched_bytes"], first["returned_bytes"]) == (4 * first["parameters"], 2 * first["parameters"])
     assert first["host_bytes"] > 12 * first["parameters"]
-    layers, parameters = found["largest"]["paged"]
+    layers, parameters = found["largest"]["stage 1"]
     assert layers % 2 == 0
     assert parameters > 2.9 * found["largest"]["resident"][1]
 
@@ -88,8 +88,8 @@ def test_pages_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert float(row[3]) == pytest.approx(20, rel=0.01)
     assert float(row[10]) == pytest.approx(24 * parameters / 1e9, rel=0.01)
     assert float(row[11]) == pytest.approx(disk_pages * 4 * 2**20 / 1e9, abs=0.01)
-    assert "20 GB of host memory and 500 GB of NVMe: resident " in text
-    assert "; paged with NVMe 73 layers" in text
+    assert "20 GB of host memory and 500 GB of NVMe:\n" in text
+    assert re.search(r"^stage 1 with NVMe +73 +13\.20 +3\.04  Adam's states$", text, re.MULTILINE)
     assert png_size(tmp_path / "moves.png") == (1560, 468)
 
 
@@ -101,6 +101,36 @@ def test_a_slower_disk_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
     assert slow["optimizer_seconds"] > 4 * fast["optimizer_seconds"]
     assert slow["written_bytes"] == slow["pages_on_nvme"] * 4 * 2**20
     assert slow["nvme_bytes"] > 2 * slow["written_bytes"]
+
+
+def test_each_stage_makes_room_for_a_larger_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Host memory alone, then a disk; the device still holds parameters while Megatron builds the model."""
+    words = ["--model-flags", SEVEN, "--device-memory-gb", "40", "--host-memory-gb", "200", "--nvme-gb", "2000"]
+    largest = json.loads(printed(capsys, *words, "--json"))["largest"]
+    times = {name: parameters / largest["resident"][1] for name, (_, parameters) in largest.items()}
+    assert times["stage 1"] == pytest.approx(18 / 6, rel=0.05)
+    assert times["stage 2 with NVMe"] == pytest.approx(18 / 2, rel=0.1)
+    assert times["stage 3 with NVMe"] == pytest.approx(18 / 2, rel=0.1)
+    assert largest["stage 2"][1] == pytest.approx(200e9 / 16, rel=0.03)
+    assert largest["stage 3"][1] == pytest.approx(200e9 / 18, rel=0.03)
+    text = printed(capsys, *words)
+    assert re.search(r"^stage 3 +\d+ +1[01]\.\d\d +\d\.\d\d  Adam's states, gradients, parameters of layers$",
+                     text, re.MULTILINE)  # fmt: skip
+
+
+def test_a_stage_and_its_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model-flags", SEVEN, "--host-memory-gb", "200", "--json", "--microbatches", "4", "--state-stage"]
+    first, second, third = (json.loads(printed(capsys, *words, stage))["stages"][0] for stage in "123")
+    parameters = first["parameters"]
+    assert (first["fetched_bytes"], second["fetched_bytes"]) == (4 * parameters, 4 * 2 * parameters)
+    assert second["device_bytes"] == second["build_bytes"] == third["build_bytes"] == 2 * parameters
+    assert third["device_bytes"] < 0.15 * second["device_bytes"]
+    wider = json.loads(printed(capsys, *words, "3", "--window-layers", "4"))["stages"][0]
+    assert wider["device_bytes"] > third["device_bytes"]
+    assert third["host_bytes"] - second["host_bytes"] == pytest.approx(2 * parameters)
+    assert second["host_bytes"] - first["host_bytes"] == pytest.approx(4 * parameters, rel=0.01)
+    assert third["returned_bytes"] == pytest.approx(2 * 2 * 4 * parameters, rel=0.1)
+    assert second["optimizer_seconds"] > first["optimizer_seconds"]
 
 
 @pytest.mark.parametrize(("host", "flag"), [("0.05", "--host-memory-gb"), ("20", "--nvme-gb")])

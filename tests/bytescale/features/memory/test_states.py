@@ -12,7 +12,7 @@ import torch
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.memory.model_states import num_parameters
-from bytescale_ext.plan.states.pages import MEBIBYTE
+from bytescale_ext.plan.states.pages import MEBIBYTE, NUM_GRADIENT_SLOTS
 from bytescale_ext.plan.states.tiers import least_host_bytes
 from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
@@ -22,7 +22,14 @@ from megatron.bytescale.features.memory.states import REFUSALS, has_fused_adam
 from tests.bytescale.features.memory.test_activations import SHAPE, parsed
 
 PAGED = ("--state-policy", "paged")
-OPTIMIZER: dict[str, Any] = {"use_distributed_optimizer": False, "exit_signal": signal.SIGTERM, "async_save": False}
+HOSTED: dict[str, Any] = {
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+}
+OPTIMIZER: dict[str, Any] = {
+    "use_distributed_optimizer": False, "exit_signal": signal.SIGTERM, "async_save": False, **HOSTED,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +168,8 @@ def test_async_saves_are_refused_with_a_disk_alone(tmp_path: Path) -> None:
 SETTINGS: dict[str, Any] = {"--optimizer": "sgd"}
 
 
-ALWAYS = [row for row in REFUSALS[:-1] if row.flag != "--async-save"]
+LATER = [row for row in REFUSALS if row.flag.endswith(" with host gradients")]
+ALWAYS = [row for row in REFUSALS[:-1] if row.flag != "--async-save" and row not in LATER]
 
 
 @pytest.mark.parametrize("row", ALWAYS, ids=lambda row: row.flag)
@@ -171,6 +179,43 @@ def test_settings_that_do_not_go_with_pages(row: Any) -> None:
     with pytest.raises(ValueError, match=f"^--state-policy does not work with {row.flag}: "):
         refuse_conflicts(args, {"states": "--state-policy"}, REFUSALS)
     refuse_conflicts(parsed(*PAGED, **OPTIMIZER), {"states": "--state-policy"}, REFUSALS)
+
+
+@pytest.mark.parametrize("row", LATER, ids=lambda row: row.flag)
+def test_settings_that_need_gradients_on_the_device(row: Any) -> None:
+    """They are refused from stage 2 on, and say what to do."""
+    dest = row.flag.split()[0].removeprefix("--").replace("-", "_")
+    off = {"states": "--state-policy"}
+    for stage in ("2", "3"):
+        args = parsed(*PAGED, "--state-stage", stage, **{**OPTIMIZER, dest: True})
+        with pytest.raises(ValueError, match=f"^--state-policy does not work with {row.flag}: remove it"):
+            refuse_conflicts(args, off, LATER)
+        refuse_conflicts(parsed(*PAGED, "--state-stage", stage, **OPTIMIZER), off, LATER)
+    refuse_conflicts(parsed(*PAGED, **{**OPTIMIZER, dest: True}), off, LATER)
+
+
+def test_stages_and_their_host_memory() -> None:
+    assert (config_of(*PAGED).stage, config_of(*PAGED).window_layers) == (1, 2)
+    third = config_of(*PAGED, "--state-stage", "3", "--state-window-layers", "4")
+    assert (third.stage, third.window_layers) == (3, 4)
+    first, second, third_gb = (least_gb("--state-stage", stage) for stage in "123")
+    parameters = num_parameters(SHAPE) / 1e9
+    slots = NUM_GRADIENT_SLOTS * 4 * MEBIBYTE / 1e9
+    assert second - first == pytest.approx(4 * parameters + slots, abs=0.002)
+    assert third_gb - second == pytest.approx(2 * parameters, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--state-window-layers", "2"], "--state-window-layers needs --state-stage 3"),
+        (["--state-stage", "2", "--state-window-layers", "2"], "--state-window-layers needs --state-stage 3"),
+        (["--state-stage", "3", "--state-window-layers", "0"], "--state-window-layers 0 must be at least 1"),
+    ],
+)
+def test_windows_that_are_none(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        config_of(*PAGED, *words)
 
 
 def test_another_adam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,10 +164,14 @@ class WeightGradient:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WeightGradient:
-        """Return the sum for a weight [v, h]: its ``main_grad`` if Megatron's DDP lets layers add to it."""
+        """Return the sum for a weight [v, h]: its ``main_grad``, if Megatron's DDP lets layers add to it."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         main = getattr(weight, "main_grad", None)
-        if main is not None and hasattr(weight, "grad_added_to_main_grad") and main.dtype == dtype:
+        if (
+            main is not None
+            and hasattr(weight, "grad_added_to_main_grad")
+            and (main.dtype, main.device) == (dtype, weight.device)
+        ):
             return cls(weight, main)
         return cls(weight, torch.zeros(weight.shape, dtype=dtype, device=weight.device))
 

@@ -168,6 +168,17 @@ def test_a_buffer_of_16_bits_gets_the_rounded_sum(at_once: tuple[torch.Tensor, f
     assert relative_error(weight.grad, at_once[0]) <= 1.05 * at_once[1]
 
 
+def test_a_buffer_in_host_memory_is_left_to_who_takes_gradients_there(at_once: tuple[torch.Tensor, float]) -> None:
+    """Meta stands for another device."""
+    hidden, weight, labels = long_case(1024, torch.bfloat16)
+    weight.main_grad = torch.zeros(weight.shape, device="meta")  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    in_chunks(16, hidden, weight, labels).backward()
+    assert not weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert weight.grad is not None
+    assert relative_error(weight.grad, at_once[0]) <= 1.05 * at_once[1]
+
+
 def test_frozen_weights_and_hidden_states_get_no_gradient() -> None:
     hidden, weight, labels = long_case(64, torch.float32)
     in_chunks(16, hidden, weight.detach(), labels).backward()

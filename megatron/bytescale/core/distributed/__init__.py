@@ -1,0 +1,1 @@
+"""Megatron's buffers of gradients and parameters in host memory."""

@@ -1,0 +1,50 @@
+"""Parameters of Megatron's DDP in host memory, of which the device holds a window of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.states.gradients import host_block
+from bytescale_ext.states.window import LayerWindow
+from megatron.bytescale.core.distributed.param_and_grad_buffer import HostGradients
+
+
+def move_states(chunks: Sequence[Any], config: StateConfig, on_cuda: bool) -> HostGradients | None:
+    """Move gradients (from stage 2 on) and parameters (stage 3) of these DDP modules to host memory.
+
+    Before the optimizer is built, so that it sees parameters there. Raises ValueError where they do not fit.
+    """
+    if config.stage == 1:
+        return None
+    gradients = HostGradients(chunks, config, on_cuda)
+    if config.stage == 3:
+        gradients.windows = [move_parameters(chunk, config, gradients, on_cuda) for chunk in chunks]
+    return gradients
+
+
+def move_parameters(chunk: Any, config: StateConfig, gradients: HostGradients, on_cuda: bool) -> LayerWindow:
+    """Move the parameters of a DDP module to host memory and return the window through which its layers see them."""
+    hosted: set[torch.nn.Parameter] = set()
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        gradients.host_bytes += buffer.numel * buffer.param_dtype.itemsize
+        config.check_fits(gradients.host_bytes)
+        has_begun = getattr(buffer.param_data, "began_in_host_memory", False)
+        whole = buffer.param_data if has_begun else host_block(buffer.numel, buffer.param_dtype, on_cuda)
+        for parameter in buffer.params:
+            start, stop, _ = buffer.param_index_map[parameter]
+            host = whole[start:stop].view(parameter.shape)
+            host.copy_(parameter.data)  # the same memory, where DDP has copied it there already
+            parameter.data = host
+            hosted.add(parameter)
+        if buffer.param_data is not None:
+            buffer.param_data = whole
+            for bucket in buffer.buckets:
+                bucket.param_data = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+    blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+    layers = [layer for block in blocks for layer in block.layers]
+    return LayerWindow(chunk.module, layers, hosted, config.window_layers, gradients.device)

@@ -1,0 +1,75 @@
+"""Model states that are never on the device: DDP's buffers and float32 copies begin in host memory.
+
+Megatron's DDP allocates gradients, and a buffer of parameters, with ``torch.zeros`` on the device; its optimizers copy
+parameters to float32 with ``Tensor.float``. While it builds them, torch lets a mode answer these two calls. Without it
+the build would take 8 bytes a parameter of the device in bf16, and limit the model that stages 2 and 3 make room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.states.gradients import host_block
+
+
+class BuffersInHostMemory(TorchFunctionMode):
+    """Allocates buffers of DDP, which are zeros [n] that say that they need no gradient, in host memory.
+
+    Attributes:
+        left_out: the type of buffers that go to the device all the same, or None.
+    """
+
+    def __init__(self, pinned: bool, left_out: torch.dtype | None) -> None:
+        super().__init__()
+        self.left_out, self._pinned = left_out, pinned
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See ``TorchFunctionMode``."""
+        named = kwargs or {}
+        is_buffer = func is torch.zeros and named.get("requires_grad") is False and named.keys() >= {"dtype", "device"}
+        if is_buffer and len(args) == 1 and isinstance(args[0], int) and named["dtype"] is not self.left_out:
+            block = host_block(args[0], named["dtype"], self._pinned)
+            block.began_in_host_memory = True  # type: ignore[attr-defined]
+            return block
+        return func(*args, **named)
+
+
+class CopiesInHostMemory(TorchFunctionMode):
+    """Makes float32 copies of tensors in host memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See ``TorchFunctionMode``."""
+        if func is torch.Tensor.float:
+            return func(args[0].to("cpu"), *args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def add_hooks(model: Any, config: StateConfig, run: RunConfig) -> None:
+    """Let DDP allocate in host memory what the stage of ``config`` keeps there.
+
+    In stage 2 these are gradients, if they are of another type than parameters; else they are moved later.
+    """
+    if config.stage == 1:
+        return
+    mode = BuffersInHostMemory(run.process.on_cuda, None if config.stage == 3 else run.process.dtype)
+
+    def begin(chunks: list[Any]) -> list[Any]:
+        mode.__enter__()
+        return chunks
+
+    def end(chunks: list[Any]) -> list[Any]:
+        mode.__exit__(None, None, None)
+        return chunks
+
+    model.pre_wrap_hooks.append(begin)
+    model.post_wrap_hooks.insert(0, end)

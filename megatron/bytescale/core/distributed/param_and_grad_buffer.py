@@ -1,0 +1,171 @@
+"""Megatron's gradient buffers in host memory, so that the device never holds the gradients of a whole model.
+
+Megatron's DDP keeps one buffer, views of it for buckets and for the ``main_grad`` of each parameter, and adds gradients
+to these in a hook. Here the buffer is a block of host memory with the same layout. A hook before Megatron's takes each
+gradient away to it, after the backward pass the buckets are reduced through chunks of device memory, and all that
+follows (scaling, norm, clipping, Adam on pages) reads host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
+
+from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.states.collectives import Chunks
+from bytescale_ext.states.gradients import GradientSums, host_block
+from bytescale_ext.states.window import LayerWindow
+
+CHUNK_BYTES: Final = 64 << 20
+"""Device memory of the gradients that are reduced at a time."""
+
+SUMMED_LATER: Final = (
+    "sequence_parallel",
+    "average_gradients_across_tp_domain",
+    "shared_embedding",
+    "shared",
+    "pipeline_parallel",
+)
+"""Attributes of parameters whose gradients Megatron sums once more, over other groups, after the data-parallel ones."""
+
+NAMES_SUMMED_LATER: Final = ("q_layernorm", "k_layernorm", "position_embeddings")
+
+
+class HostGradients:
+    """The gradients of all chunks of a model in host memory.
+
+    Attributes:
+        sums: adds gradients to host memory.
+        device: where they are computed.
+        host_bytes: of host memory that this takes.
+        windows: of the parts of the model whose parameters are in host memory too, in stage 3.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: StateConfig, on_cuda: bool) -> None:
+        """Move the gradient buffers of these DDP modules, which hold no gradients yet.
+
+        Raises ValueError where they take more host memory than there is, or for float32 parameters on a GPU.
+        """
+        is_float32 = any(one.dtype is torch.float32 for chunk in chunks for one in chunk.parameters())
+        if on_cuda and is_float32 and config.stage == 2:
+            raise ValueError(
+                "--state-stage 2 on a GPU: parameters are float32: add --bf16, or use --state-stage 1 or 3"
+            )  # torch refuses a gradient that is not where its parameter is
+        self.sums = GradientSums(config.page_bytes, on_cuda)
+        self.host_bytes = self.sums.slots.nbytes
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        self.windows: list[LayerWindow] = []
+        self._later: dict[torch.nn.Parameter, torch.Tensor] = {}  # their part of the buffer
+        self._lent: dict[torch.nn.Parameter, torch.Tensor] = {}
+        names = {parameter: name for chunk in chunks for name, parameter in chunk.module.named_parameters()}
+        for chunk in chunks:
+            buffers = chunk.buffers + chunk.expert_parallel_buffers
+            self.host_bytes += sum(buffer.numel * buffer.grad_dtype.itemsize for buffer in buffers)
+            config.check_fits(self.host_bytes)
+            for buffer in buffers:
+                self._move(buffer, names, on_cuda)
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.__class__ = HostBucketGroup
+                group.host_gradients = self
+
+    def _move(self, buffer: Any, names: dict[torch.nn.Parameter, str], on_cuda: bool) -> None:
+        """Replace a buffer of Megatron's by one in host memory with the same layout."""
+        if not getattr(buffer.grad_data, "began_in_host_memory", False):
+            buffer.grad_data = host_block(buffer.numel, buffer.grad_dtype, on_cuda)
+        whole = buffer.grad_data
+        buffer.__class__, buffer.host_gradients = HostBuffer, self
+        for bucket in buffer.buckets:
+            bucket.grad_data = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
+        for parameter in buffer.params:
+            start, stop, _ = buffer.param_index_map[parameter]
+            parameter.main_grad = whole[start:stop].view(parameter.shape)
+            parameter.register_post_accumulate_grad_hook(self.take)
+            is_later = any(getattr(parameter, name, False) for name in SUMMED_LATER)
+            if is_later or any(part in names[parameter] for part in NAMES_SUMMED_LATER):
+                self._later[parameter] = parameter.main_grad
+
+    def take(self, parameter: Any) -> None:
+        """Add a parameter's gradient to its sum in host memory; Megatron's hook, which runs next, then finds none."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and not parameter.grad_added_to_main_grad:
+            self.sums.add(parameter.main_grad, gradient)
+
+    def lend(self, parameters: set[torch.nn.Parameter]) -> None:
+        """Give the gradients that Megatron sums over other groups next to the device, where it does that."""
+        for parameter in parameters & self._later.keys():
+            self._lent[parameter] = self._later[parameter].to(self.device, copy=True)
+            parameter.main_grad = self._lent[parameter]  # type: ignore[attr-defined]
+
+    def take_back(self) -> None:
+        """Copy lent gradients to host memory."""
+        for parameter, lent in self._lent.items():
+            self._later[parameter].copy_(lent)
+            parameter.main_grad = self._later[parameter]  # type: ignore[attr-defined]
+        self._lent.clear()
+
+
+class HostBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
+    """A buffer whose gradients are in host memory."""
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Scale all gradients; those on the device return first."""
+        self.host_gradients.take_back()
+        super().scale_gradients(scaling_factor)
+
+
+class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
+    """Buckets whose gradients are in host memory. They are reduced once the backward pass is over."""
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce all buckets, chunk by chunk, over the ranks that share the parameters. Blocks."""
+        ddp = self.ddp_config
+        if ddp.check_for_nan_in_grad or ddp.check_for_large_grads:
+            self.check_grads(ddp.check_for_nan_in_grad, ddp.check_for_large_grads)
+        op = torch.distributed.ReduceOp.AVG if ddp.average_in_collective else torch.distributed.ReduceOp.SUM
+        for bucket in self.buckets:
+            if bucket.gradient_scaling_factor != 1.0:
+                bucket.grad_data *= bucket.gradient_scaling_factor
+            chunks = self._chunks(bucket.grad_data.dtype)
+            if ddp.use_distributed_optimizer and not force_all_reduce:
+                chunks.reduce_scatter(bucket.grad_data, op)
+            else:
+                chunks.reduce(bucket.grad_data, op)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait until all gradients are in host memory, and reduce them."""
+        self.param_gather_dispatched = False
+        self.host_gradients.sums.finish()
+        for window in self.host_gradients.windows:
+            window.release()
+        self.start_grad_sync(force_all_reduce)
+        self.host_gradients.lend(self.params)
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather parameters that the optimizer has changed, through chunks where they are in host memory. Blocks."""
+        if not self.host_gradients.windows:
+            super().start_param_sync(force_sync)
+            return
+        for bucket in self.buckets:
+            self._chunks(bucket.param_data.dtype).gather(bucket.param_data)
+        self.param_gather_dispatched = True
+
+    def _chunks(self, dtype: torch.dtype) -> Chunks:
+        """Return how tensors of a type are communicated."""
+        shares = self.ddp_config.use_distributed_optimizer
+        group = self.intra_distributed_optimizer_instance_group if shares else self.data_parallel_group
+        return Chunks(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
+
+
+def taking_gradients(kind: Any) -> Any:
+    """Return the class that an optimizer of Megatron becomes whose gradients are in host memory."""
+
+    class TakingGradients(kind):  # type: ignore[misc]
+        def prepare_grads(self) -> bool:
+            """Attach the gradients once all of them are in host memory."""
+            self.host_gradients.take_back()
+            return bool(super().prepare_grads())
+
+    return TakingGradients

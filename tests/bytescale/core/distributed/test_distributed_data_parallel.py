@@ -1,0 +1,70 @@
+"""Parameters in host memory train as they do on the device. Whole runs are in tests/e2e/states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bytescale_ext.config.memory.states import StateConfig
+from megatron.bytescale.core.distributed.distributed_data_parallel import move_states
+from tests.bytescale.core.distributed.chunks import WIDTH, chunk_of
+from tests.bytescale.core.distributed.test_param_and_grad_buffer import SLOT_BYTES, TOKENS
+
+CONFIG = StateConfig(4096, math.inf, stage=3, window_layers=2)
+LAYER_BYTES = 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def test_stage_1_moves_nothing() -> None:
+    chunk = chunk_of()
+    buffer = chunk.buffers[0].grad_data
+    assert move_states([chunk], replace(CONFIG, stage=1), on_cuda=False) is None
+    assert chunk.buffers[0].grad_data is buffer
+
+
+def test_stage_2_leaves_parameters() -> None:
+    chunk = chunk_of()
+    addresses = [one.data_ptr() for one in chunk.module.parameters()]
+    gradients = move_states([chunk], replace(CONFIG, stage=2), on_cuda=False)
+    assert gradients is not None
+    assert gradients.windows == []
+    assert [one.data_ptr() for one in chunk.module.parameters()] == addresses
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_stage_3_computes_the_same_through_a_window(shares: bool) -> None:
+    chunk, plain = chunk_of(shares=shares), chunk_of(shares=shares)
+    gradients = move_states([chunk], CONFIG, on_cuda=False)
+    assert gradients is not None
+    [window] = gradients.windows
+    assert window.device_bytes == 0
+    loss, expected = chunk.module(TOKENS), plain.module(TOKENS)
+    assert window.device_bytes == 2 * LAYER_BYTES + 2 * 6 * WIDTH  # two layers and the embedding
+    for one in (loss, expected):
+        one.backward()
+    assert torch.equal(loss, expected)
+    chunk.bucket_groups[0].finish_grad_sync()
+    assert window.device_bytes == 0
+    for found, other in zip(chunk.module.parameters(), plain.module.parameters(), strict=True):
+        assert other.grad is not None
+        assert torch.equal(found.main_grad, other.grad.float())
+        assert torch.equal(found.data, other.data)
+    buffer = chunk.buffers[0]
+    if shares:  # the optimizer writes to shards of the buffer, which ranks then gather
+        buffer.param_data.fill_(2.0)
+        chunk.bucket_groups[0].start_param_sync()
+        assert chunk.bucket_groups[0].param_gather_dispatched
+        assert all(torch.all(bucket.param_data == 2.0) for bucket in buffer.buckets)
+        assert all(torch.all(one == 2.0) for one in chunk.module.parameters())
+    else:
+        assert buffer.param_data is None
+    assert gradients.host_bytes == SLOT_BYTES + (4 + 2) * buffer.numel
+
+
+def test_too_little_host_memory_for_parameters_is_named() -> None:
+    needed = SLOT_BYTES + 6 * chunk_of().buffers[0].numel
+    move_states([chunk_of()], replace(CONFIG, host_bytes=needed), on_cuda=False)
+    with pytest.raises(ValueError, match="raise --state-host-gb"):
+        move_states([chunk_of()], replace(CONFIG, host_bytes=needed - 1), on_cuda=False)

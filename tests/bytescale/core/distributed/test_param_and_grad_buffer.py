@@ -1,0 +1,116 @@
+"""Megatron's gradient buffers in host memory hold what its hook would add. Whole runs are in tests/e2e/states."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
+
+from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS
+from megatron.bytescale.core.distributed.param_and_grad_buffer import (
+    HostBucketGroup,
+    HostBuffer,
+    HostGradients,
+    taking_gradients,
+)
+from tests.bytescale.core.distributed.chunks import chunk_of
+
+CONFIG = StateConfig(4096, math.inf, stage=2)
+SLOT_BYTES = NUM_GRADIENT_SLOTS * 4096
+TOKENS = torch.tensor([1, 5, 5])
+
+
+def parameters_of(chunk: Any) -> list[Any]:
+    return list(chunk.module.parameters())
+
+
+def with_gradients(passes: int = 3, **settings: Any) -> tuple[Any, HostGradients, list[torch.Tensor]]:
+    """Return a chunk after some passes, its gradients, and the sums that Megatron's hook would have made."""
+    chunk, plain = chunk_of(**settings), chunk_of(**settings)
+    gradients = HostGradients([chunk], CONFIG, on_cuda=False)
+    sums = [torch.zeros(one.shape) for one in parameters_of(plain)]
+    for _ in range(passes):
+        for one in (chunk, plain):
+            one.module(TOKENS).backward()
+        for total, parameter in zip(sums, parameters_of(plain), strict=True):
+            total.add_(parameter.grad)
+            parameter.grad = None
+    return chunk, gradients, sums
+
+
+def test_gradients_go_to_host_memory_as_megatron_adds_them() -> None:
+    chunk, gradients, sums = with_gradients()
+    gradients.sums.finish()
+    buffer = chunk.buffers[0]
+    whole = buffer.grad_data.untyped_storage().data_ptr()
+    for parameter, total in zip(parameters_of(chunk), sums, strict=True):
+        assert parameter.grad is None  # so Megatron's hook adds nothing
+        assert torch.equal(parameter.main_grad, total)
+        assert parameter.main_grad.untyped_storage().data_ptr() == whole
+    in_buckets = torch.cat([bucket.grad_data for bucket in buffer.buckets])
+    assert torch.equal(in_buckets, buffer.grad_data)
+    assert gradients.host_bytes == SLOT_BYTES + 4 * buffer.numel
+
+
+def test_what_a_layer_has_added_by_itself_is_not_added_again() -> None:
+    chunk = chunk_of()
+    gradients = HostGradients([chunk], CONFIG, on_cuda=False)
+    chunk.module.embedding.grad_added_to_main_grad = True
+    chunk.module(TOKENS).backward()
+    gradients.sums.finish()
+    assert not chunk.module.embedding.main_grad.any()
+    assert chunk.module.embedding.grad is None
+    assert all(one.main_grad.any() for one in parameters_of(chunk)[1:])
+
+
+def test_reduced_gradients_are_scaled_and_lent_where_megatron_sums_them_again() -> None:
+    chunk, _, sums = with_gradients(factor=0.5)
+    group, buffer = chunk.bucket_groups[0], chunk.buffers[0]
+    assert (type(group), type(buffer)) == (HostBucketGroup, HostBuffer)
+    group.finish_grad_sync()
+    assert not group.param_gather_dispatched
+    for parameter, total in zip(parameters_of(chunk), sums, strict=True):
+        assert torch.equal(parameter.main_grad, 0.5 * total)
+        is_lent = parameter.main_grad.untyped_storage().data_ptr() != buffer.grad_data.untyped_storage().data_ptr()
+        assert is_lent == (parameter.ndim == 1 or parameter is chunk.module.embedding)
+    chunk.module.embedding.main_grad.add_(1.0)  # the sum over another group
+    buffer.scale_gradients(3.0)
+    assert torch.equal(chunk.module.embedding.main_grad, (0.5 * sums[0] + 1.0) * 3.0)
+    for parameter, total in zip(parameters_of(chunk)[1:], sums[1:], strict=True):
+        assert torch.equal(parameter.main_grad, 0.5 * total * 3.0)
+        assert parameter.main_grad.untyped_storage().data_ptr() == buffer.grad_data.untyped_storage().data_ptr()
+
+
+def test_an_optimizer_takes_lent_gradients_back() -> None:
+    chunk, gradients, sums = with_gradients(shares=False)
+    part = object.__new__(FP32Optimizer)
+    part.__class__, part.host_gradients = taking_gradients(FP32Optimizer), gradients
+    parameters = [one.float().detach().requires_grad_() for one in parameters_of(chunk)]
+    part.optimizer = torch.optim.AdamW(parameters)
+    chunk.bucket_groups[0].finish_grad_sync()
+    chunk.module.embedding.main_grad.add_(1.0)
+    vars(part).update(config=type("Config", (), {"timers": None}), is_stub_optimizer=False, grad_scaler=None)
+    for parameter, model in zip(parameters, parameters_of(chunk), strict=True):
+        parameter.main_grad = gradients._later.get(model, model.main_grad)  # type: ignore[attr-defined]
+    part.prepare_grads()
+    assert parameters[0].grad is not None
+    assert torch.equal(parameters[0].grad, sums[0] + 1.0)
+    assert not gradients._lent
+
+
+def test_too_little_host_memory_is_named() -> None:
+    needed = SLOT_BYTES + 4 * chunk_of().buffers[0].numel
+    HostGradients([chunk_of()], StateConfig(4096, needed, stage=2), on_cuda=False)
+    with pytest.raises(ValueError, match="raise --state-host-gb"):
+        HostGradients([chunk_of()], StateConfig(4096, needed - 1, stage=2), on_cuda=False)
+
+
+def test_float32_parameters_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bytescale_ext.states.gradients.register", lambda memory: None)
+    monkeypatch.setattr("bytescale_ext.states.gradients.make_link", lambda arena, on_cuda: None)
+    with pytest.raises(ValueError, match="parameters are float32: add --bf16, or use --state-stage 1 or 3"):
+        HostGradients([chunk_of(torch.float32)], CONFIG, on_cuda=True)

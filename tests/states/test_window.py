@@ -1,0 +1,149 @@
+"""Layers see their parameters through a window of the device; what they compute is the same to the last bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from bytescale_ext.states import window
+from bytescale_ext.states.window import Away, LayerWindow
+
+NUM_LAYERS, WIDTH = 6, 8
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+OTHER_BYTES = 4 * (5 * WIDTH + 3 * WIDTH)
+
+
+class Product(torch.autograd.Function):
+    """A matrix product that keeps its weight as Megatron's linear layers do: the parameter, not a view of it."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        hidden, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ hidden
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        normed: torch.Tensor = nn.functional.rms_norm(hidden, (WIDTH,), self.scale)
+        return hidden + torch.tanh(Product.apply(normed, self.weight)), None
+
+
+class Part(nn.Module):
+    def __init__(self, is_recomputed: bool = False) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Embedding(5, WIDTH), nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+        self.last, self.is_recomputed = nn.Parameter(torch.randn(3, WIDTH)), is_recomputed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(tokens)
+        for layer in self.layers:
+            hidden, _ = checkpoint(layer, hidden, use_reentrant=True) if self.is_recomputed else layer(hidden)
+        return Product.apply(hidden, self.last).square().sum()
+
+
+def windowed(part: Part, num_layers: int) -> LayerWindow:
+    return LayerWindow(part, list(part.layers), set(part.parameters()), num_layers, torch.device("cpu"))
+
+
+class Live:
+    """The bytes of fetched parameters whose memory somebody holds, and the most of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.storages: list[tuple[StorageWeakRef, int]] = []
+        self.most, fetch = 0, Away.fetch
+
+        def fetch_and_count(away: Away, link: window.Link) -> None:
+            was_here = away.is_here
+            fetch(away, link)
+            if not was_here and away._coming is not None:
+                self.storages += [
+                    (StorageWeakRef(one.untyped_storage()), one.nbytes) for one in away._coming[0]
+                ]  # fmt: skip
+            self.most = max(self.most, self.now)
+
+        monkeypatch.setattr(Away, "fetch", fetch_and_count)
+
+    @property
+    def now(self) -> int:
+        return sum(size for storage, size in self.storages if not storage.expired())
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("num_layers", [1, 2, NUM_LAYERS + 3])
+def test_passes_are_those_of_resident_layers(
+    num_layers: int, is_recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    resident = Part(is_recomputed)
+    away = copy.deepcopy(resident)
+    live, its_window = Live(monkeypatch), windowed(away, num_layers)
+    tokens = torch.tensor([0, 3, 3, 1])
+    for _ in range(2):
+        losses = [part(tokens) for part in (resident, away)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        its_window.release()
+        for expected, found in zip(resident.parameters(), away.parameters(), strict=True):
+            assert expected.grad is not None
+            assert found.grad is not None
+            assert torch.equal(expected.grad, found.grad)
+            with torch.no_grad():
+                expected.sub_(0.1 * expected.grad)
+                found.sub_(0.1 * found.grad)  # in host memory: the next pass must see it
+    assert live.most == min(num_layers, NUM_LAYERS) * LAYER_BYTES + OTHER_BYTES
+    assert live.now == 0
+
+
+def test_passes_fetch_ahead_in_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part()
+    fetched: list[object] = []
+    its_window = windowed(part, 2)
+    fetch = Away.fetch
+
+    def fetch_and_note(away: Away, link: window.Link) -> None:
+        if not away.is_here:
+            fetched.append(its_window._layers.index(away) if away in its_window._layers else "others")
+        fetch(away, link)
+
+    monkeypatch.setattr(Away, "fetch", fetch_and_note)
+    part(torch.tensor([1, 2])).backward()
+    assert fetched == ["others", 0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
+    assert [one.is_here for one in its_window._layers] == [True] * 2 + [False] * 4  # for a next forward pass
+
+
+def test_a_pass_without_gradients_leaves_its_last_layers() -> None:
+    part = Part()
+    its_window = windowed(part, 2)
+    assert its_window.device_bytes == 0
+    with torch.no_grad():
+        part(torch.tensor([1]))
+    assert [one.is_here for one in its_window._layers] == [False] * 4 + [True] * 2
+    assert its_window.device_bytes == 2 * LAYER_BYTES + OTHER_BYTES
+    its_window.release()
+    assert its_window.device_bytes == 0
+
+
+def test_parameters_that_are_not_in_host_memory_stay() -> None:
+    part = Part()
+    frozen = part.layers[0].weight
+    address = frozen.data_ptr()
+    its_window = LayerWindow(part, list(part.layers), set(part.parameters()) - {frozen}, 1, torch.device("cpu"))
+    part(torch.tensor([1])).backward()
+    assert frozen.data_ptr() == address
+    its_window.release()
+    assert frozen.data_ptr() == address
