@@ -33,6 +33,8 @@ from scripts.bench.pipeline.gpu_seq1f1b import LENGTHS as SLICED_LENGTHS
 BENCH = Path(__file__).resolve().parent
 CALIBRATED = "{output}/cost.json"
 ATTENTION_RATE, BACKWARD_RATE = RATES[1:]
+MOE_SECONDS = 13.0
+"""Of ``gpu_moe.py``: torch's start, and some ninety passes of about 15 ms."""
 COMPILE_SECONDS, CORPUS_SECONDS, START_OF_MEGATRON_SECONDS = 30.0, 40.0, 60.0
 TRAINING_STEPS, TRAINING_TOKENS, TRAINING_RATE = 10, 16 * 16384, 200e12
 """Steps of ``gpu_training.py``, the most tokens of a step, and a cautious rate with optimizer and short documents."""
@@ -71,6 +73,7 @@ def gpu_commands(device_gb: float) -> list[Command]:
             memory_plan_seconds(device_gb) / 60,
             memory_plan_headline,
         ),
+        Command("moe", python("experts/gpu_moe.py"), MOE_SECONDS / 60, moe_headline),
         Command("host_bound", host_bound, predicted_seconds(bound) / 60, arms_headline),
     ]
 
@@ -143,6 +146,12 @@ def merge_headline(figures: dict[str, Any]) -> str:
     most = max(row["num_rows"] for row in rows)
     rates = {row["way"]: row["gb_per_second"] for row in rows if row["num_rows"] == most}
     return ", ".join(f"{way} {rate:.0f} GB/s" for way, rate in rates.items())
+
+
+def moe_headline(figures: dict[str, Any]) -> str:
+    """Return what slots cost a balanced rank, and what replicas gain a busy one."""
+    overhead, speedup = figures["balanced"]["overhead"], figures["busy"]["speedup"]
+    return f"slots {100 * overhead:+.1f} % when balanced, busy rank {speedup:.2f}x as fast with replicas"
 
 
 def calibration_headline(figures: dict[str, Any]) -> str:

@@ -132,7 +132,7 @@ def test_all_commands_fit_half_an_hour() -> None:
     """At the rates that plans are made with, each within its budget; the most valuable ones come first."""
     commands = gpu_commands(device_gb=70.0)
     assert sum(command.minutes for command in commands) <= 30
-    assert all(0.5 < command.minutes < 9 for command in commands)
+    assert all(0.2 < command.minutes < 9 for command in commands)
     names = [command.name for command in commands]
     assert names[:6] == ["attention", "merge", "calibration", "activations_32k", "activations_128k", "training"]
     for command in commands:
@@ -200,6 +200,10 @@ HEADLINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "training": ({"tokens_per_second": 12345.6, "tflops_per_gpu": 300.5}, "12,346 tokens/s, 300.5 TFLOP/s"),
     "slices": ({"split_overhead": {"a": -0.01, "b": 0.024}}, "overhead of slices +2.4% at worst"),
+    "moe": (
+        {"balanced": {"overhead": 0.0123}, "busy": {"speedup": 1.5}},
+        "slots +1.2 % when balanced, busy rank 1.50x as fast with replicas",
+    ),
     "memory_plan": (
         {"rows": [{"arm": "plan", "peak_reserved_gb": 50.0}, {"arm": "default", "error": "x"}]}, "plan 50.0 GB",
     ),
