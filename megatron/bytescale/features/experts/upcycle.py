@@ -80,7 +80,7 @@ _LATER = "upcycle in a run of its own, and go on from its --save"
 _NO_CHUNKS = "remove it: each pipeline stage is upcycled as one model chunk"
 REFUSALS = (
     refuse("dense models", "upcycling", "add --num-experts", lambda a: not a.num_experts),
-    refuse(FLAG, "drafts embedding ngram", _LATER),
+    refuse(FLAG, "drafts states embedding ngram", _LATER),
     refuse("--moe-router-pre-softmax with --moe-use-upcycling", "gate", "remove it (--moe-dts-final top1 sets it): "
            "Megatron scales experts for scores of top-k then, and those of the gate add up to 1", _scales_by_choices),
     refuse("--num-layers-per-virtual-pipeline-stage", "upcycling", _NO_CHUNKS),
