@@ -34,12 +34,13 @@ def pytest_collection() -> Iterator[object]:
     On CPU the product does the same (``cpu.py``).
     """
     compiled, torch.compile = torch.compile, cpu._not_compiled
+    gc.disable()  # modules and tests stay: nothing is garbage, and no later collection need visit them
     try:
         return (yield)
     finally:
         torch.compile = compiled
-        gc.collect()
-        gc.freeze()  # modules and tests stay: the collections of each test need not visit them
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

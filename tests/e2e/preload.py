@@ -7,7 +7,9 @@ import pkgutil
 import queue
 from functools import cache, partial
 
-from megatron.bytescale import cpu, registry
+gc.disable()  # until all is imported
+
+from megatron.bytescale import cpu, registry  # noqa: E402
 
 STAND_INS = cpu.install_if_wanted(["--cpu"])
 
@@ -46,3 +48,4 @@ filesystem_async.get_write_results_queue = cache(lambda mp_mode="spawn": queue.Q
 # What is here lives as long as every rank: a rank's garbage collector neither visits nor copies it.
 gc.collect()
 gc.freeze()
+gc.enable()
