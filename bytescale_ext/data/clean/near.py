@@ -29,8 +29,8 @@ from bytescale_ext.data.clean.tally import Tally, write_whole
 from bytescale_ext.data.clean.words import RULES, jaccard, shingles
 
 _BLOCK: Final = 512  # shingles that are permuted together: a long document takes no more memory than a short one
-_BITS: Final = np.uint64(61)
-_PRIME: Final = np.uint64((1 << 61) - 1)  # of datatrove's permutations
+_ODD: Final = np.uint64(1)
+_LARGEST: Final = np.uint64((1 << 64) - 1)
 
 
 def minhash_config(recipe: Recipe) -> MinhashConfig:
@@ -54,14 +54,18 @@ class Signatures(MinhashDedupSignature):  # type: ignore[misc]
         return shingles(text, self.config.n_grams).reshape(-1, 1)
 
     def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
-        """Return the least hash under each permutation, by bucket. ``shingles``: uint64 [n, 1]."""
+        """Return the least hash under each permutation, by bucket. ``shingles``: uint64 [n, 1].
+
+        An odd factor and a summand permute the numbers of 64 bits, which wrap: faster than datatrove's prime.
+        """
         a, b = self.parameters
-        least = np.full(self.num_hashes, _PRIME, np.uint64)
+        least = np.full(self.num_hashes, _LARGEST)
+        room = np.empty((_BLOCK, self.num_hashes), np.uint64)
         for start in range(0, len(shingles), _BLOCK):
-            permuted = shingles[start : start + _BLOCK] * a + b
-            # The remainder by a Mersenne prime, without a division.
-            permuted = (permuted & _PRIME) + (permuted >> _BITS)
-            np.minimum(least, np.minimum(permuted, permuted - _PRIME).min(axis=0), out=least)
+            block = shingles[start : start + _BLOCK]
+            permuted = np.multiply(block, a | _ODD, out=room[: len(block)])
+            permuted += b
+            np.minimum(least, permuted.min(axis=0), out=least)
         return [bucket.tolist() for bucket in np.split(least, self.config.num_buckets)]
 
 

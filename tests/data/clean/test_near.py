@@ -36,8 +36,18 @@ def test_long_documents_are_permuted_in_blocks(tmp_path: Path) -> None:
     made = signatures(tmp_path)
     many = np.random.RandomState(0).randint(0, 1 << 62, (10_000, 1), dtype=np.uint64)
     a, b = made.parameters
-    expected = ((many * a + b) % np.uint64((1 << 61) - 1)).min(axis=0).reshape(8, 16)
+    expected = (many * (a | np.uint64(1)) + b).min(axis=0).reshape(8, 16)
     assert np.array_equal(np.array(made.get_signature(many), np.uint64), expected)
+
+
+def test_each_shingle_is_as_often_the_least(tmp_path: Path) -> None:
+    made = Signatures(Recipe((), buckets=64, hashes=64), tmp_path)
+    some = made.get_shingles(" ".join(f"step {number}" for number in range(10)))  # alike but for a number
+    a, b = made.parameters
+    least = np.bincount((some * (a | np.uint64(1)) + b).argmin(axis=0), minlength=len(some))
+    assert len(some) == 16
+    assert least.sum() == 4096
+    assert 0.7 * 256 < least.min() <= least.max() < 1.3 * 256  # 256 each, within five standard deviations
 
 
 def corpus(tmp_path: Path, names: str = "abcd") -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytescale_ext.data.clean import words as module
-from bytescale_ext.data.clean.words import RULES, WORD_HASHES, jaccard, shingles
+from bytescale_ext.data.clean.words import RULES, jaccard, shingles, word_hashes
 
 
 def test_words_and_marks() -> None:
@@ -67,18 +68,38 @@ def test_similarity_is_that_of_sets() -> None:
 
 @pytest.mark.ranks
 def test_hashes_are_equal_in_every_process() -> None:
-    command = "from bytescale_ext.data.clean.words import WORD_HASHES; print(WORD_HASHES['naïve'])"
+    command = "from bytescale_ext.data.clean.words import word_hashes; print(word_hashes('naïve')[0])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
-    assert int(done.stdout) == WORD_HASHES["naïve"]
+    assert int(done.stdout) == word_hashes("naïve")[0]
 
 
-def test_few_hashes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = " ".join(f"word{number}" for number in range(50))
-    expected = shingles(text, 5).tolist()
-    monkeypatch.setattr(module, "_CACHED_WORDS", 10)
-    WORD_HASHES.clear()
-    assert shingles(text, 5).tolist() == expected
-    assert len(WORD_HASHES) <= 10
+def test_a_long_text_is_hashed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ", ".join(f"word{number} naïve" for number in range(50)) + "."
+    expected = word_hashes(text).tolist()
+    assert len(set(expected)) == 51
+    for block in (1, 7, 100):
+        monkeypatch.setattr(module, "_BLOCK", block)
+        assert word_hashes(text).tolist() == expected
+
+
+def test_a_word_has_its_hash_beside_any_other() -> None:
+    alone = [int(word_hashes(word)[0]) for word in ("data", "x" * 5000, "_a1")]
+    assert word_hashes(f"data, {'x' * 5000}! _a1").tolist() == alone
+    assert word_hashes(f"data \u4e16 {'x' * 5000} \ud800 _a1").tolist()[::2][:2] == alone[:2]  # not ASCII: 4 bytes each
+
+
+def test_letters_of_a_word_have_their_places() -> None:
+    assert len(set(word_hashes("ab ba aab aba baa abab a b").tolist())) == 8
+    assert len(word_hashes("")) == len(word_hashes(" -- ")) == 0
+
+
+@given(st.text(max_size=40))
+def test_words_are_those_of_the_pattern(text: str) -> None:
+    found = re.findall(r"\w+", text)
+    hashes = word_hashes(text).tolist()
+    assert len(hashes) == len(found)
+    assert len(set(hashes)) == len(set(found))
+    assert [int(word_hashes(word)[0]) for word in found] == hashes
 
 
 @given(st.text(alphabet="ab .!?\"'\n\t\u2026\u3002", max_size=60))
