@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from bytescale_ext.states.rows import Answer, Push, adagrad, mean_square
+from bytescale_ext.states.rows import Answer, Push, adagrad_step, as_steps, mean_square
 
 POLICIES: Final = ("lru", "lfu", "lfuopt")
 """Which copy makes room for another: the least recently used one, the least often used one, or that with the exception
@@ -96,7 +96,7 @@ class RowCache:
         updates: int64 [lines], updates that wait.
         values: float32 [lines, dim], the copy without these.
         squares: float32 [lines], its sum of squares.
-        pending: float32 [lines, dim], the gradients of the updates that wait.
+        pending: float32 [lines, dim], the updates that wait; see ``Push.gradients``.
         added: float32 [lines], the sum of the mean squares of these gradients.
     """
 
@@ -158,9 +158,7 @@ class RowCache:
         slots = self.slot_of[rows]
         held = slots >= 0
         mine, squares = slots[held], mean_square(gradients)
-        self.pending[mine] += gradients[held]
-        self.added[mine] += squares[held]
-        self.updates[mine] += 1
+        self._wait(mine, gradients[held], squares[held])
         direct = Push(rows[~held], gradients[~held], np.ones(int((~held).sum()), np.int64), squares[~held])
         due = self._take(mine[self.updates[mine] > self.settings.write_bound], rate)
         push = Push.joined([*self._evicted, due, direct])
@@ -204,15 +202,26 @@ class RowCache:
         self._last_use[slots] = self._num_batches
 
     def _with_pending(self, slots: np.ndarray, rate: float) -> np.ndarray:
-        """Return the values [n, dim] of lines, with the updates that wait as the table would apply them."""
-        return adagrad(self.values[slots], self.squares[slots], self.pending[slots], self.added[slots], rate)[0]
+        """Return the values [n, dim] of lines, with the updates that wait as the table would apply them alone."""
+        return self.values[slots] - np.float32(rate) * self._steps(slots)
+
+    def _steps(self, slots: np.ndarray) -> np.ndarray:
+        """Return what waits in lines, as steps [n, dim] at a rate of 1."""
+        return as_steps(self.pending[slots], self.updates[slots], self.squares[slots], self.added[slots])
+
+    def _wait(self, slots: np.ndarray, gradients: np.ndarray, squares: np.ndarray) -> None:
+        """Let one more update wait in each line, of a gradient [n, dim] with this mean square [n]."""
+        added, first = self.added[slots] + squares, self.updates[slots] == 0
+        steps = self._steps(slots) + adagrad_step(gradients, self.squares[slots] + added)
+        self.pending[slots] = np.where(first[:, None], gradients, steps)
+        self.added[slots] = added
+        self.updates[slots] += 1
 
     def _take(self, slots: np.ndarray, rate: float) -> Push:
         """Return the updates that wait in lines, and count them as part of the copies."""
         push = self._waiting(slots)
-        self.values[slots], self.squares[slots] = adagrad(
-            self.values[slots], self.squares[slots], push.gradients, push.squares, rate
-        )
+        self.values[slots] = self._with_pending(slots, rate)
+        self.squares[slots] += push.squares
         self.version[slots] += push.updates
         self._forget(slots)
         return push

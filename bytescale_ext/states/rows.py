@@ -23,7 +23,8 @@ class Push:
 
     Attributes:
         rows: int64 [n], each once.
-        gradients: float32 [n, dim], summed over the updates.
+        gradients: float32 [n, dim], that of the update; where there are several, the sum of what ``adagrad`` takes from
+            the row for each of them at a rate of 1, after the worker's own updates before it.
         updates: int64 [n], how many.
         squares: float32 [n], the sum over the updates of the mean squares of their gradients.
     """
@@ -120,20 +121,27 @@ class RowTable:
         return Answer(asked, self.values[wanted], self.squares[wanted], self.versions[wanted])
 
     def apply(self, pushes: Sequence[Push], rate: float) -> None:
-        """Update the rows of one step's pushes with the sums of their gradients, added up in this order.
+        """Update the rows of one step's pushes, added up in this order.
 
-        Gradients of workers that have not waited are parts of one gradient. Where updates have waited, each of them
-        counts by itself in the sum of squares; else ten that wait would move a row as far as one.
+        Gradients of workers that have not waited are parts of one gradient. Where updates have waited, a worker has
+        taken steps without the squares of the others; its part is shortened as they would have shortened it.
         """
         everything = Push.joined(pushes)
         rows, place = np.unique(everything.rows, return_inverse=True)
-        gradients = np.zeros((len(rows), self.values.shape[1]), np.float32)
-        np.add.at(gradients, place, everything.gradients)
-        most, squares = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
+        most, waited = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
         np.maximum.at(most, place, everything.updates)
-        np.add.at(squares, place, everything.squares)
-        added = np.where(most > 1, squares, mean_square(gradients))
-        self.values[rows], self.squares[rows] = adagrad(self.values[rows], self.squares[rows], gradients, added, rate)
+        np.add.at(waited, place, everything.squares)
+        has_waited = most > 1
+        parts = everything.gradients.copy()
+        late = has_waited[place]
+        before = self.squares[everything.rows[late]]
+        parts[late] = as_steps(parts[late], everything.updates[late], before, everything.squares[late])
+        parts[late] *= (_root(before + everything.squares[late]) / _root(before + waited[place[late]]))[:, None]
+        total = np.zeros((len(rows), self.values.shape[1]), np.float32)
+        np.add.at(total, place, parts)
+        self.squares[rows] += np.where(has_waited, waited, mean_square(total))
+        total[~has_waited] = adagrad_step(total[~has_waited], self.squares[rows[~has_waited]])
+        self.values[rows] -= np.float32(rate) * total
         np.add.at(self.versions, everything.rows, everything.updates)
 
 
@@ -143,13 +151,22 @@ def mean_square(gradients: np.ndarray) -> np.ndarray:
     return squares
 
 
-def adagrad(
-    values: np.ndarray, squares: np.ndarray, gradients: np.ndarray, added: np.ndarray, rate: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return new values [n, dim] and squares [n] of rows after a step with gradients [n, dim].
+def adagrad_step(gradients: np.ndarray, squares: np.ndarray) -> np.ndarray:
+    """Return what row-wise Adagrad takes from rows for gradients [n, dim] at a rate of 1, [n, dim].
 
-    Row-wise Adagrad (Duchi et al. 2011, with one sum of squares for each row, to which ``added`` [n] is added). A
+    Adagrad (Duchi et al. 2011) with one sum of squares for each row; ``squares`` [n] has these gradients in it. A
     gradient of zeros changes nothing.
     """
-    squares = squares + added
-    return values - np.float32(rate) * gradients / (np.sqrt(squares) + np.float32(EPSILON))[:, None], squares
+    return gradients / _root(squares)[:, None]
+
+
+def as_steps(gradients: np.ndarray, updates: np.ndarray, squares: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """Return what waits in rows, ``Push.gradients`` [n, dim], as steps at a rate of 1.
+
+    ``squares``: [n], without what waits; ``added``: [n], of what waits.
+    """
+    return np.where(updates[:, None] > 1, gradients, adagrad_step(gradients, squares + added))
+
+
+def _root(squares: np.ndarray) -> np.ndarray:
+    return np.sqrt(squares) + np.float32(EPSILON)

@@ -12,7 +12,10 @@ from bytescale_ext.states.rows import RowTable
 
 @dataclass
 class Line:
-    """One copy: its row's version, the updates and gradients that wait, and when and how often it was used."""
+    """One copy: its row's version, the updates that wait and their gradients, and when and how often it was used.
+
+    ``gradient``: of one update; of several, the sum of their steps at a rate of 1.
+    """
 
     version: int
     waiting: int
@@ -25,8 +28,22 @@ class Line:
 
     def with_waiting(self, rate: float) -> tuple[np.ndarray, np.float32]:
         """Return the value [dim] and the square once what waits is applied."""
-        square = np.float32(self.square + self.added)
-        return self.value - np.float32(rate) * self.gradient / (np.sqrt(square) + np.float32(1e-10)), square
+        return self.value - np.float32(rate) * self.steps(), np.float32(self.square + self.added)
+
+    def steps(self) -> np.ndarray:
+        """Return what waits as steps [dim] at a rate of 1."""
+        return self.gradient if self.waiting > 1 else self.gradient / self.root()
+
+    def root(self) -> np.float32:
+        """Return the root of the squares, with those of what waits."""
+        return np.float32(np.sqrt(np.float32(self.square + self.added)) + np.float32(1e-10))
+
+    def wait(self, gradient: np.ndarray) -> None:
+        """Let one more gradient [dim] wait."""
+        steps = self.steps()
+        self.added = np.float32(self.added + np.mean(gradient * gradient))
+        self.gradient = steps + gradient / self.root() if self.waiting else gradient
+        self.waiting += 1
 
 
 @dataclass
@@ -92,8 +109,7 @@ class PlainCache:
             if line is None:
                 sent[row] = 1, gradient
                 continue
-            line.gradient, line.waiting = line.gradient + gradient, line.waiting + 1
-            line.added = np.float32(line.added + np.mean(gradient * gradient))
+            line.wait(gradient)
             if line.waiting > self.settings.write_bound:
                 sent[row] = self.sent(line, rate)
         self.num_pushed += len(sent)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale_ext.states.cache import PERMANENT_USES, POLICIES, CacheSettings, RowCache
-from bytescale_ext.states.rows import Answer, Push, RowTable, adagrad
+from bytescale_ext.states.rows import Answer, Push, RowTable, as_steps
 from tests.states.plain_cache import PlainCache
 
 NUM_ROWS, DIM, WORKERS, RATE = 30, 3, 4, 0.1
@@ -108,14 +108,33 @@ def test_a_worker_alone_reads_all_its_updates_however_stale_it_may_be(
     cache, table = RowCache(CacheSettings(num_lines, policy, 100, write_bound), NUM_ROWS, DIM), drawn()
     steps = [step[0] for step in batches(seed, 15)]
     for (rows, gradients), (next_rows, _) in itertools.pairwise(steps):
-        values, squares, waiting = table.values[rows], table.squares[rows], np.zeros_like(gradients)
-        added, held = np.zeros_like(squares), cache.slot_of[rows] >= 0
-        waiting[held], added[held] = (of[cache.slot_of[rows[held]]] for of in (cache.pending, cache.added))
-        assert (cache.lookup(rows, table, RATE) == adagrad(values, squares, waiting, added, RATE)[0]).all()
+        expected, slots = table.values[rows], cache.slot_of[rows]
+        held, squares = slots >= 0, table.squares[rows]
+        waiting = (of[slots[held]] for of in (cache.pending, cache.updates))
+        expected[held] -= np.float32(RATE) * as_steps(*waiting, squares[held], cache.added[slots[held]])
+        assert (cache.lookup(rows, table, RATE) == expected).all()
         cache.stage(next_rows, table)
         table.apply([cache.update(rows, gradients, RATE)], RATE)
         if flushes:
             table.apply([cache.flush(RATE)], RATE)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 20), st.sampled_from(POLICIES), st.integers(1, 9), st.integers(0, 10**6))
+def test_a_worker_alone_trains_the_same_whether_its_updates_wait_or_not(
+    num_lines: int, policy: str, write_bound: int, seed: int
+) -> None:
+    tables = [drawn(), drawn()]
+    caches = [RowCache(CacheSettings(num_lines, policy, 0, bound), NUM_ROWS, DIM) for bound in (0, write_bound)]
+    for step in batches(seed, 30):
+        rows, gradients = step[0]
+        read = [cache.lookup(rows, table, RATE) for cache, table in zip(caches, tables, strict=True)]
+        assert read[1] == pytest.approx(read[0], rel=1e-4, abs=1e-5)
+        for cache, table in zip(caches, tables, strict=True):
+            table.apply([cache.update(rows, gradients, RATE)], RATE)
+    tables[1].apply([caches[1].flush(RATE)], RATE)
+    assert tables[1].values == pytest.approx(tables[0].values, rel=1e-4, abs=1e-5)
+    assert tables[1].squares == pytest.approx(tables[0].squares, rel=1e-4)
 
 
 @pytest.mark.parametrize("bound", [0, 10])
@@ -242,7 +261,7 @@ def test_waiting_updates_are_applied_at_the_rate_of_their_push() -> None:
         push = cache.update(rows, np.ones((1, DIM), np.float32), rate)
     assert push.updates.tolist() == [2]
     table.apply([push], 0.3)
-    assert table.values[7] == pytest.approx(before - 0.3 * 2 / 2**0.5)  # two gradients of 1 over the root of both
+    assert table.values[7] == pytest.approx(before - 0.3 * (1 + 1 / 2**0.5))  # the second over the root of both
 
 
 def test_an_evicted_line_takes_its_updates_along() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bytescale_ext.states.rows import Push, RowTable, adagrad, mean_square
+from bytescale_ext.states.rows import Push, RowTable, adagrad_step, mean_square
 
 
 def push(rows: list[int], gradients: list[list[float]], updates: list[int], squares: list[float]) -> Push:
@@ -16,49 +16,42 @@ def push(rows: list[int], gradients: list[list[float]], updates: list[int], squa
 
 
 def test_adagrad_by_hand() -> None:
-    values, squares = np.array([[1.0, 2.0]], np.float32), np.array([0.5], np.float32)
     gradients = np.array([[3.0, -1.0]], np.float32)
-    new, new_squares = adagrad(values, squares, gradients, mean_square(gradients), 0.1)
-    assert new_squares == pytest.approx([0.5 + (9 + 1) / 2])
-    step = 0.1 / math.sqrt(5.5)
-    assert new[0] == pytest.approx([1 - 3 * step, 2 + step], rel=1e-6)
-    assert new.dtype == new_squares.dtype == np.float32
+    assert mean_square(gradients) == pytest.approx([(9 + 1) / 2])
+    step = adagrad_step(gradients, 0.5 + mean_square(gradients))
+    assert step[0] == pytest.approx([3 / math.sqrt(5.5), -1 / math.sqrt(5.5)], rel=1e-6)
+    assert step.dtype == np.float32
 
 
 def test_a_gradient_of_zeros_changes_nothing() -> None:
-    values = np.array([[1.0, -2.0], [3.0, 4.0]], np.float32)
     for squares in (np.zeros(2, np.float32), np.ones(2, np.float32)):
-        new, new_squares = adagrad(values, squares, np.zeros((2, 2), np.float32), np.zeros(2, np.float32), 0.1)
-        assert (new == values).all()
-        assert (new_squares == squares).all()
+        assert not adagrad_step(np.zeros((2, 2), np.float32), squares).any()
 
 
 def test_pushes_of_a_step_are_summed_before_the_update() -> None:
-    table, expected = RowTable.drawn(range(6), 2, 1.0, 3), RowTable.drawn(range(6), 2, 1.0, 3)
+    table = RowTable.drawn(range(6), 2, 1.0, 3)
+    before = table.values.copy()
     of_workers = push([1, 4], [[1, 2], [3, 4]], [1, 1], [2.5, 12.5]), push([4, 0], [[-1, 0], [5, 6]], [1, 3], [0.5, 40])
     table.apply(of_workers, 0.1)
-    sums = np.array([[5, 6], [1, 2], [2, 4]], np.float32)
-    added = np.array([40, 2.5, 10], np.float32)  # three that have waited; one; and the square of the sum of two
-    rows = [0, 1, 4]
-    expected.values[rows], expected.squares[rows] = adagrad(
-        expected.values[rows], expected.squares[rows], sums, added, 0.1
-    )
-    assert (table.values == expected.values).all()
-    assert (table.squares == expected.squares).all()
+    assert table.squares.tolist() == [40, 2.5, 0, 0, 10, 0]  # three that have waited; one; the square of a sum
+    moved = (before - table.values) / 0.1
+    expected = np.zeros((6, 2))
+    expected[[0, 1, 4]] = [[5, 6], [1 / 2.5**0.5, 2 / 2.5**0.5], [2 / 10**0.5, 4 / 10**0.5]]
+    assert moved == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert table.versions.tolist() == [3, 1, 0, 0, 2, 0]
 
 
-def test_updates_that_have_waited_move_a_row_about_as_far_as_one_by_one() -> None:
-    """Ten equal gradients: the sum of steps is twice that of waiting; as one gradient it would be five times."""
-    ones, tables = np.ones((1, 4)).tolist(), [RowTable.drawn(range(1), 4, 1.0, 3) for _ in range(3)]
-    before = tables[0].values.copy()
-    for _ in range(10):
-        tables[0].apply([push([0], ones, [1], [1.0])], 0.1)
-    tables[1].apply([push([0], (10 * np.ones((1, 4))).tolist(), [10], [10.0])], 0.1)
-    tables[2].apply([push([0], (10 * np.ones((1, 4))).tolist(), [1], [100.0])], 0.1)
-    moved = [float((before - table.values).mean()) for table in tables]
-    assert moved == pytest.approx([0.1 * sum(n**-0.5 for n in range(1, 11)), 0.1 * 10**0.5, 0.1], rel=1e-5)
-    assert tables[0].squares == tables[1].squares
+@pytest.mark.parametrize("updates", [1, 3])
+def test_a_worker_that_waited_is_shortened_by_the_squares_of_the_others(updates: int) -> None:
+    """Its three steps, or its one gradient of 2, count beside ten updates of another worker with squares of 32."""
+    table = RowTable.drawn(range(1), 2, 1.0, 3)
+    before = table.values.copy()
+    mine = push([0], [[2, 2]], [updates], [4.0])
+    table.apply([mine, push([0], [[0, 0]], [10], [32.0])], 0.1)
+    step = 2.0 if updates == 3 else 1.0
+    assert (before - table.values)[0] == pytest.approx(2 * [0.1 * step * math.sqrt(4 / 36)], rel=1e-5)
+    assert table.squares.tolist() == [36]
+    assert table.versions.tolist() == [10 + updates]
 
 
 def test_only_copies_that_are_too_old_are_sent() -> None:
