@@ -30,7 +30,7 @@ from megatron.bytescale.cli import (
 from megatron.bytescale.cli.data import command as data
 from megatron.bytescale.cli.experts import command as experts
 from megatron.bytescale.cli.generate import command as generate
-from megatron.bytescale.cli.generate import draft
+from megatron.bytescale.cli.generate import convert, draft
 from megatron.bytescale.cli.search import command as search
 from megatron.bytescale.cli.shared.inputs import OneLineParser, UsageError
 from megatron.bytescale.cli.states import command as states
@@ -54,6 +54,7 @@ COMMANDS = (
     timeline,
     generate,
     draft,
+    convert,
     doctor,
 )
 

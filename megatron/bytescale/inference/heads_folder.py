@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.convert.products import join_qkv, split_qkv
 
 FORMAT = "bytescale draft heads 1"
 CONFIG, TENSORS = "config.json", "model.safetensors"
@@ -178,17 +179,14 @@ def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, Any]) -> list[
     """Return the parts [n, ...] of a product's weight or bias; None: a gate that the model has not."""
     if module == "mlp.linear_fc1":
         return list(tensor.chunk(2)) if trunk["swiglu"] else [None, tensor]
-    groups, dim = trunk["num_query_groups"], trunk["kv_channels"]
-    by_group = tensor.unflatten(0, (groups, -1, dim))  # queries, key, value of each group
-    return [part.flatten(0, 2) for part in by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)]
+    return list(split_qkv(tensor, trunk["num_query_groups"], trunk["kv_channels"]))
 
 
 def _join(parts: list[torch.Tensor], module: str, trunk: Mapping[str, Any]) -> torch.Tensor:
     """Return what ``_split`` was given, [n, ...], from its parts."""
     if module == "mlp.linear_fc1":
         return torch.cat(parts)
-    groups, dim = trunk["num_query_groups"], trunk["kv_channels"]
-    return torch.cat([part.unflatten(0, (groups, -1, dim)) for part in parts], dim=1).flatten(0, 2)
+    return join_qkv(parts, trunk["num_query_groups"], trunk["kv_channels"])
 
 
 def safetensors_torch() -> tuple[Any, type[Exception]]:

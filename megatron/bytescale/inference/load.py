@@ -208,7 +208,9 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
     head_dim = config.transformer.kv_channels
-    runtime = SimpleNamespace(comm=None, kernel=choose_kernel(device, args.params_dtype, head_dim)[0])
+    no_features = SimpleNamespace(find=lambda _: None)
+    kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
+    runtime = SimpleNamespace(comm=None, kernel=kernel, run=no_features)
     layers = document_layer_spec(runtime)
     attention = partial(CachedAttention, runtime=runtime)
     config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(layers(config, vp_stage), attention)

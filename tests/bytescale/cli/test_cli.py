@@ -26,7 +26,7 @@ def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_subcommands() -> None:
     assert [command.NAME for command in cli.COMMANDS] == [
         "train", "corpus", "data", "profile", "dry-run", "plan", "search", "simulate", "schedule", "activations",
-        "states", "ngram", "experts", "memory-plan", "timeline", "generate", "draft", "doctor",
+        "states", "ngram", "experts", "memory-plan", "timeline", "generate", "draft", "convert", "doctor",
     ]  # fmt: skip
 
 

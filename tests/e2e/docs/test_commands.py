@@ -30,6 +30,7 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     ".venv/bin/python -m pytest ": "they run this test",
     "bytescale data clean ": "tests/bytescale/cli/data/test_clean.py",
     "bytescale data mix ": "tests/bytescale/cli/data/test_mix.py",
+    "bytescale convert --": "tests/bytescale/convert/test_folders.py",
     "bytescale dry-run ": "tests/bytescale/cli/shared/test_launch_line.py",
     "bytescale profile ": "tests/bytescale/cli/test_profile.py",
     "torchrun --nproc-per-node 4 pretrain_gpt_hdp.py --sculpt-windows ": "tests/e2e/hdp/test_sculpt.py",

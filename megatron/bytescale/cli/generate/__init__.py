@@ -1,1 +1,1 @@
-"""``bytescale generate`` and ``bytescale draft``: their options and what they print."""
+"""``bytescale generate``, ``draft`` and ``convert``: their options and what they print."""

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints and Megatron's: which flags a model has, and which tensors are which."""

@@ -1,0 +1,1 @@
+"""Checkpoints of Hugging Face models made into Megatron's, and back."""

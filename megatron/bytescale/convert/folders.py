@@ -1,0 +1,216 @@
+"""Checkpoints of Hugging Face models made into Megatron's, and Megatron's into those.
+
+One process on CPU holds all parameters. Megatron's checkpoint is sharded (torch_dist): it loads with any tensor,
+pipeline and expert parallelism, with or without this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
+from megatron.bytescale.arguments import parse
+from megatron.bytescale.convert.families import configuration, layout_of, model_flags
+from megatron.bytescale.inference.load import Heads, arguments_of, build_model, checkpoint_at, read_weights
+from megatron.bytescale.launch import TRACKER
+
+RELEASE = "release"  # what Megatron calls a checkpoint of no iteration: training begins with its weights
+SHARD = "5GB"
+EXTRAS = ("draft_heads", "ngram_layers")  # parts of a model that no Hugging Face model has
+
+
+def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[list[str], int]:
+    """Write a Megatron checkpoint of a Hugging Face model; return its training flags and its number of parameters.
+
+    Args:
+        source: a folder with ``config.json`` and safetensors.
+        output: a new folder of checkpoints, which ``--load`` takes.
+        dtype: "bf16" or "fp32"; None: as the model is stored.
+
+    Raises:
+        ValueError: a model that cannot be converted, tensors are missing or have other shapes, ``output`` exists, or a
+            package is not installed.
+    """
+    _check_new(output)
+    config = _config_in(source)
+    words = [*model_flags(config), *_tokenizer_flags(source), "--padded-vocab-size", str(config["vocab_size"])]
+    words += _dtype_flags(dtype or config["dtype"])
+    args = _settled(words)
+    layout = layout_of(config)
+    with ExitStack() as opened:
+        read = _reader(source, opened)
+        model = build_model(args, None, on_cpu=True)
+        found = {name: one.to(args.params_dtype) for name, one in to_megatron(layout, read)}
+        _copy(model, found)
+    _save(model, args, output)
+    return words, sum(one.numel() for one in model.parameters())
+
+
+def to_folder(load: Path, output: Path) -> tuple[str, int]:
+    """Write a Hugging Face model of the last Megatron checkpoint in a folder; return its kind and its parameters.
+
+    Args:
+        load: folder of checkpoints (``--save`` of a training).
+        output: a new folder: ``config.json``, safetensors of up to 5 GB and, where it is known, the tokenizer.
+
+    Raises:
+        ValueError: there is no checkpoint that can be read, or its model is none of the families, or ``output`` exists.
+    """
+    _check_new(output)
+    checkpoint = checkpoint_at("--load", load)
+    args = arguments_of(checkpoint)
+    for name in EXTRAS:
+        if getattr(args, name, None):
+            raise ValueError(f"--load {load}: a model with {name} cannot be converted")
+    config = configuration(args)
+    made = _library("transformers").CONFIG_MAPPING[config["model_type"]](
+        **{name: value for name, value in config.items() if name != "model_type"}
+    )
+    made.architectures = [_library("transformers").MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
+    model = build_model(args, None, on_cpu=True)
+    read_weights(model, checkpoint, Heads(checkpoint, None, {}))
+    tensors = to_hugging_face(layout_of(config), model.state_dict())
+    part = output.with_name(f".{output.name}.part")
+    part.mkdir(parents=True, exist_ok=True)
+    _write_shards(tensors, part)
+    made.save_pretrained(part)
+    _copy_tokenizer(args, part)
+    part.rename(output)
+    return config["model_type"], sum(one.numel() for one in tensors.values())
+
+
+def _check_new(output: Path) -> None:
+    if output.exists():
+        raise ValueError(f"--output {output}: it exists already")
+
+
+def _library(name: str) -> Any:
+    """Return a package. Raises ValueError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"{name} is not installed: pip install 'bytescale-megatron[tokenizers]'") from None
+
+
+def _config_in(source: Path) -> dict[str, Any]:
+    """Return a folder's configuration with all defaults. Raises ValueError for a bad one."""
+    path = source / "config.json"
+    try:
+        kind = json.loads(path.read_text("utf-8")).get("model_type")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        config = _library("transformers").AutoConfig.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a bad file
+        raise ValueError(f"--input {path}: {' '.join(str(error).split())[:200]}") from None
+    renamed = {name: getattr(config, name) for name in config.attribute_map}
+    return {**config.to_dict(), **renamed, "model_type": kind, "dtype": str(config.dtype).removeprefix("torch.")}
+
+
+def _dtype_flags(dtype: str) -> list[str]:
+    """Return the flag of a type. Raises ValueError for one that Megatron's checkpoint would not keep."""
+    if dtype in ("bf16", "bfloat16"):
+        return ["--bf16"]
+    if dtype in ("fp32", "float32", "None"):
+        return []
+    raise ValueError(f"the model is stored in {dtype}: choose --dtype bf16 or --dtype fp32")
+
+
+def _tokenizer_flags(source: Path) -> list[str]:
+    """Return the flags of the folder's own tokenizer, or of none."""
+    if any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
+    return []
+
+
+def _settled(words: list[str]) -> Any:
+    """Return Megatron's checked arguments of a model's flags."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron.bytescale.training.profile import command_line
+
+    length = words[words.index("--max-position-embeddings") + 1]
+    needed = ["--seq-length", length, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-5"]
+    with parse.refusals_of_megatron(), command_line(["bytescale convert", *words, *needed]):
+        args = parse_args(parse.add_arguments)
+        parse.set_device_defaults(args, words, on_cpu=True)
+        validate_args(args)
+    args.perform_initialization = False
+    return args
+
+
+def _reader(source: Path, opened: ExitStack) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a tensor of a folder by its name, while ``opened`` is open.
+
+    Raises ValueError for a folder without safetensors; the function does, for a tensor that is not there.
+    """
+    open_file = _library("safetensors").safe_open
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"--input {source}: there are no .safetensors files")
+    places: dict[str, Any] = {}
+    for path in files:
+        try:
+            file = opened.enter_context(open_file(path, framework="pt"))
+        except Exception as error:
+            raise ValueError(f"--input {path}: {error}") from None
+        places |= dict.fromkeys(file.keys(), file)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in places:
+            raise ValueError(f"--input {source}: the tensor {name} is missing")
+        tensor: torch.Tensor = places[name].get_tensor(name)
+        return tensor
+
+    return read
+
+
+def _copy(model: torch.nn.Module, found: Mapping[str, torch.Tensor]) -> None:
+    """Give a model its parameters. Raises ValueError where a shape differs."""
+    wanted = dict(model.named_parameters())
+    assert wanted.keys() == found.keys(), f"{wanted.keys() ^ found.keys()}"
+    for name, parameter in wanted.items():
+        if parameter.shape != found[name].shape:
+            shapes = f"{list(found[name].shape)}, not {list(parameter.shape)}"
+            raise ValueError(f"--input: {name} has the shape {shapes}, as config.json says")
+        parameter.data = found[name]
+
+
+def _save(model: Any, args: Any, output: Path) -> None:
+    """Write Megatron's checkpoint; the file that names it comes last."""
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import _build_sharded_state_dict_metadata
+
+    metadata = _build_sharded_state_dict_metadata(args)
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
+    state["model"] = model.sharded_state_dict(metadata=metadata)
+    folder = output / RELEASE
+    folder.mkdir(parents=True)
+    kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    dist_checkpointing.save(state, str(folder), content_metadata=kept)
+    (output / TRACKER).write_text(RELEASE)
+
+
+def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write tensors of any shape as safetensors of up to 5 GB, with an index where there are several."""
+    plan = _library("huggingface_hub").split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD)
+    for name, inside in plan.filename_to_tensors.items():
+        parts = {one: tensors[one].clone(memory_format=torch.contiguous_format) for one in inside}
+        _library("safetensors.torch").save_file(parts, folder / name, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_tokenizer(args: Any, output: Path) -> None:
+    """Put the tokenizer of Megatron's arguments beside the model, where it is a folder of Hugging Face's."""
+    model = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
+        _library("transformers").AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(output)

@@ -1,0 +1,210 @@
+"""Models of each family become Megatron checkpoints and go back: equal logits, equal tensors, one launch line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.bytescale.launch import TRACKER
+from tests.bytescale.convert.models import MODELS, VOCAB, configuration_of
+from tests.e2e.corpora import write_documents
+from tests.e2e.once import once
+from tests.e2e.training import HDP, TRAIN, train
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+TOKENS = 48
+LENGTHS = (100, 3, 64, 65, 130, 17, 40, 9)
+
+
+def write_models(folder: Path) -> dict[str, Any]:
+    """Write a model of each family, convert it there and back; return what each conversion found."""
+    import transformers
+
+    for seed, kind in enumerate(MODELS):
+        torch.manual_seed(seed)
+        config = transformers.CONFIG_MAPPING[kind](**{**configuration_of(kind), "dtype": "float32"})
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        for parameter in model.parameters():
+            torch.nn.init.uniform_(parameter, 0.5, 1.5) if parameter.dim() == 1 else parameter.data.normal_(std=0.2)
+        model.save_pretrained(folder / kind)
+        tokens = torch.randint(0, VOCAB, (1, TOKENS))
+        torch.save((tokens, model(tokens).logits.detach()), folder / f"{kind}.pt")
+    found: dict[str, Any] = run_ranks(convert_all, 1, folder, timeout=600)[0]
+    return {"folder": folder, **found}
+
+
+def convert_all(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Return for each family (flags, parameters, the kind that came back, largest difference of Megatron's logits)."""
+    from megatron.bytescale import cpu
+
+    cpu.install_if_wanted(["--cpu"])
+    from megatron.bytescale.convert.folders import from_hugging_face, to_folder
+
+    found = {}
+    for kind in MODELS:
+        flags, num_parameters = from_hugging_face(folder / kind, folder / f"{kind}-megatron", None)
+        back, _ = to_folder(folder / f"{kind}-megatron", folder / f"{kind}-back")
+        tokens, logits = torch.load(folder / f"{kind}.pt")
+        difference = (megatron_logits(folder / f"{kind}-megatron", tokens) - logits).abs().max()
+        found[kind] = (flags, num_parameters, back, float(difference / logits.abs().max()))
+    flags, _ = from_hugging_face(folder / "qwen3", folder / "rounded", "bf16")
+    found["bf16"] = flags
+    found["refused"] = {name: refused(case, folder) for name, case in REFUSED.items()}
+    with pytest.raises(ValueError, match="none: there is no checkpoint"):
+        to_folder(folder / "none", folder / "never")
+    with pytest.raises(ValueError, match="qwen3: it exists already"):
+        to_folder(folder / "qwen3-megatron", folder / "qwen3")
+    return found
+
+
+def megatron_logits(load: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits [1, t, vocabulary] of tokens [1, t] by Megatron's own layers and attention."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megatron.bytescale.inference.load import Heads, arguments_of, checkpoint_at, read_weights
+
+    checkpoint = checkpoint_at("--load", load)
+    args = arguments_of(checkpoint)
+    config = gpt_config_from_args(args)
+    config.rope_scaling_factor = args.rope_scaling_factor
+    model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).eval()
+    read_weights(model, checkpoint, Heads(checkpoint, None, {}))
+    places = torch.arange(TOKENS)
+    hidden = places[None] > places[:, None]
+    if args.window_size:
+        hidden |= places[:, None] - places[None] > args.window_size[0]
+    logits: torch.Tensor = model(tokens, places[None], hidden[None, None]).detach()
+    return logits
+
+
+def broken(folder: Path, change: Callable[[Path], object]) -> Path:
+    """Return a copy of a model that was changed."""
+    copy = folder / "broken"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder / "llama", copy)
+    change(copy)
+    return copy
+
+
+def without_a_tensor(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, copy / "model.safetensors")
+
+
+def with_another_shape(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+
+
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "no folder": lambda copy: shutil.rmtree(copy),
+    "bad json": lambda copy: (copy / "config.json").write_text("{"),
+    "no tensors": lambda copy: (copy / "model.safetensors").unlink(),
+    "cut short": lambda copy: (copy / "model.safetensors").write_bytes(b"short"),
+    "a tensor is missing": without_a_tensor,
+    "another shape": with_another_shape,
+}
+MESSAGES = {
+    "no folder": "config.json: No such file",
+    "bad json": "config.json: Expecting property name",
+    "no tensors": "there are no .safetensors files",
+    "cut short": "model.safetensors: ",
+    "a tensor is missing": "the tensor model.norm.weight is missing",
+    "another shape": "has the shape [192, 64], not [160, 64], as config.json says",
+}
+
+
+def refused(change: Callable[[Path], object], folder: Path) -> str:
+    """Return the error of converting a model that was changed; nothing is written."""
+    from megatron.bytescale.convert.folders import from_hugging_face
+
+    with pytest.raises(ValueError, match=r".") as caught:
+        from_hugging_face(broken(folder, change), folder / "never", None)
+    assert not (folder / "never").exists()
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    made: dict[str, Any] = once(write_models, "converted models")
+    return made
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_are_those_of_transformers(kind: str, found: dict[str, Any]) -> None:
+    flags, num_parameters, back, difference = found[kind]
+    assert difference < 2e-6
+    assert back == kind
+    assert num_parameters == sum(
+        one.numel() for one in load_file(found["folder"] / kind / "model.safetensors").values()
+    )
+    assert flags[-2:] == ["--padded-vocab-size", str(VOCAB)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_comes_back_as_it_was(kind: str, found: dict[str, Any]) -> None:
+    import transformers
+
+    folder = found["folder"]
+    given, back = (load_file(folder / name / "model.safetensors") for name in (kind, f"{kind}-back"))
+    assert given.keys() == back.keys()
+    assert all(torch.equal(given[name], back[name]) for name in given)
+    configs = [transformers.AutoConfig.from_pretrained(folder / name).to_dict() for name in (kind, f"{kind}-back")]
+    left_open = {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "_name_or_path"}
+    differing = {name for name in configs[0] if configs[0][name] != configs[1].get(name)} - left_open
+    assert not differing, {name: (configs[0][name], configs[1].get(name)) for name in differing}
+
+
+def test_a_type_is_chosen(found: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    assert "--bf16" in found["bf16"]
+    entries = FileSystemReader(found["folder"] / "rounded" / "release").read_metadata().state_dict_metadata
+    assert entries["embedding.word_embeddings.weight"].properties.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert (found["folder"] / "rounded" / TRACKER).read_text() == "release"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_folder_is_refused(case: str, found: dict[str, Any]) -> None:
+    assert MESSAGES[case] in found["refused"][case]
+
+
+def test_training_begins_with_the_loss_of_transformers(found: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = write_documents(tmp_path / "docs", lengths=LENGTHS, copies=1)
+    flags, *_ = found["qwen3"]
+    words = [*flags, *TRAIN, *HDP, "--data-path", data, "--seq-length", 256, "--ckpt-format", "torch_dist"]
+    words += [
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        VOCAB - 1,
+        "--tensor-model-parallel-size",
+        2,
+        "--hdp-tokens-per-rank",
+        256,
+    ]
+    load = found["folder"] / "qwen3-megatron"
+    ours = train(2, *words, "--global-batch-size", len(LENGTHS), "--train-iters", 1, "--load", load)
+    model = transformers.AutoModelForCausalLM.from_pretrained(found["folder"] / "qwen3", dtype=torch.float32)
+    total, count = 0.0, 0
+    for document in IndexedDataset(str(data)):
+        tokens = torch.from_numpy(document.astype("int64"))
+        logits = model(tokens[None, :-1]).logits[0].detach()
+        total += float(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
+        count += len(tokens) - 1
+    assert ours.losses == pytest.approx([total / count], rel=1e-5)
