@@ -49,6 +49,9 @@ ELSEWHERE = {  # how a command begins: why it is not run here, or the test that 
     "SWEEP=sweep.txt sbatch ": "tests/e2e/runs/test_slurm.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py --load checkpoints/8k ": "tests/e2e/docs/test_recipes.py",
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --draft-heads ": "tests/e2e/hdp/test_drafts.py",
+    "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --state-policy paged --state-host-gb 20 ": (
+        "tests/e2e/states/test_paged.py"
+    ),
     "torchrun --nproc-per-node 8 pretrain_gpt_hdp.py ... --num-experts 64 ": "tests/e2e/experts/test_placement.py",
 }
 SIZES = {
