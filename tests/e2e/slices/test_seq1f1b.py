@@ -74,7 +74,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 PLAIN = (
     # stages, micro-batches, slices: 1 to 8, dividing the stages or not, more or fewer micro-batches than stages
-    (2, 1, 2), (2, 2, 4), (2, 5, 3), (2, 2, 8), (4, 5, 3), (4, 2, 6), (4, 1, 5), (1, 2, 3),
+    (2, 1, 2), (2, 5, 3), (2, 2, 8), (4, 5, 3), (4, 2, 6), (4, 1, 5), (1, 2, 3),
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_slices_train_as_whole_micro_batches(p: int, m: int, k: int, runs: Runs)
     assert p > 1 or "one pipeline stage has no idle time" in outcome.text  # the first rank says it, the last is read
 
 
-@pytest.mark.parametrize(("p", "m", "k"), [(2, 5, 3), (4, 5, 3), (4, 1, 5)])
+@pytest.mark.parametrize(("p", "m", "k"), [(4, 5, 3), (4, 1, 5)])
 def test_the_eager_order(p: int, m: int, k: int, runs: Runs) -> None:
     """More slices than all stages run ahead, and fewer."""
     runs.compare(p, stages(p, m), f"--seq1f1b-slices {k} --seq1f1b-eager")
@@ -103,7 +103,7 @@ def test_three_stages(runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("partition", "per_token"),
-    [("even", ""), ("flops", "--calculate-per-token-loss"), ("29,11,8", ""), ("29,11,8", "--calculate-per-token-loss")],
+    [("even", ""), ("flops", "--calculate-per-token-loss"), ("29,11,8", "")],
 )
 def test_any_partition_and_both_losses(partition: str, per_token: str, runs: Runs) -> None:
     runs.compare(2, f"{stages(2, 2)} {per_token}", f"--seq1f1b-slices 3 --seq1f1b-partition {partition}")
