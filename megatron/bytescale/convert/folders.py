@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,7 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[li
     with ExitStack() as opened:
         read = _reader(source, opened)
         model = build_model(args, None, on_cpu=True)
-        found = {name: one.to(args.params_dtype) for name, one in to_megatron(layout, read)}
-        _copy(model, found)
+        _fill(model, ((name, one.to(args.params_dtype)) for name, one in to_megatron(layout, read)))
     _save(model, args, output)
     return words, sum(one.numel() for one in model.parameters())
 
@@ -172,15 +171,16 @@ def _reader(source: Path, opened: ExitStack) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def _copy(model: torch.nn.Module, found: Mapping[str, torch.Tensor]) -> None:
-    """Give a model its parameters. Raises ValueError where a shape differs."""
+def _fill(model: torch.nn.Module, found: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give a model its parameters one by one, each by name once. Raises ValueError where a shape differs."""
     wanted = dict(model.named_parameters())
-    assert wanted.keys() == found.keys(), f"{wanted.keys() ^ found.keys()}"
-    for name, parameter in wanted.items():
-        if parameter.shape != found[name].shape:
-            shapes = f"{list(found[name].shape)}, not {list(parameter.shape)}"
+    for name, tensor in found:
+        parameter = wanted.pop(name)
+        if parameter.shape != tensor.shape:
+            shapes = f"{list(tensor.shape)}, not {list(parameter.shape)}"
             raise ValueError(f"--input: {name} has the shape {shapes}, as config.json says")
-        parameter.data = found[name]
+        parameter.data = tensor
+    assert not wanted, f"{wanted.keys()}"
 
 
 def _save(model: Any, args: Any, output: Path) -> None:
