@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Where:
         executor: of ``EXECUTORS``.
         workers: tasks at a time.
         ray_address: of a cluster; None: Ray is started here.
-        slurm: partition, time and more options of sbatch.
+        slurm: partition, time, memory_gb of a task and more options of sbatch.
     """
 
     executor: str = "local"
@@ -91,12 +92,21 @@ def run_stages(stages: list[Stage], work: Path, where: Where) -> None:
                 executor.run()
             except ValueError:
                 raise
+            except subprocess.CalledProcessError as error:  # sbatch, which has told the log why
+                raise ValueError(f"stage {stage.name}: {_said_by_sbatch(work / 'log.txt')}") from error
             except Exception as error:
                 raise ValueError(f"stage {stage.name}: {_last(error)}; see {logs}/logs") from error
             if where.executor == "slurm":
                 before = executor
             elif executor.get_incomplete_ranks(skip_completed=True):
                 raise ValueError(f"stage {stage.name}: tasks have failed; see {logs}/logs")
+
+
+def _said_by_sbatch(log: Path) -> str:
+    """Return what sbatch has said about the last job, in one line."""
+    last = log.read_text(encoding="utf-8").rpartition("Launching Slurm job")[2]
+    said = [line for line in last.splitlines() if line.startswith("sbatch:")]
+    return " ".join(said) or f"sbatch has failed; see {log}"
 
 
 def _last(error: Exception) -> str:

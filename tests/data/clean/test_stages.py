@@ -102,6 +102,15 @@ def test_slurm(tmp_path: Path, expected: set[str], monkeypatch: pytest.MonkeyPat
     assert texts_in(tmp_path / "out") == expected
 
 
+def test_what_sbatch_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/bash\necho 'sbatch: error: Memory specification can not be satisfied' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ValueError, match="collect: sbatch: error: Memory specification can not be satisfied"):
+        run(tmp_path, "out", Where("slurm", slurm=(("partition", "cpu"),)))
+
+
 class Once:
     """A step that fails in its first run, as a killed one does, and counts its runs."""
 

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="tasks at a time (the processors of this machine)")
     parser.add_argument("--executor", choices=_EXECUTORS, default=_EXECUTORS[0], help="where tasks run (%(default)s)")
     parser.add_argument("--ray-address", metavar="HOST:PORT", help="a cluster of Ray (default: started here)")
-    parser.add_argument("--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="partition=P and options of sbatch")
+    parser.add_argument(
+        "--slurm", nargs="+", default=[], metavar="KEY=VALUE", help="partition=P memory_gb=N and options of sbatch"
+    )
     parser.add_argument("--tokenize", action="store_true", help="also write NAME.bin and NAME.idx")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_tokenizer_arguments(parser)
