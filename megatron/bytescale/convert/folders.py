@@ -19,6 +19,7 @@ from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
 from megatron.bytescale.arguments import parse
 from megatron.bytescale.convert.families import configuration, layout_of, model_flags
 from megatron.bytescale.inference.load import Heads, arguments_of, build_model, checkpoint_at, read_weights
+from megatron.bytescale.inference.new_folder import new_folder
 from megatron.bytescale.launch import TRACKER
 
 RELEASE = "release"  # what Megatron calls a checkpoint of no iteration: training begins with its weights
@@ -38,17 +39,15 @@ def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[li
         ValueError: a model that cannot be converted, tensors are missing or have other shapes, ``output`` exists, or a
             package is not installed.
     """
-    _check_new(output)
-    config = _config_in(source)
-    words = [*model_flags(config), *_tokenizer_flags(source), "--padded-vocab-size", str(config["vocab_size"])]
-    words += _dtype_flags(dtype or config["dtype"])
-    args = _settled(words)
-    layout = layout_of(config)
-    with ExitStack() as opened:
+    with new_folder(output) as part, ExitStack() as opened:
+        config = _config_in(source)
+        words = [*model_flags(config), *_tokenizer_flags(source), "--padded-vocab-size", str(config["vocab_size"])]
+        words += _dtype_flags(dtype or config["dtype"])
+        args = _settled(words)
         read = _reader(source, opened)
         model = build_model(args, None, on_cpu=True)
-        _fill(model, ((name, one.to(args.params_dtype)) for name, one in to_megatron(layout, read)))
-    _save(model, args, output)
+        _fill(model, ((name, one.to(args.params_dtype)) for name, one in to_megatron(layout_of(config), read)))
+        _save(model, args, part)
     return words, sum(one.numel() for one in model.parameters())
 
 
@@ -62,32 +61,21 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
     Raises:
         ValueError: there is no checkpoint that can be read, or its model is none of the families, or ``output`` exists.
     """
-    _check_new(output)
-    checkpoint = checkpoint_at("--load", load)
-    args = arguments_of(checkpoint)
-    for name in EXTRAS:
-        if getattr(args, name, None):
-            raise ValueError(f"--load {load}: a model with {name} cannot be converted")
-    config = configuration(args)
-    made = _library("transformers").CONFIG_MAPPING[config["model_type"]](
-        **{name: value for name, value in config.items() if name != "model_type"}
-    )
-    made.architectures = [_library("transformers").MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
-    model = build_model(args, None, on_cpu=True)
-    read_weights(model, checkpoint, Heads(checkpoint, None, {}))
-    tensors = to_hugging_face(layout_of(config), model.state_dict())
-    part = output.with_name(f".{output.name}.part")
-    part.mkdir(parents=True, exist_ok=True)
-    _write_shards(tensors, part)
-    made.save_pretrained(part)
-    _copy_tokenizer(args, part)
-    part.rename(output)
+    with new_folder(output) as part:
+        checkpoint = checkpoint_at("--load", load)
+        args = arguments_of(checkpoint)
+        for name in EXTRAS:
+            if getattr(args, name, None):
+                raise ValueError(f"--load {load}: a model with {name} cannot be converted")
+        config = configuration(args)
+        made = _hugging_face_config(config)
+        model = build_model(args, None, on_cpu=True)
+        read_weights(model, checkpoint, Heads(checkpoint, None, {}))
+        tensors = to_hugging_face(layout_of(config), model.state_dict())
+        _write_shards(tensors, part)
+        made.save_pretrained(part)
+        _copy_tokenizer(args, part)
     return config["model_type"], sum(one.numel() for one in tensors.values())
-
-
-def _check_new(output: Path) -> None:
-    if output.exists():
-        raise ValueError(f"--output {output}: it exists already")
 
 
 def _library(name: str) -> Any:
@@ -96,6 +84,15 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise ValueError(f"{name} is not installed: pip install 'bytescale-megatron[tokenizers]'") from None
+
+
+def _hugging_face_config(config: Mapping[str, Any]) -> Any:
+    """Return transformers' configuration of these values."""
+    library = _library("transformers")
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    made = library.CONFIG_MAPPING[config["model_type"]](**values)
+    made.architectures = [library.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
+    return made
 
 
 def _config_in(source: Path) -> dict[str, Any]:
@@ -192,7 +189,7 @@ def _save(model: Any, args: Any, output: Path) -> None:
     state = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     state["model"] = model.sharded_state_dict(metadata=metadata)
     folder = output / RELEASE
-    folder.mkdir(parents=True)
+    folder.mkdir()
     kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     dist_checkpointing.save(state, str(folder), content_metadata=kept)
     (output / TRACKER).write_text(RELEASE)

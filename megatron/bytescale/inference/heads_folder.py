@@ -18,6 +18,7 @@ import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.convert.products import join_qkv, split_qkv
+from megatron.bytescale.inference.new_folder import new_folder
 
 FORMAT = "bytescale draft heads 1"
 CONFIG, TENSORS = "config.json", "model.safetensors"
@@ -78,8 +79,6 @@ def write_folder(
         ValueError: safetensors is not installed, or the folder exists.
     """
     library, _ = safetensors_torch()
-    if folder.exists():
-        raise ValueError(f"--output {folder}: it exists already")
     plain = {name: one.contiguous() for name, one in to_plain(tensors, trunk).items()}
     config = {
         "format": FORMAT,
@@ -90,11 +89,9 @@ def write_folder(
         "computation": COMPUTATION[settings.kind],
         "tensors": {name: list(one.shape) for name, one in sorted(plain.items())},
     }
-    part = folder.with_name(f".{folder.name}.part")
-    part.mkdir(parents=True, exist_ok=True)
-    library.save_file(plain, part / TENSORS, metadata={"format": "pt"})
-    (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    part.rename(folder)
+    with new_folder(folder) as part:
+        library.save_file(plain, part / TENSORS, metadata={"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def is_folder_of_heads(folder: Path) -> bool:
@@ -110,7 +107,7 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
             raise ValueError(f"its format is {config['format']!r}, not {FORMAT!r}")
         settings, trunk = DraftConfig(**config["heads"]), dict(config["trunk"])
         if config["trunk_hash"] != trunk_hash(trunk):
-            raise ValueError("its trunk_hash is not that of its trunk")
+            raise ValueError("its trunk_hash does not match its trunk")
     except (OSError, KeyError, TypeError, ValueError) as error:
         what = getattr(error, "strerror", None) or (f"{error} is missing" if isinstance(error, KeyError) else error)
         raise ValueError(f"--draft {folder / CONFIG}: {what}") from None
@@ -169,7 +166,7 @@ def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, Any]) -> 
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Return (prefix of the layer, module, kind) of a tensor's name; the prefix is that of the folder."""
+    """Return (layer prefix, module, kind) of a tensor's name; the prefix is spelled as in the folder."""
     found = re.fullmatch(r"(?:layers?\.?(\d+)\.)?(.*)\.(\w+)", name)
     assert found is not None, f"{name=}"
     return "" if found[1] is None else f"layers.{found[1]}.", found[2], found[3]

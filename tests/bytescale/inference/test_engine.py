@@ -113,7 +113,7 @@ def streamed(rank: int, world: int, load: Path) -> Any:
 
 
 def test_tensor_parallel_ranks_decode_together() -> None:
-    """Two ranks see the same steps, greedy and sampled, and what they generate is what one process does."""
+    """Two ranks take the same steps, greedy and sampled, and generate what one process generates."""
     heads = heads_of(1, *ONE).save
     first, second = run_ranks(streamed, 2, heads)
     assert first == second

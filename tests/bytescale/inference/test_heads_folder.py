@@ -111,7 +111,7 @@ def change(folder: Path, **values: Any) -> None:
 
 BAD = {
     "other format": (lambda folder: change(folder, format="eagle"), "its format is 'eagle', not 'bytescale draft"),
-    "edited shapes": (lambda folder: change(folder, trunk={}), "its trunk_hash is not that of its trunk"),
+    "edited shapes": (lambda folder: change(folder, trunk={}), "its trunk_hash does not match its trunk"),
     "no heads": (lambda folder: change(folder, heads={"kind": "clover"}), "missing 3 required positional"),
     "bad heads": (lambda folder: change(folder, heads={"kind": "x", "num_heads": 1, "num_layers": 0, "decay": 1}), "x"),
     "not JSON": (lambda folder: (folder / CONFIG).write_text("{"), "config.json: Expecting property name"),

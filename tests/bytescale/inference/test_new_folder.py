@@ -1,0 +1,39 @@
+"""A folder is whole under its final name, or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.bytescale.inference.new_folder import new_folder
+
+
+def test_a_folder_gets_its_name_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    with new_folder(target) as part:
+        (part / "file").write_text("a")
+        assert not target.exists()
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+    assert (target / "file").read_text() == "a"
+    with pytest.raises(ValueError, match="out: it exists already"), new_folder(target):
+        pytest.fail("the folder exists")
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    def fill() -> None:
+        with new_folder(tmp_path / "out") as part:
+            (part / "file").write_text("a")
+            raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        fill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:
+    left = tmp_path / ".out.part"
+    left.mkdir()
+    (left / "old").write_text("a")
+    with new_folder(tmp_path / "out") as part:
+        assert not list(part.iterdir())
