@@ -51,7 +51,7 @@ class PagedAdam:
         table: which pages hold what.
         on_disk: the pages that lie on a disk.
         host: pages in host memory, and the buffers of the link.
-        tiers: these and those of the disk; None where all are in host memory.
+        tiers: all pages, in host memory and on the disk; None if no page is on a disk.
         link: to the device.
         is_fused: run torch's fused kernel, which takes a third of the time and rounds differently. On CPU the resident
             optimizer does not run it, so pages do not either; on a GPU no kernel rounds like it anyway.
@@ -88,10 +88,9 @@ class PagedAdam:
         self.is_fused = on_cuda
         self.link: Link = make_link(self.host.arena, on_cuda)
         self._with_copy = [number for number, owner in enumerate(owners) if owner.has_copy]
-        values = {number: owners[number].parameter for number in self._with_copy}
-        for number, copy in self._show_copies().items():
-            copy.copy_(values[number].detach())
-            owners[number].parameter.data = copy
+        for number in self._with_copy:
+            self._of_tensor(COPIES, number).copy_(owners[number].parameter.detach())
+        self._attach_copies()
         self._bind_states(optimizer)
         self._hook(optimizer)
 
@@ -126,8 +125,7 @@ class PagedAdam:
         Raises OSError or PagesDamaged where the disk fails.
         """
         if self.tiers is not None and self.tiers.lend(changed):
-            for number, copy in self._show_copies().items():
-                self._owners[number].parameter.data = copy
+            self._attach_copies()
             for number, owner in enumerate(self._owners):
                 for plane, name in enumerate(MOMENTS):
                     optimizer.state[owner.parameter][name] = self._of_tensor(plane, number)
@@ -136,9 +134,10 @@ class PagedAdam:
         """Return a plane's part of a parameter, in its shape."""
         return (self.tiers or self.host).of_tensor(plane, number, self._owners[number].parameter.shape)
 
-    def _show_copies(self) -> dict[int, torch.Tensor]:
-        """Return the float32 copies of parameters in their shapes, by number."""
-        return {number: self._of_tensor(COPIES, number) for number in self._with_copy}
+    def _attach_copies(self) -> None:
+        """Have the optimizer's parameters with a float32 copy be the copies in the pages."""
+        for number in self._with_copy:
+            self._owners[number].parameter.data = self._of_tensor(COPIES, number)
 
     def _bind_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy states that were loaded into the pages, and make the optimizer hold those."""
@@ -164,8 +163,7 @@ class PagedAdam:
         if self.tiers is not None:
             self.tiers.end_step(list(itertools.takewhile(lambda move: move.kind in DISK_KINDS, self._moves)))
             return
-        for number, copy in self._show_copies().items():
-            self._owners[number].parameter.data = copy
+        self._attach_copies()
 
     def _hide(self, optimizer: torch.optim.Optimizer) -> None:
         """Let go of states that were lent; whoever reads the moments without a hook fails."""

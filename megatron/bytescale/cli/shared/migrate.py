@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import math
 import re
@@ -145,17 +146,23 @@ def _processes(head: list[str]) -> int | None:
     return math.prod(counts.values()) if "--nproc-per-node" in joined else None
 
 
-def _parsed(line: _Line) -> argparse.Namespace:
-    """Return the arguments of the flags, and note those that Megatron 0.19.2 does not have."""
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """Return Megatron's parser with our flags."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_megatron_arguments(parser)
     add_arguments(parser)
     escape_percent_signs(parser)
+    return parser
+
+
+def _parsed(line: _Line) -> argparse.Namespace:
+    """Return the arguments of the flags, and note those that Megatron 0.19.2 does not have."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            args, rest = parser.parse_known_args(line.flags)
+            args, rest = _parser().parse_known_args(line.flags)
     except (argparse.ArgumentError, SystemExit) as error:
         raise ValueError(f"--launch: {error}: give the words with values, without variables of a shell") from error
     for word in rest:

@@ -139,15 +139,17 @@ def run(args: argparse.Namespace) -> int:
         *(getattr(args, f"{name}_gb_per_second") * 1e9 for name in ("link", "adam", "nvme_read", "nvme_write"))
     )
     room = Room(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, args.nvme_gb * 1e9)
-    fullest = max(cases(args), key=lambda case: case.host_bytes)
-    row = Row.of(fullest, room, speeds, args.microbatches)
-    rows = [Row.of(case, room, speeds, args.microbatches) for case in cases(args)]
-    largest = largest_models(args, room)
+    found = cases(args)
+    in_order = sorted(set(found), key=lambda case: -case.host_bytes)  # what is said is said of the fullest stage
+    made = {case: Row.of(case, room, speeds, args.microbatches) for case in in_order}
+    rows = [made[case] for case in found]
+    largest = largest_models(args, found, room)
     if args.plot is not None:
         from bytescale_ext.draw.states import draw_moves
 
+        fullest = in_order[0]
         title = f"one step of {fullest.num_parameters:,.0f} parameters in {len(fullest.table.pages):,} pages"
-        draw_moves(row.moves, args.plot, title)
+        draw_moves(made[fullest].moves, args.plot, title)
     if args.json:
         print(json.dumps({"stages": [row_json(row) for row in rows], "largest": largest}))
         return 0
@@ -191,19 +193,22 @@ def cases(args: argparse.Namespace) -> list[StateCase]:
     ]
 
 
-def largest_models(args: argparse.Namespace, room: Room) -> dict[str, tuple[int, float]]:
-    """Return, for each stage and tier, the most layers whose states fit and the parameters of all stages then."""
+def largest_models(args: argparse.Namespace, found: list[StateCase], room: Room) -> dict[str, tuple[int, float]]:
+    """Return, for each stage of paging and tier, the most layers whose states fit, and the parameters then.
+
+    ``found``: the states of each pipeline stage.
+    """
     places = {"resident": (1, Tier.DEVICE)}
     for kind, tier in TIERS.items():
         if tier is not Tier.DISK or room.disk_bytes:
             places |= {f"stage {stage}{kind}": (stage, tier) for stage in STAGES}
-    found = {}
+    largest = {}
     for name, (stage, tier) in places.items():
-        parts = [replace(case, stage=stage) for case in cases(args)]
-        layers = min(most_layers(case, room, tier) for case in parts)
+        parts = [replace(case, stage=stage) for case in found]
+        layers = min(most_layers(case, room, tier) for case in set(parts))
         parameters = sum(case.with_layers(layers).num_parameters for case in parts) if layers else 0.0
-        found[name] = (layers * args.stages, args.tensor_parallel * parameters)
-    return found
+        largest[name] = (layers * args.stages, args.tensor_parallel * parameters)
+    return largest
 
 
 def table_text(rows: list[Row]) -> str:

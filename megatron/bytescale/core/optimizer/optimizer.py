@@ -1,7 +1,7 @@
 """Megatron's optimizers with Adam's states in pages of host memory and of a disk.
 
-Gradients are reduced, normed and clipped on the device as before. Then ``PagedAdam`` takes the step and copies each
-page of results to the model's parameters, so Megatron's own copy of them is left out.
+Megatron reduces, norms and clips gradients as before. Then ``PagedAdam`` takes the step and copies each page of results
+to the model's parameters, so Megatron's own copy of them is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def paged(kind: Any) -> Any:
 
     class Paged(kind):  # type: ignore[misc]
         def prepare_grads(self) -> bool:
-            """Attach the gradients, which are on the device."""
+            """Attach the gradients, which are on the device or, from stage 2 on, in host memory."""
             self.paged_adam.begin_step()
             return bool(super().prepare_grads())
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.measure.host_memory import free_host_bytes
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.pages import page_bytes_of
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES
@@ -20,6 +19,7 @@ from bytescale_ext.states.disks import check_disk, free_disk_bytes
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.memory.activations import local_processes
+from megatron.bytescale.features.memory.host_tables import free_bytes_of_process
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -105,8 +105,7 @@ def resolve(args: Any, run: RunConfig) -> StateConfig:
         given = getattr(args, name)
         if given is not None and not 0 < given < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {given:g} is not an amount of memory")
-    free = max(0.0, free_host_bytes() / local_processes() - (args.host_memory_gb or 0.0) * 1e9)
-    host_bytes = min(free, _bytes(args.state_host_gb))
+    host_bytes = min(free_bytes_of_process(args), _bytes(args.state_host_gb))
     nvme, window = resolve_nvme(args, run, page_bytes), resolve_window(args)
     config = StateConfig(page_bytes, host_bytes, nvme, args.state_stage, window)
     for case in cases(args, run, page_bytes):

@@ -17,7 +17,7 @@ from bytescale_ext.plan.states.tiers import least_host_bytes
 from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.features.memory import states
+from megatron.bytescale.features.memory import host_tables, states
 from megatron.bytescale.features.memory.states import REFUSALS, has_fused_adam
 from tests.bytescale.features.memory.test_activations import SHAPE, parsed
 
@@ -34,7 +34,7 @@ OPTIMIZER: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "free_host_bytes", lambda: 10**12)
+    monkeypatch.setattr(host_tables, "free_host_bytes", lambda: 10**12)
     monkeypatch.setattr(states, "free_disk_bytes", lambda folder: 10**12)
     monkeypatch.setattr("bytescale_ext.states.disks.file_system_of", lambda folder: "ext4")
 
@@ -60,7 +60,7 @@ def test_off_by_default() -> None:
 
 
 def test_pages_and_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "free_host_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr(host_tables, "free_host_bytes", lambda: 8_000_000_000)
     assert config_of(*PAGED) == StateConfig(4 * MEBIBYTE, 8e9)
     assert config_of(*PAGED, "--state-host-gb", "6", "--state-page-mb", "0.5") == StateConfig(MEBIBYTE // 2, 6e9)
     assert config_of(*PAGED, "--state-host-gb", "9").host_bytes == 8e9
@@ -70,7 +70,7 @@ def test_pages_and_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_given_to_activations_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "free_host_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr(host_tables, "free_host_bytes", lambda: 8_000_000_000)
     both = (*PAGED, "--activation-policy", "memo", "--host-memory-gb", "1.5")
     assert config_of(*both).host_bytes == 6.5e9
 
