@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.bytescale.arguments.resolving import checked
 from tests.e2e.corpora import VOCAB, documents
 from tests.e2e.training import train
 from tests.harness import run_ranks
 from tests.scripts.launchers import ROOT
 
 pytestmark = pytest.mark.ranks
+
+DRY_RUN = {"fake_process_group": True}  # the memory of this machine does not matter
 
 MODELS = ROOT / "scripts" / "recipes" / "models"
 RECIPES = sorted(MODELS.glob("*/*.sh"))
@@ -78,7 +79,7 @@ def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Fo
     from megatron.bytescale.arguments.resolve import resolve
 
     try:
-        args = checked(processes, vocab, words)
+        args = checked(processes, words, vocab, **DRY_RUN)
         run = resolve(args)
         lengths = [args.seq_length] * args.global_batch_size
         if sampler != "equal":
@@ -103,27 +104,6 @@ ONE_RANK = (
 ).split()
 
 
-def checked(processes: int, vocab: int, words: list[str]) -> argparse.Namespace:
-    """Return arguments that Megatron and our features have checked."""
-    from megatron.training.arguments import parse_args, validate_args
-
-    from megatron.bytescale import features
-    from megatron.bytescale.arguments import parse
-
-    os.environ["WORLD_SIZE"] = str(processes)
-    sys.argv = ["pretrain_gpt_hdp.py", *words]
-    args = parse_args(parse.add_arguments)
-    args.fake_process_group = True  # as in a dry run: the memory of this machine does not matter
-    parse.set_device_defaults(args, sys.argv, on_cpu=True)
-    features.check(args)
-    with parse.refusals_of_megatron():
-        validate_args(args)
-    for feature in features.enabled(args):
-        feature.after_checks(args)
-    args.padded_vocab_size = vocab  # the tokenizer sets it
-    return args
-
-
 def built_parameters(words: list[str], vocab: int) -> int:
     """Return the parameters of the model that Megatron builds, on a device without memory."""
     import torch
@@ -131,7 +111,7 @@ def built_parameters(words: list[str], vocab: int) -> int:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.training.argument_utils import gpt_config_from_args
 
-    args: Any = checked(1, vocab, words)
+    args: Any = checked(1, words, vocab, **DRY_RUN)
     config = gpt_config_from_args(args).transformer
     config.perform_initialization = False
     spec, tied = get_gpt_decoder_block_spec(config, False), not args.untie_embeddings_and_output_weights

@@ -39,7 +39,7 @@ TRIAL = Trial(
 
 
 def documents(count: int = 300) -> list[Document]:
-    """Documents of 60 files, each of which has a name that its documents share."""
+    """Return documents of 60 files; those of one file share a name."""
     random = np.random.RandomState(0)
     words = [f"word{number}" for number in range(80)]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -45,24 +46,32 @@ def _resolve_lines(rank: int, world: int, lines: Sequence[tuple[int, list[str]]]
     return [_resolve(num_processes, words) for num_processes, words in lines]
 
 
-def _resolve(num_processes: int, words: list[str]) -> Resolved:
+def checked(num_processes: int, words: Sequence[str], vocab: int = 128, **settled: object) -> argparse.Namespace:
+    """Return arguments that Megatron and our features have checked; ``settled``: values set before they are."""
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron.bytescale import features
     from megatron.bytescale.arguments import parse
-    from megatron.bytescale.arguments.resolve import resolve
 
     os.environ["WORLD_SIZE"] = str(num_processes)
     sys.argv = ["pretrain_gpt_hdp.py", *words]
+    args = parse_args(parse.add_arguments)
+    vars(args).update(settled)
+    parse.set_device_defaults(args, sys.argv, on_cpu=True)
+    features.check(args)
+    with parse.refusals_of_megatron():
+        validate_args(args)
+    for feature in features.enabled(args):
+        feature.after_checks(args)
+    args.padded_vocab_size = vocab  # the tokenizer sets it
+    return args
+
+
+def _resolve(num_processes: int, words: list[str]) -> Resolved:
+    from megatron.bytescale.arguments.resolve import resolve
+
     try:
-        args = parse_args(parse.add_arguments)
-        parse.set_device_defaults(args, sys.argv, on_cpu=True)
-        features.check(args)
-        with parse.refusals_of_megatron():
-            validate_args(args)
-        for feature in features.enabled(args):
-            feature.after_checks(args)
-        args.padded_vocab_size = 128  # the tokenizer sets it
+        args = checked(num_processes, words)
         plain = {
             name: value for name, value in vars(args).items() if isinstance(value, bool | int | float | str | None)
         }
