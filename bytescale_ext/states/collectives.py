@@ -51,7 +51,7 @@ class Chunks:
             rows[self.group.rank()].copy_(result)
 
     def gather(self, whole: torch.Tensor) -> None:
-        """Fill a tensor [ranks * n] in host memory with the shard of each rank, of which this rank has its own."""
+        """Fill a tensor [ranks * n] in host memory with the shards of all ranks; only this rank's must be there."""
         if self.group.size() == 1:
             return
         for rows in self._parts(whole):

@@ -100,7 +100,7 @@ class HostTable:
                 (len(place), group.rank(), group.size()),
                 replica_id=parallel_state.get_tensor_model_parallel_rank(),
                 prepend_axis_num=len(place),
-                allow_shape_mismatch=True,  # on other ranks other rows at the end belong to nobody
+                allow_shape_mismatch=True,  # how many rows of padding there are depends on the number of ranks
             )
             for name, values in (("rows", shard.values), ("squares", shard.squares))
         }
@@ -184,7 +184,7 @@ def in_thread(work: Callable[[], None]) -> Future[None]:
         try:
             work()
             future.set_result(None)
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised again by ``Future.result``
             future.set_exception(error)
 
     threading.Thread(target=run, name="bytescale-rows", daemon=True).start()
