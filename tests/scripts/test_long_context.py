@@ -45,7 +45,7 @@ def recipe(folder: Path) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(STAND_IN.format(folder=folder, command=command))
         (folder / name).chmod(0o755)
     places = {"BYTESCALE": "bytescale", "PYTHON": "python", "OUT": "out", "PYTHON_TEXTS": "py", "HEADER_TEXTS": "h"}
-    sizes = {"CONTEXT": "2K", "STEPS": "2", "RANKS": "2", "WORKERS": "1"}
+    sizes = {"CONTEXT": "2K", "STEPS": "2", "RANKS": "1", "WORKERS": "1"}
     return run([LONG_CONTEXT], 500, **{name: str(folder / place) for name, place in places.items()}, **sizes)
 
 

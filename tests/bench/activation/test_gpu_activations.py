@@ -18,6 +18,7 @@ from tests.harness import run_ranks
 
 ARMS = {"none", "full recompute", "full recompute, inputs on host", "recompute attention", "recompute MLP",
         "save_on_cpu", "keep attention output", "alpha 0", "memo", "priced"}  # fmt: skip
+HOST_BOUND = ("none", "priced")
 SCRIPTS = ("gpu_activations", "gpu_activations_calibrate", "gpu_memory_plan")
 QUICK = ["script", "--device", "cpu", "--quick"]
 
@@ -37,7 +38,7 @@ def run_scripts(rank: int, world: int, folder: str) -> dict[str, Any]:
     write_cost(Path(folder) / "cost.json", cost)
     sys.argv = [*QUICK, "--cost-file", f"{folder}/cost.json"]
     found["activations"] = gpu_activations.run(gpu_activations.parse()[0])
-    sys.argv = [*QUICK, "--host-bound"]
+    sys.argv = [*QUICK, "--host-bound", "--arms", *HOST_BOUND]
     found["host bound"] = gpu_activations.run(gpu_activations.parse()[0])
     parser = argparse.ArgumentParser()
     memory_plan.add_arguments(parser)
@@ -82,9 +83,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["activations", "host bound"])
-def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]) -> None:
-    rows = found[name]["rows"]
+def test_arms_differ_in_everything_but_the_loss(found: dict[str, Any]) -> None:
+    rows = found["activations"]["rows"]
     assert {row["num_tokens"] for row in rows} == {64, 130}
     for length in (64, 130):
         arms = {row["arm"]: row for row in rows if row["num_tokens"] == length}
@@ -103,9 +103,17 @@ def test_arms_differ_in_everything_but_the_loss(name: str, found: dict[str, Any]
         assert "none" not in moved
         assert arms["save_on_cpu"]["stall_seconds"] is None
         assert arms["priced"]["alpha"] == 0.0  # everything fits: nothing is done
-    assert ("alpha 0.5" in {row["arm"] for row in rows}) == (name == "activations")
-    assert set(found[name]["layer_forward_seconds"]) == {64, 130}
-    assert {one["what"].split(":")[0] for one in found[name]["targets"]} >= {"64", "130"}
+    assert "alpha 0.5" in {row["arm"] for row in rows}
+    assert set(found["activations"]["layer_forward_seconds"]) == {64, 130}
+    assert {one["what"].split(":")[0] for one in found["activations"]["targets"]} >= {"64", "130"}
+
+
+@pytest.mark.ranks
+def test_a_host_bound_model_runs_the_chosen_arms(found: dict[str, Any]) -> None:
+    rows = found["host bound"]["rows"]
+    assert {(row["num_tokens"], row["arm"]) for row in rows} == {(n, arm) for n in (64, 130) for arm in HOST_BOUND}
+    losses = {row["num_tokens"]: row["loss"] for row in found["activations"]["rows"]}
+    assert all(row["loss"] == losses[row["num_tokens"]] for row in rows)
 
 
 @pytest.mark.ranks

@@ -118,18 +118,6 @@ def test_full_recompute_and_bf16() -> None:
     assert cost.backward.c == pytest.approx(3 * cost.forward.c)  # gradients travel in float32
 
 
-def test_tensor_parallel_ranks_profile_together() -> None:
-    flags = [*MODEL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    (cost, errors), (other, _) = run_ranks(profile_with_made_up_clock, 2, flags, True)
-    check_made_up_cost(cost, errors)
-    assert cost.tensor_parallel == 2
-    assert cost.shape.num_heads == 4
-    assert cost.shape.vocab == 256
-    assert cost.forward.c == pytest.approx(2 * 1 * 8 * 4 / 1e12)
-    assert cost.collective > 0
-    assert other == cost
-
-
 def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
     found = run_ranks(profile_with_made_up_clock, 3, [*MODEL, *TRAINING], True)
     cost, errors = found[0]
@@ -143,10 +131,14 @@ def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
 
 def test_tensor_parallel_hdp_ranks() -> None:
     flags = [*MODEL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    cost, errors = run_ranks(profile_with_made_up_clock, 4, flags, True)[0]
+    found = run_ranks(profile_with_made_up_clock, 4, flags, True)
+    cost, errors = found[0]
     check_made_up_cost(cost, errors)
-    assert cost.tensor_parallel == 2
+    assert [other for other, _ in found] == [cost] * 4
+    assert (cost.tensor_parallel, cost.shape.num_heads, cost.shape.vocab) == (2, 4, 256)
+    assert cost.forward.c == pytest.approx(2 * 1 * 8 * 4 / 1e12)
     assert cost.forward.h == pytest.approx(RING["forward"])
+    assert cost.collective > 0
 
 
 def test_real_times_are_positive() -> None:
