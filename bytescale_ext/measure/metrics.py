@@ -157,6 +157,8 @@ class IntervalMetrics:
     ``slices_per_micro_batch`` is a mean over steps. ``stragglers`` are the ranks that compute more slowly than others.
     ``device_peak_megabytes`` is the highest memory of one process, passes and model states, of ``--hdp-memory-step``.
     ``active_experts`` is a mean over steps, of routers that give tokens different numbers of experts.
+    ``stale_steps`` is a mean over steps, ``most_stale_steps`` the most of one: how many steps' gradients the parameters
+    lacked, where updates run beside training.
     """
 
     iteration: int
@@ -177,6 +179,8 @@ class IntervalMetrics:
     stragglers: tuple[Straggler, ...] = ()
     device_peak_megabytes: float = 0.0
     active_experts: float = 0.0
+    stale_steps: float = 0.0
+    most_stale_steps: float = 0.0
 
     @classmethod
     def of(cls, iteration: int, num_steps: int, seconds: float, ranks: Sequence[RankStep]) -> IntervalMetrics:

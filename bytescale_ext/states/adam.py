@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim.adam import adam
 from bytescale_ext.activation.link import Link, Ticket, make_link
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.check import check_moves, check_pages
+from bytescale_ext.plan.states.late import late_bytes
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind, Move, step_moves
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from bytescale_ext.plan.states.tiers import FileLayout, pages_on_disk, tiered_host_bytes
@@ -42,6 +43,27 @@ class Owner:
     def has_copy(self) -> bool:
         """Whether the float32 value is a copy of the model's parameter."""
         return self.target.dtype is not torch.float32
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What Adam reads of a parameter group; a scheduler changes some of it in each step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, number: int) -> Figures:
+        """Return those of a group of the optimizer."""
+        group = optimizer.param_groups[number]
+        beta1, beta2 = group["betas"]
+        return cls(
+            group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
+        )  # fmt: skip
 
 
 class PagedAdam:
@@ -72,8 +94,11 @@ class PagedAdam:
         ]
         self.table = lay_out(tensors, config.page_bytes)
         self.on_disk = frozenset[int]()
+        self._late_bytes = late_bytes(
+            len(self.table.pages), self.table.num_copies, config.page_bytes, config.update_steps
+        )
         if config.nvme is not None:
-            self.on_disk = pages_on_disk(self.table, config.host_bytes)
+            self.on_disk = pages_on_disk(self.table, config.host_bytes - self._late_bytes)
         config.check_fits(self.host_bytes, self.file_bytes)
         self._moves = step_moves(self.table, self.on_disk)
         check_pages(self.table)
@@ -96,8 +121,8 @@ class PagedAdam:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the pages that do not lie on a disk, and of what is under way."""
-        return tiered_host_bytes(self.table, self.on_disk)
+        """Host memory of the pages that do not lie on a disk, of what is under way, and of late updates."""
+        return tiered_host_bytes(self.table, self.on_disk) + self._late_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -187,7 +212,7 @@ class _Step:
         self._is_fused = is_fused
         self._fetched: dict[int, Ticket] = {}  # by buffer
         self._returned: dict[int, Ticket] = {}
-        self._gradients = [_flat_gradient(owner.parameter) for owner in owners]
+        self._gradients = [flat_gradient(owner.parameter) for owner in owners]
 
     def run(self, moves: Sequence[Move]) -> None:
         """Make the moves, and let further computing on the device wait for the results."""
@@ -203,7 +228,7 @@ class _Step:
     def _fetch(self, move: Move) -> None:
         page = self._memory.table.pages[move.page]
         if not page.has_copy:  # parameters are copied to where the last results may still be copied from
-            _wait_on_host(self._returned.get(move.buffer))
+            wait_on_host(self._returned.get(move.buffer))
         pairs = []
         for span in page.spans:
             here = slice(span.page_start, span.page_start + span.num_elements)
@@ -215,21 +240,15 @@ class _Step:
 
     def _update(self, move: Move) -> None:
         memory, page = self._memory, self._memory.table.pages[move.page]
-        _wait_on_host(self._fetched[move.buffer])
-        _wait_on_host(self._returned.get(move.buffer))
+        wait_on_host(self._fetched[move.buffer])
+        wait_on_host(self._returned.get(move.buffer))
         value = memory.values[move.buffer][: page.num_elements]
         first, second, *copy = memory.of_page(move.page)
         parameter = copy[0] if copy else value
-        group = self._optimizer.param_groups[page.group]
         step = self._optimizer.state[self._owners[page.spans[0].tensor].parameter]["step"].clone()
-        beta1, beta2 = group["betas"]
         gradient = memory.gradients[move.buffer][: page.num_elements]
-        adam(
-            [parameter], [gradient], [first], [second], [], [step],
-            fused=self._is_fused, foreach=False, amsgrad=False, maximize=False,
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
+        figures = Figures.of(self._optimizer, page.group)
+        take_adam_step((parameter, gradient, first, second), step, figures, self._is_fused)
         if page.has_copy:
             self._result(move).copy_(parameter)
 
@@ -251,13 +270,30 @@ class _Step:
         return self._memory.values[move.buffer].view(dtype)[: page.num_elements]
 
 
-def _flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
+def take_adam_step(
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    step: torch.Tensor,
+    figures: Figures,
+    is_fused: bool,
+) -> None:
+    """Update a page: its parameters, gradients and both moments, float32 [n] each.
+
+    ``step``: the scalar number of updates before. ``is_fused``: see ``PagedAdam``.
+    """
+    parameter, gradient, first, second = states
+    adam(
+        [parameter], [gradient], [first], [second], [], [step],
+        fused=is_fused, foreach=False, amsgrad=False, maximize=False, **asdict(figures),
+    )  # fmt: skip
+
+
+def flat_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Return the gradient [n] of a parameter of any shape."""
     assert parameter.grad is not None, f"{parameter.shape=}"
     return parameter.grad.detach().view(-1)
 
 
-def _wait_on_host(ticket: Ticket) -> None:
+def wait_on_host(ticket: Ticket) -> None:
     """Wait until copies are done, because the processor goes on with what they wrote or read."""
     if ticket is not None:
         ticket.synchronize()

@@ -23,6 +23,7 @@ from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.step.sizes import Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
+from megatron.bytescale.core.optimizer.late import LateUpdates
 from megatron.bytescale.core.parallel_state import StageLinks, VirtualLinks
 from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradients
 from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts
@@ -39,6 +40,7 @@ class Totals:
         seconds: of these steps together.
         model_flops: of these steps on all ranks.
         active_experts: sum over these steps.
+        stale_steps, most_stale_steps: sum over these steps, and the most of one.
         step_samples: samples of the last step.
         step_started: when the running step began, or None once its time is counted.
     """
@@ -48,6 +50,8 @@ class Totals:
     seconds: float = 0.0
     model_flops: float = 0.0
     active_experts: float = 0.0
+    stale_steps: int = 0
+    most_stale_steps: int = 0
     step_samples: int = 0
     step_started: float | None = None
 
@@ -71,6 +75,8 @@ class Runtime:
         expert_loads: in a step of slices, what their routers note for each other; else None.
         expert_counts: tokens of experts in the running step, where these are recorded or followed; else None.
         active_experts: mean experts of a token in the step that ends, of routers whose number varies; else None.
+        late_updates: of the optimizer, where they run beside training; set when it is built; else None.
+        stale_steps: steps whose gradients the parameters of the running step lack.
         step: the step that runs, or None between steps.
         next_step: waits for the step after it, and returns None at the end of the data.
         totals: figures since the last log line.
@@ -95,6 +101,8 @@ class Runtime:
     expert_loads: ExpertLoads | None = None
     expert_counts: TokenCounts | None = None
     active_experts: float | None = None
+    late_updates: LateUpdates | None = None
+    stale_steps: int = 0
     step: StepBatch | None = None
     next_step: Callable[[], StepBatch | None] | None = None
     totals: Totals = field(default_factory=Totals)
@@ -171,6 +179,8 @@ class Runtime:
             if index in seconds and counts_for_pace(micro_batch, step.plan.tokens_per_rank):
                 self.pace.add(cost.backward.micro_batch_cost(micro_batch, step.lengths), seconds[index])
         self.totals.num_steps += 1
+        self.totals.stale_steps += self.stale_steps
+        self.totals.most_stale_steps = max(self.totals.most_stale_steps, self.stale_steps)
         self.totals.step_samples = len(step.sample_ids)
         shape = self.run.shape
         if self.active_experts is not None:

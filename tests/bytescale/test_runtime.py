@@ -94,6 +94,15 @@ def test_flops_count_the_experts_that_ran() -> None:
     assert counted[0] == counted[1] < counted[2]
 
 
+def test_staleness_is_summed() -> None:
+    made = runtime()
+    made.step = step_of(made)
+    for stale in (1, 3, 2):
+        made.stale_steps = stale
+        made.count_step()
+    assert (made.totals.stale_steps, made.totals.most_stale_steps) == (6, 3)
+
+
 def test_use_before_the_model_is_built_is_our_bug() -> None:
     made = runtime()
     with pytest.raises(AssertionError, match="step"):

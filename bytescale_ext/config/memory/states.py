@@ -37,6 +37,7 @@ class StateConfig:
         nvme: the disk, or None.
         stage: what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
         window_layers: whose parameters the device holds at a time, in stage 3.
+        update_steps: beside how many steps an update runs; 0: none, because each step waits for its own.
     """
 
     page_bytes: int
@@ -44,6 +45,7 @@ class StateConfig:
     nvme: NvmeConfig | None = None
     stage: int = 1
     window_layers: int = 2
+    update_steps: int = 0
 
     def check_fits(self, host_bytes: float, file_bytes: float = 0.0) -> None:
         """Raise ValueError, naming how much, where the pages of a process need more host memory or disk space."""

@@ -14,6 +14,7 @@ from bytescale_ext.plan.memory.model_states import (
     parameter_bytes,
     stage_parameters,
 )
+from bytescale_ext.plan.states.late import late_bytes
 from bytescale_ext.plan.states.moves import Traffic, traffic
 from bytescale_ext.plan.states.pages import (
     FLOAT_BYTES,
@@ -40,6 +41,7 @@ class StateCase:
         page_bytes: of a page.
         stage: what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
         window_layers: whose parameters are on the device at a time, in stage 3.
+        update_steps: beside how many steps an update runs, or 0.
     """
 
     shape: ModelShape
@@ -51,6 +53,7 @@ class StateCase:
     page_bytes: int
     stage: int = 1
     window_layers: int = 2
+    update_steps: int = 0
 
     @property
     def num_parameters(self) -> float:
@@ -94,11 +97,15 @@ class StateCase:
 
     @property
     def whole_host_bytes(self) -> int:
-        """Host memory of what each process has all of: gradients, the slots that they come through, parameters."""
+        """Host memory besides pages: gradients, the slots that they come through and parameters, all of each process;
+        and the buffers of late updates.
+        """
+        pages = self._num_pages
+        late = late_bytes(pages, pages * self.tensors[0].has_copy, self.page_bytes, self.update_steps)
         if self.stage == 1:
-            return 0
+            return late
         each = GRADIENT_BYTES + (self.element_bytes if self.stage == 3 else 0)
-        return int(self.num_parameters * each) + NUM_GRADIENT_SLOTS * self.page_bytes
+        return int(self.num_parameters * each) + NUM_GRADIENT_SLOTS * self.page_bytes + late
 
     @property
     def host_bytes(self) -> int:

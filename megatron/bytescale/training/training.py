@@ -71,7 +71,13 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     for column in range(size, size + len(paces), 2):  # only ranks of one stage have equal layers
         slow += stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.hosts)
     runtime.totals = Totals()
-    return replace(metrics, stragglers=slow, active_experts=totals.active_experts / totals.num_steps)
+    return replace(
+        metrics,
+        stragglers=slow,
+        active_experts=totals.active_experts / totals.num_steps,
+        stale_steps=totals.stale_steps / totals.num_steps,
+        most_stale_steps=float(totals.most_stale_steps),
+    )
 
 
 def _gather(runtime: Runtime, mine: Sequence[float], group: torch.distributed.ProcessGroup) -> list[list[float]]:

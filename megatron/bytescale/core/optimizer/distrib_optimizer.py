@@ -21,6 +21,7 @@ from bytescale_ext.config.memory.states import StateConfig
 from megatron.bytescale.core.distributed.distributed_data_parallel import move_states
 from megatron.bytescale.core.distributed.host_build import CopiesInHostMemory
 from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gradients
+from megatron.bytescale.core.optimizer.late import LateUpdates, flush_first
 from megatron.bytescale.core.optimizer.optimizer import page_parts
 
 
@@ -38,6 +39,9 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         if states is not None:
             page_parts(parts, states.without(gradients.host_bytes if gradients else 0, 0), on_cuda)
+        if states is not None and states.update_steps:
+            runtime.late_updates = LateUpdates([part.paged_adam for part in parts if hasattr(part, "paged_adam")])
+            flush_first(model_chunks, runtime.late_updates)
         for part in parts if gradients is not None else ():
             part.__class__, part.host_gradients = taking_gradients(type(part)), gradients
         for part in filter(is_over_torch_adam, parts):

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.moves import traffic
 from bytescale_ext.states.adam import Owner, PagedAdam
+from bytescale_ext.states.updates.lock_free import LockFreeAdam
 
 
 def paged(kind: Any) -> Any:
@@ -62,7 +63,8 @@ def page_parts(parts: Sequence[Any], config: StateConfig, on_cuda: bool) -> None
     for number, found in owners.items():
         part = parts[number]
         share = config.share(sizes[number] / sum(sizes.values()), any(one.has_copy for one in found))
-        part.paged_adam = PagedAdam(part.optimizer, found, share, on_cuda, number)
+        kind = LockFreeAdam if config.update_steps else PagedAdam
+        part.paged_adam = kind(part.optimizer, found, share, on_cuda, number)
         part.__class__ = PAGED.get(type(part), type(part))
         config = config.without(part.paged_adam.host_bytes, part.paged_adam.file_bytes)
         del sizes[number]

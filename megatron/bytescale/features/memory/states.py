@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 POLICIES: Final = ("resident", "paged")
 STAGES: Final = (1, 2, 3)
+UPDATES: Final = ("exact", "lock-free")
 WINDOW_LAYERS: Final = 2
 
 
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"With --state-stage 3, how many layers have their parameters on the device at a time: the one that "
         f"computes, and the next ones, which are copied meanwhile ({WINDOW_LAYERS}).",
     )
+    _add_update_arguments(group)
     group.add_argument(
         "--state-host-gb",
         type=float,
@@ -89,6 +91,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_update_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--state-update",
+        choices=UPDATES,
+        default="exact",
+        help="With paged states, when Adam runs. exact: in the step, which waits for it. lock-free: on a thread beside "
+        "the next steps, which compute with the parameters that are there; when these change is decided by counting "
+        "steps, so all ranks agree and runs can be repeated. Before a save or an evaluation all updates are waited "
+        "for. Changes the results of training; gradients and results take 6 more bytes of host memory a parameter in "
+        "bf16, 10 beside more than one step. Default: exact.",
+    )
+    group.add_argument(
+        "--state-update-steps",
+        type=int,
+        metavar="N",
+        help="With --state-update lock-free, beside how many steps an update runs (1). The next one takes the mean of "
+        "their gradients, so parameters lack the gradients of at most the last 2N-1 steps.",
+    )
+
+
 def before_checks(args: Any) -> None:
     """Let a run whose disk fails save and end as on a signal."""
     if args.state_nvme is not None:
@@ -107,7 +129,7 @@ def resolve(args: Any, run: RunConfig) -> StateConfig:
             raise ValueError(f"--{name.replace('_', '-')} {given:g} is not an amount of memory")
     host_bytes = min(free_bytes_of_process(args), _bytes(args.state_host_gb))
     nvme, window = resolve_nvme(args, run, page_bytes), resolve_window(args)
-    config = StateConfig(page_bytes, host_bytes, nvme, args.state_stage, window)
+    config = StateConfig(page_bytes, host_bytes, nvme, args.state_stage, window, resolve_update_steps(args))
     for case in cases(args, run, page_bytes):
         if config.nvme is None or case.host_bytes <= config.host_bytes:
             config.check_fits(case.host_bytes)
@@ -125,6 +147,18 @@ def resolve_window(args: Any) -> int:
     if args.state_window_layers < 1:
         raise ValueError(f"--state-window-layers {args.state_window_layers} must be at least 1")
     return int(args.state_window_layers)
+
+
+def resolve_update_steps(args: Any) -> int:
+    """Return beside how many steps an update runs, 0 for exact updates. Raises ValueError for none."""
+    if args.state_update == "exact":
+        if args.state_update_steps is not None:
+            raise ValueError("--state-update-steps needs --state-update lock-free")
+        return 0
+    steps = 1 if args.state_update_steps is None else int(args.state_update_steps)
+    if steps < 1:
+        raise ValueError(f"--state-update-steps {steps} must be at least 1")
+    return steps
 
 
 def resolve_nvme(args: Any, run: RunConfig, page_bytes: int) -> NvmeConfig | None:
@@ -162,6 +196,7 @@ def cases(args: Any, run: RunConfig, page_bytes: int) -> list[StateCase]:
             page_bytes=page_bytes,
             stage=args.state_stage,
             window_layers=resolve_window(args),
+            update_steps=resolve_update_steps(args),
         )
         for stage, layers in enumerate(run.stage_layers)
     ]
@@ -172,13 +207,17 @@ def build(training: Training, runtime: Runtime) -> Training:
     from megatron.training.utils import print_rank_0
 
     from megatron.bytescale.core.distributed.host_build import add_hooks
+    from megatron.bytescale.training.memory.late_updates import tell_staleness
 
     config = runtime.run.get(StateConfig)
     what = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
     window = f", {config.window_layers} layers on the device at a time" if config.stage == 3 else ""
-    print_rank_0(f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{what}{window}")
+    late = f", updates beside {config.update_steps} step(s)" if config.update_steps else ""
+    print_rank_0(
+        f"> bytescale: Adam's states in pages of {config.page_bytes:,} bytes of host memory{what}{window}{late}"
+    )
     add_hooks(training.model, config, runtime.run)
-    return training
+    return tell_staleness(training, runtime) if config.update_steps else training
 
 
 def has_fused_adam(args: Any) -> bool:

@@ -22,6 +22,7 @@ from megatron.bytescale.features.memory.states import REFUSALS, has_fused_adam
 from tests.bytescale.features.memory.test_activations import SHAPE, parsed
 
 PAGED = ("--state-policy", "paged")
+LATE = (*PAGED, "--state-update", "lock-free")
 HOSTED: dict[str, Any] = {
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
@@ -95,6 +96,16 @@ def test_what_a_process_holds_follows_the_layout() -> None:
     assert whole - tied == pytest.approx(12 * SHAPE.vocab * SHAPE.hidden / 1e9, rel=0.1)
 
 
+def test_late_updates_take_host_memory_too() -> None:
+    assert config_of(*PAGED).update_steps == 0
+    assert config_of(*LATE).update_steps == 1
+    assert config_of(*LATE, "--state-update-steps", "3").update_steps == 3
+    exact = least_gb()
+    for steps, each in (("1", 6), ("2", 10)):
+        late = least_gb("--state-update", "lock-free", "--state-update-steps", steps)
+        assert late / exact == pytest.approx(1 + each / 12, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -108,6 +119,9 @@ def test_what_a_process_holds_follows_the_layout() -> None:
         ((*PAGED, "--state-nvme-gb", "1"), "--state-nvme-gb needs --state-nvme"),
         ((*PAGED, "--state-nvme", ".", "--state-nvme-gb", "-2"), "--state-nvme-gb -2 is not an amount of memory"),
         ((*PAGED, "--state-nvme", "no/such"), "--state-nvme no/such is not a folder"),
+        (("--state-update", "lock-free"), "--state-update needs --state-policy paged"),
+        ((*PAGED, "--state-update-steps", "2"), "--state-update-steps needs --state-update lock-free"),
+        ((*LATE, "--state-update-steps", "0"), "--state-update-steps 0 must be at least 1"),
         ((*PAGED, "--state-nvme", ".", "--state-page-mb", "0.01"), "--state-page-mb 0.01 must be a multiple of 1/256"),
     ],
 )

@@ -1,0 +1,1 @@
+"""Updates of Adam's states that do not hold a step up."""
