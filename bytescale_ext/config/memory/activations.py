@@ -53,6 +53,7 @@ class ActivationConfig:
         options: what the planner chooses from for each step (``--seq1f1b-slices auto``); empty where slices are given.
         stage: pipeline stage of this process.
         key_bytes: host memory for swapped keys of slices; that of ``machine`` is for activations.
+        link_share: of the link's speed that activations get, beside parameters that travel to the device.
     """
 
     policy: str
@@ -70,6 +71,7 @@ class ActivationConfig:
     options: tuple[SlicedStages, ...] = ()
     stage: int = 0
     key_bytes: float = 0.0
+    link_share: float = 1.0
 
     def on_stage(self, layers: LayerSettings) -> ActivationConfig:
         """Return this policy for the layers of another stage, beside the keys that it has in host memory."""
@@ -129,7 +131,7 @@ class ActivationConfig:
 
     def with_speeds(self, cost: ModelCost, link_bytes_per_second: float) -> ActivationConfig:
         """Return this policy with measured speeds. Raises ValueError where a sequence or micro-batch does not fit."""
-        machine = replace(self.machine, link_bytes_per_second=link_bytes_per_second)
+        machine = replace(self.machine, link_bytes_per_second=self.link_share * link_bytes_per_second)
         found = replace(self, machine=machine, cost=cost, assumed="", measures=())
         if self.offload is not None:
             found = replace(found, offload=planned_offload(self.offload.hdp, machine, cost, found.largest))

@@ -38,6 +38,7 @@ class StateConfig:
         stage: what leaves the device: 1 Adam's states, 2 gradients too, 3 parameters of layers too.
         window_layers: whose parameters the device holds at a time, in stage 3.
         update_steps: beside how many steps an update runs; 0: none, because each step waits for its own.
+        note: log lines about how this was chosen; empty: it was given.
     """
 
     page_bytes: int
@@ -46,6 +47,7 @@ class StateConfig:
     stage: int = 1
     window_layers: int = 2
     update_steps: int = 0
+    note: str = ""
 
     def check_fits(self, host_bytes: float, file_bytes: float = 0.0) -> None:
         """Raise ValueError, naming how much, where the pages of a process need more host memory or disk space."""
@@ -74,3 +76,14 @@ class StateConfig:
         """Return what is left after some pages have taken so much."""
         nvme = self.nvme and replace(self.nvme, num_bytes=self.nvme.num_bytes - file_bytes)
         return replace(self, host_bytes=self.host_bytes - host_bytes, nvme=nvme)
+
+
+@dataclass(frozen=True)
+class ResidentStates:
+    """Model states that stay where Megatron keeps them, because that was chosen.
+
+    Attributes:
+        note: log lines about how.
+    """
+
+    note: str

@@ -42,12 +42,12 @@ def pages_on_disk(table: PageTable, host_bytes: float) -> frozenset[int]:
     low, high = 0, len(table.pages)
     while high - low > 1:
         middle = (low + high) // 2
-        fits = tiered_host_bytes(table, _spread(len(table.pages), middle)) <= host_bytes
+        fits = tiered_host_bytes(table, spread(len(table.pages), middle)) <= host_bytes
         low, high = (low, middle) if fits else (middle, high)
-    return _spread(len(table.pages), high)
+    return spread(len(table.pages), high)
 
 
-def _spread(num_pages: int, num_chosen: int) -> frozenset[int]:
+def spread(num_pages: int, num_chosen: int) -> frozenset[int]:
     """Return so many page numbers at equal distances."""
     step = num_pages or 1
     return frozenset(

@@ -14,6 +14,17 @@ from bytescale_ext.plan.states.tiers import NUM_SLOTS
 ADAM_BYTES: Final = 7 * FLOAT_BYTES
 """Host memory that Adam reads and writes for an element: gradient once, parameter and two moments both ways."""
 
+ADAM_BYTES_PER_SECOND: Final = 20e9
+"""Of a process whose processor takes Adam's step, where it is not given."""
+
+READ_BYTES_PER_SECOND: Final = 6e9
+WRITE_BYTES_PER_SECOND: Final = 3e9
+"""Of a process and a local disk, where they are not given."""
+
+
+IN_HOST: Final = (Kind.FETCH, Kind.RETURN)
+"""The copies of a device that is host memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -34,7 +45,7 @@ class Speeds:
 
     def of_stage(self, stage: int) -> Speeds:
         """Return the speeds of a stage, where gradients (from 2 on) and parameters (3) are in host memory."""
-        return replace(self, in_host=(Kind.FETCH, Kind.RETURN)[: stage - 1])
+        return self if self.in_host == IN_HOST else replace(self, in_host=IN_HOST[: stage - 1])
 
 
 @dataclass(frozen=True, slots=True)

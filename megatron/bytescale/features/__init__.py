@@ -17,7 +17,7 @@ from megatron.bytescale.features.experts.gate import GATE
 from megatron.bytescale.features.experts.placement import EXPERTS
 from megatron.bytescale.features.experts.trace import EXPERT_TRACE
 from megatron.bytescale.features.experts.upcycle import UPCYCLING
-from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.feature import COST_FLAG, Feature
 from megatron.bytescale.features.hdp import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory.activations import ACTIVATIONS
@@ -86,9 +86,10 @@ def check(args: Any) -> None:
             _check_not_given(feature, args, borrowed)
         elif missing := [one for one in FEATURES if one.name in feature.requires and one.name not in names]:
             raise ValueError(f"{feature.flag} needs {missing[0].flag}")
-    if args.cost_file is not None and not any(feature.reads_cost for feature in on):
+    reads_cost = COST_FLAG in borrowed or any(feature.reads_cost for feature in on)
+    if args.cost_file is not None and not reads_cost:
         readers = " or ".join(feature.flag for feature in FEATURES if feature.reads_cost)
-        raise ValueError(f"--cost-file needs {readers}")
+        raise ValueError(f"{COST_FLAG} needs {readers}")
     refuse_conflicts(args, {feature.name: feature.flag for feature in on}, refusals())
     for feature in on:
         feature.before_checks(args)

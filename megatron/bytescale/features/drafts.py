@@ -121,7 +121,7 @@ REFUSALS = (
     refuse("--record-memory-plan", "drafts", "remove it: it counts the model without heads"),
     refuse("--recompute-granularity", "drafts", f"{_FROZEN}; a frozen one saves nothing",
            lambda a: a.recompute_granularity and not a.draft_train_trunk),
-    refuse("--state-policy", "drafts", "remove it: only the heads have states", lambda a: a.state_policy == "paged"),
+    refuse("--state-policy", "drafts", "remove it: only the heads have states", lambda a: a.state_policy != "resident"),
     refuse("--sculpt-windows", "drafts", "train heads on documents"),
     refuse("--hdp-loader ray", "drafts", "use --hdp-loader local", lambda a: a.hdp_loader == "ray"),
     refuse("--num-layers-per-virtual-pipeline-stage", "drafts", "remove it: heads train without virtual stages"),

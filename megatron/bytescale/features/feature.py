@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.config.run import RunConfig
 from megatron.bytescale.arguments.refusals import Refusal
@@ -14,6 +14,10 @@ if TYPE_CHECKING:  # flags are added before torch and Megatron are imported
     from megatron.bytescale.registry import Patch
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.build import Training
+
+
+COST_FLAG: Final = "--cost-file"
+"""Belongs to no feature; one that reads it only sometimes borrows it."""
 
 
 def _nothing(args: Any) -> None:

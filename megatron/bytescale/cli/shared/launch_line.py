@@ -40,7 +40,7 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.memory.held import held
-from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, parameter_bytes, stage_parameters
+from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, stage_parameters
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import Slicing
@@ -48,6 +48,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
+from megatron.bytescale.cli.shared.stage_states import IN_HOST, choice_text, state_bytes
 from megatron.bytescale.features.memory import activations
 from megatron.bytescale.features.memory.activations import cost_in_seconds
 from megatron.bytescale.features.slices import stage_memory
@@ -170,6 +171,7 @@ class Launch:
             "processes": f"{args.world_size:,} = {tensor} tensor-parallel x {stages} stages x {run.cluster.num_ranks} "
             f"HDP ranks, of up to {run.cluster.tokens_per_rank:,} tokens each; {where}",
             "features": ", ".join(f"{one.name} ({one.flag})" for one in features.enabled(args)),
+            **choice_text(run),
         }
 
     def step(self, table: ShardTable, cut: Slicing, lengths: Sequence[int], seconds: float) -> dict[str, str]:
@@ -252,30 +254,17 @@ class Launch:
             for stage, layers in enumerate(stages)
         ]
 
-    def state_bytes(self) -> list[float]:
-        """Return the bytes of parameters, gradients and optimizer states of a process of each stage."""
-        args, run = self.args, self.run
-        tensor, experts = args.expert_tensor_parallel_size, args.expert_model_parallel_size
-        holders = args.world_size // (len(run.stage_layers) * tensor * experts)
-        shares, element = args.use_distributed_optimizer, args.params_dtype.itemsize
-        of_dense = parameter_bytes(element, run.cluster.num_ranks if shares else 1)
-        of_experts = parameter_bytes(element, holders if shares else 1)
-        return [
-            of_dense * dense + of_experts * expert_parameters(run.shape.part(layers), tensor, experts)
-            for dense, layers in zip(self.parameters(), run.stage_layers, strict=True)
-        ]
-
     def memory_gb(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:
         """Return the device memory of each stage, of the HDP rank that holds most."""
         run = self.run
         under_policy = run.find(ActivationConfig) is not None
         of_plan = [] if under_policy else self._held(table, cut)
         rows = []
-        for stage, (layers, state_bytes) in enumerate(zip(run.stage_layers, self.state_bytes(), strict=True)):
-            states = {"states": state_bytes}
+        of_states = state_bytes(self.args, run, self.parameters())
+        for stage, (layers, states) in enumerate(zip(run.stage_layers, of_states, strict=True)):
             held_bytes = self._under_policy(stage, cut) if under_policy else of_plan[stage]
             in_gb = {name: each / 1e9 for name, each in (states | held_bytes).items()}
-            total = sum(each for name, each in in_gb.items() if name != "host")
+            total = sum(each for name, each in in_gb.items() if name not in IN_HOST)
             rows.append({"stage": stage, "layers": layers, **in_gb, "total": total})
         return rows
 

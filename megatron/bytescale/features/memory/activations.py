@@ -58,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute-fraction F": "Recompute this share of the tokens, without attention: 1 alone is full recompute "
         "except attention. What is neither swapped nor recomputed stays on the device.",
         "--host-memory-gb G": "Host memory of each process for activations, allocated once, when training starts. "
-        "Every policy that swaps needs it.",
+        "Every policy that swaps needs it. With --state-policy auto, for model states too.",
         "--device-memory-gb G": "The most device memory for activations, besides parameters, gradients and optimizer "
         "states. priced, offload and auto need it, except offload with --hybrid-data-parallel, where "
-        "--hdp-tokens-per-rank sets the limit.",
+        "--hdp-tokens-per-rank sets the limit. With --state-policy auto, for model states too.",
         "--link-gb-per-second B": "Speed of a link between device and pinned host memory, one way, when one GPU uses "
         "it (55).",
     }
@@ -98,30 +98,20 @@ def before_checks(args: Any) -> None:
 
 
 def resolve(args: Any, run: RunConfig) -> ActivationConfig:
-    """Return the policy with its budgets.
+    """Return the policy with its budgets; with ``--state-policy auto``, with what the chosen model states leave.
 
     Raises:
         ValueError: settings that do not fit together, budgets that are missing or too small.
     """
-    _check_shares(args)
-    machine, hdp = machine_of(args, run.shape), run.find(HdpConfig)
-    config = ActivationConfig(
-        policy=args.activation_policy,
-        swap=args.swap_fraction,
-        recompute=args.recompute_fraction,
-        machine=machine,
-        cost=cost_in_seconds(run),
-        num_tokens=run.cluster.tokens_per_rank,
-        length=args.seq_length,
-        slices=slice_lengths(run),
-        layers=stage_settings(args, run, 0),
-        assumed=assumptions(args, run),
-        measures=measures(args, run),
-    )
+    config, hdp = policy_of(args, run), run.find(HdpConfig)
+    if args.state_policy == "auto":
+        from megatron.bytescale.features.memory.state_choice import beside_states
+
+        config = beside_states(args, run, config)
     if hdp is not None and hdp.plans_offload:  # all stages offload the same share: what the fullest stage needs
         _check_planned_offload(args, min(run.stage_layers))
         config = replace(config, layers=replace(config.layers, num_layers=max(run.stage_layers)))
-        config = replace(config, offload=planned_offload(hdp, machine, config.cost, config.largest))
+        config = replace(config, offload=planned_offload(hdp, config.machine, config.cost, config.largest))
         config.check_fits()
         return config
     documents = run.find(DocumentSliceConfig)
@@ -133,6 +123,24 @@ def resolve(args: Any, run: RunConfig) -> ActivationConfig:
     for one in stages:
         one.check_fits()
     return stages[run.process.stage]
+
+
+def policy_of(args: Any, run: RunConfig) -> ActivationConfig:
+    """Return the policy on the first stage, with the whole budgets and before it is checked. Raises ValueError."""
+    _check_shares(args)
+    return ActivationConfig(
+        policy=args.activation_policy,
+        swap=args.swap_fraction,
+        recompute=args.recompute_fraction,
+        machine=machine_of(args, run.shape),
+        cost=cost_in_seconds(run),
+        num_tokens=run.cluster.tokens_per_rank,
+        length=args.seq_length,
+        slices=slice_lengths(run),
+        layers=stage_settings(args, run, 0),
+        assumed=assumptions(args, run),
+        measures=measures(args, run),
+    )
 
 
 def cost_in_seconds(run: RunConfig) -> ModelCost:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
+from bytescale_ext.config.memory.states import NvmeConfig, ResidentStates, StateConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.pages import page_bytes_of
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES
 from bytescale_ext.states.disks import check_disk, free_disk_bytes
 from megatron.bytescale.arguments.refusals import refuse
-from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.feature import COST_FLAG, Feature
 from megatron.bytescale.features.memory.activations import local_processes
 from megatron.bytescale.features.memory.host_tables import free_bytes_of_process
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.build import Training
 
-POLICIES: Final = ("resident", "paged")
+POLICIES: Final = ("resident", "paged", "auto")
 STAGES: Final = (1, 2, 3)
 UPDATES: Final = ("exact", "lock-free")
 WINDOW_LAYERS: Final = 2
@@ -42,13 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "device. paged: in pages of host memory, pinned for a GPU; the processor takes Adam's step, page by page, "
         "while gradients of the next page are copied to it and results of the last one from it. The device then holds "
         "parameters and gradients alone: 6 bytes a parameter instead of 18 in bf16. Losses, parameters and checkpoints "
-        "equal those of a resident run. Default: resident. `bytescale states` predicts the effect.",
+        "equal those of a resident run. auto: the fastest by prediction of resident states, all stages and, with "
+        "--state-nvme, shares of the pages on the disk, with what the activation policy then does, where both fit in "
+        "--device-memory-gb and --host-memory-gb together. Default: resident. `bytescale states` predicts the effect.",
     )
     group.add_argument(
         "--state-stage",
         type=int,
         choices=STAGES,
-        default=1,
         help="With paged states, what leaves the device. 1: Adam's states. 2: gradients too, which are summed in host "
         "memory as the backward pass computes them; the device then holds 2 bytes a parameter in bf16. 3: parameters "
         "too; those of --state-window-layers layers are on the device at a time (1).",
@@ -112,13 +113,17 @@ def _add_update_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def before_checks(args: Any) -> None:
-    """Let a run whose disk fails save and end as on a signal."""
+    """Let a run whose disk fails save and end as on a signal. Raises ValueError for what cannot be chosen."""
+    if args.state_policy == "auto":
+        from megatron.bytescale.features.memory.state_choice import check_auto
+
+        check_auto(args)
     if args.state_nvme is not None:
         args.exit_signal_handler = True
 
 
-def resolve(args: Any, run: RunConfig) -> StateConfig:
-    """Return the size of pages and their budgets, which are enough for the fullest stage.
+def resolve(args: Any, run: RunConfig) -> StateConfig | ResidentStates:
+    """Return the size of pages and their budgets, which are enough for the fullest stage, or what was chosen.
 
     Raises ValueError for a size that is no page, a folder that is no local disk, and where the pages do not fit.
     """
@@ -127,9 +132,14 @@ def resolve(args: Any, run: RunConfig) -> StateConfig:
         given = getattr(args, name)
         if given is not None and not 0 < given < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {given:g} is not an amount of memory")
+    if args.state_policy == "auto":
+        from megatron.bytescale.features.memory.state_choice import chosen_states
+
+        return chosen_states(args, run)
     host_bytes = min(free_bytes_of_process(args), _bytes(args.state_host_gb))
     nvme, window = resolve_nvme(args, run, page_bytes), resolve_window(args)
-    config = StateConfig(page_bytes, host_bytes, nvme, args.state_stage, window, resolve_update_steps(args))
+    stage, late = args.state_stage or 1, resolve_update_steps(args)
+    config = StateConfig(page_bytes, host_bytes, nvme, stage, window, late)
     for case in cases(args, run, page_bytes):
         if config.nvme is None or case.host_bytes <= config.host_bytes:
             config.check_fits(case.host_bytes)
@@ -142,7 +152,7 @@ def resolve_window(args: Any) -> int:
     """Return the number of layers of the window. Raises ValueError for none, and where there is no window."""
     if args.state_window_layers is None:
         return WINDOW_LAYERS
-    if args.state_stage < 3:
+    if (args.state_stage or 1) < 3:
         raise ValueError("--state-window-layers needs --state-stage 3")
     if args.state_window_layers < 1:
         raise ValueError(f"--state-window-layers {args.state_window_layers} must be at least 1")
@@ -169,6 +179,8 @@ def resolve_nvme(args: Any, run: RunConfig, page_bytes: int) -> NvmeConfig | Non
         return None
     if page_bytes % BLOCK_BYTES:
         raise ValueError(f"--state-page-mb {args.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
+    if args.fake_process_group:  # a dry run is of another machine
+        return NvmeConfig(args.state_nvme, _bytes(args.state_nvme_gb), run.process.rank, args.exit_signal)
     check_disk(args.state_nvme, run.process.rank, "--state-nvme")
     free = free_disk_bytes(args.state_nvme) / local_processes()
     num_bytes = min(free, _bytes(args.state_nvme_gb))
@@ -180,8 +192,11 @@ def _bytes(gigabytes: float | None) -> float:
     return math.inf if gigabytes is None else gigabytes * 1e9
 
 
-def cases(args: Any, run: RunConfig, page_bytes: int) -> list[StateCase]:
-    """Return the states of each stage. Tied embeddings of a single stage are one matrix."""
+def cases(args: Any, run: RunConfig, page_bytes: int, config: StateConfig | None = None) -> list[StateCase]:
+    """Return the states of each stage. Tied embeddings of a single stage are one matrix.
+
+    ``config``: what was resolved; None: what leaves the device is as flags say.
+    """
     last = len(run.stage_layers) - 1
     is_one_matrix = last == 0 and not args.untie_embeddings_and_output_weights
     sharing = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
@@ -194,8 +209,8 @@ def cases(args: Any, run: RunConfig, page_bytes: int) -> list[StateCase]:
             element_bytes=args.params_dtype.itemsize,
             optimizer_ranks=sharing,
             page_bytes=page_bytes,
-            stage=args.state_stage,
-            window_layers=resolve_window(args),
+            stage=config.stage if config else args.state_stage or 1,
+            window_layers=config.window_layers if config else resolve_window(args),
             update_steps=resolve_update_steps(args),
         )
         for stage, layers in enumerate(run.stage_layers)
@@ -209,7 +224,12 @@ def build(training: Training, runtime: Runtime) -> Training:
     from megatron.bytescale.core.distributed.host_build import add_hooks
     from megatron.bytescale.training.memory.late_updates import tell_staleness
 
-    config = runtime.run.get(StateConfig)
+    config = runtime.run.find(StateConfig)
+    if config is None:
+        print_rank_0(runtime.run.get(ResidentStates).note)
+        return training
+    if config.note:
+        print_rank_0(config.note)
     what = ("", "; gradients in host memory", "; gradients and parameters in host memory")[config.stage - 1]
     window = f", {config.window_layers} layers on the device at a time" if config.stage == 3 else ""
     late = f", updates beside {config.update_steps} step(s)" if config.update_steps else ""
@@ -220,6 +240,12 @@ def build(training: Training, runtime: Runtime) -> Training:
     return tell_staleness(training, runtime) if config.update_steps else training
 
 
+def borrowed_flags(args: Any) -> tuple[str, ...]:
+    """Return the flags of activations, and the cost file, with which states are chosen."""
+    of_choice = ("--host-memory-gb", "--device-memory-gb", "--link-gb-per-second", "--gpus-per-link", COST_FLAG)
+    return of_choice if args.state_policy == "auto" else ()
+
+
 def has_fused_adam(args: Any) -> bool:
     """Return whether Megatron takes Adam from another package than torch."""
     return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
@@ -228,7 +254,7 @@ def has_fused_adam(args: Any) -> bool:
 def leaves_device(flag: str, stage: int = 2) -> Callable[[Any], bool]:
     """Return whether a flag is set that does not work from this ``--state-stage`` on, of the arguments."""
     name = flag[2:].replace("-", "_")
-    return lambda args: args.state_stage >= stage and bool(getattr(args, name))
+    return lambda args: (args.state_stage or 1) >= stage and bool(getattr(args, name))
 
 
 _REDUCED_LATER = "remove it, or use --state-stage 1: gradients are reduced from host memory after the backward pass"
@@ -239,6 +265,7 @@ _ON_DEVICE = {
     "--moe-expert-slots": "remove it, or use --state-stage 1: it moves gradients on the device",
     "--ddp-param-name-patterns-for-fp32-local-accumulation": "remove it: gradients are summed in float32 already",
 }
+ON_DEVICE = tuple(_ON_DEVICE)
 _COPIED = "remove it: results are copied to parameters as they are"
 REFUSALS = (
     refuse("--optimizer", "states", "use adam", lambda args: args.optimizer != "adam"),
@@ -263,10 +290,11 @@ STATES = Feature(
     flag="--state-policy",
     summary="Adam's states in pages of host memory",
     add_arguments=add_arguments,
-    is_on=lambda args: args.state_policy == "paged",
+    is_on=lambda args: args.state_policy != "resident",
     resolve=resolve,
     build=build,
     before_checks=before_checks,
     needs="--state-policy paged",
+    borrows=borrowed_flags,
     refusals=REFUSALS,
 )

@@ -118,6 +118,27 @@ def test_states_count_memories_on_the_device_and_leave_out_what_is_in_host_memor
     assert host[1]["states"] == plain[1]["states"]
 
 
+def test_states_that_leave_the_device() -> None:
+    """Of 16 bytes a parameter in float32, 8 stay, and each stage's pages are in host memory."""
+    flags = [*ONE_STEP, *PIPELINES, "--hdp-tokens-per-rank", "128", "--num-layers", "4"]
+    plain, paged = (
+        predicted([*flags, *more], 4, [60] * 8)["memory_gb"]
+        for more in ([], ["--state-policy", "paged", "--state-page-mb", "0.00390625"])
+    )
+    for one, other in zip(paged, plain, strict=True):
+        assert one["states"] == pytest.approx(other["states"] / 2)
+        assert one["pages"] == pytest.approx(other["states"] / 2, abs=6e-5)
+        assert one["total"] == pytest.approx(other["total"] - other["states"] / 2)
+
+
+def test_the_choice_of_states_is_told() -> None:
+    flags = [*ONE_STEP, *"--num-layers 4 --state-policy auto --host-memory-gb 1e-2 --state-page-mb 0.00390625".split()]
+    chosen = predicted([*flags, "--device-memory-gb", "1"], 4, [60] * 8)
+    assert chosen["about"]["model states"].startswith("(the least predicted time): resident: ")
+    assert chosen["about"]["or"].startswith("what else fits: stage 1 ")
+    assert "pages" not in chosen["memory_gb"][0]
+
+
 def type_command(rank: int, world: int, words: list[str]) -> str:
     from megatron.bytescale import cli
 

@@ -1,0 +1,253 @@
+"""Choose where model states are, together with what activations keep, swap and recompute (``--state-policy auto``).
+
+One budget of device memory and one of host memory hold both. For each option, activations get what states leave, their
+policy plans them, and the step is predicted; the fastest option that fits is chosen, and the first one of equals. So
+states stay resident wherever these and all activations fit: nothing is faster than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from bytescale_ext.plan.activation.forecast import Forecast, forecast
+from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND, LayerLoad, Machine
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.activation.policies import in_gigabytes, least_budget
+from bytescale_ext.plan.states.forecast import StateCase
+from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption, end_seconds, update_seconds
+from bytescale_ext.plan.states.timeline import Speeds
+
+Policy = Callable[[LayerLoad, Machine], ActivationPlan]
+"""Plans the activations of a load; raises ValueError where it cannot."""
+
+DISK_SHARES: Final = (0.0, 0.5, 1.0)
+WINDOWS: Final = (2, 1)
+_EQUAL: Final = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """A pipeline stage.
+
+    Attributes:
+        case: its model states, in any option.
+        load: its largest micro-batch or slice.
+        policy: what plans its activations.
+        end_seconds: of embedding, output layer and loss in one such micro-batch.
+        key_bytes: host memory of keys that slices swap.
+    """
+
+    case: StateCase
+    load: LayerLoad
+    policy: Policy
+    end_seconds: float = 0.0
+    key_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class StateProblem:
+    """Everything that the choice depends on, equal on all ranks.
+
+    Attributes:
+        stages: of the pipeline.
+        machine: the budgets of a process for states and activations together, and its link.
+        speeds: of Adam on the host and of a disk.
+        update_bytes_per_second: device memory that Adam on resident states reads and writes.
+        disk_bytes: of a process; 0: no disk.
+        num_microbatches: of a rank and step, or slices of them, at most.
+        num_ranks: that sum their gradients.
+        options: that the run allows.
+    """
+
+    stages: tuple[StageProblem, ...]
+    machine: Machine
+    speeds: Speeds
+    update_bytes_per_second: float = MEMORY_BYTES_PER_SECOND
+    disk_bytes: float = 0.0
+    num_microbatches: int = 1
+    num_ranks: int = 1
+    options: tuple[StateOption, ...] = (StateOption(),)
+
+    def update_seconds(self, option: StateOption) -> float:
+        """Return the seconds of the slowest stage's update."""
+        speed = self.update_bytes_per_second
+        return max(update_seconds(stage.case, option, self.speeds, speed, self.num_ranks) for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """An option that fits; bytes are those of the stage that takes most.
+
+    Attributes:
+        option: where states are.
+        seconds: of a step of full micro-batches.
+        update_seconds: of these, the update.
+        state_bytes: device memory of the states.
+        state_host_bytes: their host memory.
+        activation_bytes: device memory of activations.
+        activation_host_bytes: their host memory.
+        left: the budgets of activations, and the link that they share with parameters.
+        link_share: of the link that activations get.
+    """
+
+    option: StateOption
+    seconds: float
+    update_seconds: float
+    state_bytes: float
+    state_host_bytes: float
+    activation_bytes: float
+    activation_host_bytes: float
+    left: Machine
+    link_share: float
+
+    def described(self) -> str:
+        """Return the option and its figures."""
+        return (
+            f"{self.option.described()}: {self.seconds:.4g} s a step ({self.update_seconds:.3g} s of it the update), "
+            f"device {self.state_bytes / 1e9:.4g} GB and activations {self.activation_bytes / 1e9:.4g}, "
+            f"host {self.state_host_bytes / 1e9:.4g} GB and activations {self.activation_host_bytes / 1e9:.4g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateChoice:
+    """What was chosen, and why.
+
+    Attributes:
+        chosen: the option with its figures.
+        others: the best of each other stage that fits, the fastest first.
+        resident_bytes: the least device memory with which states could be resident, where they do not fit; else 0.
+    """
+
+    chosen: Prediction
+    others: tuple[Prediction, ...]
+    resident_bytes: float = 0.0
+
+    def described(self) -> str:
+        """Return two lines: the choice with its reason, and the runners-up."""
+        why = "the least predicted time"
+        if self.resident_bytes:
+            why = f"resident takes {in_gigabytes(self.resident_bytes)} GB of device memory"
+        lines = [f"> bytescale: states auto ({why}): {self.chosen.described()}"]
+        others = "; ".join(f"{one.option.described()} {one.seconds:.4g} s" for one in self.others)
+        return "\n".join([*lines, f"> bytescale: states auto, what else fits: {others or 'nothing'}"])
+
+
+def all_options(stages: Sequence[int], has_disk: bool) -> tuple[StateOption, ...]:
+    """Return the options of these ``--state-stage``s, resident first."""
+    shares = DISK_SHARES if has_disk else DISK_SHARES[:1]
+    return (StateOption(), *(
+        StateOption(stage, window, share)
+        for stage in stages for share in shares for window in (WINDOWS if stage == 3 else WINDOWS[:1])
+    ))  # fmt: skip
+
+
+def choose_states(problem: StateProblem) -> StateChoice:
+    """Return the choice. Raises ValueError, naming the least device or host memory that would do, for none."""
+    fitting = sorted(_fitting(problem), key=lambda one: one.seconds)
+    if not fitting:
+        raise ValueError(_remedy(problem))
+    equal = [one for one in fitting if one.seconds <= fitting[0].seconds * _EQUAL]
+    chosen = min(equal, key=lambda one: problem.options.index(one.option))
+    best = {one.option.stage: one for one in reversed(fitting)}
+    others = sorted((one for stage, one in best.items() if stage != chosen.option.stage), key=lambda one: one.seconds)
+    resident = 0.0 if 0 in best else _least_device(replace(problem, options=problem.options[:1])) or 0.0
+    return StateChoice(chosen, tuple(others), resident)
+
+
+def _fitting(problem: StateProblem) -> Iterator[Prediction]:
+    for option in problem.options:
+        found = predict(problem, option)
+        if found is not None:
+            yield found
+
+
+def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
+    """Return the figures of an option, or None where it does not fit."""
+    machine, cases = problem.machine, [stage.case for stage in problem.stages]
+    on_device = max(option.device_bytes(case) for case in cases)
+    on_host = max(option.host_bytes(case) for case in cases)
+    left = replace(machine, device_bytes=machine.device_bytes - on_device, host_bytes=machine.host_bytes - on_host)
+    in_file = max(option.of(case).file_bytes for case in cases) if option.disk_share else 0
+    in_build = max(option.of(case).build_bytes for case in cases) if option.stage else 0.0
+    if min(left.device_bytes, left.host_bytes) < 0 or in_build > machine.device_bytes or in_file > problem.disk_bytes:
+        return None
+    traffic = [LayerTraffic.of(case, option, problem.speeds) for case in cases]
+    loads = [one.longer(stage.load, option.window_layers) for one, stage in zip(traffic, problem.stages, strict=True)]
+    share = min(one.link_share(load) for one, load in zip(traffic, loads, strict=True))
+    left = replace(left, link_bytes_per_second=share * machine.link_bytes_per_second)
+    found = [_activations(stage, load, left) for stage, load in zip(problem.stages, loads, strict=True)]
+    needed = [one for one in found if one is not None]
+    if len(needed) < len(found):
+        return None
+    each = max(
+        one.step_seconds + stage.end_seconds + end_seconds(stage.case, option, problem.speeds)
+        for one, stage in zip(needed, problem.stages, strict=True)
+    )
+    update = problem.update_seconds(option)
+    return Prediction(
+        option=option,
+        seconds=(problem.num_microbatches + len(cases) - 1) * each + update,
+        update_seconds=update,
+        state_bytes=on_device,
+        state_host_bytes=on_host,
+        activation_bytes=max(one.device_bytes for one in needed),
+        activation_host_bytes=max(one.host_bytes for one in needed),
+        left=left,
+        link_share=share,
+    )
+
+
+def _activations(stage: StageProblem, load: LayerLoad, left: Machine) -> Forecast | None:
+    """Return what activations of a stage take beside its states, or None where they do not fit.
+
+    Training plans them by the stage's own load, so that one must fit too.
+    """
+    machine = replace(left, host_bytes=left.host_bytes - stage.key_bytes)
+    found = []
+    try:
+        for one in (stage.load,) * (load != stage.load) + (load,):
+            found.append(forecast(stage.policy(one, machine), one, machine))
+    except ValueError:
+        return None
+    return found[-1] if machine.host_bytes >= 0 and all(one.fits(machine) for one in found) else None
+
+
+def _remedy(problem: StateProblem) -> str:
+    """Return what would make room, in a line."""
+    machine = problem.machine
+    budgets = f"{machine.device_bytes / 1e9:.4g} GB of device memory and {machine.host_bytes / 1e9:.4g} of host memory"
+    remedies = [
+        f"{flag} {in_gigabytes(least)}"
+        for flag, least in (
+            ("--device-memory-gb", _least_device(problem)),
+            ("--host-memory-gb", _least(problem, "host_bytes", problem.options)),
+        )
+        if least is not None
+    ]
+    what = f"give {' or '.join(remedies)}, or" if remedies else "use"
+    return (
+        f"model states and activations do not fit in {budgets} in any way: {what} fewer tokens in a micro-batch, more "
+        "pipeline stages or tensor-parallel ranks, or --use-distributed-optimizer"
+    )
+
+
+def _least_device(problem: StateProblem) -> float | None:
+    """Return the least device memory with which an option fits, or slightly more; None if none ever does."""
+    return _least(problem, "device_bytes", problem.options)
+
+
+def _least(problem: StateProblem, name: str, options: Sequence[StateOption]) -> float | None:
+    def works(size: float) -> bool:
+        larger = replace(problem, machine=replace(problem.machine, **{name: size}))
+        return any(predict(larger, option) is not None for option in options)
+
+    needed = sum(
+        2 * stage.case.resident_bytes
+        + 4 * stage.load.times_held * stage.load.num_layers * stage.load.bytes_of()
+        + stage.key_bytes
+        for stage in problem.stages
+    )
+    return least_budget(works, 2 * needed + max(stage.load.head_bytes for stage in problem.stages))
