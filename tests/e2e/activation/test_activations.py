@@ -61,15 +61,13 @@ CASES: dict[str, tuple[int, list[str]]] = {
 }
 OUR_ATTENTION = ["--swap-fraction", "0"]  # and nothing else: the layers keep everything
 HOST = ["--host-memory-gb", "0.02"]
+AUTO = "--activation-policy auto --state-policy auto --state-page-mb 0.00390625".split()
 POLICIES: dict[str, list[str]] = {
     "swap-only": ["--swap-fraction", "1", *HOST],
     "memo": ["--activation-policy", "memo", "--swap-fraction", "0.4", *HOST],
     "priced": ["--activation-policy", "priced", "--swap-fraction", "0.3", "--recompute-fraction", "0.5", *HOST],
     "keep-attention": ["--recompute-fraction", "1"],
-    "auto": [
-        *("--activation-policy", "auto", *HOST, "--device-memory-gb", "0.00085", "--no-measured-speeds"),
-        *("--state-policy", "auto", "--state-page-mb", "0.00390625"),  # states take 0.0006 where they are resident
-    ],
+    "auto": [*AUTO, *HOST, "--device-memory-gb", "0.00085", "--no-measured-speeds"],  # resident states take 0.0006
     "measured": ["--activation-policy", "memo", *HOST],
 }
 # What runs: every policy once with HDP, and of the two that differ most at least one everywhere.
