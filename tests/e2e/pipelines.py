@@ -170,7 +170,7 @@ def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, t
             local = [int(found[1]) for name in of_chunk if (found := re.match(r"decoder\.layers\.(\d+)\.", name))]
             for name, gradient in of_chunk.items():
                 shift = lambda found, offset=num_layers: f"layers.{int(found[1]) + offset}."  # noqa: E731
-                whole[re.sub(r"layers\.(\d+)\.", shift, name)] = gradient
+                whole[re.sub(r"(?<!mtp\.)layers\.(\d+)\.", shift, name)] = gradient
             num_layers += max(local, default=-1) + 1
     return whole
 

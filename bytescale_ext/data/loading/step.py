@@ -10,7 +10,7 @@ import numpy as np
 
 from bytescale_ext.data.loading.planning import without_tables
 from bytescale_ext.data.samples.answers import AnswerSource, with_answers_only
-from bytescale_ext.data.samples.future import future_tokens
+from bytescale_ext.data.samples.future import future_tokens, future_weights
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.data.samples.packed import PackedMicroBatch, TokenSource, with_gram_rows
 from bytescale_ext.data.samples.units import Unit, units_of
@@ -38,7 +38,8 @@ class LoaderSettings:
         pin_memory: keep micro-batches in page-locked memory (CUDA).
         slice_rule: how micro-batches are cut into slices, those of the plan if it names any; None: they stay whole.
         window: of layers with a sliding window, the most keys before its own that a token sees; None: none has one.
-        future_tokens: tokens after the label that draft heads guess; 0: there are no heads.
+        future_tokens: tokens after the label that draft heads, or layers of multi-token prediction, guess.
+        weighs_future: read the weights of their losses too (multi-token prediction).
         grams: of models with an n-gram memory, which rows belong to a token; None: there is no memory.
 
     Raises:
@@ -59,6 +60,7 @@ class LoaderSettings:
     schedule: tuple[tuple[int, int], ...] = ()
     tokens_per_step: int | None = None
     future_tokens: int = 0
+    weighs_future: bool = False
     grams: GramRule | None = None
 
     def __post_init__(self) -> None:
@@ -103,14 +105,20 @@ class LoaderSettings:
         packed = [unit.read(source, sample_ids, lengths, self.vocab_size) for unit in units]
         if isinstance(source, AnswerSource):
             packed = [with_answers_only(one, source, sample_ids) for one in packed]
-        if count := self.future_tokens:
-            packed = [
-                replace(one, future=future_tokens(one.micro_batch, source, sample_ids, lengths, one.num_rows, count))
-                for one in packed
-            ]
+        if self.future_tokens:
+            where = (source, sample_ids, lengths)
+            packed = [self._with_future(one, *where) for one in packed]
         if self.grams is not None:
             packed = [with_gram_rows(one, self.grams, source, sample_ids) for one in packed]
         return tuple(one.pinned() if self.pin_memory else one for one in packed)
+
+    def _with_future(
+        self, packed: PackedMicroBatch, source: TokenSource, sample_ids: Sequence[int], lengths: Sequence[int]
+    ) -> PackedMicroBatch:
+        """Return a unit with the tokens after its labels, and the weights of their losses if they are wanted."""
+        where = (packed.micro_batch, source, sample_ids, lengths, packed.num_rows, self.future_tokens)
+        weights = future_weights(*where) if self.weighs_future else None
+        return replace(packed, future=future_tokens(*where), future_weights=weights)
 
 
 def samples_within(num_tokens: int, consumed_samples: int, source: TokenSource) -> tuple[int, ...] | None:

@@ -64,7 +64,8 @@ class PackedMicroBatch:
         layout: which rows attend to which; set by ``units.py``.
         counted_lengths: tokens of the sequences that this rank counts; set by ``units.py``.
         window_layout: as ``layout``, in layers with a window; None in models without them.
-        future: int64 [num_rows, heads], the tokens after each label (``future.py``); None without draft heads.
+        future: int64 [num_rows, count], the tokens after each label (``future.py``); None where nothing guesses them.
+        future_weights: float32 [num_rows, count], weights of their losses in multi-token prediction; else None.
         gram_rows: int64 [num_rows, columns], rows of n-grams; set by the loader, None in models without their memory.
     """
 
@@ -78,6 +79,7 @@ class PackedMicroBatch:
     counted_lengths: tuple[int, ...] = ()
     window_layout: AttentionLayout | SliceLayout | None = None
     future: torch.Tensor | None = None
+    future_weights: torch.Tensor | None = None
     gram_rows: torch.Tensor | None = None
 
     @property
@@ -110,6 +112,7 @@ class PackedMicroBatch:
             positions=change(self.positions),
             loss_mask=change(self.loss_mask),
             future=None if self.future is None else change(self.future),
+            future_weights=None if self.future_weights is None else change(self.future_weights),
             gram_rows=None if self.gram_rows is None else change(self.gram_rows),
         )
 

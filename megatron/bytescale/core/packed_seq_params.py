@@ -26,7 +26,8 @@ class DocumentSeqParams(PackedSeqParams):
         window_layout: which rows attend to which in layers with a sliding window.
         gram_rows: int64 [t, columns], rows of n-grams, in models with their memory; else, and in padding alone, None.
         prefix: of a slice, keys and values of its micro-batch in the layers of this model chunk.
-        future: [t, heads] the tokens after the label of each token, for draft heads.
+        future: [t, count] the tokens after the label of each token, for draft heads or multi-token prediction.
+        future_weights: [t, count] weights of their losses, for multi-token prediction.
     """
 
     qkv_format: str = "sbhd"
@@ -38,3 +39,4 @@ class DocumentSeqParams(PackedSeqParams):
     gram_rows: torch.Tensor | None = None
     prefix: MicroBatchPrefix | None = None
     future: torch.Tensor | None = None
+    future_weights: torch.Tensor | None = None

@@ -26,6 +26,7 @@ from megatron.bytescale.features.memory.memory_plan import MEMORY_PLAN
 from megatron.bytescale.features.memory.memory_record import MEMORY_RECORD
 from megatron.bytescale.features.memory.ngram import NGRAM
 from megatron.bytescale.features.memory.states import STATES
+from megatron.bytescale.features.multi_token import MULTI_TOKEN
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.sft import SFT
@@ -43,6 +44,7 @@ FEATURES: tuple[Feature, ...] = (
     SLICES,
     ZERO_BUBBLE,
     LOSS_CHUNKS,
+    MULTI_TOKEN,
     DRAFTS,
     ACTIVATIONS,
     MEMORY_PLAN,

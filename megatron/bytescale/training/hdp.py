@@ -21,6 +21,7 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.sculpt import SculptConfig
@@ -146,7 +147,8 @@ def dataset_provider(
         batch = args.global_batch_size
         eval_batch = args.eval_global_batch_size or batch
         places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
-        slices, drafts = runtime.run.find(DocumentSliceConfig), runtime.run.find(DraftConfig)
+        slices, depths = runtime.run.find(DocumentSliceConfig), runtime.run.find(MultiTokenConfig)
+        drafts = runtime.run.find(DraftConfig)
         ngram = runtime.run.find(NgramConfig)
         loaders: list[StepsAhead | None] = []
         splits = sources(enough_samples(runtime, num_samples))
@@ -165,7 +167,8 @@ def dataset_provider(
                 window=runtime.run.shape.window,
                 schedule=() if cyclic else runtime.hdp.schedule,
                 tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
-                future_tokens=0 if drafts is None else drafts.num_heads,
+                future_tokens=next((one.num_heads for one in (drafts, depths) if one is not None), 0),
+                weighs_future=depths is not None,
                 grams=None if ngram is None else ngram.rule,
             )
             loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
@@ -241,6 +244,7 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
                 window_layout=packed.window_layout,
                 prefix=prefix,
                 future=packed.future,
+                future_weights=packed.future_weights,
                 gram_rows=packed.gram_rows,
             ),
             padding_mask=padding_mask(packed, model),

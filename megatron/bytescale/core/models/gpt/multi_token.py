@@ -1,0 +1,195 @@
+"""Multi-token prediction over documents (DeepSeek-V3, section 2.2), on Megatron's own layers.
+
+Layer k takes the state of each token together with the embedding of the token k places after it, and guesses the token
+after that one. Megatron shifts tokens, labels and masks between neighbouring rows, with messages between ranks where
+one static context-parallel group shares a sequence. Here the loader has read the later tokens of every row from the
+document itself (``bytescale_ext/data/samples/future.py``): no shift crosses the end of a document, a ring or a slice,
+and nothing is sent. Attention, positions and the output layer are those of the model.
+
+The loss of a micro-batch gets, for each of the D depths, ``mtp_loss_scaling_factor / D`` times the sum of
+``future_weights`` times the cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+from bytescale_ext.config.multi_token import MultiTokenConfig
+from bytescale_ext.data.samples.future import no_future
+from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_angles
+from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+from megatron.bytescale.runtime import Runtime
+
+Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+
+SUMS = 3
+"""Sums of each depth: weighted losses, losses, and their number."""
+
+
+class LaterTokenLayer(MultiTokenPredictionLayer):
+    """Megatron's layer, which takes the tokens after each row from a table instead of shifting rows."""
+
+    def _get_embeddings(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        embedding: Callable[..., torch.Tensor],
+        **given: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Return what Megatron's returns, of a table [depths from this one on, t] of tokens, and one of positions."""
+        ahead = partial(embedding, input_ids=input_ids[:1], position_ids=position_ids[:1])
+        shifted = super()._get_embeddings(None, None, lambda **_: ahead(), **given)  # type: ignore[arg-type]
+        return input_ids[1:], position_ids[1:], *shifted[2:]
+
+
+def use_later_tokens(
+    settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime, model_chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """``ModelConfig.pre_wrap_hooks``: give the layers of multi-token prediction documents, and their losses."""
+    for chunk in model_chunks:
+        if getattr(chunk, "mtp_process", False):
+            LaterTokens(chunk, settings, chunk_tokens, runtime)
+    return model_chunks
+
+
+class LaterTokens:
+    """Hooks on the model chunk that has the layers of multi-token prediction, and what they note in a forward pass."""
+
+    def __init__(self, chunk: Any, settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime) -> None:
+        self.chunk, self.settings, self.chunk_tokens = chunk, settings, chunk_tokens
+        self.labels: torch.Tensor | None = None
+        self.states: torch.Tensor | None = None
+        for layer in chunk.mtp.layers:
+            layer.__class__ = LaterTokenLayer
+            use_document_attention(layer, runtime)
+        chunk.register_forward_pre_hook(self.begin, with_kwargs=True)
+        chunk.mtp.register_forward_pre_hook(self.use_tables, with_kwargs=True)
+        chunk.mtp.register_forward_hook(self.note)
+
+    def begin(self, chunk: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Take tokens and labels from Megatron's model, which would shift them; embed the tokens in its place."""
+        self.labels = kwargs["labels"]
+        if self.labels is None:
+            return None
+        tokens, positions, *others = args
+        embedded = self.chunk.embedding(input_ids=tokens, position_ids=positions) if self.chunk.pre_process else None
+        own = {"labels": None, "decoder_input": embedded, "output_processor": self.losses}
+        return (None, positions, *others), {**kwargs, **own}
+
+    def use_tables(self, block: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Give the layers the later tokens of each row, and their positions, [depths, t]; 0 where there are none."""
+        params, labels = kwargs["packed_seq_params"], self.labels
+        assert labels is not None and params.positions is not None, f"{params=}"
+        targets = self.targets(params)
+        tokens = torch.cat((labels, targets[:-1].clamp_min(0)))
+        ahead = torch.arange(1, len(tokens) + 1, device=labels.device)[:, None]
+        positions = (params.positions + ahead) * (targets >= 0)
+        if hasattr(self.chunk, "rotary_pos_emb"):
+            found = use_document_angles(self.chunk.rotary_pos_emb, block, args, kwargs)
+            kwargs = kwargs if found is None else found[1]
+        return args, {**kwargs, "input_ids": tokens, "position_ids": positions}
+
+    def note(self, block: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        """Note the states of all depths, [(1 + depths) * s / ranks, 1, h]."""
+        self.states = output
+
+    def targets(self, params: DocumentSeqParams) -> torch.Tensor:
+        """Return the token that each depth guesses for each row, [depths, t]; below 0 where there is none."""
+        assert params.positions is not None, f"{params=}"
+        count = self.settings.num_heads
+        return (no_future(len(params.positions), count).to(params.positions) if params.future is None else params.future).t()
+
+    def losses(
+        self,
+        *,
+        hidden_states: torch.Tensor,
+        labels: None,
+        output_layer: Any,
+        output_weight: torch.Tensor | None,
+        packed_seq_params: DocumentSeqParams,
+        **model: Any,
+    ) -> torch.Tensor:
+        """GPTModel's ``output_processor``: return the sums of each depth, and the model's losses after them.
+
+        Collective on the tensor-parallel group. Returns [3 depths + s].
+
+        Args:
+            hidden_states: what the model gives its output layer, [s / ranks, 1, h].
+            labels: none; Megatron's model has not got them.
+            output_layer: the model's.
+            output_weight: its weight where the output layer has none of its own.
+            packed_seq_params: of the micro-batch, or of its slice.
+            model: other callables of ``GPTModel``: its loss, and its factor for logits.
+        """
+        assert self.labels is not None and self.states is not None, f"{packed_seq_params=}"
+        own = self._losses(hidden_states, self.labels, output_layer, output_weight, model)
+        if model["config"].mtp_detach_heads:
+            output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
+        weights, sums = packed_seq_params.future_weights, []
+        _, *states = self.states.chunk(1 + self.settings.num_heads)
+        for depth, (state, target) in enumerate(zip(states, self.targets(packed_seq_params), strict=True)):
+            each = self._losses(state, target.clamp_min(0)[None], output_layer, output_weight, model)[0]
+            weight = torch.zeros_like(each) if weights is None else weights[:, depth]
+            has_loss = weight > 0
+            sums += [(weight * each).sum(), (each.detach() * has_loss).sum(), has_loss.sum().float()]
+        self.labels = self.states = None
+        return torch.cat((torch.stack(sums), own[0]))
+
+    def _losses(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        output_layer: Any,
+        output_weight: torch.Tensor | None,
+        model: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return the losses [1, s], in float32, of labels [1, s] by states [s / ranks, 1, h]."""
+        if self.chunk_tokens is not None:
+            where = {"output_layer": output_layer, "output_weight": output_weight, **model}
+            return chunked_loss(self.chunk_tokens, hidden_states=hidden, labels=labels, **where).float()
+        logits, _ = output_layer(
+            hidden, weight=output_weight, runtime_gather_output=model["runtime_gather_output"]
+        )
+        losses: torch.Tensor = model["compute_language_model_loss"](labels, model["scale_logits"](logits))
+        return losses.float()
+
+
+def use_document_attention(layer: MultiTokenPredictionLayer, runtime: Runtime) -> None:
+    """Replace Megatron's attention, of whole samples, in a new layer; a learnable sink keeps its values."""
+    attention: Any = layer.mtp_model_layer.self_attention
+    config, old = layer.config, attention.core_attention
+    new = DocumentAttention(config, layer.layer_number, runtime=runtime, softmax_scale=config.softmax_scale)
+    if config.softmax_type == "learnable":
+        new.softmax_offset = old.softmax_offset
+    attention.core_attention = new
+
+
+def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
+    """Return (loss, number of labels, figures of the log line) of what ``LaterTokens.losses`` returns.
+
+    ``of_model``: the report of the model's own losses [s].
+    """
+    num_depths = settings.num_heads
+    sums = output[: SUMS * num_depths].unflatten(0, (num_depths, SUMS))
+    loss, num_labels, figures = of_model(output[SUMS * num_depths :])
+    loss = loss + settings.loss_scale * sums[:, 0].sum()
+    for depth in range(num_depths):
+        figures[f"mtp_{depth + 1} loss"] = sums[depth, 1:].detach()
+    return loss, num_labels, figures
+
+
+def report_depths(settings: MultiTokenConfig, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward_step_func`` whose loss is that of the model and of all depths."""
+
+    def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:
+        output, of_model = forward_step(data_iterator, model)
+        return output, partial(report, settings, of_model)
+
+    return forward
