@@ -55,7 +55,7 @@ def draw_weights_by_name(scale: float = 0.1) -> None:
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"  # the last stage's copy
             group = groups.expt_tp if "local_experts" in name else groups.tp
-            whole_name = re.sub(r"decoder\.layers\.(\d+)", lambda found: f"decoder.layers.{layers[int(found[1])]}", name)
+            whole_name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name)
             whole_name = re.sub(r"experts\.(\d+)", lambda found: f"experts.{first_expert + int(found[1])}", whole_name)
             shape = list(parameter.shape)
             if getattr(parameter, "partition_dim", -1) >= 0:

@@ -16,7 +16,7 @@ from bytescale_ext.plan.activation.tensors import (
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape, linear_flops_per_token
+from bytescale_ext.plan.cost.model_shape import ModelShape, layer_flops_per_token
 
 RESIDENT_LAYERS: Final = 2
 """The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
@@ -222,7 +222,6 @@ def load_of_tokens(
     """Return the load of any micro-batch of ``num_tokens`` tokens on a rank, given the seconds of one layer."""
     how = how or LayerSettings()
     ranks = cost.tensor_parallel
-    head = 2 * cost.shape.hidden * cost.shape.vocab
     received = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, ranks, how.element_bytes)
     collectives = num_tokens * received * cost.collective
     logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
@@ -239,7 +238,7 @@ def load_of_tokens(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
         linear_seconds=max(0.0, cost.forward.linear_cost(num_tokens) - collectives),
-        linear_flops=(linear_flops_per_token(cost.shape) - head) / cost.shape.num_layers / ranks,
+        linear_flops=layer_flops_per_token(cost.shape) / ranks,
         num_layers=cost.shape.num_layers if how.num_layers is None else how.num_layers,
         resident_layers=how.resident_layers,
         in_flight=how.in_flight,
@@ -290,8 +289,8 @@ def cost_of_rates(
     4.1).
     """
     head = 2.0 * shape.hidden * shape.vocab / tensor_parallel
-    layer = (linear_flops_per_token(shape) / tensor_parallel - head) / shape.num_layers
-    attention = 2.0 * shape.num_heads * shape.head_dim / tensor_parallel
+    layer = layer_flops_per_token(shape) / tensor_parallel
+    attention = shape.num_heads * (shape.head_dim + shape.value_dim) / tensor_parallel
     tensors = layer_tensors(shape, tensor_parallel=tensor_parallel)
     if collective is None:
         collective = 1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0

@@ -95,6 +95,10 @@ def layer_tensors(
         LayerTensor("residual after attention", "matrix", whole, width * query, 0.0, reduced),
         LayerTensor("MLP norm output", into_mlp, whole, 0.0, 2 * whole),
     )
+    if shape.latent is not None:
+        numbers = shape.latent.query_rank + shape.latent.latent_numbers
+        norms = shape.latent.has_norms * (shape.latent.query_rank + shape.latent.key_rank)
+        attention = (*attention, LayerTensor("latent vectors", "input", (numbers + norms) * element_bytes))
     if shape.num_expert_layers:
         return attention
     return (

@@ -26,8 +26,8 @@ LINK_BYTES_PER_SECOND: Final = 55e9
 NOT_IN_FILES: Final = ("nodes", "window", "window_share")
 """Fields of ``CostModel`` that belong to a run, not to a cost file."""
 
-WINDOWS: Final = ("num_window_layers", "window_tokens")
-"""Fields of ``ModelShape`` that cost files leave out, because their costs are those of full attention."""
+WINDOWS: Final = ("num_window_layers", "window_tokens", "later_layers")
+"""Fields of ``ModelShape`` that cost files leave out: their costs are those of one layer with full attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,17 @@ class ModelCost:
     def stage(self, num_layers: int, has_head: bool = False, link: float = LINK_BYTES_PER_SECOND) -> StageCost:
         """Return the cost of a stage of ``num_layers`` layers; ``has_head`` adds embedding and output layer.
 
-        Layers with a window count as if they were spread evenly over the layers.
+        It also adds layers of multi-token prediction, each as a layer and an output layer. Layers with a window count
+        as if they were spread evenly over the layers.
 
         ``link``: bytes per second between the device and host memory, one way, for swapped keys.
         """
-        forward, backward = (with_windows(one.scaled(num_layers), self.shape) for one in (self.forward, self.backward))
+        later = self.shape.later_layers if has_head else 0
+        passes = (one.scaled(num_layers + later) for one in (self.forward, self.backward))
+        forward, backward = (with_windows(one, self.shape) for one in passes)
         if has_head:
-            forward = replace(forward, b=forward.b + self.head_forward)
-            backward = replace(backward, b=backward.b + self.head_backward)
+            forward = replace(forward, b=forward.b + (1 + later) * self.head_forward)
+            backward = replace(backward, b=backward.b + (1 + later) * self.head_backward)
         keys = key_value_bytes(self.shape, self.tensor_parallel, self.element_bytes)
         return StageCost(forward, backward, num_layers * keys / link)
 
@@ -96,7 +99,7 @@ class ModelCost:
     def to_json(self) -> dict[str, object]:
         """Return plain dicts: the format of a cost file. It says nothing about the nodes of a run and about windows."""
         value = asdict(self)
-        for of, names in (("forward", NOT_IN_FILES), ("backward", NOT_IN_FILES), ("shape", WINDOWS)):
+        for of, names in (("forward", NOT_IN_FILES), ("backward", NOT_IN_FILES), ("shape", (*WINDOWS, "latent"))):
             for name in names:
                 del value[of][name]
         return value
@@ -108,7 +111,7 @@ class ModelCost:
             shape = from_entries(ModelShape, value["shape"])
             passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
             cost = from_entries(cls, {**value, "shape": shape, **passes})
-            for name in (*NOT_IN_FILES, *WINDOWS):
+            for name in (*NOT_IN_FILES, *WINDOWS, "latent"):
                 if any(name in entries_of(value[one]) for one in ("forward", "backward", "shape")):
                     raise TypeError(f"{name} is no entry")
         except (KeyError, TypeError) as error:
@@ -145,7 +148,8 @@ def flops_cost(shape: ModelShape) -> CostModel:
 
 def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True) -> StageCost:
     """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without."""
-    both = flops_cost(replace(shape.part(num_layers), vocab=shape.vocab if has_head else 0))
+    vocab, later = (shape.vocab, shape.later_layers) if has_head else (0, 0)
+    both = flops_cost(replace(shape.part(num_layers), vocab=vocab, later_layers=later))
     both = with_windows(both, shape)
     forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
     return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))

@@ -14,6 +14,35 @@ ATTENTION_BACKWARD_PER_FORWARD: Final = 2.5
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The sizes of multi-latent attention besides ``ModelShape.head_dim``, which is that of queries and keys.
+
+    Attributes:
+        query_rank: numbers of the vector from which queries are projected; 0: they come from the hidden state.
+        key_rank: numbers of the latent vector from which keys and values are projected.
+        position_dim: part of ``head_dim`` that has positions; the key's is the same for all heads.
+        value_dim: width of one head of the values.
+        has_norms: the latent vectors are normalized (``--qk-layernorm``).
+    """
+
+    query_rank: int
+    key_rank: int
+    position_dim: int
+    value_dim: int
+    has_norms: bool = False
+
+    @property
+    def latent_numbers(self) -> int:
+        """Numbers from which the keys and values of one token are rebuilt."""
+        return self.key_rank + self.position_dim
+
+    @property
+    def norm_weights(self) -> int:
+        """Weights of a layer's norms of latent vectors."""
+        return self.has_norms * (self.query_rank + self.key_rank)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a transformer decoder that its FLOPs depend on.
 
@@ -34,6 +63,8 @@ class ModelShape:
         shared_ffn_hidden: the part of ``expert_ffn_hidden`` that is the shared experts', which every token passes.
         num_window_layers: how many of the layers have a sliding window.
         window_tokens: in such a layer, the most keys before its own that a token sees.
+        later_layers: layers of multi-token prediction after the others, each with the output layer once more.
+        latent: multi-latent attention (DeepSeek-V2, section 2.1); None: queries, keys and values are projected.
     """
 
     num_layers: int
@@ -51,18 +82,38 @@ class ModelShape:
     shared_ffn_hidden: int = 0
     num_window_layers: int = 0
     window_tokens: int = 0
+    later_layers: int = 0
+    latent: LatentShape | None = None
 
     def part(self, num_layers: int) -> ModelShape:
         """Return the sizes of so many of the layers; experts and windows count as if spread evenly over all."""
         experts, windows = (
             -(-of_kind * num_layers // self.num_layers) for of_kind in (self.num_expert_layers, self.num_window_layers)
         )
-        return replace(self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows)
+        return replace(
+            self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows, later_layers=0
+        )
 
     def with_experts_per_token(self, count: float) -> ModelShape:
         """Return the sizes if ``count`` experts run for a token, on average; shared experts run besides."""
         each = (self.expert_ffn_hidden - self.shared_ffn_hidden) / max(1, self.experts_per_token)
         return replace(self, expert_ffn_hidden=round(self.shared_ffn_hidden + count * each))
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head of the values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def projection_weights(self) -> int:
+        """Weights of the projections of one layer's attention, without norms."""
+        output = self.num_heads * self.value_dim * self.hidden
+        queries, one = self.num_heads * self.head_dim, self.latent
+        if one is None:
+            return self.hidden * (queries + 2 * self.num_kv_heads * self.head_dim) + output
+        of_queries = one.query_rank * (self.hidden + queries) if one.query_rank else self.hidden * queries
+        expanded = self.num_heads * (self.head_dim - one.position_dim + one.value_dim)
+        return of_queries + self.hidden * one.latent_numbers + one.key_rank * expanded + output
 
     @property
     def window(self) -> int | None:
@@ -87,23 +138,33 @@ def linear_flops_per_token(shape: ModelShape) -> float:
     Query, key, value and output projections, the MLP or the router and the experts that the token is routed to, and
     the output layer; embedding, norms and softmax are not counted.
     """
-    query = shape.num_heads * shape.head_dim
-    key_value = 2 * shape.num_kv_heads * shape.head_dim
-    projections = shape.hidden * (query + key_value) + query * shape.hidden
     width_of_mlps = shape.num_layers * shape.ffn_hidden
     width_of_mlps += shape.num_expert_layers * (shape.expert_ffn_hidden - shape.ffn_hidden)
     mlps = (3 if shape.gated else 2) * shape.hidden * width_of_mlps
     routers = shape.num_expert_layers * shape.hidden * shape.num_experts
-    return 2.0 * (shape.num_layers * projections + mlps + routers + shape.hidden * shape.vocab)
+    heads = (1 + shape.later_layers) * shape.hidden * shape.vocab
+    layers = shape.num_layers * shape.projection_weights + mlps + routers
+    return 2.0 * (layers + shape.later_layers * later_layer_weights(shape) + heads)
+
+
+def layer_flops_per_token(shape: ModelShape) -> float:
+    """Return forward FLOPs of one token in one layer without attention, the mean of all layers of the model."""
+    return linear_flops_per_token(replace(shape, vocab=0, later_layers=0)) / shape.num_layers
+
+
+def later_layer_weights(shape: ModelShape) -> int:
+    """Return the weights of one layer of multi-token prediction, without norms: a dense layer after a projection."""
+    dense = (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
+    return shape.projection_weights + dense + 2 * shape.hidden**2
 
 
 def attention_flops_per_square(shape: ModelShape) -> float:
     """Return forward FLOPs of causal attention over s tokens without windows, divided by s^2.
 
     ``4 s^2 head_dim num_heads`` for scores and values, half of it under the causal mask (FlashAttention-2, Dao 2023,
-    section 4.1).
+    section 4.1); values may have heads of another size.
     """
-    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim
+    return float((shape.num_layers + shape.later_layers) * shape.num_heads * (shape.head_dim + shape.value_dim))
 
 
 KEY_SUM_BYTES: Final = 4

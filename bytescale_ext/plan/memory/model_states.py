@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import ModelShape, later_layer_weights
 
 GRADIENT_BYTES: Final = 4
 """Megatron accumulates gradients in float32 for every parameter type."""
@@ -26,14 +26,17 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
 
     They are matrices, norms, routers, shared experts, embedding and output layer; ``expert_parameters`` are not.
     """
-    query = shape.num_heads * shape.head_dim
-    key_value = 2 * shape.num_kv_heads * shape.head_dim
-    products = shape.num_layers * shape.hidden * (2 * query + key_value)
+    products = shape.num_layers * shape.projection_weights
     dense = (shape.num_layers - shape.num_expert_layers) * shape.ffn_hidden
     products += _matrices(shape) * (dense + shape.num_expert_layers * shape.shared_ffn_hidden)
     ends = (has_embedding + has_head) * shape.vocab * shape.hidden
     norms = (2 * shape.num_layers + has_head) * shape.hidden
+    norms += 0 if shape.latent is None else shape.num_layers * shape.latent.norm_weights
     routers = shape.num_expert_layers * shape.num_experts * shape.hidden
+    if has_head and shape.later_layers:  # which embed later tokens too
+        products += shape.later_layers * later_layer_weights(shape)
+        norms += 5 * shape.later_layers * shape.hidden
+        ends += (not has_embedding) * shape.vocab * shape.hidden
     return (products + ends) / tensor_parallel + norms + routers
 
 

@@ -66,14 +66,17 @@ class StageMemory:
         in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
         working = cluster.tokens_per_rank * max(max(tensors) + 2 * tensors[0] + 2 * keys, in_experts)
         logits = (loss_tokens or cluster.tokens_per_rank) * LOGIT_BYTES * shape.vocab / ranks
+        logits *= 1 if loss_tokens else 1 + shape.later_layers
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
-            stage_parameters(shape.part(layers), ranks, stage == 0, stage == last)
+            stage_parameters(
+                replace(shape.part(layers), later_layers=shape.later_layers), ranks, stage == 0, stage == last
+            )
             for stage, layers in enumerate(num_layers)
         )
         return cls(
             layer,
-            tuple(num_layers),
+            (*num_layers[:-1], num_layers[-1] + shape.later_layers),
             tuple(of_parameter * count for count in parameters),
             (working,) * last + (max(working, logits),),
             working,

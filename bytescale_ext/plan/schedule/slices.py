@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -26,7 +26,7 @@ from bytescale_ext.plan.cost.model_shape import (
     BACKWARD_PER_FORWARD,
     ModelShape,
     attention_flops_per_square,
-    linear_flops_per_token,
+    layer_flops_per_token,
 )
 
 PARTITIONS: Final = ("time", "flops", "even")
@@ -132,8 +132,8 @@ def layer_cost(shape: ModelShape, partition: str, measured: ModelCost | None = N
     """
     if partition == "time" and measured is not None:
         return measured.stage(1)
-    a = attention_flops_per_square(shape) / shape.num_layers
-    b = (linear_flops_per_token(shape) - 2.0 * shape.hidden * shape.vocab) / shape.num_layers
+    a = attention_flops_per_square(replace(shape, later_layers=0)) / shape.num_layers
+    b = layer_flops_per_token(shape)
     attention_factor = ATTENTION_BACKWARD_PER_FORWARD if partition == "time" else BACKWARD_PER_FORWARD
     passes = CostModel(a, b), CostModel(attention_factor * a, BACKWARD_PER_FORWARD * b)
     forward, backward = (with_windows(one, shape) for one in passes)

@@ -8,13 +8,13 @@ from typing import Any
 from bytescale_ext.config.run import Process
 from bytescale_ext.measure.cost_file import check_same_model, read_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 from bytescale_ext.plan.step.sizes import Cluster
 
 
 def model_shape(args: Any) -> ModelShape:
     """Return the sizes of the model that its FLOPs depend on."""
-    experts = {}
+    experts, latent = {}, _latent(args)
     if args.num_experts:
         every = args.moe_layer_freq  # a number, or 0 or 1 for each layer
         shared = args.moe_shared_expert_intermediate_size or 0
@@ -30,12 +30,23 @@ def model_shape(args: Any) -> ModelShape:
         hidden=args.hidden_size,
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_dim=args.kv_channels,
+        head_dim=args.kv_channels if latent is None else args.qk_head_dim + args.qk_pos_emb_head_dim,
         ffn_hidden=args.ffn_hidden_size,
         gated=bool(args.swiglu or args.quick_geglu),
         vocab=args.padded_vocab_size,
         **experts,
         **_windows(args),
+        later_layers=args.mtp_num_layers or 0,
+        latent=latent,
+    )
+
+
+def _latent(args: Any) -> LatentShape | None:
+    """Return the sizes of multi-latent attention, or None without it."""
+    if not args.multi_latent_attention:
+        return None
+    return LatentShape(
+        args.q_lora_rank or 0, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim, bool(args.qk_layernorm)
     )
 
 

@@ -195,8 +195,18 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--expert-tensor-parallel-num-weight-shards > 1", ALWAYS, _NO_SHARDS,
            _above("expert_tensor_parallel_num_weight_shards", 1)),
     refuse("--tp-comm-overlap", "hdp slices", "remove it: its buffers have one fixed shape"),
-    refuse("--multi-latent-attention", "hdp", activations=_NOT_STANDARD,
-           slices="remove it: its RoPE is inside attention, which does not know the positions of slices"),
+    refuse("--multi-latent-attention", "activations", _NOT_STANDARD),
+    refuse("--multi-latent-attention without --hybrid-data-parallel", "slices", "add --hybrid-data-parallel: its RoPE "
+           "is inside attention, which does not know the positions of slices of samples",
+           lambda a: a.multi_latent_attention and not a.hybrid_data_parallel),
+    refuse("--multi-latent-attention of local layers without --hybrid-data-parallel", ALWAYS, "add "
+           "--hybrid-data-parallel, or use --transformer-impl transformer_engine: Megatron's local attention has one "
+           "head size", lambda a: _is_local("multi_latent_attention")(a) and not a.hybrid_data_parallel),
+    refuse("--multi-latent-attention with --position-embedding-type", "hdp", "use rope or none there, and --rope-type "
+           "yarn for YaRN", lambda a: a.multi_latent_attention and a.position_embedding_type == "yarn"),
+    refuse("--apply-rope-fusion with --multi-latent-attention", "hdp", "add --no-rope-fusion",
+           lambda a: a.multi_latent_attention and a.apply_rope_fusion and a.rope_type == "yarn"),
+    refuse("--mla-down-proj-fusion", "hdp", "remove it: its module computes positions by rows"),
     refuse("--mtp-num-layers", "activations", "remove it: policies do not plan its layers"),
     refuse("--mtp-num-layers without --hybrid-data-parallel", "slices loss_chunks",
            "add --hybrid-data-parallel, whose loader knows the tokens of the next slice",

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -23,6 +24,7 @@ from megatron.bytescale.core.tensor_parallel.weight_gradients import (
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention, SampleAttention
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.core.transformer.moe.slice_router import SampleRouter
+from megatron.bytescale.core.transformer.multi_latent_attention import DocumentLatentAttention
 from megatron.bytescale.core.transformer.norm import LocalNorm
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 
@@ -80,6 +82,10 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
     """Set our attention and router, and without TransformerEngine our norms, in the spec of one layer."""
     attention = layer.self_attention.submodules
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
+    if layer.self_attention.module is MLASelfAttention:
+        attention.core_attention = IdentityOp  # it makes its own
+        layer.self_attention.module = DocumentLatentAttention
+        layer.self_attention.params = {**layer.self_attention.params, "runtime": runtime}
     mlp: Any = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
         router = SampleRouter if runtime.run.find(HdpConfig) is None else DocumentRouter
@@ -88,6 +94,6 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
     if has_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
-    for name in ("q_layernorm", "k_layernorm"):
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(attention, name, None) not in (None, IdentityOp, L2Norm):  # which has no weight to mark
             setattr(attention, name, LocalNorm)

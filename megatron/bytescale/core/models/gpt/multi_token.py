@@ -103,8 +103,9 @@ class LaterTokens:
     def targets(self, params: DocumentSeqParams) -> torch.Tensor:
         """Return the token that each depth guesses for each row, [depths, t]; below 0 where there is none."""
         assert params.positions is not None, f"{params=}"
-        count = self.settings.num_heads
-        return (no_future(len(params.positions), count).to(params.positions) if params.future is None else params.future).t()
+        if params.future is not None:
+            return params.future.t()
+        return no_future(len(params.positions), self.settings.num_heads).to(params.positions).t()
 
     def losses(
         self,
