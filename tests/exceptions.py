@@ -55,6 +55,8 @@ ANY_FILES = {
     "megatron/bytescale/core/models/common/embeddings/rotary_pos_embedding.py",
     "megatron/bytescale/core/models/gpt/draft_heads.py",
     "megatron/bytescale/core/models/gpt/draft_loss.py",
+    "megatron/bytescale/core/models/gpt/multi_token.py",
+    "megatron/bytescale/core/transformer/multi_latent_attention.py",
     "megatron/bytescale/core/models/gpt/trunk.py",
     "megatron/bytescale/core/models/gpt/gpt_layer_specs.py",
     "megatron/bytescale/core/optimizer/distrib_optimizer.py",

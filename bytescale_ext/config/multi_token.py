@@ -16,3 +16,9 @@ class MultiTokenConfig:
 
     num_heads: int
     loss_scale: float
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"--mtp-num-layers {self.num_heads} must be at least 1")
+        if not 0 <= self.loss_scale < float("inf"):
+            raise ValueError(f"--mtp-loss-scaling-factor {self.loss_scale * self.num_heads:g} must be 0 or more")

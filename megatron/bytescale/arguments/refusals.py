@@ -204,8 +204,6 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
            "head size", lambda a: _is_local("multi_latent_attention")(a) and not a.hybrid_data_parallel),
     refuse("--multi-latent-attention with --position-embedding-type", "hdp", "use rope or none there, and --rope-type "
            "yarn for YaRN", lambda a: a.multi_latent_attention and a.position_embedding_type == "yarn"),
-    refuse("--apply-rope-fusion with --multi-latent-attention", "hdp", "add --no-rope-fusion",
-           lambda a: a.multi_latent_attention and a.apply_rope_fusion and a.rope_type == "yarn"),
     refuse("--mla-down-proj-fusion", "hdp", "remove it: its module computes positions by rows"),
     refuse("--mtp-num-layers", "activations", "remove it: policies do not plan its layers"),
     refuse("--mtp-num-layers without --hybrid-data-parallel", "slices loss_chunks",

@@ -133,6 +133,7 @@ def before_checks(args: Any) -> None:
     args.micro_batch_size = args.eval_micro_batch_size = 1  # so that --global-batch-size counts documents
     args.create_attention_mask_in_dataloader = False
     args.dist_ckpt_optim_fully_reshardable = True  # resume with another number of ranks
+    args.apply_rope_fusion &= not args.multi_latent_attention  # a kernel that counts positions by rows
     if args.fp16:
         _fit_gradients_into_fp16(args)
 

@@ -58,8 +58,6 @@ REFUSALS = (
            lambda a: a.hdp_loader == "ray"),
     refuse("--sculpt-windows", "multi_token", "train on documents"),
     refuse("--seq1f1b-zero-bubble", "multi_token", "remove it: backward passes of these layers are not split"),
-    refuse("--memory-plan", "multi_token", "remove it: it counts the model without these layers"),
-    refuse("--record-memory-plan", "multi_token", "remove it: it counts the model without these layers"),
     refuse("--state-policy paged", "multi_token", "leave it out: pages are planned without these layers",
            lambda a: a.state_policy == "paged"),
     refuse("--ngram-layers", "multi_token", "remove one of them"),

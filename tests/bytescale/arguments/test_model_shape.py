@@ -11,6 +11,7 @@ import torch
 
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.cost.model_shape import LatentShape
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.arguments.model_shape import (
     cluster,
@@ -35,6 +36,8 @@ ARGS = SimpleNamespace(
     num_experts=None,
     window_size=None,
     window_attn_skip_freq=None,
+    multi_latent_attention=False,
+    mtp_num_layers=None,
 )
 
 
@@ -47,6 +50,17 @@ def test_model_shape_with_and_without_query_groups() -> None:
     assert shape.num_kv_heads == 4
     assert shape.gated is False
     assert model_shape(SimpleNamespace(**{**vars(plain), "quick_geglu": True})).gated, "gpt-oss has gates too"
+
+
+def test_model_shape_with_latent_attention_and_later_layers() -> None:
+    sizes = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "qk_layernorm": True}
+    given = {**vars(ARGS), **sizes, "multi_latent_attention": True, "q_lora_rank": None, "group_query_attention": False}
+    shape = model_shape(SimpleNamespace(**given))
+    assert (shape.head_dim, shape.num_kv_heads, shape.value_dim) == (12, 4, 6)
+    assert shape.latent == LatentShape(0, 16, 4, 6, True)
+    assert model_shape(SimpleNamespace(**{**given, "q_lora_rank": 12})).latent == LatentShape(12, 16, 4, 6, True)
+    assert (model_shape(ARGS).latent, model_shape(ARGS).later_layers) == (None, 0)
+    assert model_shape(SimpleNamespace(**{**vars(ARGS), "mtp_num_layers": 2})).later_layers == 2
 
 
 @pytest.mark.parametrize(("pattern", "num_layers"), [(1, 2), (2, 1), ([0, 1], 1), ([1, 1], 2)])

@@ -44,6 +44,13 @@ EXAMPLES = {
     "--tensor-parallel-num-weight-shards > 1": "--tensor-parallel-num-weight-shards 2",
     "--expert-tensor-parallel-num-weight-shards > 1": "--expert-tensor-parallel-num-weight-shards 2",
     "--mtp-num-layers": "--mtp-num-layers 1",
+    "--mtp-num-layers without --hybrid-data-parallel": "--mtp-num-layers 1",
+    "--multi-latent-attention without --hybrid-data-parallel": "--multi-latent-attention",
+    "--multi-latent-attention of local layers without --hybrid-data-parallel": "--multi-latent-attention",
+    "--multi-latent-attention with --position-embedding-type": (
+        "--multi-latent-attention --position-embedding-type yarn"
+    ),
+    "--mla-down-proj-fusion": "--mla-down-proj-fusion --multi-latent-attention",
     "--mtp-num-layers in pipelines": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
     "--qk-l2-norm without experts": "--qk-l2-norm",
     "--apply-layernorm-1p of local layers": "--apply-layernorm-1p",

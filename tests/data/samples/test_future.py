@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from bytescale_ext.data.loading.step import LoaderSettings
-from bytescale_ext.data.samples.future import NO_TOKEN, future_tokens, no_future
+from bytescale_ext.data.samples.future import NO_TOKEN, future_tokens, future_weights, no_future
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
+from tests.data.samples.test_answers import MarkedSource
 from tests.data.sources import MemorySource
 
 
@@ -53,3 +55,55 @@ def test_the_loader_reads_them_where_heads_want_them() -> None:
         assert first.future.tolist() == [[3, 4], [4, 5], [5, -1], [-1, -1], [-1, -1], [-1, -1]]
         assert empty.future.shape == (0, 2)
     assert no_future(2, 1).tolist() == [[NO_TOKEN], [NO_TOKEN]]
+
+
+def expected_weights(has_loss: list[bool], count: int) -> list[list[float]]:
+    """By the definition, as Megatron's for a micro-batch of one document: masks roll one place to the left by depth."""
+    masks = [[*has_loss[ahead:], *[False] * min(ahead, len(has_loss))] for ahead in range(1, count + 1)]
+    return [
+        [mask[row] * sum(has_loss) / sum(mask) if mask[row] else 0.0 for mask in masks] for row in range(len(has_loss))
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("kind", [MemorySource, MarkedSource])
+def test_weights_of_a_ring_are_those_of_the_document_alone(kind: type[MemorySource], count: int) -> None:
+    lengths = (16, 3, 1)
+    source = kind(lengths)
+    for seq, length in enumerate(lengths):
+        labels = [p + 1 < length and (kind is MemorySource or (p + 1) % 3 == 0) for p in range(length)]
+        wanted = torch.tensor(expected_weights(labels, count))
+        alone = MicroBatch((Shard(seq, ((0, length),), (0,)),))
+        found = future_weights(alone, source, [0, 1, 2], lengths, length + 2, count)
+        torch.testing.assert_close(found[:length], wanted)
+        assert not found[length:].any(), "padding has a weight"
+        if seq:
+            continue
+        for width in (2, 4):
+            for member in range(width):
+                ranges = zigzag_ranges(length, width, member)
+                shard = MicroBatch((Shard(seq, ranges, tuple(range(width))),))
+                rows = [p for start, stop in ranges for p in range(start, stop)]
+                found = future_weights(shard, source, [0, 1, 2], lengths, len(rows), count)
+                torch.testing.assert_close(found, wanted[rows])
+
+
+def test_the_label_of_a_piece_that_lies_in_the_next_one_counts() -> None:
+    source = MemorySource([7], seq_length=4)  # pieces 1..4, 5..7
+    found = future_weights(MicroBatch((Shard(0, ((0, 4),), (0,)),)), source, [0], [4], 4, 2)
+    torch.testing.assert_close(found, torch.tensor([[4 / 3, 2], [4 / 3, 2], [4 / 3, 0], [0, 0]]))
+
+
+def test_weights_come_with_the_tokens_where_they_are_wanted() -> None:
+    from bytescale_ext.data.samples.units import units_of
+
+    source, micro_batch = MemorySource([5]), MicroBatch((Shard(0, ((0, 5),), (0,)),))
+    units = units_of([micro_batch], [5], 0, 1, None)
+    settings = LoaderSettings(0, 1, future_tokens=2, weighs_future=True)
+    (found,) = settings.read(units, source, [0], [5])
+    assert found.future is not None
+    assert found.future_weights is not None
+    assert found.to("cpu").future_weights is not None
+    assert ((found.future_weights > 0) == (found.future != NO_TOKEN)).all()
+    (heads,) = LoaderSettings(0, 1, future_tokens=2).read(units, source, [0], [5])
+    assert heads.future_weights is None

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bytescale_ext.plan.cost.model_shape import ModelShape, attention_flops_per_square, linear_flops_per_token
+from bytescale_ext.plan.cost.model_shape import (
+    LatentShape,
+    ModelShape,
+    attention_flops_per_square,
+    later_layer_weights,
+    layer_flops_per_token,
+    linear_flops_per_token,
+)
 
 TINY = ModelShape(num_layers=2, hidden=8, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden=10, gated=True, vocab=20)
 
@@ -38,3 +45,26 @@ def test_flops_of_the_experts_that_ran() -> None:
     dense = sparse.with_experts_per_token(16)
     assert linear_flops_per_token(dense) - linear_flops_per_token(sparse) == 2 * 3 * 8 * 14 * 4
     assert sparse.with_experts_per_token(4.5).expert_ffn_hidden == 4.5 * 4 + 6
+
+
+def test_layers_of_multi_token_prediction_count_with_their_output_layer() -> None:
+    deeper = replace(TINY, later_layers=2)
+    # a projection of two hidden states to one, a layer, and the output layer once more
+    weights = 8 * 16 + (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 10) + 8 * 20
+    assert later_layer_weights(TINY) == weights - 8 * 20
+    assert linear_flops_per_token(deeper) - linear_flops_per_token(TINY) == 2 * 2 * weights
+    assert attention_flops_per_square(deeper) == 2 * attention_flops_per_square(TINY)
+    assert deeper.part(1) == TINY.part(1), "a part of the layers is without them"
+    assert layer_flops_per_token(deeper) == layer_flops_per_token(TINY) == linear_flops_per_token(TINY) / 2 - 8 * 20
+
+
+def test_projections_of_latent_attention_by_hand() -> None:
+    # keys and values of 4 heads from 7 numbers and 2 with a position; 3 = 1 + 2 numbers of a key, 5 of a value
+    one = LatentShape(query_rank=6, key_rank=7, position_dim=2, value_dim=5, has_norms=True)
+    latent = replace(TINY, num_kv_heads=4, latent=one)
+    weights = 8 * 6 + 6 * 4 * 3 + 8 * (7 + 2) + 7 * 4 * (1 + 5) + 4 * 5 * 8
+    assert latent.projection_weights == weights
+    direct = replace(latent, latent=replace(one, query_rank=0))
+    assert direct.projection_weights == weights - 8 * 6 - 6 * 4 * 3 + 8 * 4 * 3
+    assert attention_flops_per_square(latent) == 2 * 4 * (3 + 5)
+    assert (TINY.value_dim, latent.value_dim, one.latent_numbers, one.norm_weights) == (3, 5, 9, 13)

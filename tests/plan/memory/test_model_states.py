@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bytescale_ext.plan.cost.model_shape import ModelShape
-from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, state_bytes
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
+from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, stage_parameters, state_bytes
 
 LLAMA2_7B = ModelShape(32, 4096, 32, 32, 128, 11008, True, 32000)
 
@@ -40,3 +40,19 @@ def test_ranks_share_out_the_experts_of_each_layer() -> None:
 @pytest.mark.parametrize(("element_bytes", "ranks", "each"), [(2, 1, 18.0), (2, 4, 9.0), (4, 1, 16.0), (4, 8, 9.0)])
 def test_bytes_of_a_parameter(element_bytes: int, ranks: int, each: float) -> None:
     assert state_bytes(LLAMA2_7B, element_bytes, 1, ranks) == each * 6_738_415_616
+
+
+def test_latent_attention_and_later_layers_have_their_parameters() -> None:
+    # DeepSeek-V2-Lite's attention: 16 heads of 128 + 64, latents of 512 + 64 numbers, values of 128
+    latent = LatentShape(query_rank=0, key_rank=512, position_dim=64, value_dim=128, has_norms=True)
+    shape = ModelShape(2, 2048, 16, 16, 192, 10944, True, 102400, latent=latent)
+    attention = 2048 * 16 * 192 + 2048 * 576 + 512 + 512 * 16 * 256 + 16 * 128 * 2048
+    layer = attention + 3 * 2048 * 10944 + 2 * 2048
+    assert num_parameters(shape) == 2 * layer + 2 * 102400 * 2048 + 2048
+    deeper = replace(LLAMA2_7B, later_layers=1)
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert num_parameters(deeper) - num_parameters(LLAMA2_7B) == layer + 2 * 4096**2 + 3 * 4096
+    last = stage_parameters(deeper, 1, has_embedding=False, has_head=True)
+    assert last == num_parameters(deeper), "the last stage has an embedding for later tokens"
+    first = stage_parameters(deeper, 1, has_embedding=True, has_head=False)
+    assert first == stage_parameters(LLAMA2_7B, 1, has_embedding=True, has_head=False)

@@ -155,9 +155,7 @@ class LaterTokens:
         if self.chunk_tokens is not None:
             where = {"output_layer": output_layer, "output_weight": output_weight, **model}
             return chunked_loss(self.chunk_tokens, hidden_states=hidden, labels=labels, **where).float()
-        logits, _ = output_layer(
-            hidden, weight=output_weight, runtime_gather_output=model["runtime_gather_output"]
-        )
+        logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=model["runtime_gather_output"])
         losses: torch.Tensor = model["compute_language_model_loss"](labels, model["scale_logits"](logits))
         return losses.float()
 
