@@ -88,6 +88,7 @@ ANY_FILES = {
     "megatron/bytescale/features/experts/trace.py",
     "megatron/bytescale/features/hdp.py",
     "megatron/bytescale/features/loss_chunks.py",
+    "megatron/bytescale/features/multi_token.py",
     "megatron/bytescale/features/memory/memory_plan.py",
     "megatron/bytescale/features/memory/memory_record.py",
     "megatron/bytescale/features/ray.py",

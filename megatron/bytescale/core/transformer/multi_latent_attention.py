@@ -81,18 +81,11 @@ class DocumentLatentCore(DocumentAttention):
     The narrower of the two are filled up with zeros, which change no score and no other value.
     """
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: DocumentSeqParams | None = None,
+    def forward(  # type: ignore[override]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **named: Any
     ) -> torch.Tensor:
         """Map query, key [t, heads, dim] and value [t, heads, value_dim] to [t, 1, heads * value_dim]."""
         width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
         q, k, v = (pad(one, (0, width - one.shape[-1]))[:, None] for one in (query, key, value))
-        out = super().forward(q, k, v, packed_seq_params=packed_seq_params)
+        out = super().forward(q, k, v, *given, **named)
         return out.unflatten(-1, (-1, width))[..., :value_width].flatten(-2)

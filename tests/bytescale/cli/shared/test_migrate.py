@@ -29,7 +29,7 @@ LINES = {
     "replaced": f"{START} {MODEL} --global-batch-size 8 --use-megatron-fsdp --hybrid-context-parallel",
     "a second change": f"{START} {MODEL} --global-batch-size 8 --num-experts 4 --tensor-model-parallel-size 2",
     "dropped": f"{START} {MODEL} --global-batch-size 8 --enable-cuda-graph --odd 1 2 --max-seqlen-per-dp-cp-rank 9",
-    "decision": f"{START} {MODEL} --global-batch-size 8 --multi-latent-attention --micro-batch-size 4",
+    "decision": f"{START} {MODEL} --global-batch-size 8 --fim-data --micro-batch-size 4",
     "nothing but flags": f"{MODEL} --global-batch-size 8",
     "missing": "--num-layers 2 --hidden-size 8 --num-attention-heads 2",
     "left to the checks": f"{START} {MODEL} --global-batch-size 8 --tensor-model-parallel-size 3",
@@ -125,8 +125,8 @@ def test_what_can_be_changed_is(name: str, found: dict[str, Migration | str]) ->
 def test_what_needs_a_decision_is_marked(found: dict[str, Migration | str]) -> None:
     one = of(found, "decision")
     assert not one.runs
-    assert [change.flag for change in one.changes if change.what == "decide"] == ["--multi-latent-attention"]
-    assert "--multi-latent-attention" in one.line
+    assert [change.flag for change in one.changes if change.what == "decide"] == ["--fim-data"]
+    assert "--fim-data" in one.line
     assert "--micro-batch-size" not in one.line
     assert "not yet: decide as marked" in as_text(one)
     missing = [change.flag for change in of(found, "missing").changes if change.what == "decide"]
