@@ -58,8 +58,8 @@ REFUSALS = (
            lambda a: a.hdp_loader == "ray"),
     refuse("--sculpt-windows", "multi_token", "train on documents"),
     refuse("--seq1f1b-zero-bubble", "multi_token", "remove it: backward passes of these layers are not split"),
-    refuse("--state-policy paged", "multi_token", "leave it out: pages are planned without these layers",
-           lambda a: a.state_policy == "paged"),
+    refuse("--state-policy", "multi_token", "leave it out: pages are planned without these layers",
+           lambda a: a.state_policy != "resident"),
     refuse("--ngram-layers", "multi_token", "remove one of them"),
 )  # fmt: skip
 

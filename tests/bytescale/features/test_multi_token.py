@@ -26,7 +26,7 @@ REFUSED = {
     "ray": ("--hdp-loader ray", 1, "--hdp-loader ray"),
     "windows": ("--sculpt-windows a.windows.npy", 1, "--sculpt-windows"),
     "zero bubble": ("--seq1f1b-zero-bubble --pipeline-model-parallel-size 2 --seq1f1b-slices 2", 2, "--seq1f1b-zero"),
-    "pages": ("--state-policy paged", 1, "--state-policy paged"),
+    "pages": ("--state-policy paged", 1, "--state-policy"),
     "n-grams": ("--ngram-layers 1", 1, "--ngram-layers"),
     "policies": ("--activation-policy memo --host-memory-gb 1", 1, "--mtp-num-layers: remove it: policies do not"),
 }  # fmt: skip
