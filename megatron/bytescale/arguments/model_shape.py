@@ -36,14 +36,14 @@ def model_shape(args: Any) -> ModelShape:
         vocab=args.padded_vocab_size,
         **experts,
         **_windows(args),
-        later_layers=args.mtp_num_layers or 0,
+        later_layers=getattr(args, "mtp_num_layers", None) or 0,
         latent=latent,
     )
 
 
 def _latent(args: Any) -> LatentShape | None:
     """Return the sizes of multi-latent attention, or None without it."""
-    if not args.multi_latent_attention:
+    if not getattr(args, "multi_latent_attention", False):
         return None
     return LatentShape(
         args.q_lora_rank or 0, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim, bool(args.qk_layernorm)
