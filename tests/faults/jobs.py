@@ -85,6 +85,15 @@ def flags_of(point: Point, data: Sequence[object], save: Path, log_dir: Path) ->
     return tuple(map(str, words))
 
 
+def flags_of_fault(point: Point, folder: Path) -> tuple[str, ...]:
+    """Return the flags that a fault's runs have besides, with the folder of their pages, which is made."""
+    if not FAULTS[point.fault].flags:
+        return ()
+    pages = folder / "pages"
+    pages.mkdir()
+    return (*FAULTS[point.fault].flags.split(), str(pages))
+
+
 def write_data(point: Point, folder: Path) -> Path:
     """Write a data set of as many documents as a point's run trains on, each of them once; return its prefix."""
     return write_documents(folder / "docs", LENGTHS, copies=point.batch // BATCH)

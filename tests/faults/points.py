@@ -29,16 +29,26 @@ class Fault:
         ends: the run cannot go on and has to be started again.
         needs_root: it needs network namespaces or a file system of its own.
         layouts: keys of ``LAYOUTS`` in which it is tried.
+        flags: of its runs; the run without a fault that they are compared to has none of them.
+        tolerance: of losses, relative to those of the run without a fault.
     """
 
     text: str
     ends: bool = True
     needs_root: bool = False
     layouts: tuple[str, ...] = ("rings", "stages")
+    flags: str = ""
+    tolerance: float = 1e-5
 
+
+PAGES = "--state-policy paged --state-page-mb 0.00390625 --state-host-gb 7e-5 --state-nvme"
+"""Most pages are in a folder on a disk, which follows."""
 
 FAULTS = {
     "killed": Fault("SIGKILL of a rank"),
+    "killed-paged": Fault(
+        "SIGKILL of a rank with pages on a disk, losses equal to the last bit", flags=PAGES, tolerance=0.0
+    ),
     "stopped": Fault("SIGSTOP of a rank for longer than the timeout"),
     "cut-link": Fault("link of a rank cut", needs_root=True),
     "packet-loss": Fault(f"30 % packet loss for {LOSS_SECONDS:g} s", ends=False, needs_root=True),

@@ -61,6 +61,7 @@ def prepare(point: Point, runtime: Any, topology: Topology | None, struck: Path)
     """Arrange that the fault strikes this rank where the point says; ``struck`` is written then."""
     actions: dict[str, Callable[[], None]] = {
         "killed": kill,
+        "killed-paged": kill,
         "cut-short": kill,
         "stopped": partial(stop_for, TIMEOUT_SECONDS + 3),
         "planner": kill_planner,

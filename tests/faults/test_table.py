@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from tests.faults.points import FAULTS, NUM_STEPS, point_of
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import Ended, flags_of_fault
+from tests.faults.points import FAULTS, NUM_RANKS, NUM_STEPS, point_of
 from tests.faults.table import BEGIN, END, table, with_table
-from tests.faults.trials import Tried
+from tests.faults.trials import Tried, Undisturbed, problems_of_runs
 
 KILLED = [
     Tried("killed-0", "killed", 0.5, 2, ["PeerLost: ..."], []),
@@ -19,6 +24,22 @@ def test_a_row_counts_points_and_those_without_problems() -> None:
     assert "| SIGKILL of a rank | 2 | 1 | 1.0, 1.5 | 2, 4 |" in rows
     assert "| a node 3 times slower | 1 | 1 | goes on | - |" in rows
     assert "| link of a rank cut | not tried | | | |" in rows
+
+
+def test_a_fault_with_pages_has_a_folder_for_them(tmp_path: Path) -> None:
+    assert flags_of_fault(point_of("killed", 0), tmp_path) == ()
+    assert not list(tmp_path.iterdir())
+    flags = flags_of_fault(point_of("killed-paged", 0), tmp_path)
+    assert flags[-2:] == ("--state-nvme", str(tmp_path / "pages"))
+    assert (tmp_path / "pages").is_dir()
+
+
+@pytest.mark.parametrize(("tolerance", "count"), [(1e-5, 0), (0.0, 1)])
+def test_losses_that_must_be_equal(tolerance: float, count: int, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 2.0000001}\n')
+    ended = Ended([0] * NUM_RANKS, [], tmp_path)
+    problems = problems_of_runs([ended], Undisturbed({1: 2.0}, {}, 0), tmp_path, tolerance)
+    assert len(problems) == count
 
 
 def test_only_the_table_of_a_page_changes() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scripts.cluster.topology import Topology
 from tests.faults import strikes
-from tests.faults.jobs import Ended, Job, flags_of, run
+from tests.faults.jobs import Ended, Job, flags_of, flags_of_fault, run
 from tests.faults.points import FAULTS, NUM_RANKS, NUM_STEPS, SAVE_INTERVAL, Point
 
 SLACK_SECONDS = 10.0  # to notice, to write the last line and to end, on a busy machine
@@ -79,7 +79,7 @@ def try_point(
 ) -> Tried:
     """Run a point in an empty folder, in the network of ``topology`` where it has one."""
     save, log_dir = folder / "save", folder / "log"
-    flags = flags_of(point, data, save, log_dir)
+    flags = (*flags_of(point, data, save, log_dir), *flags_of_fault(point, folder))
     with small_disk(save, int((1 + point.share) * wanted.checkpoint_bytes), point.fault == "full-disk") as make_room:
         first = run(Job(flags, folder / "first", point, topology, in_process=point.fault == "planner"))
         runs, resumed_from = [first], None
@@ -91,7 +91,8 @@ def try_point(
                 cut_short(save, point)
             runs.append(run(Job(flags, folder / "second", topology=topology)))
             resumed_from = min(runs[1].documents(), default=1) - 1
-    problems = [*problems_of_end(point, first), *problems_of_runs(runs, wanted, log_dir)]
+    tolerance = FAULTS[point.fault].tolerance
+    problems = [*problems_of_end(point, first), *problems_of_runs(runs, wanted, log_dir, tolerance)]
     lasts = [first.last_line(rank) for rank, code in enumerate(first.codes) if code]
     seconds = None if first.completed or not first.seconds else round(max(first.seconds), 1)
     return Tried(point.name, point.fault, seconds, resumed_from, lasts, problems)
@@ -122,14 +123,14 @@ def problems_of_end(point: Point, first: Ended) -> list[str]:
     return problems
 
 
-def problems_of_runs(runs: Sequence[Ended], wanted: Undisturbed, log_dir: Path) -> list[str]:
+def problems_of_runs(runs: Sequence[Ended], wanted: Undisturbed, log_dir: Path, tolerance: float = 1e-5) -> list[str]:
     """Return how losses and documents of the run and its second start differ from those without a fault."""
     problems = []
     if not runs[-1].completed:
         problems.append(f"the last start ended with {runs[-1].codes}: {runs[-1].last_line(0)}")
     found = losses_of(log_dir)
     for step, loss in found:
-        if abs(loss / wanted.losses[step] - 1) > 1e-5:
+        if abs(loss / wanted.losses[step] - 1) > tolerance:
             problems.append(f"loss of step {step}: {loss} and not {wanted.losses[step]}")
     documents: dict[int, list[str]] = {}
     for one in runs:  # what a second start has run counts in place of what it has gone back before
