@@ -24,7 +24,7 @@ ARMS = {"exact": PAGED, **{f"lock-free, {number} step(s)": [*LATE, str(number)] 
 
 
 def measure(
-    data: str, steps: int, seeds: int, run: Callable[[Sequence[str], int, Path], list[float]] = train
+    data: str, steps: int, seeds: int, rate: float, run: Callable[[Sequence[str], int, Path], list[float]] = train
 ) -> dict[str, list[float]]:
     """Return the mean loss of the last steps of each seed, by arm; prints each when it is known."""
     losses: dict[str, list[float]] = {name: [] for name in ARMS}
@@ -32,6 +32,7 @@ def measure(
         for name, flags in ARMS.items():
             given = [*flags, "--data-path", data, "--seed", str(1234 + seed)]
             given += ["--train-iters", str(steps), "--lr-decay-iters", str(steps)]
+            given += ["--lr", str(rate), "--min-lr", str(rate / 10)]
             with tempfile.TemporaryDirectory() as folder:
                 losses[name].append(statistics.mean(run(given, 1, Path(folder))[-LAST:]))
             print(f"seed {seed}, {name}: {losses[name][-1]:.4f}", flush=True)
@@ -44,8 +45,9 @@ def main() -> int:
     parser.add_argument("--data", required=True, metavar="PREFIX", help="a data set of bytes (`bytescale corpus`)")
     parser.add_argument("--steps", type=count, default=120, metavar="N", help="of a training (120)")
     parser.add_argument("--seeds", type=count, default=3, metavar="N", help="trainings of each arm (3)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (0.003)")
     args = parser.parse_args()
-    losses = measure(args.data, args.steps, args.seeds)
+    losses = measure(args.data, args.steps, args.seeds, args.lr)
     for name, found in losses.items():
         ratios = [one / exact for one, exact in zip(found, losses["exact"], strict=True)]
         print(f"{name}: mean {statistics.mean(found):.4f}, {statistics.median(ratios):.4f} times exact "

@@ -27,6 +27,7 @@ def test_the_last_steps_of_each_seed_count() -> None:
         runs.append(flags)
         return [100.0] * 5 + [float(len(runs))] * LAST
 
-    assert list(measure("data", 15, 2, run).values()) == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
+    assert list(measure("data", 15, 2, 1e-3, run).values()) == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
     assert [flags[flags.index("--seed") + 1] for flags in runs] == ["1234"] * 3 + ["1235"] * 3
     assert all(flags[flags.index("--train-iters") + 1] == "15" for flags in runs)
+    assert all(flags[flags.index("--lr") :][:4] == ["--lr", "0.001", "--min-lr", "0.0001"] for flags in runs)

@@ -94,13 +94,13 @@ def tensors_of(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]
         yield from tensors_of(value, f"{name}/{key}")
 
 
-def compared(rank: int, world: int, folders: tuple[Path, Path]) -> tuple[int, list[str]]:
+def compared(rank: int, world: int, folders: tuple[Path, Path], steps: int = STEPS) -> tuple[int, list[str]]:
     """Return the number of tensors in the last checkpoint of two runs, and the names of those that differ.
 
     Random states are left out: nothing draws from them in training, but Megatron's samplers do at the start of a run.
     """
     count, different = 0, []
-    one, other = (folder / f"iter_{STEPS:07d}" for folder in folders)
+    one, other = (folder / f"iter_{steps:07d}" for folder in folders)
     files = sorted(path.relative_to(one) for path in one.rglob("*.pt"))
     assert files
     for file in files:
