@@ -25,6 +25,7 @@ from bytescale_ext.plan.states.tiers import FileLayout, pages_on_disk, tiered_ho
 from bytescale_ext.states.page_file import PageFile, file_of
 from bytescale_ext.states.pages import COPIES, MOMENTS, PageMemory
 from bytescale_ext.states.tiered import TieredMemory
+from bytescale_ext.states.updates.group_counts import count_update, counts_of, take_count
 
 
 @dataclass(frozen=True)
@@ -166,14 +167,15 @@ class PagedAdam:
 
     def _bind_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy states that were loaded into the pages, and make the optimizer hold those."""
-        for number, owner in enumerate(self._owners):
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for number, (owner, group) in enumerate(zip(self._owners, groups, strict=True)):
             state = optimizer.state[owner.parameter]
             for plane, name in enumerate(MOMENTS):
                 page = self._of_tensor(plane, number)
                 if name in state:
                     page.copy_(state[name])
                 state[name] = page
-            state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+            take_count(optimizer, group, owner.parameter)
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -184,7 +186,7 @@ class PagedAdam:
         _Step(self.tiers or self.host, self.link, optimizer, self._owners, self.is_fused).run(self._moves)
         for owner in self._owners:
             owner.parameter.grad = None
-            optimizer.state[owner.parameter]["step"] += 1
+        count_update(optimizer)
         if self.tiers is not None:
             self.tiers.end_step(list(itertools.takewhile(lambda move: move.kind in DISK_KINDS, self._moves)))
             return
@@ -212,6 +214,7 @@ class _Step:
         self._is_fused = is_fused
         self._fetched: dict[int, Ticket] = {}  # by buffer
         self._returned: dict[int, Ticket] = {}
+        self._counts = counts_of(optimizer)
         self._gradients = [flat_gradient(owner.parameter) for owner in owners]
 
     def run(self, moves: Sequence[Move]) -> None:
@@ -245,7 +248,7 @@ class _Step:
         value = memory.values[move.buffer][: page.num_elements]
         first, second, *copy = memory.of_page(move.page)
         parameter = copy[0] if copy else value
-        step = self._optimizer.state[self._owners[page.spans[0].tensor].parameter]["step"].clone()
+        step = self._counts[page.spans[0].tensor].clone()
         gradient = memory.gradients[move.buffer][: page.num_elements]
         figures = Figures.of(self._optimizer, page.group)
         take_adam_step((parameter, gradient, first, second), step, figures, self._is_fused)

@@ -29,6 +29,7 @@ from bytescale_ext.plan.states.late import result_bytes
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind
 from bytescale_ext.states.adam import Figures, Owner, PagedAdam, flat_gradient, take_adam_step, wait_on_host
 from bytescale_ext.states.gradients import host_block
+from bytescale_ext.states.updates.group_counts import count_update, counts_of
 
 
 @dataclass(frozen=True)
@@ -160,16 +161,14 @@ class LockFreeAdam(PagedAdam):
         if not self._has_values:
             values = self._to_host([pair for pair in self._results_of_targets() if pair[0].dtype is torch.float32])
             self._has_values = True
-        states = [self._optimizer.state[owner.parameter] for owner in self._owners]
         update = Update(
             gradients=self._sums[0],
             num_steps=self._num_given,
             figures=[Figures.of(self._optimizer, group) for group in range(len(self._optimizer.param_groups))],
-            counts=[state["step"].clone() for state in states],
+            counts=counts_of(self._optimizer),
             tickets=(ticket, values, self._taken),
         )
-        for state in states:
-            state["step"] += 1
+        count_update(self._optimizer)
         self._running = self.submit(lambda: self._run(update))
         self._num_running, self._num_given = self._num_given, 0
         self._sums.reverse()

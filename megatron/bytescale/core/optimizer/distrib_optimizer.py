@@ -14,15 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from bytescale_ext.config.memory.states import StateConfig
+from bytescale_ext.states.updates.group_counts import GroupCountingAdam
 from megatron.bytescale.core.distributed.distributed_data_parallel import move_states
 from megatron.bytescale.core.distributed.host_build import CopiesInHostMemory
 from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gradients
 from megatron.bytescale.core.optimizer.late import LateUpdates, flush_first
-from megatron.bytescale.core.optimizer.optimizer import page_parts
+from megatron.bytescale.core.optimizer.optimizer import page_parts, use_torch_adam
 
 
 def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
@@ -38,6 +39,7 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
             optimizer = original(config, model_chunks, *args, **kwargs)
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         if states is not None:
+            use_torch_adam(parts)
             page_parts(parts, states.without(gradients.host_bytes if gradients else 0, 0), on_cuda)
         if states is not None and states.update_steps:
             runtime.late_updates = LateUpdates([part.paged_adam for part in parts if hasattr(part, "paged_adam")])
@@ -47,6 +49,8 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
         for part in filter(is_over_torch_adam, parts):
             if states is None:
                 begin_state(part.optimizer)
+            if isinstance(part.optimizer, GroupCountingAdam):
+                continue  # Megatron finds its steps in the groups
             part.optimizer.register_load_state_dict_post_hook(separate_steps)
             if not part.optimizer.state and part is not parts[0]:
                 part.optimizer.register_state_dict_post_hook(partial(add_step, parts[0].optimizer))
@@ -95,8 +99,7 @@ def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runt
 
 def is_over_torch_adam(part: Any) -> bool:
     """Return whether a part is a ``DistributedOptimizer`` that takes its steps with torch's Adam."""
-    is_adam = isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam)
-    return is_adam and not HAVE_APEX_OR_TE
+    return isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam)
 
 
 def begin_state(optimizer: torch.optim.Adam) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
+import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.plan.states.moves import traffic
 from bytescale_ext.states.adam import Owner, PagedAdam
+from bytescale_ext.states.updates.group_counts import GroupCountingAdam
 from bytescale_ext.states.updates.lock_free import LockFreeAdam
 
 
@@ -72,6 +74,13 @@ def page_parts(parts: Sequence[Any], config: StateConfig, on_cuda: bool) -> None
             assert config.nvme is not None
             part.paged_adam.tiers.say_failure = partial(save_and_stop, config.nvme.exit_signal)
             print(f"> bytescale: {described(part.paged_adam)}", flush=True)
+
+
+def use_torch_adam(parts: Sequence[Any]) -> None:
+    """Replace the Adam of TransformerEngine or Apex, with which parts are built where one is installed, by torch's."""
+    for part in parts:
+        if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.Adam):
+            part.optimizer = GroupCountingAdam.taking_over(part.optimizer, part.config.decoupled_weight_decay)
 
 
 def described(paged_adam: PagedAdam) -> str:

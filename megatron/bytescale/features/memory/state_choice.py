@@ -23,7 +23,7 @@ from bytescale_ext.plan.states.timeline import (
 )
 from megatron.bytescale.arguments.stage_layers import stage_settings
 from megatron.bytescale.features.memory.activations import policy_of
-from megatron.bytescale.features.memory.states import ON_DEVICE, STAGES, cases, resolve_nvme
+from megatron.bytescale.features.memory.states import ON_DEVICE, STAGES, cases, has_fused_norms, resolve_nvme
 
 AUTO = "--state-policy auto"
 SPARE_SHARE, SPARE_PAGES = 0.02, 16
@@ -114,7 +114,7 @@ def num_microbatches(args: Any, run: RunConfig) -> int:
 
 def allowed_stages(args: Any, run: RunConfig) -> tuple[int, ...]:
     """Return the ``--state-stage``s that work with the other flags."""
-    if any(getattr(args, flag[2:].replace("-", "_")) for flag in ON_DEVICE):
+    if has_fused_norms() or any(getattr(args, flag[2:].replace("-", "_")) for flag in ON_DEVICE):
         return STAGES[:1]
     is_refused = run.process.on_cuda and args.params_dtype.itemsize == FLOAT_BYTES
     return tuple(stage for stage in STAGES if not (stage == 2 and is_refused))

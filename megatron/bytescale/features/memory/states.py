@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 POLICIES: Final = ("resident", "paged", "auto")
 STAGES: Final = (1, 2, 3)
 UPDATES: Final = ("exact", "lock-free")
+HOST_GRADIENTS: Final = 2
+"""The first stage in which gradients leave the device."""
+
 WINDOW_LAYERS: Final = 2
 
 
@@ -246,12 +249,12 @@ def borrowed_flags(args: Any) -> tuple[str, ...]:
     return of_choice if args.state_policy == "auto" else ()
 
 
-def has_fused_adam(args: Any) -> bool:
-    """Return whether Megatron takes Adam from another package than torch."""
+def has_fused_norms() -> bool:
+    """Return whether Megatron takes norms of gradients by kernels of another package than torch."""
     return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
 
 
-def leaves_device(flag: str, stage: int = 2) -> Callable[[Any], bool]:
+def leaves_device(flag: str, stage: int = HOST_GRADIENTS) -> Callable[[Any], bool]:
     """Return whether a flag is set that does not work from this ``--state-stage`` on, of the arguments."""
     name = flag[2:].replace("-", "_")
     return lambda args: (args.state_stage or 1) >= stage and bool(getattr(args, name))
@@ -281,8 +284,9 @@ REFUSALS = (
            lambda args: args.state_nvme is not None and args.async_save),
     *(refuse(f"{flag} with host gradients", "states", why, leaves_device(flag)) for flag, why in _ON_DEVICE.items()),
     refuse("--log-params-norm", "states", "remove it: it reads the float32 parameters on the device"),
-    refuse("the Adam of TransformerEngine or Apex", "states",
-           "Megatron takes it where it is installed; uninstall it, or train without {}", has_fused_adam),
+    refuse("TransformerEngine or Apex from --state-stage 2 on", "states",
+           "use --state-stage 1, or uninstall it: its kernels of norms read the device alone",
+           lambda args: (args.state_stage or 1) >= HOST_GRADIENTS and has_fused_norms()),
 )  # fmt: skip
 
 STATES = Feature(

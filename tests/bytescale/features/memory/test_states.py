@@ -18,7 +18,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features.memory import host_tables, states
-from megatron.bytescale.features.memory.states import REFUSALS, has_fused_adam
+from megatron.bytescale.features.memory.states import REFUSALS, has_fused_norms
 from tests.bytescale.features.memory.test_activations import SHAPE, parsed
 
 PAGED = ("--state-policy", "paged")
@@ -232,8 +232,11 @@ def test_windows_that_are_none(words: list[str], message: str) -> None:
         config_of(*PAGED, *words)
 
 
-def test_another_adam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_fused_adam(None)
+def test_norms_of_another_package_need_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_fused_norms()
+    host = parsed(*PAGED, "--state-stage", "2", **OPTIMIZER)
+    refuse_conflicts(host, {"states": "--state-policy"}, REFUSALS)
     monkeypatch.setattr(states.importlib.util, "find_spec", lambda name: name == "apex" or None)
-    with pytest.raises(ValueError, match="does not work with the Adam of TransformerEngine or Apex: Megatron takes it"):
-        refuse_conflicts(parsed(*PAGED), {"states": "--state-policy"}, REFUSALS)
+    refuse_conflicts(parsed(*PAGED, **OPTIMIZER), {"states": "--state-policy"}, REFUSALS)
+    with pytest.raises(ValueError, match="TransformerEngine or Apex from --state-stage 2 on: use --state-stage 1"):
+        refuse_conflicts(host, {"states": "--state-policy"}, REFUSALS)
