@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bytescale_ext.plan.activation.policies import in_gigabytes
@@ -16,6 +16,7 @@ from bytescale_ext.plan.states.tiers import BLOCK_BYTES, pages_on_disk, tiered_h
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, replay, step_seconds
 from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count
+from megatron.bytescale.cli.states.computing import add_corpus, auto_choice, check_corpus, hidden_of, hiding_text
 
 NAME = "states"
 HELP = "predict what Adam's states in pages of host memory and NVMe take, move and save"
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help=f"host memory that Adam reads and writes in a second, {ADAM_BYTES} bytes for each parameter (20)",
     )
+    add_corpus(parser)
     parser.add_argument("--plot", type=Path, metavar="F.png", help="draw the moves of one step of the fullest stage")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -135,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: sizes out of range, stages that do not divide the layers, or pages that need more host memory.
     """
     check_sizes(args)
+    check_corpus(args)
     speeds = Speeds(
         *(getattr(args, f"{name}_gb_per_second") * 1e9 for name in ("link", "adam", "nvme_read", "nvme_write"))
     )
@@ -150,11 +153,21 @@ def run(args: argparse.Namespace) -> int:
         fullest = in_order[0]
         title = f"one step of {fullest.num_parameters:,.0f} parameters in {len(fullest.table.pages):,} pages"
         draw_moves(made[fullest].moves, args.plot, title)
+    hidden = choice = None
+    if args.tokens_per_rank is not None:
+        hidden, choice = hidden_of(args, in_order[0], speeds), auto_choice(args, found, room, speeds)
     if args.json:
-        print(json.dumps({"stages": [row_json(row) for row in rows], "largest": largest}))
+        of_corpus = {} if hidden is None else {"hidden": asdict(hidden)}
+        of_choice = {} if choice is None else {"auto": choice.described().splitlines()}
+        stages = {"stages": [row_json(row) for row in rows], "largest": largest}
+        print(json.dumps({**stages, **of_corpus, **of_choice}))
         return 0
     print(table_text(rows))
+    if hidden is not None:
+        print(hiding_text(hidden, speeds))
     print(largest_text(args, largest))
+    if choice is not None:
+        print(choice.described())
     return 0
 
 

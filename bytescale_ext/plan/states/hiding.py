@@ -1,0 +1,101 @@
+"""What of the bytes that paged states copy hides behind computing, at the lengths of a corpus.
+
+Parameters of a layer travel to the device while the last layer computes, and its gradients to the host while the next
+one runs backward. Long documents compute long enough to hide both. In stage 1, and for the update of each stage, copies
+of a page hide behind Adam on the page before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bytescale_ext.plan.activation.load import LayerSettings, layer_load
+from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.states.forecast import StateCase
+from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption
+from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """A share of a corpus's micro-batches, all alike.
+
+    Attributes:
+        share: of all micro-batches, 0 to 1.
+        forward_seconds, backward_seconds: of one layer.
+    """
+
+    share: float
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """What hides of the bytes that a process copies in a step.
+
+    Attributes:
+        num_bytes: all of them, both ways, between device and host.
+        computing_bytes: that hide behind passes of the model.
+        adam_bytes: that hide behind Adam.
+    """
+
+    num_bytes: float
+    computing_bytes: float
+    adam_bytes: float
+
+    @property
+    def waited_bytes(self) -> float:
+        """What hides behind nothing."""
+        return max(0.0, self.num_bytes - self.computing_bytes - self.adam_bytes)
+
+
+def computing_of(cost: ModelCost, lengths: Sequence[int], tokens_per_rank: int) -> tuple[Computing, ...]:
+    """Return the micro-batches of documents of these lengths, with up to ``tokens_per_rank`` tokens on a rank.
+
+    Longer documents are on as many ranks as they need, and shorter ones share micro-batches of their mean.
+    """
+    tokens = np.array([length for length in lengths if length > 0], dtype=np.float64)
+    is_long = tokens >= tokens_per_rank
+    found = []
+    for length, count in zip(*np.unique(tokens[is_long], return_counts=True), strict=True):
+        width = -(-int(length) // tokens_per_rank)
+        load = layer_load(cost, int(length), width, LayerSettings(num_layers=1))
+        found.append((count * float(width), load.forward_seconds, load.backward_seconds))
+    short = tokens[~is_long]
+    if len(short):
+        packs = short.sum() / tokens_per_rank
+        one = cost.stage(1)
+        forward, backward = (
+            sum(float(part.sequence_cost(float(length), 1.0)) for length in short) / packs + part.g
+            for part in (one.forward, one.backward)
+        )
+        found.append((packs, forward, backward))
+    total = sum(number for number, _, _ in found)
+    return tuple(Computing(number / total, forward, backward) for number, forward, backward in found)
+
+
+def hiding(case: StateCase, computing: Sequence[Computing], num_microbatches: int, speeds: Speeds) -> Hiding:
+    """Return what hides of a step of so many micro-batches, ``computing`` in these shares."""
+    copied, option = case.link_bytes(num_microbatches), StateOption(case.stage, case.window_layers)
+    traffic, layers = LayerTraffic.of(case, option, speeds), case.shape.num_layers
+    link = speeds.link_bytes_per_second
+    of_layer = (case.num_parameters - case.with_layers(0).num_parameters) / layers * case.element_bytes
+    hidden = 0.0
+    for one in computing:
+        of_gradients = of_layer / link if case.stage > 1 else 0.0
+        of_parameters = traffic.parameters if case.window_layers > 1 else 0.0
+        in_backward = min(of_gradients, one.backward_seconds) + min(of_parameters, one.backward_seconds)
+        hidden += one.share * (in_backward + min(of_parameters, one.forward_seconds)) * link * layers
+    by_adam = 0.0
+    if case.stage < 3:  # results return beside Adam, in stage 1 after gradients that came beside it
+        adam_seconds = sum(tensor.num_elements for tensor in case.tensors) * ADAM_BYTES / speeds.adam_bytes_per_second
+        of_update = case.traffic()
+        ways = (of_update.fetched, of_update.returned) if case.stage == 1 else (of_update.returned,)
+        by_adam = sum(min(float(way), adam_seconds * link) for way in ways)
+    total = float(copied.fetched + copied.returned)
+    hidden = min(hidden * num_microbatches, total)
+    return Hiding(total, hidden, min(by_adam, total - hidden))
