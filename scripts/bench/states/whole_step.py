@@ -10,6 +10,7 @@ clipping. The arm ``offload`` is Megatron's own ``--optimizer-cpu-offload``; whe
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import socket
@@ -28,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
-import pretrain_gpt_hdp  # noqa: E402
+from megatron.bytescale.train import main as train  # noqa: E402
 
 VOCAB = 1000
 MARK = "STEP "
@@ -90,12 +91,11 @@ def train_and_time() -> None:
     """Train by the flags of this process and print the times of each step."""
 
     def adapt(training: Any, runtime: Any) -> Any:
-        from megatron.training import training as of_megatron
-
+        of_megatron = importlib.import_module("megatron.training.training")
         mock.patch.object(of_megatron, "train_step", timed(of_megatron.train_step)).start()
         return training
 
-    pretrain_gpt_hdp.main(adapt)
+    train(adapt)
 
 
 def run_arm(flags: Sequence[str], timeout: float) -> tuple[list[tuple[float, float]], str]:
