@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ PUBLISHED = {
     "open/llama-3.1-70b": 70_553_706_496,
     "open/qwen3-30b-a3b": 30_532_122_624,
     "open/gpt-oss-20b": 20_914_757_184,
+    "open/deepseek-v2-lite": 15_706_484_224,
     "open/mistral-7b": 7_241_732_096,
     "bytescale/141b": 140_620_634_112,
 }
@@ -89,9 +91,12 @@ def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Fo
     except (ValueError, SystemExit) as error:
         return str(error)
     alone = [word for word in words if not word.startswith("--overlap")]
-    one, two = (built_parameters([*alone, *ONE_RANK, "--num-layers", str(layers)], vocab) for layers in (1, 2))
+    freq = ["--moe-layer-freq", "([0]+[1])*1"] if isinstance(args.moe_layer_freq, list) else []  # the last are equal
+    two = built_parameters([*alone, *ONE_RANK, "--num-layers", "2", *freq], vocab)
+    other = ["3", "--moe-layer-freq", "[0]+[1]*2"] if freq else ["1"]
+    each = (built_parameters([*alone, *ONE_RANK, "--num-layers", *other], vocab) - two) * (1 if freq else -1)
     return Found(
-        parameters=one + (two - one) * (run.shape.num_layers - 1),
+        parameters=two + each * (run.shape.num_layers - 2),
         forecast=num_parameters(run.shape) + expert_parameters(run.shape),
         num_ranks=plan.num_ranks,
         widest=max(len(shard.ring) for of_rank in plan.ranks for one in of_rank for shard in one.shards),
@@ -111,10 +116,16 @@ def built_parameters(words: list[str], vocab: int) -> int:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.training.argument_utils import gpt_config_from_args
 
+    from megatron.bytescale.core.models.gpt.gpt_layer_specs import _set_document_modules
+    from megatron.bytescale.core.transformer.spec_utils import layers_of
+
+    runtime = SimpleNamespace(run=SimpleNamespace(find=lambda kind: None))
     args: Any = checked(1, words, vocab, **DRY_RUN)
     config = gpt_config_from_args(args).transformer
     config.perform_initialization = False
     spec, tied = get_gpt_decoder_block_spec(config, False), not args.untie_embeddings_and_output_weights
+    for layer in layers_of(spec) if args.multi_latent_attention else ():  # Megatron's local attention does not take it
+        _set_document_modules(layer.submodules, runtime, has_engine=False)
     with torch.device("meta"):
         model = GPTModel(
             config,
@@ -189,6 +200,12 @@ TWINS = {
         2,
         "--num-query-groups 2 --kv-channels 8 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
         "--expert-model-parallel-size 2 --window-size 24,0 --hdp-tokens-per-rank 128",
+    ),
+    "open/deepseek-v2-lite": (
+        2,
+        "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 4 --moe-router-topk 2 "
+        "--moe-layer-freq [0,1] --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 "
+        "--expert-model-parallel-size 2 --hdp-tokens-per-rank 128",
     ),
     "seq1f1b/7b": (2, "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --hdp-tokens-per-rank 256"),
     "memo/7b": (2, "--tensor-model-parallel-size 1 --hdp-tokens-per-rank 128 --host-memory-gb 0.1"),

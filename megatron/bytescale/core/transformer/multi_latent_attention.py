@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch.nn.functional import pad
 
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
@@ -36,6 +37,20 @@ class DocumentLatentAttention(MLASelfAttention):
         self.core_attention = DocumentLatentCore(
             self.config, self.layer_number, runtime=runtime, softmax_scale=self.softmax_scale
         )
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        """Return the classes of projections and norms; queries without a latent have no norm (DeepSeek-V2-Lite).
+
+        Megatron would ask for a norm of theirs, which only TransformerEngine has.
+        """
+        if self.config.q_lora_rank is not None or submodules.kv_layernorm is IdentityOp:
+            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return resolved
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what Megatron's does, of hidden states [s / ranks, b, h]; the latents of keys are whole on each rank.

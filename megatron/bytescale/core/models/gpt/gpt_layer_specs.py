@@ -82,7 +82,7 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
     """Set our attention and router, and without TransformerEngine our norms, in the spec of one layer."""
     attention = layer.self_attention.submodules
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
-    if layer.self_attention.module is MLASelfAttention:
+    if layer.self_attention.module in (MLASelfAttention, DocumentLatentAttention):  # layers may share a spec
         attention.core_attention = IdentityOp  # it makes its own
         layer.self_attention.module = DocumentLatentAttention
         layer.self_attention.params = {**layer.self_attention.params, "runtime": runtime}
