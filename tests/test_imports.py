@@ -49,6 +49,13 @@ def test_megatrons_arguments_are_read_at_its_border_only(name: str) -> None:
     assert not calls or name.startswith("megatron/bytescale/")
 
 
+@for_each([name for name in SOURCE if name.startswith("scripts/") and text_of(name).startswith("#!")])
+def test_scripts_that_import_others_run_as_files(name: str) -> None:
+    modules = imported_modules(tree_of(name))
+    if any(is_under(module, folder) for module in modules for folder in ("scripts", "tests")):
+        assert "sys.path.insert(0, str(ROOT))" in text_of(name)
+
+
 @for_each([name for name in SOURCE if "/bytescale/core/" in name])
 def test_core_never_imports_training(name: str) -> None:
     assert not [one for one in imported_modules(tree_of(name)) if is_under(one, "megatron.bytescale.training")]

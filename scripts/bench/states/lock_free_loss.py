@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.bytescale.cli.shared.inputs import count
-from scripts.bench.states.ngram_loss import FFN, LAST, train
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from megatron.bytescale.cli.shared.inputs import count  # noqa: E402
+from scripts.bench.states.ngram_loss import FFN, LAST, train  # noqa: E402
 
 PAGED = ["--ffn-hidden-size", str(FFN), "--bf16", "--state-policy", "paged", "--state-page-mb", "0.0625"]
 LATE = [*PAGED, "--state-update", "lock-free", "--state-update-steps"]

@@ -14,16 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
-from bytescale_ext.data.samples.grams import GramRule
-from bytescale_ext.states.cache import POLICIES, CacheSettings
-from bytescale_ext.states.traffic import measure_traffic, step_rows
-from megatron.bytescale.cli.shared.inputs import size
-from scripts.bench.data.sculpt import python_texts
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))  # so that it also runs as a file
+
+from bytescale_ext.data.samples.grams import GramRule  # noqa: E402
+from bytescale_ext.states.cache import POLICIES, CacheSettings  # noqa: E402
+from bytescale_ext.states.traffic import measure_traffic, step_rows  # noqa: E402
+from megatron.bytescale.cli.shared.inputs import size  # noqa: E402
+from scripts.bench.data.sculpt import python_texts  # noqa: E402
 
 WORKERS, BATCH, ROWS = 4, 4096, 1 << 22
 SHARES = (0.05, 0.1, 0.2, 0.5)
