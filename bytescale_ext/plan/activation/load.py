@@ -148,6 +148,8 @@ class LayerLoad:
     def moments(self) -> tuple[HeldSlices, ...]:
         """What a layer holds at each moment at which it may hold most; its experts' tensors count as held bytes."""
         held = self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
+        if not self.expert_bytes:
+            return held
         return tuple(replace(one, bytes=one.bytes + one.tokens * self.expert_bytes) for one in held)
 
     @property

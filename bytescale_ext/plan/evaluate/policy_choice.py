@@ -6,6 +6,7 @@ are in flight, and the keys that they hold. So each option comes with the cost o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bytescale_ext.plan.cost.cost_model import StageCost
@@ -14,6 +15,21 @@ from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Slicing
+
+KEPT_SHARES = (0.0, 0.25, 0.5, 1.0)
+"""Of the longest document: up to which length keys are kept, where the planner chooses slices under a policy."""
+
+
+def policy_slicings(options: Iterable[Slicing], longest: int) -> list[Slicing]:
+    """Return the slicings to choose from under a policy; only slices keep keys.
+
+    Keys are kept of no document, of those up to a quarter or a half of ``longest`` tokens, or of all.
+    """
+    return [
+        replace(option, kept_tokens=int(longest * share))
+        for option in options
+        for share in (KEPT_SHARES if option.num_slices > 1 else KEPT_SHARES[:1])
+    ]
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,8 @@ class PolicyOption:
 
     def of(self, problem: Problem) -> Problem:
         """Return a step in this slicing."""
-        return replace(problem, slicing=self.slicing, stages=(self.stage,) * len(problem.stages))
+        stage = self.stage.on(problem.stage.forward.nodes)
+        return replace(problem, slicing=self.slicing, stages=(stage,) * len(problem.stages))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ from bytescale_ext.plan.step.sizes import Slicing
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
+MANY_GROUPS = 3
+"""A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
+
 
 @dataclass(frozen=True, eq=False)
 class Held:

@@ -7,10 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bytescale_ext.plan.activation.forecast import forecast, stage_cost
-from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, LayerSettings, Machine, full_load
-from bytescale_ext.plan.activation.policies import priced_or_none
-from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
@@ -21,10 +17,11 @@ from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import expert_parameters, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD, num_warm_up
+from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.experts import coupling
 from bytescale_ext.plan.search.layers import block_bytes, computed_again, recomputed_bytes, tokens_in_flight
+from bytescale_ext.plan.search.policy import PricedSlices, PricedStages
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
 from bytescale_ext.plan.search.update import Parameters, Update, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
@@ -120,6 +117,7 @@ class Case:
         stages: cost of each virtual stage, chunk by chunk.
         memory: of the pipeline stages.
         full_bytes: the most memory of a device and of a process's host memory, where it does not depend on the step.
+            Where the planner chooses slices, ``stages`` and this are those of layers that keep all.
         update: of the process with most parameters.
         message: seconds of a message between stages.
         planner: plans its steps.
@@ -140,9 +138,12 @@ class Case:
         cluster = cluster_of(task, strategy)
         cost = strategy_cost(task.cost, strategy, cluster)
         memory = memory_of(cost, strategy, cluster)
-        if strategy.activations == PRICED:
-            physical, full_bytes = _under_policy(task, strategy, cost, memory)
-            virtual = physical
+        if strategy.activations == PRICED and not strategy.chooses_slices:
+            whole = _priced(task, strategy, cost, memory).under_policy()
+            if whole is None:
+                raise Unfit("device memory")
+            physical = virtual = list(whole.stages)
+            full_bytes = whole.device_bytes, whole.host_bytes
         elif strategy.activations == BLOCK:
             numbers = [min(layers, strategy.recomputed_layers) for layers in strategy.stage_layers]
             kept = _stages(task, cost, strategy.stage_layers)
@@ -154,7 +155,11 @@ class Case:
             full_bytes = (_full_bytes(strategy, memory, physical[-1]), 0.0)
         nodes, num_stages = cost.nodes(cluster), strategy.num_stages
         slowest = max(physical, key=lambda stage: stage.both.sequence_cost(strategy.tokens_per_rank, 1)).on(nodes)
-        choice = _choice(task, strategy, memory, slowest) if strategy.chooses_slices else None
+        choice: SlicingChoice | PricedSlices | None = None
+        if strategy.chooses_slices and strategy.activations == PRICED:
+            choice = _checked(PricedSlices(_priced(task, strategy, cost, memory), slowest.both))
+        elif strategy.chooses_slices:
+            choice = _choice(task, strategy, memory, slowest)
         if choice is None and full_bytes[0] > task.devices.memory_bytes:
             raise Unfit("device memory", full_bytes[0])
         planner = HdpPlanner(
@@ -179,10 +184,22 @@ class Case:
         )
 
     @property
-    def bounding_stages(self) -> tuple[StageCost, ...]:
-        """The stages to bound a step by: the slowest alone where micro-batches run in slices or chunks, else all."""
+    def priced_slices(self) -> PricedSlices | None:
+        """What chooses the slices of a step under the policy ``priced``; None without slices or policy."""
+        choice = self.planner.choice
+        return choice if isinstance(choice, PricedSlices) else None
+
+    @property
+    def bounding_stages(self) -> list[tuple[StageCost, ...]]:
+        """Stages to bound a step by, of which the least bound holds: one for each cost that slices may have.
+
+        They are the slowest alone where micro-batches run in slices or chunks, else all.
+        """
+        if self.priced_slices is not None:
+            nodes = self.planner.stages[0].forward.nodes
+            return [(stage.on(nodes),) for stage in dict.fromkeys(one.slowest for one in self.priced_slices.found)]
         is_plain = not self.strategy.chooses_slices and self.strategy.chunks == 1
-        return self.stages if is_plain else self.planner.stages[:1]
+        return [self.stages if is_plain else self.planner.stages[:1]]
 
     def least_seconds(self, work: Sequence[tuple[float, float]]) -> float:
         """Return a time that the mean of steps does not undercut: the slowest stage's own work, evenly on all ranks.
@@ -196,7 +213,8 @@ class Case:
 
     def bound(self, lengths: Sequence[int]) -> float:
         """Return a time that no plan of these documents undercuts: of the step, and of the optimizer."""
-        return lower_bounds(lengths, self.cluster, self.bounding_stages).largest + self.update.optimizer
+        bounds = (lower_bounds(lengths, self.cluster, stages).largest for stages in self.bounding_stages)
+        return min(bounds) + self.update.optimizer
 
     def run(self, lengths: Sequence[int]) -> StepFigures:
         """Return the figures of a step of these documents: planned by the planner of training, and replayed."""
@@ -206,9 +224,13 @@ class Case:
         table = ShardTable.of(plan).with_counts(np.array(counts))
         slicing = plan.slicing or ONE_SLICE
         message = self.message / slicing.num_slices
-        result = replay_stages(table, self.stages, slicing, strategy.chunks, p2p_seconds=message)
-        device_bytes, host_bytes = self.full_bytes
-        if strategy.chooses_slices:
+        stages, (device_bytes, host_bytes) = self.stages, self.full_bytes
+        if self.priced_slices is not None:
+            chosen, nodes = self.priced_slices.of(slicing), self.planner.stages[0].forward.nodes
+            stages = tuple(stage.on(nodes) for stage in chosen.stages)
+            device_bytes, host_bytes = chosen.device_bytes, chosen.host_bytes
+        result = replay_stages(table, stages, slicing, strategy.chunks, p2p_seconds=message)
+        if strategy.chooses_slices and self.priced_slices is None:
             most = held(table, slicing, self.planner.stages[0].both, self.memory)
             device_bytes, host_bytes = most.device_bytes(self.memory), most.host_bytes(self.memory)
         exposed, idle = (share * result.makespan for share in (result.exposed_share, result.idle_share))
@@ -294,39 +316,16 @@ def _choice(task: Task, strategy: Strategy, memory: StageMemory, slowest: StageC
     return choice
 
 
-def _under_policy(
-    task: Task, strategy: Strategy, cost: ModelCost, memory: StageMemory
-) -> tuple[list[StageCost], tuple[float, float]]:
-    """Return the cost of each stage under the policy ``priced``, and the most bytes of a device and of a host.
+def _priced(task: Task, strategy: Strategy, cost: ModelCost, memory: StageMemory) -> PricedStages:
+    cluster, link = cluster_of(task, strategy), task.devices.link_bytes_per_second
+    return PricedStages(strategy, cost, cluster, memory.state_bytes, task.context, link)
 
-    Raises:
-        Unfit: the policy does not fit on a stage.
-    """
-    assert strategy.device_gb is not None, strategy
-    machine = Machine(strategy.device_gb * 1e9, strategy.host_gb * 1e9, task.devices.link_bytes_per_second)
-    stages, device_bytes, host_bytes = [], 0.0, 0.0
-    for number, layers in enumerate(strategy.stage_layers):
-        is_last = number == strategy.num_stages - 1
-        in_flight = num_warm_up(strategy.num_stages, number, ONE_SLICE) + 1
-        how = LayerSettings(
-            num_layers=layers,
-            resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
-            in_flight=in_flight,
-            element_bytes=cost.element_bytes,
-            sequence_parallel=strategy.tensor_parallel > 1,
-            loss_tokens=strategy.loss_tokens if is_last else 0,
-            expert_load=EXPERT_LOAD if strategy.expert_parallel > 1 else 1.0,
-            expert_ranks=strategy.expert_parallel,
-        )
-        load = full_load(cost, strategy.tokens_per_rank, task.context, how)
-        plan = priced_or_none(load, machine)
-        if plan is None:
-            raise Unfit("device memory")
-        found = forecast(plan, load, machine)
-        stages.append(stage_cost(cost, load, plan, machine, is_last))
-        device_bytes = max(device_bytes, memory.state_bytes[number] + found.device_bytes)
-        host_bytes = max(host_bytes, found.host_bytes)
-    return stages, (device_bytes, host_bytes)
+
+def _checked(slices: PricedSlices) -> PricedSlices:
+    """Return the choice of slices. Raises Unfit where the policy fits in none."""
+    if not slices.fits:
+        raise Unfit("device memory")
+    return slices
 
 
 def _end_passes(result: StageReplay, num_slices: int) -> tuple[float, float]:

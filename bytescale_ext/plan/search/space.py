@@ -90,11 +90,11 @@ class Space:
         layers, num_stages = strategy.stage_layers, strategy.num_stages
         if "whole" in self.pipelines or num_stages == 1:
             yield with_budgets(task, strategy)
-        if num_stages == 1 or strategy.activations == PRICED:
+        if num_stages == 1:
             return
         if "slices" in self.pipelines:
             yield with_budgets(task, replace(strategy, chooses_slices=True))
-        if "virtual" in self.pipelines and len(set(layers)) == 1:
+        if "virtual" in self.pipelines and len(set(layers)) == 1 and strategy.activations != PRICED:
             for chunks in range(2, MOST_CHUNKS + 1):
                 if not layers[0] % chunks:
                     yield replace(strategy, chunks=chunks)

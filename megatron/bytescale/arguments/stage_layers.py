@@ -14,31 +14,21 @@ from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
-from bytescale_ext.plan.memory.held import held_slices
+from bytescale_ext.plan.evaluate.policy_choice import policy_slicings
+from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes
 from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
 
-MANY_GROUPS = 3
-"""A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
-
-KEPT_SHARES = (0.0, 0.25, 0.5, 1.0)
-"""Of the longest document: up to which length keys are kept, where the planner chooses slices under a policy."""
-
 
 def sliced_options(args: Any, run: RunConfig, documents: DocumentSliceConfig) -> tuple[SlicedStages, ...]:
-    """Return the slicings from which the planner chooses under a policy, each with the layers of all stages.
-
-    Keys are kept of no document, of those up to a quarter or a half of ``--seq-length``, or of all.
-    """
+    """Return the slicings from which the planner chooses under a policy, each with the layers of all stages."""
     assert documents.choice is not None, f"{documents=}"
     found = []
-    for option in documents.choice.options:
-        for share in KEPT_SHARES if option.num_slices > 1 else KEPT_SHARES[:1]:
-            slicing = replace(option, kept_tokens=int(args.seq_length * share))
-            of_option = run.with_feature("slices", replace(documents, rule=replace(documents.rule, slicing=slicing)))
-            stages = tuple(stage_settings(args, of_option, stage) for stage in range(len(run.stage_layers)))
-            found.append(SlicedStages(slicing, slice_lengths(of_option), stages))
+    for slicing in policy_slicings(documents.choice.options, args.seq_length):
+        of_option = run.with_feature("slices", replace(documents, rule=replace(documents.rule, slicing=slicing)))
+        stages = tuple(stage_settings(args, of_option, stage) for stage in range(len(run.stage_layers)))
+        found.append(SlicedStages(slicing, slice_lengths(of_option), stages))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.arguments.stage_layers import KEPT_SHARES
+from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
 from tests.bytescale.arguments.resolving import resolved
 from tests.bytescale.features.test_slices import CHOSEN
 from tests.e2e.training import MODEL, TRAIN

@@ -14,7 +14,8 @@ from bytescale_ext.measure.cost_file import shipped, write_cost
 from bytescale_ext.plan.search.case import Case, Devices, Task
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.space import Space
-from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
+from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
 from megatron.bytescale.cli.activations import shape_of_flags
 from tests.bytescale.cli.shared.test_launch_line import predicted
@@ -51,8 +52,11 @@ def one_of(task: Task = TASK, **fields: object) -> Strategy:
 LINES = {
     "priced": one_of(tensor_parallel=1, num_stages=2, activations=PRICED, shares_optimizer=False),
     "uneven": replace(one_of(tensor_parallel=1, num_stages=2, activations=FULL), stage_layers=(4, 2)),
-    "slices": one_of(tensor_parallel=1, num_stages=2, chooses_slices=True),
+    "slices": one_of(tensor_parallel=1, num_stages=2, chooses_slices=True, activations=KEEP),
     "virtual": one_of(tensor_parallel=1, num_stages=2, chunks=3),
+    "slices-priced": replace(
+        one_of(tensor_parallel=1, num_stages=2, chooses_slices=True, activations=PRICED), device_gb=2e-4
+    ),
     "block": replace(one_of(num_stages=2), activations=BLOCK, recomputed_layers=2),
     "experts": one_of(task_of(SPARSE), num_stages=2, expert_parallel=2),
 }
@@ -74,8 +78,14 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
     figures = case.run(LENGTHS)
     if strategy.activations == PRICED or strategy.chooses_slices:
         assert most == pytest.approx(figures.device_bytes)
+        assert found["step"]["slices"] == str(case.planner(LENGTHS).slicing or ONE_SLICE)
     elif strategy.activations != BLOCK:  # the search counts full micro-batches, which the step may not have
         assert most <= figures.device_bytes * (1 + 1e-9)
+    if name == "slices-priced":
+        assert figures.host_bytes > 0
+        assert max(row["host"] for row in rows) * 1e9 == pytest.approx(figures.host_bytes)
+        assert case.planner(LENGTHS).slicing not in (None, ONE_SLICE)
+        return
     # A dry run replays without virtual stages, messages, update, recompute and the exchange of tokens.
     if strategy.chunks == strategy.expert_parallel == 1 and strategy.activations not in (BLOCK, FULL):
         seconds = float(re.match(r"([\d.e+-]+) s predicted", found["step"]["time"]).group(1))  # type: ignore[union-attr]

@@ -7,11 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from bytescale_ext.measure.cost_file import shipped
-from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption
+from bytescale_ext.plan.cost.nodes import Nodes
+from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption, policy_slicings
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
+from bytescale_ext.plan.hdp.aligned.search import place_pipelined
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
@@ -44,6 +48,31 @@ def test_the_fastest_option_at_equal_cost_is_the_fastest_by_hand() -> None:
 def test_what_the_policy_costs_decides() -> None:
     assert planned(1.0, 3.0, 3.0).slicing == ONE_SLICE
     assert planned(3.0, 1.0, 3.0).slicing == OPTIONS[1]
+
+
+def test_a_step_keeps_the_nodes_of_its_cluster() -> None:
+    """The cost of an option is that of one node; a step on several nodes pays for the links between them."""
+    seen: list[Problem] = []
+
+    def place(problem: Problem) -> PlacedRanks:
+        seen.append(problem)
+        return place_pipelined(problem, None)
+
+    nodes = Nodes(4, 6.0)
+    stages = tuple(stage.on(nodes) for stage in COSTS)
+    problem = Problem(np.array(LENGTHS), -(-np.array(LENGTHS) // CLUSTER.tokens_per_rank), CLUSTER, stages)
+    PolicyChoice((PolicyOption(OPTIONS[1], COSTS[-1]),))(problem, place)
+    assert len(seen) == 2
+    for one in seen:
+        assert one.slicing == OPTIONS[1]
+        assert one.stages == (COSTS[-1].on(nodes),) * STAGES
+
+
+def test_slicings_under_a_policy() -> None:
+    found = policy_slicings((ONE_SLICE, Slicing(2), Slicing(2).two_ahead()), 1000)
+    assert [one.kept_tokens for one in found] == [0, *(0, 250, 500, 1000) * 2]
+    assert [one.num_slices for one in found] == [1, *(2,) * 8]
+    assert [one.eager for one in found] == [*(False,) * 5, *(True,) * 4]
 
 
 def test_an_empty_step() -> None:

@@ -33,6 +33,7 @@ ALL = [
     replace(PIPED, stage_layers=(4, 2), activations=BLOCK, recomputed_layers=3),
     replace(PIPED, chunks=3),
     SLICED,
+    replace(SLICED, activations=PRICED),
 ]
 
 

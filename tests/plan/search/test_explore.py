@@ -8,7 +8,7 @@ import pytest
 from bytescale_ext.plan.search.case import Case, Task
 from bytescale_ext.plan.search.explore import Exploration, Scored, explore, fitting_cases
 from bytescale_ext.plan.search.space import Space
-from bytescale_ext.plan.search.strategy import KEEP, Strategy
+from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
 from tests.plan.search.tasks import STEPS, random_task, small_task
 
 SMALL = Space(stages=(1,), tokens_per_rank=(1024, 2048), activations=(KEEP,))
@@ -49,11 +49,13 @@ def test_the_search_finds_what_running_everything_finds(seed: int) -> None:
     assert all(one.seconds >= worst for one in everything if one.strategy in pruned)
 
 
-def test_slices_too() -> None:
-    task = replace(TASK, steps=(STEPS[0][:4],))
-    strategies = list(Space((1,), (2,), (2048,), (KEEP,), ("slices",), uneven=False).strategies(task))
-    assert all(one.chooses_slices for one in strategies)
+@pytest.mark.parametrize(("activations", "memory_bytes"), [(KEEP, 1e9), (PRICED, 1e7)])
+def test_slices_too(activations: str, memory_bytes: float) -> None:
+    task = replace(small_task(memory_bytes=memory_bytes, host_bytes=1e7), steps=(STEPS[0][:4],))
+    strategies = list(Space((1,), (2,), (2048,), (activations,), ("slices",), uneven=False).strategies(task))
+    assert all(one.chooses_slices and one.activations == activations for one in strategies)
     found = last(task, strategies, 2).found
+    assert len(found) == 2
     assert found == exhaustive(task, strategies)[:2]
 
 

@@ -22,6 +22,17 @@ def test_every_strategy_is_valid_and_none_comes_twice() -> None:
         assert len({getattr(one, name) for one in found}) > (name == "loss_tokens") * 0 + (name != "loss_tokens"), name
 
 
+def test_slices_come_with_and_without_a_policy() -> None:
+    """Virtual stages come without one only."""
+    pipelines = list(Space((1,), (2,), (2048,)).strategies(TASK))
+    priced = [one for one in pipelines if one.activations == PRICED]
+    assert {one.chooses_slices for one in priced} == {one.chooses_slices for one in pipelines} == {True, False}
+    assert all(one.device_gb is not None for one in priced)
+    assert {one.chunks for one in priced} == {1} < {one.chunks for one in pipelines}
+    whole = Space((1,), (2,), (2048,), (PRICED,), ("whole",)).strategies(TASK)
+    assert not any(one.chooses_slices for one in whole)
+
+
 def test_a_narrow_space() -> None:
     space = Space((2,), (2,), (2048,), (KEEP,), ("whole",), uneven=False)
     found = list(space.strategies(TASK))

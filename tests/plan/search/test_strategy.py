@@ -75,6 +75,9 @@ def test_full_recompute_and_policies() -> None:
     assert str(block) == "tp 1, pp 1, C 1024, 3 recomputed layers"
     priced = Strategy(1, (4,), 1024, activations=PRICED, device_gb=3.0)
     assert priced.flags()[-6:] == ["--activation-policy", "priced", "--device-memory-gb", "3", "--host-memory-gb", "0"]
+    sliced = Strategy(1, (4, 4), 1024, chooses_slices=True, activations=PRICED, device_gb=3.0)
+    assert str(sliced) == "tp 1, pp 2, C 1024, slices, priced activations, no ZeRO-1"
+    assert "--seq1f1b-slices auto --activation-policy priced --device-memory-gb 3" in " ".join(sliced.flags())
     assert Strategy(1, (4, 4), 1024, chunks=2).activations == KEEP
     experts = Strategy(1, (4,), 1024, shares_optimizer=True, expert_parallel=4)
     assert "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 4" in " ".join(experts.flags())
