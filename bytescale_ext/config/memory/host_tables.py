@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bytescale_ext.plan.activation.policies import in_gigabytes
 from bytescale_ext.states.cache import CacheSettings
@@ -15,10 +15,19 @@ class HostTables:
     Attributes:
         cache: of a rank.
         rate: learning rate of row-wise Adagrad.
+        fresh_steps: the first steps of a training, in which the bounds of the cache are 0.
     """
 
     cache: CacheSettings
     rate: float
+    fresh_steps: int = 0
+
+    def cache_in(self, step_index: int) -> CacheSettings:
+        """Return the cache's settings in a step.
+
+        Rows and what reads them change most in the first steps. Where workers learn these apart, the loss stays higher.
+        """
+        return self.cache if step_index >= self.fresh_steps else replace(self.cache, read_bound=0, write_bound=0)
 
     def num_bytes(self, num_rows: int, dim: int, num_ranks: int) -> int:
         """Return the host memory of one table and its cache on each of the ranks that share the table.

@@ -24,6 +24,12 @@ def arrays_of(owner: RowTable | RowCache) -> list[np.ndarray]:
     return [value for name in names if isinstance(value := getattr(owner, name), np.ndarray)]
 
 
+def test_bounds_are_those_of_the_flags_after_the_first_steps() -> None:
+    host = HostTables(CacheSettings(20, "lfu", 3, 5), 0.1, fresh_steps=10)
+    assert host.cache_in(9) == CacheSettings(20, "lfu")
+    assert host.cache_in(10) == host.cache
+
+
 def test_too_little_host_memory() -> None:
     check_fits("tables", 2e9, 2e9, "use more ranks")
     with pytest.raises(

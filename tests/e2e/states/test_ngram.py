@@ -61,6 +61,7 @@ HOST_CASES = {
     "rings-stages-slices": Case(4, [*HOST, "0.1", "--ngram-cache-policy", "lfuopt", *SLICES], num_stages=2),
     "tensor-parallel-recompute": Case(2, [*HOST, "1", "--ngram-cache-policy", "lfu", *TP2], tp_size=2),
 }
+AT_ONCE = ["--ngram-staleness-warmup", 0]
 HOST_RUN = [*NGRAM, "--ckpt-format", "torch_dist"]
 
 
@@ -87,7 +88,7 @@ def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> Non
     """Saved after one step by ranks whose caches hold updates back, and killed in the next; one rank goes on."""
     losses, _ = once(partial(train_oracle, corpus, entry=train_plain_table_one_by_one), "host oracle")
     sharded = [*HOST_RUN, "--use-distributed-optimizer", "--hdp-tokens-per-rank", 256]
-    saving = [*HOST, "1", "--ngram-staleness-write", 9, "--save", tmp_path, "--save-interval", 1]
+    saving = [*HOST, "1", "--ngram-staleness-write", 9, *AT_ONCE, "--save", tmp_path, "--save-interval", 1]
     model = [*MODEL, *TRAIN, *LAYER_FLAGS, "--data-path", corpus, "--make-vocab-size-divisible-by", 128]
     words = [*model, *HDP, *sharded, *saving]
     assert train_to_failure(2, *words, entry=train_until_killed, folder=tmp_path) == [None, None]

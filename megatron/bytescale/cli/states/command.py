@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches", type=count, default=1, metavar="N", help="micro-batches of a rank and step, for traffic (1)"
     )
+    parser.add_argument(
+        "--update-steps",
+        type=count,
+        default=0,
+        metavar="N",
+        help="steps beside which a lock-free update runs, for host memory (none: updates are exact)",
+    )
     parser.add_argument("--float32", action="store_true", help="parameters of 32 bits on the device, not of 16")
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
     parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="for model states (80)")
@@ -201,6 +208,7 @@ def cases(args: argparse.Namespace) -> list[StateCase]:
             page_bytes=page_bytes_of(args.page_mb, "--page-mb"),
             stage=args.state_stage,
             window_layers=args.window_layers,
+            update_steps=args.update_steps,
         )
         for stage in range(args.stages)
     ]

@@ -14,6 +14,7 @@ from megatron.bytescale.arguments.refusals import Refusal, refuse
 from megatron.bytescale.features.memory.activations import local_processes
 
 STORAGE: Final = ("device", "host")
+FRESH_STEPS: Final = 100
 
 
 def add_cache_arguments(group: argparse._ArgumentGroup, prefix: str, rate: float) -> None:
@@ -47,6 +48,13 @@ def add_cache_arguments(group: argparse._ArgumentGroup, prefix: str, rate: float
         help="The most updates that wait in a cached row before they are sent (0: they are sent at once).",
     )
     group.add_argument(
+        f"--{prefix}-staleness-warmup",
+        type=int,
+        default=FRESH_STEPS,
+        metavar="N",
+        help=f"The first steps of a training, in which both bounds are 0 ({FRESH_STEPS}): rows change most in them.",
+    )
+    group.add_argument(
         f"--{prefix}-lr", type=float, default=rate, metavar="R", help=f"Learning rate of Adagrad on rows ({rate:g})."
     )
 
@@ -57,12 +65,13 @@ def cache_settings(args: Any, prefix: str, num_rows: int) -> HostTables:
     bounds = {way: getattr(args, f"{prefix}_staleness_{way}") for way in ("read", "write")}
     if not 0 <= share <= 1:
         raise ValueError(f"--{prefix}-cache-rows {share:g} is not a share from 0 to 1")
-    for way, bound in bounds.items():
+    fresh_steps = getattr(args, f"{prefix}_staleness_warmup")
+    for way, bound in {**bounds, "warmup": fresh_steps}.items():
         if bound < 0:
             raise ValueError(f"--{prefix}-staleness-{way} {bound} must be at least 0")
     if not 0 < rate < math.inf:
         raise ValueError(f"--{prefix}-lr {rate:g} must be positive")
-    return HostTables(CacheSettings(int(share * num_rows), policy, bounds["read"], bounds["write"]), rate)
+    return HostTables(CacheSettings(int(share * num_rows), policy, bounds["read"], bounds["write"]), rate, fresh_steps)
 
 
 def free_bytes_of_process(args: Any) -> float:

@@ -56,6 +56,16 @@ def test_stages_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert parameters > 2.9 * found["largest"]["resident"][1]
 
 
+def test_late_updates_take_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside one step 4 bytes of gradients and 2 of results, beside more 8 of gradients: in whole pages."""
+    exact, one, four = (
+        json.loads(printed(capsys, "--model-flags", SEVEN, "--host-memory-gb", "200", "--json", *words))["stages"][0]
+        for words in ((), ("--update-steps", "1"), ("--update-steps", "4"))
+    )
+    for late, each in ((one, 6), (four, 10)):
+        assert late["host_bytes"] - exact["host_bytes"] == pytest.approx(each * exact["parameters"], rel=0.01)
+
+
 def test_a_slower_processor_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
     fast, slow = (
         json.loads(printed(capsys, "--model-flags", SMALL, "--json", "--adam-gb-per-second", rate))["stages"][0]

@@ -30,9 +30,9 @@ def test_what_is_given() -> None:
     run = run_of()
     config = config_of("--embedding-cache-rows", "0.25", "--embedding-lr", "0.5", "--embedding-staleness-read", "3")
     vocab = run.shape.vocab
-    host = HostTables(CacheSettings(vocab // 4, "lru", 3, 0), 0.5)
+    host = HostTables(CacheSettings(vocab // 4, "lru", 3, 0), 0.5, host_tables.FRESH_STEPS)
     assert config == EmbeddingConfig(host, vocab, run.shape.hidden)
-    assert config_of().host == HostTables(CacheSettings(vocab // 10), 0.01)
+    assert config_of().host == HostTables(CacheSettings(vocab // 10), 0.01, host_tables.FRESH_STEPS)
     assert not EMBEDDING.is_on(parsed())
     assert EMBEDDING.is_on(parsed(*HOST))
 

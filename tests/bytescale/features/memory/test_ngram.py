@@ -53,6 +53,7 @@ def test_what_is_given() -> None:
         ([*HOST, "--ngram-cache-rows", "nan"], "--ngram-cache-rows nan is not a share from 0 to 1"),
         ([*HOST, "--ngram-staleness-read", "-1"], "--ngram-staleness-read -1 must be at least 0"),
         ([*HOST, "--ngram-staleness-write", "-2"], "--ngram-staleness-write -2 must be at least 0"),
+        ([*HOST, "--ngram-staleness-warmup", "-3"], "--ngram-staleness-warmup -3 must be at least 0"),
         ([*HOST, "--ngram-lr", "0"], "--ngram-lr 0 must be positive"),
         ([*HOST, "--ngram-lr", "inf"], "--ngram-lr inf must be positive"),
     ],
@@ -110,10 +111,11 @@ def test_a_dry_run_has_no_groups_at_all() -> None:
 
 def test_tables_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--ngram-rows 1000 --ngram-cache-rows 0.25 --ngram-cache-policy lfu --ngram-staleness-read 3".split()
-    config = config_of(*HOST, *words, "--ngram-staleness-write", "4", "--ngram-lr", "0.5")
-    assert config.host == HostTables(CacheSettings(250, "lfu", 3, 4), 0.5)
+    late = ["--ngram-staleness-write", "4", "--ngram-staleness-warmup", "7"]
+    config = config_of(*HOST, *words, *late, "--ngram-lr", "0.5")
+    assert config.host == HostTables(CacheSettings(250, "lfu", 3, 4), 0.5, 7)
     assert config.num_parameters(10) == 2 * 10 * 8 * 64
-    assert config_of(*HOST).host == HostTables(CacheSettings((1 << 20) // 10), 0.01)
+    assert config_of(*HOST).host == HostTables(CacheSettings((1 << 20) // 10), 0.01, host_tables.FRESH_STEPS)
     assert config_of().host is None
 
 
@@ -130,7 +132,7 @@ def test_tables_that_do_not_fit_name_what_they_take(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "words",
     [["--ngram-cache-rows", "0.5"], ["--ngram-cache-policy", "lfu"], ["--ngram-staleness-read", "1"],
-     ["--ngram-staleness-write", "1"], ["--ngram-lr", "0.1"]],
+     ["--ngram-staleness-write", "1"], ["--ngram-staleness-warmup", "1"], ["--ngram-lr", "0.1"]],
 )  # fmt: skip
 def test_flags_of_tables_on_the_host(words: list[str]) -> None:
     with pytest.raises(ValueError, match=f"{words[0]} needs --ngram-storage host"):

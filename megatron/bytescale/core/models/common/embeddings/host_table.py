@@ -51,8 +51,10 @@ class HostTable:
     def _empty_cache(self) -> None:
         self._cache = RowCache(self.settings.cache, self.num_rows, self._rows.shard.values.shape[1])
 
-    def begin_step(self, rows: np.ndarray, training: bool) -> None:
+    def begin_step(self, rows: np.ndarray, training: bool, step_index: int) -> None:
         """Read the rows int64 [n] of a step, ascending. Collective."""
+        if training:
+            self._cache.settings = self.settings.cache_in(step_index)
         values = torch.from_numpy(self._cache.lookup(rows, self._rows, self.settings.rate))
         if not training:  # rows that made room are sent, as after a step
             self._send(rows[:0], values[:0].numpy())
@@ -156,7 +158,7 @@ class TablesOfStep:
         self._step = step
         rows = self._rows_of(step)
         for module in self._modules:
-            module.host.begin_step(rows, training)
+            module.host.begin_step(rows, training, step.step_index)
         if training and next_step is not None and self._group_ahead is not None:
             self._ahead = in_thread(lambda: self._stage(next_step()))
 

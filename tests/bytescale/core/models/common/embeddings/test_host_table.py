@@ -18,20 +18,20 @@ from megatron.bytescale.core.models.common.embeddings.host_table import HostTabl
 from tests.harness import run_ranks
 
 DIM, NUM_ROWS, RATE = 3, 10, 0.1
+FRESH = HostTables(CacheSettings(4), RATE)  # without staleness
 
 
 class Owner(torch.nn.Module):
     """A module with a table."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: HostTables = FRESH) -> None:
         super().__init__()
         self.config = SimpleNamespace(sequence_parallel=False)
-        settings = HostTables(CacheSettings(4, "lru", 0, 0), RATE)
         self.host = HostTable(settings, NUM_ROWS, lambda rows: RowTable.drawn(rows, DIM, 1.0, 0), torch.device("cpu"))
 
 
-def step_of(*rows: int) -> Any:
-    return SimpleNamespace(rows=np.array(rows))
+def step_of(*rows: int, number: int = 0) -> Any:
+    return SimpleNamespace(rows=np.array(rows), step_index=number)
 
 
 def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[str, np.ndarray], int]:
@@ -57,6 +57,26 @@ def train(rank: int, world: int, ahead: bool) -> tuple[list[torch.Tensor], dict[
     read.append(model[0].host.values_of(torch.from_numpy(evaluated.rows)).detach())
     entries = model[0].host.sharded_entries("memory.")
     return read, {name: entry.data.numpy() for name, entry in entries.items()}, model[0].host._cache.traffic.num_staged
+
+
+def late_bounds(rank: int, world: int) -> list[tuple[int, int]]:
+    """Return the bounds of reads and writes in three steps, the second of which is an evaluation."""
+    group = torch.distributed.group.WORLD
+    host_table.parallel_state = SimpleNamespace(  # type: ignore[attr-defined]
+        get_data_parallel_group_gloo=lambda with_context_parallel: group
+    )
+    owner, found = Owner(HostTables(CacheSettings(4, "lru", 3, 5), RATE, fresh_steps=8)), []
+    tables = TablesOfStep(lambda module: module is owner, lambda step: step.rows)
+    tables.collect([owner])
+    for number, training in ((7, True), (9, False), (8, True)):
+        tables.begin(step_of(0, 1, number=number), training)
+        found.append((owner.host._cache.settings.read_bound, owner.host._cache.settings.write_bound))
+    return found
+
+
+@pytest.mark.ranks
+def test_rows_may_be_stale_after_the_first_steps_of_a_training() -> None:
+    assert run_ranks(late_bounds, 1) == [[(0, 0), (0, 0), (3, 5)]]
 
 
 @pytest.mark.ranks
