@@ -58,6 +58,9 @@ EXAMPLES = {
     "--full-validation alone": "--full-validation",
     "--multiple-validation-sets alone": "--multiple-validation-sets",
     "--object-storage-cache-path": "--object-storage-cache-path cache",
+    "--ckpt-step with --use-distributed-optimizer and --ckpt-format torch": (
+        "--ckpt-step 3 --use-distributed-optimizer --ckpt-format torch"
+    ),
     "--ddp-average-in-collective with --calculate-per-token-loss": (
         "--ddp-average-in-collective --calculate-per-token-loss"
     ),
