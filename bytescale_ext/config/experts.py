@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.replay import Placing
 from bytescale_ext.plan.experts.trace import TraceHead
 
@@ -30,8 +31,14 @@ class PlacementConfig:
         num_experts: of each layer.
         num_ranks: that share them.
         placing: how replicas are placed; its cost is of one micro-batch.
+        measures: the cost is an assumption, and is measured when training starts.
     """
 
     num_experts: int
     num_ranks: int
     placing: Placing
+    measures: bool = False
+
+    def with_cost(self, cost: ExpertCost) -> PlacementConfig:
+        """Return the configuration with a measured cost of one micro-batch."""
+        return replace(self, placing=replace(self.placing, cost=cost), measures=False)

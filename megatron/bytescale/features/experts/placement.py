@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FLAG = "--moe-expert-slots"
 TFLOPS = 400.0
+"""Stands for the speed of a rank until it is measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moe-placement-speeds",
         type=float,
         nargs=2,
-        default=[TFLOPS, LINK_BYTES_PER_SECOND / 1e9],
         metavar="SPEED",
-        help="TFLOPs that a rank computes in its experts, and GB that it sends, in a second, for the model of a step "
-        f"({TFLOPS:g} {LINK_BYTES_PER_SECOND / 1e9:g}).",
+        help="TFLOPs that a rank computes in its experts, and GB that it sends, in a second, for flexmoe's model of a "
+        "step. Default: measured when training starts; with given speeds a run can be repeated exactly.",
     )
 
 
@@ -69,14 +69,15 @@ def resolve(args: Any, run: RunConfig) -> PlacementConfig:
         raise ValueError(f"--moe-placement-threshold {args.moe_placement_threshold:g} must be at least 1")
     if args.moe_placement_interval < 1:
         raise ValueError(f"--moe-placement-interval {args.moe_placement_interval} must be at least 1")
-    tflops, link = args.moe_placement_speeds
+    tflops, link = args.moe_placement_speeds or (TFLOPS, LINK_BYTES_PER_SECOND / 1e9)
     if not (0 < tflops < math.inf and 0 < link < math.inf):
         raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive")
     cost = ExpertCost.of(run.shape, tflops * 1e12, link * 1e9)
     placing = Placing(
         args.moe_placement, args.moe_expert_slots, args.moe_placement_threshold, args.moe_placement_interval, cost
     )
-    return PlacementConfig(args.num_experts, args.expert_model_parallel_size, placing)
+    measures = args.moe_placement_speeds is None and args.moe_placement == FLEXMOE  # the others ask for no cost
+    return PlacementConfig(args.num_experts, args.expert_model_parallel_size, placing, measures)
 
 
 def build(training: Training, runtime: Runtime) -> Training:

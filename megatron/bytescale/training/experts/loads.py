@@ -22,6 +22,7 @@ from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts, w
 from megatron.bytescale.core.transformer.moe.placed_layer import Placements, with_slots
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
+from megatron.bytescale.training.experts.speeds import measured_placement_cost
 from megatron.bytescale.training.training import write_scalars
 
 
@@ -106,7 +107,10 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
     """Hold experts in slots, and place replicas by the loads of the last steps."""
     config = runtime.run.get(PlacementConfig)
     placements = Placements(PlacementPlan.static(config.num_experts, config.num_ranks, config.placing.num_slots))
-    training = count_tokens(training, runtime, Follower(config, placements, runtime.run.process.log_interval))
+    follower = Follower(config, placements, runtime.run.process.log_interval)
+    if config.measures:
+        training.model.pre_wrap_hooks.append(partial(measure, runtime, follower))
+    training = count_tokens(training, runtime, follower)
     print_rank_0(
         f"> bytescale: {config.placing.num_slots} slots of each rank for {config.num_experts} experts on "
         f"{config.num_ranks} ranks, placement {config.placing.placement}"
@@ -114,11 +118,19 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
     return training.wrap_layer_spec(partial(with_slots, placements=placements))
 
 
+def measure(runtime: Runtime, follower: Follower, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """``ModelConfig.pre_wrap_hooks``: measure what placements are planned with. Collective over all processes."""
+    cost, text = measured_placement_cost(runtime, model_chunks)
+    follower.config = follower.config.with_cost(cost)
+    print_rank_last(f"> bytescale: placement of experts, {text}")
+    return model_chunks
+
+
 class Follower:
     """Makes the plans of the layers of this process from the loads of each step, equal on all ranks that share them.
 
     Attributes:
-        config: how they are made.
+        config: how they are made; its cost is replaced once, when it is measured.
         placements: where they go.
         log_interval: steps between lines that tell the user.
         summed: loads since the last plans, by layer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,9 +44,30 @@ def test_defaults() -> None:
 
 def test_all_can_be_chosen() -> None:
     words = ["--moe-expert-slots", "4", "--moe-placement", "eplb", "--moe-placement-threshold", "1.5"]
-    placing = config_of(*words, "--moe-placement-interval", "7", "--moe-placement-speeds", "100", "20").placing
+    config = config_of(*words, "--moe-placement-interval", "7", "--moe-placement-speeds", "100", "20")
+    placing = config.placing
+    assert not config.measures
     assert (placing.placement, placing.num_slots, placing.threshold, placing.interval) == ("eplb", 4, 1.5, 7)
     assert placing.cost.exchange_seconds == pytest.approx(2048 / 20e9)
+
+
+@pytest.mark.parametrize(
+    ("words", "measures"),
+    [
+        ([], True),
+        (["--moe-placement", "eplb"], False),  # asks for no cost
+        (["--moe-placement", "static"], False),
+        (["--moe-placement-speeds", "400", "55"], False),
+    ],
+)
+def test_speeds_that_are_not_given_are_measured_for_flexmoe(words: list[str], measures: bool) -> None:
+    config = config_of("--moe-expert-slots", "6", *words)
+    assert config.measures == measures
+    found = ExpertCost(1.0, 2.0, 3.0)
+    measured = config.with_cost(found)
+    assert measured.placing == replace(config.placing, cost=found)
+    assert not measured.measures
+    assert (measured.num_experts, measured.num_ranks) == (8, 2)
 
 
 @pytest.mark.parametrize(

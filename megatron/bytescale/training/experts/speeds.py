@@ -1,0 +1,69 @@
+"""Measure when training starts what the placement of experts plans with; ``--moe-placement-speeds`` turns it off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.func import functional_call
+
+from bytescale_ext.measure.expert_speed import ExpertSize, agreed_cost, link_seconds, measured_lengths, token_seconds
+from bytescale_ext.measure.speeds import Timer
+from bytescale_ext.plan.experts.cost import ExpertCost
+from megatron.bytescale.core.transformer.moe.slot_experts import SlotExperts
+from megatron.bytescale.runtime import Runtime
+
+SECONDS = 1.0
+"""No product is repeated after this time."""
+
+
+def measured_placement_cost(
+    runtime: Runtime, model_chunks: list[torch.nn.Module], clock: Callable[[], float] = time.perf_counter
+) -> tuple[ExpertCost, str]:
+    """Return the cost of one micro-batch on the slowest rank, and how it was found. Collective over all processes.
+
+    The first expert of this rank is computed with made-up weights and tokens, so model, gradients and random states
+    are not touched. Stages without experts only wait.
+    """
+    device, on_cuda = runtime.device, runtime.run.process.on_cuda
+    modules = (module for chunk in model_chunks for module in chunk.modules())
+    experts = next((module for module in modules if isinstance(module, SlotExperts)), None)
+    group = parallel_state.get_expert_model_parallel_group()
+    dist.barrier()  # ranks share links and processors, so they measure at the same time
+    timer = Timer(clock, torch.cuda.synchronize if on_cuda else lambda: None, SECONDS)
+    seconds, text = (0.0, 0.0, 0.0), ""
+    if experts is not None:
+        expert: torch.nn.Module = experts.local_experts[0]
+        first, *_ = parameters = list(expert.parameters())
+        size = ExpertSize(sum(one.numel() for one in parameters), experts.config.hidden_size, first.element_size())
+        lengths = measured_lengths(size.weights, on_cuda)
+        of_token = token_seconds(computing(expert, size.hidden, device), lengths, timer)
+        seconds = (of_token, *link_seconds(size, group, device))
+    cost = agreed_cost(seconds, device)
+    if on_cuda:
+        torch.cuda.empty_cache()
+    if experts is not None:
+        text = f"measured at start in {timer.elapsed:.1f} s: {size.described(cost)}"
+    return cost, text
+
+
+def computing(expert: torch.nn.Module, hidden: int, device: torch.device) -> Callable[[int], object]:
+    """Return what computes so many tokens in an expert forward and backward, with weights of its own.
+
+    ``hidden``: width of a token.
+    """
+    weights = {
+        name: torch.full_like(one, 1e-2, device=device, requires_grad=True) for name, one in expert.named_parameters()
+    }
+    like = next(iter(weights.values()))
+
+    def compute(num_tokens: int) -> object:
+        with torch.enable_grad():
+            tokens = like.new_ones((num_tokens, hidden), requires_grad=True)
+            output = functional_call(expert, weights, (tokens, tokens.new_ones(num_tokens, dtype=torch.float32)))[0]
+            return torch.autograd.grad(output, [tokens, *weights.values()], torch.ones_like(output))
+
+    return compute
