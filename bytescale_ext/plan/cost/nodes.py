@@ -67,6 +67,8 @@ class Nodes:
 
     def best_hops(self, widths: Floats) -> Floats:
         """Return ``hops`` of rings that begin with a node, as planners place wide ones, in their faster form: [n]."""
+        if widths.max(initial=0) <= self.ranks:  # no ring leaves its node
+            return widths - 1.0
         ranks = widths.astype(np.int64)
         firsts = np.zeros_like(ranks)
         forms = (np.ones_like(ranks), self.inner_rings(firsts, ranks))

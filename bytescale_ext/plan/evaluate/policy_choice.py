@@ -49,6 +49,11 @@ class PolicyOption:
         stage = self.stage.on(problem.stage.forward.nodes)
         return replace(problem, slicing=self.slicing, stages=(stage,) * len(problem.stages))
 
+    def kept_of(self, problem: Problem) -> PolicyOption:
+        """Return what a step places alike: no keys longer than its longest sequence are kept."""
+        kept = min(self.slicing.kept_tokens, int(problem.lengths.max(initial=0)))
+        return replace(self, slicing=replace(self.slicing, kept_tokens=kept))
+
 
 @dataclass(frozen=True)
 class PolicyChoice:
@@ -80,9 +85,12 @@ class PolicyChoice:
         if not len(problem.lengths):
             return last.slicing, placed
         timed = sorted((Timed.of(option.of(problem), placed), number) for number, option in enumerate(self.fitting))
-        found = [one for one, _ in timed]
+        found, tried = [one for one, _ in timed], {last.kept_of(problem)}
         for _, number in timed[:TRIES]:
-            of_option = self.fitting[number].of(problem)
-            found.append(Timed.of(of_option, place(of_option)))
+            option = self.fitting[number]
+            if option.kept_of(problem) in tried:
+                continue  # it would be placed as before
+            tried.add(option.kept_of(problem))
+            found.append(Timed.of(option.of(problem), place(option.of(problem))))
         best = min(found)
         return best.slicing, best.placed

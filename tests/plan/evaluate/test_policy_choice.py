@@ -61,11 +61,27 @@ def test_a_step_keeps_the_nodes_of_its_cluster() -> None:
     nodes = Nodes(4, 6.0)
     stages = tuple(stage.on(nodes) for stage in COSTS)
     problem = Problem(np.array(LENGTHS), -(-np.array(LENGTHS) // CLUSTER.tokens_per_rank), CLUSTER, stages)
-    PolicyChoice((PolicyOption(OPTIONS[1], COSTS[-1]),))(problem, place)
-    assert len(seen) == 2
+    PolicyChoice((PolicyOption(OPTIONS[1], COSTS[-1]), PolicyOption(OPTIONS[2], COSTS[-1])))(problem, place)
+    assert sorted(one.slicing.num_slices for one in seen) == [4, 8]
     for one in seen:
-        assert one.slicing == OPTIONS[1]
         assert one.stages == (COSTS[-1].on(nodes),) * STAGES
+
+
+def test_steps_that_are_placed_alike_are_placed_once() -> None:
+    """Options that keep keys of longer sequences than the step has differ in nothing but their budgets."""
+    seen: list[Problem] = []
+
+    def place(problem: Problem) -> PlacedRanks:
+        seen.append(problem)
+        return place_pipelined(problem, None)
+
+    problem = Problem(np.array(LENGTHS), -(-np.array(LENGTHS) // CLUSTER.tokens_per_rank), CLUSTER, COSTS)
+    alike = tuple(PolicyOption(Slicing(8, kept), COSTS[-1]) for kept in (60_000, 120_000, 240_000))
+    slicing, _ = PolicyChoice(alike)(problem, place)
+    assert len(seen) == 1
+    assert slicing == alike[0].slicing
+    PolicyChoice((*alike, PolicyOption(Slicing(8), COSTS[-1])))(problem, place)
+    assert [one.slicing for one in seen[1:]] == [Slicing(8), alike[0].slicing]
 
 
 def test_slicings_under_a_policy() -> None:

@@ -109,8 +109,7 @@ def _on_ranks(step: AlignedStep, shelf: Shelf) -> tuple[Floats, Ints]:
     own, tokens = np.zeros(step.num_ranks), np.zeros(step.num_ranks, dtype=np.int64)
     ranks = np.repeat(shelf.first_ranks - (np.cumsum(shelf.widths) - shelf.widths), shelf.widths)
     ranks += np.arange(len(ranks))
-    each = step.ring_seconds(step.lengths[shelf.rings].astype(np.float64), shelf.widths.astype(np.float64))
-    own[ranks] = np.repeat(each, shelf.widths)
+    own[ranks] = np.repeat(shelf.seconds, shelf.widths)
     tokens[ranks] = np.repeat(-(-step.lengths[shelf.rings] // shelf.widths), shelf.widths)
     return own, tokens
 

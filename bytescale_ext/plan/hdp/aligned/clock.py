@@ -8,6 +8,7 @@ are numbered slot by slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,6 +41,19 @@ class SlotSeconds:
     seconds: Floats
     absent: npt.NDArray[np.bool_]
     opens: npt.NDArray[np.bool_]
+
+    @classmethod
+    def side_by_side(cls, plans: Sequence[SlotSeconds]) -> SlotSeconds:
+        """Return plans of one slicing as one plan on the ranks of all, where each rank takes as long as in its own."""
+        shapes = [plan.absent.shape for plan in plans]
+        shape = (max(units for units, _ in shapes), sum(ranks for _, ranks in shapes))
+        seconds, absent, opens = np.zeros((2, *shape)), np.ones(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
+        first = 0
+        for plan, (units, ranks) in zip(plans, shapes, strict=True):
+            own = slice(first, first + ranks)
+            seconds[:, :units, own], absent[:units, own], opens[:units, own] = plan.seconds, plan.absent, plan.opens
+            first += ranks
+        return cls(plans[0].slicing, seconds, absent, opens)
 
 
 def slot_seconds(placed: PlacedRanks, stage: StageCost, slicing: Slicing) -> SlotSeconds:

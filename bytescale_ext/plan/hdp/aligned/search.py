@@ -12,13 +12,14 @@ slice exchanges the keys of all tokens before it, so rings are narrower.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.hdp.aligned.build import shelve, with_shorts
-from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.aligned.clock import SlotSeconds, run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.aligned.layouts import SLICED_STARTS, STARTS, Layout, variations
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
@@ -31,6 +32,8 @@ _MOST_WORK = 30_000_000  # array entries that the search may touch: this bounds 
 _MOST_LAYOUTS = 32
 _ROUNDS = 2  # times that the short sequences of a layout are dealt
 _GOOD = 1.01  # a plan this near to the lower bound ends the search
+_TIMED_RANKS = 256  # about so many ranks of several layouts are timed together, as array operations take long to start
+_MOST_TOGETHER = 8  # layouts that are timed together
 
 
 def place_pipelined(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
@@ -54,21 +57,25 @@ def _best_layout(step: AlignedStep, should_stop: ShouldStop) -> PlacedRanks:
     """Take the best of some layouts, then change one attribute at a time and keep each improvement."""
     bound = max(step.problem.mean_seconds(), (1 + step.fill) * step.problem.longest_seconds())
     tries = list(STARTS if step.problem.slicing.num_slices == 1 else SLICED_STARTS)
-    best = _timed(step, tries[0])
+    (best,) = _timed(step, tries[:1], None)
     work = step.size(best.placed)
     seen = {best.layout}
-    while tries:
-        for layout in tries:
-            if layout in seen:
-                continue
-            if len(seen) >= _MOST_LAYOUTS or work >= _MOST_WORK or best.seconds <= _GOOD * bound:
-                return best.placed
-            stop_if(should_stop)
-            seen.add(layout)
-            timed = _timed(step, layout)
+    tries = tries[1:]
+    together = min(max(_TIMED_RANKS // step.num_ranks, 1), _MOST_TOGETHER)
+
+    def is_over() -> bool:
+        return len(seen) >= _MOST_LAYOUTS or work >= _MOST_WORK or best.seconds <= _GOOD * bound
+
+    while tries and not is_over():
+        count = min(together, _MOST_LAYOUTS - len(seen))
+        batch, tries = tries[:count], tries[count:]
+        for timed in _timed(step, batch, should_stop):
+            if is_over():
+                break
+            seen.add(timed.layout)
             work += step.size(timed.placed)
             best = min(best, timed, key=lambda timed: timed.seconds)
-        tries = [layout for layout in variations(best.layout) if layout not in seen]
+        tries = tries or [layout for layout in variations(best.layout) if layout not in seen]
     return best.placed
 
 
@@ -79,18 +86,34 @@ class _Timed:
     seconds: float
 
 
-def _timed(step: AlignedStep, layout: Layout) -> _Timed:
-    """Build and time the plan of a layout, then build it again with short sequences moved to ranks that end early."""
-    shelved = shelve(step, layout)
-    estimate = shelved.loads + layout.peak * step.fill * np.maximum(shelved.tallest, shelved.pack_seconds)
-    best: _Timed | None = None
+def _timed(step: AlignedStep, layouts: Sequence[Layout], should_stop: ShouldStop) -> list[_Timed]:
+    """Build and time the plans of layouts, then build them again with short sequences moved to ranks that end early."""
+    all_shelved, estimates, found = [], [], []
+    for layout in layouts:
+        stop_if(should_stop)
+        shelved = shelve(step, layout)
+        all_shelved.append(shelved)
+        estimates.append(shelved.loads + layout.peak * step.fill * np.maximum(shelved.tallest, shelved.pack_seconds))
     for _ in range(_ROUNDS):
-        placed, short_seconds = with_shorts(step, layout, shelved, estimate)
-        if step.size(placed) > _MOST_WORK:  # too large for any search
-            return _Timed(layout, placed, np.inf)
-        finish = run_pipelines(slot_seconds(placed, step.problem.stage, step.problem.slicing), step.num_stages)
-        timed = _Timed(layout, placed, float(finish.max()))
-        best = timed if best is None or timed.seconds < best.seconds else best
-        estimate = finish - short_seconds
-    assert best is not None
-    return best
+        built = [with_shorts(step, *given) for given in zip(layouts, all_shelved, estimates, strict=True)]
+        finishes = _finishes(step, [placed for placed, _ in built])
+        found.append(
+            [
+                _Timed(layout, placed, float(finish.max()))
+                for layout, (placed, _), finish in zip(layouts, built, finishes, strict=True)
+            ]
+        )
+        estimates = [finish - short_seconds for finish, (_, short_seconds) in zip(finishes, built, strict=True)]
+    return [min(rounds, key=lambda timed: timed.seconds) for rounds in zip(*found, strict=True)]
+
+
+def _finishes(step: AlignedStep, plans: Sequence[PlacedRanks]) -> list[Floats]:
+    """Return when each rank of these plans ends, [num_ranks] each; inf where a plan is too large for any search."""
+    problem, found = step.problem, [np.full(step.num_ranks, np.inf) for _ in plans]
+    timed = [number for number, placed in enumerate(plans) if step.size(placed) <= _MOST_WORK]
+    if timed:
+        slots = [slot_seconds(plans[number], problem.stage, problem.slicing) for number in timed]
+        finish = run_pipelines(SlotSeconds.side_by_side(slots), step.num_stages)
+        for number, of_plan in zip(timed, np.split(finish, len(timed)), strict=True):
+            found[number] = of_plan
+    return found

@@ -31,12 +31,23 @@ _HALVINGS = 8  # of the interval in which the height of a shelf is sought
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """Rings side by side: sequences (by their place among the rings), first ranks and widths [n], and the height."""
+    """Rings side by side.
+
+    Attributes:
+        rings: sequences, by their place among the rings: [n].
+        first_ranks, widths: of each ring: [n].
+        seconds: of each ring on each of its ranks: [n].
+    """
 
     rings: Ints
     first_ranks: Ints
     widths: Ints
-    height: float
+    seconds: Floats
+
+    @property
+    def height(self) -> float:
+        """Seconds of the longest ring."""
+        return float(self.seconds.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +139,7 @@ def fill_shelves(work: RingWork, cut: RegionCut, height: float) -> Region:
         placed = in_order[firsts >= 0]
         rings = taken[placed]
         costs = work.ring_seconds(work.lengths[rings], widths[placed].astype(np.float64))
-        shelves.append(Shelf(rings, cut.first + firsts[firsts >= 0], widths[placed], float(costs.max())))
+        shelves.append(Shelf(rings, cut.first + firsts[firsts >= 0], widths[placed], costs))
         left = left[~np.isin(left, rings)]
     return Region(cut.first, cut.stop, tuple(shelves))
 

@@ -13,7 +13,8 @@ from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
-from bytescale_ext.plan.hdp.aligned.clock import action_waves, run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.aligned import search
+from bytescale_ext.plan.hdp.aligned.clock import SlotSeconds, action_waves, run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.aligned.shelves import RegionCut, RingWork, cut_regions, fill_shelves
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
@@ -56,6 +57,27 @@ def test_the_clock_agrees_with_the_replay(num_stages: int, slicing: Slicing) -> 
         rounded = replay_stages(plan, [STAGE] * num_stages, slicing).makespan
         clock = run_pipelines(slot_seconds(plan.ranks, STAGE, slicing), num_stages)
         assert clock.max() == pytest.approx(rounded, rel=0.02)
+
+
+@pytest.mark.parametrize("slicing", [Slicing(), Slicing(3), Slicing(3, eager=True)])
+def test_plans_side_by_side_end_as_each_by_itself(slicing: Slicing) -> None:
+    random = np.random.default_rng(0)
+    for num_stages in (1, 2, 5):
+        plans = [random_plan(random, int(random.integers(6, 9)), most) for most in (2, 4, 9)]
+        slots = [slot_seconds(plan.ranks, STAGE, slicing) for plan in plans if isinstance(plan.ranks, PlacedRanks)]
+        alone = [run_pipelines(one, num_stages) for one in slots]
+        together = run_pipelines(SlotSeconds.side_by_side(slots), num_stages)
+        assert len(slots) == 3
+        np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4, 3000)])
+def test_layouts_timed_together_give_the_same_plan(monkeypatch: pytest.MonkeyPatch, slicing: Slicing) -> None:
+    lengths = [6000, 3500, 2000, *(700,) * 12, *(90,) * 60]
+    planner = HdpPlanner(Cluster(8, 1024, 4), (STAGE,) * 3, slicing, balance="pp")
+    together = planner(lengths)
+    monkeypatch.setattr(search, "_MOST_TOGETHER", 1)
+    assert planner(lengths) == together
 
 
 @pytest.mark.parametrize(
