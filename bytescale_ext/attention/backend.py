@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved
 from bytescale_ext.attention.kernels.table import Kernel
+from bytescale_ext.attention.latent import Expansion
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.rows import Rows
 from bytescale_ext.attention.travel import Computed, Keys
@@ -27,12 +28,47 @@ class Backend:
         scale: factor of the scores, usually ``dim ** -0.5``.
         sink: of each head, ``[heads]`` (``sink.py``); None: none. Kernels and passes do without it; ``ring_attention``
             and ``slice_attention`` join it to their result.
+        expansion: of latents, which rings and slices have in place of keys and values (``latent.py``); None: they have
+            keys and values.
     """
 
     comm: Comm | None
     kernel: Kernel
     scale: float
     sink: torch.Tensor | None = None
+    expansion: Expansion | None = None
+
+    @property
+    def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The sink ``[heads]`` and the expansion's weight ``[numbers, key_rank]``, which have gradients."""
+        return self.sink, None if self.expansion is None else self.expansion.weight
+
+    def for_backward(self) -> Backend:
+        """Return the same for one backward pass, which sums up the gradient of the expansion's weight."""
+        return self if self.expansion is None else replace(self, expansion=self.expansion.with_gradient())
+
+    def expansion_gradient(self) -> torch.Tensor | None:
+        """Return the gradient of the expansion's weight, of its shape and dtype; None without one."""
+        one = self.expansion
+        return None if one is None or one.gradient is None else one.gradient.to(one.weight.dtype)
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> None:
+        """Raise ValueError unless ``q [num_rows, heads, dim]`` and ``k, v [num_rows, kv_heads, dim]`` fit each other.
+
+        With an expansion ``k, v`` are halves of latents, ``[num_rows, 1, half]``.
+        """
+        if self.expansion is not None:
+            self.expansion.check((q, k, v), num_rows)
+        elif q.shape[0] != num_rows or k.shape != v.shape or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"ring attention over {num_rows} rows needs q [rows, heads, dim] and k, v [rows, kv_heads, dim]; "
+                f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+            )
+        elif q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
+            raise ValueError(
+                f"ring attention needs heads to be a multiple of kv_heads and one dtype; got {q.shape[1]} and "
+                f"{k.shape[1]} heads, {q.dtype}, {k.dtype}, {v.dtype}"
+            )
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> Pending:
         """Start an exchange; see ``RingComm.exchange``."""
@@ -44,18 +80,25 @@ class Backend:
 
         ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block says which of their rows.
         """
-        queries, keys = block.queries, block.keys
-        return self.kernel.forward(queries.take(q), keys.take(k), keys.take(v), block.attention(self.scale))
+        queries, keys = block.queries, self._expanded(block.keys.take(k), block.keys.take(v))
+        return self.kernel.forward(queries.take(q), *keys, block.attention(self.scale))
 
     def backward(self, dout: torch.Tensor, saved: Computed, block: PlacedBlock) -> Gradients:
         """Return ``dq [rows, heads, dim]`` and ``dk, dv [key rows, kv_heads, dim]`` of a block's rows.
 
         ``dout``: ``[t, heads, dim]``.
         """
-        rows, keys = block.queries, block.keys
-        q, k, v, out, lse = saved
-        of_block = Saved(rows.take(q), keys.take(k), keys.take(v), rows.take(out), rows.take(lse, dim=1))
-        return self.kernel.backward(rows.take(dout), of_block, block.attention(self.scale))
+        rows, held = block.queries, (block.keys.take(saved.k), block.keys.take(saved.v))
+        of_queries = rows.take(saved.out), rows.take(saved.lse, dim=1)
+        of_block = Saved(rows.take(saved.q), *self._expanded(*held), *of_queries)
+        dq, dk, dv = self.kernel.backward(rows.take(dout), of_block, block.attention(self.scale))
+        if self.expansion is not None:
+            dk, dv = self.expansion.collapse(held, (dk, dv))
+        return dq, dk, dv
+
+    def _expanded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a block's rows, ``[key rows, kv_heads, dim]`` each."""
+        return (k, v) if self.expansion is None else self.expansion.expand(k, v)
 
 
 @dataclass(frozen=True)

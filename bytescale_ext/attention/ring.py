@@ -49,7 +49,8 @@ def ring_attention(
 
     Args:
         q: ``[t, heads, dim]``, ``t == layout.num_rows``.
-        k, v: ``[t, kv_heads, dim]``, the dtype of ``q``; ``heads`` is a multiple of ``kv_heads``.
+        k, v: ``[t, kv_heads, dim]``, the dtype of ``q``; ``heads`` is a multiple of ``kv_heads``. Or halves of latents
+            (``latent.py``), which the backend expands.
         layout: the rows of this rank; all members of a ring must hold layouts of the same plan.
         backend: how to compute and exchange.
 
@@ -60,23 +61,9 @@ def ring_attention(
         ValueError: the tensors do not fit the layout or each other.
         RuntimeError: from the communication backend when a peer has died.
     """
-    check_tensors(q, k, v, layout.num_rows)
-    out: torch.Tensor = RingAttention.apply(q, k, v, backend.sink, (layout, backend))
+    backend.check(q, k, v, layout.num_rows)
+    out: torch.Tensor = RingAttention.apply(q, k, v, (layout, backend), *backend.weights)
     return out
-
-
-def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> None:
-    """Raise ValueError unless ``q [num_rows, heads, dim]`` and ``k, v [num_rows, kv_heads, dim]`` fit each other."""
-    if q.shape[0] != num_rows or k.shape != v.shape or k.shape[0] != q.shape[0] or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"ring attention over {num_rows} rows needs q [rows, heads, dim] and k, v [rows, kv_heads, dim]; "
-            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"ring attention needs heads to be a multiple of kv_heads and one dtype; got {q.shape[1]} and {k.shape[1]} "
-            f"heads, {q.dtype}, {k.dtype}, {v.dtype}"
-        )
 
 
 class _RingCtx(torch.autograd.function.FunctionCtx):
@@ -93,13 +80,13 @@ class RingAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sink: torch.Tensor | None,
         settings: tuple[AttentionLayout, Backend],
+        *weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``."""
+        """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``; ``weights``: those of the backend."""
         out, lse = drive(forward_steps(q, k, v, *settings))
-        if sink is not None:
-            add_sink_(out, lse, sink)
+        if weights[0] is not None:
+            add_sink_(out, lse, weights[0])
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
         return out
@@ -107,10 +94,11 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _RingCtx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of ``q, k, v, sink``, of their shapes; ``dout``: ``[t, heads, dim]``."""
-        saved, (layout, backend) = Saved(*ctx.saved_tensors), ctx.settings
+        """Return the gradients of ``q, k, v`` and the weights, of their shapes; ``dout``: ``[t, heads, dim]``."""
+        saved, layout, backend = Saved(*ctx.saved_tensors), ctx.settings[0], ctx.settings[1].for_backward()
         grads = drive(backward_steps(dout.contiguous(), saved, layout, backend))
-        return *grads, sink_gradient(dout, saved.out, saved.lse, backend.sink), None
+        of_sink = sink_gradient(dout, saved.out, saved.lse, backend.sink)
+        return *grads, None, of_sink, backend.expansion_gradient()
 
 
 def drive[Result](steps: Steps[Result]) -> Result:

@@ -23,7 +23,7 @@ import torch
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.layouts.rows import PartRows, RowParts, Rows
 from bytescale_ext.attention.layouts.slices import SliceLayout
-from bytescale_ext.attention.ring import check_tensors, drive, forward_steps, summing_steps
+from bytescale_ext.attention.ring import drive, forward_steps, summing_steps
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import Computed, key_sums
 
@@ -185,8 +185,8 @@ def slice_attention(
         ValueError: the tensors do not fit the layout or each other.
         RuntimeError: from the communication backend when a peer has died.
     """
-    check_tensors(q, k, v, layout.num_rows)
-    out: torch.Tensor = _SliceAttention.apply(q, k, v, backend.sink, _Settings(prefix, layout, backend))
+    backend.check(q, k, v, layout.num_rows)
+    out: torch.Tensor = _SliceAttention.apply(q, k, v, _Settings(prefix, layout, backend), *backend.weights)
     return out
 
 
@@ -210,10 +210,10 @@ class _SliceAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sink: torch.Tensor | None,
         settings: _Settings,
+        *weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``."""
+        """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``; ``weights``: those of the backend."""
         prefix, layout, backend = settings
         num_tokens, is_repeated = layout.own.num_rows, len(prefix.keys) > layout.index
         prefix.write(layout, k[:num_tokens], v[:num_tokens])
@@ -223,8 +223,8 @@ class _SliceAttention(torch.autograd.Function):
         out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
         if not is_repeated:  # else the backward pass follows and uses them again
             prefix.leave()
-        if sink is not None:
-            add_sink_(out, lse, sink)
+        if weights[0] is not None:
+            add_sink_(out, lse, weights[0])
         ctx.save_for_backward(q, out, lse)
         ctx.settings = settings
         return out
@@ -232,16 +232,17 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _SliceCtx, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of ``q, k, v, sink``, of their shapes; ``dout``: ``[t, heads, dim]``."""
+        """Return the gradients of ``q, k, v`` and the weights, of their shapes; ``dout``: ``[t, heads, dim]``."""
         q, out, lse = ctx.saved_tensors
-        prefix, layout, backend = ctx.settings
+        prefix, layout, backend = ctx.settings.prefix, ctx.settings.layout, ctx.settings.backend.for_backward()
         sums = prefix.start_backward(layout)
         computed = Computed(q, *prefix.keys_of(layout), out, lse)
         prefix.read_beside(-1)
         dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
         prefix.end_backward()
-        return dq, dk, dv, sink_gradient(dout, out, lse, backend.sink), None
+        of_sink = sink_gradient(dout, out, lse, backend.sink)
+        return dq, dk, dv, None, of_sink, backend.expansion_gradient()
 
 
 def _empty_part(rows: Rows, keys: torch.Tensor) -> torch.Tensor:

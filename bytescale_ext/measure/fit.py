@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_numbers
 
 Floats = npt.NDArray[np.float64]
 
@@ -258,9 +258,9 @@ def ring_bytes_per_token(
     """Return the bytes that a rank receives in one layer for each token of another rank: forward, backward.
 
     Keys and values travel in both passes; in the backward pass the sums of their gradients travel too, in a wider type
-    (``bytescale_ext.attention.ring``).
+    (``bytescale_ext.attention.ring``). Latents travel in their place where that is cheaper.
     """
-    numbers = 2 * max(1, shape.num_kv_heads // tensor_parallel) * shape.head_dim
+    numbers = int(key_value_numbers(shape, min(tensor_parallel, shape.num_kv_heads)))
     return numbers * element_bytes, numbers * (element_bytes + sum_bytes)
 
 

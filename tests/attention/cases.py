@@ -17,6 +17,7 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens
 from bytescale_ext.attention.ring import backward_steps, forward_steps
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
+from bytescale_ext.parallel.p2p import Comm
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 
@@ -72,6 +73,11 @@ class Case:
         """Return the sink of each head, float64, or None."""
         generator = torch.Generator().manual_seed(7)
         return torch.randn(self.heads, generator=generator, dtype=torch.float64) if self.sinks else None
+
+    def backend(self, comm: Comm | None, name: str = "reference", dtype: torch.dtype = torch.float64) -> Backend:
+        """Return how one rank computes and exchanges."""
+        sink = self.sink()
+        return Backend(comm, kernel_named(name), self.scale, None if sink is None else sink.to(dtype))
 
     def values(self, seq: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return ``q, k, v, dout`` of one sequence, the same on every rank."""
@@ -210,7 +216,7 @@ def dense_attention(
 def run_round(
     layouts: Sequence[AttentionLayout], inputs: Sequence[Sequence[torch.Tensor]], backends: Sequence[Backend]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Return ``out, dq, dk, dv`` of one micro-batch of each virtual rank, and the gradient of the sinks if it has any.
+    """Return ``out, dq, dk, dv`` of one micro-batch of each virtual rank, and gradients of sinks or of an expansion.
 
     ``inputs`` are ``q, k, v, dout``.
     """
@@ -219,6 +225,8 @@ def run_round(
     for (out, lse), backend in zip(outputs, backends, strict=True):
         if backend.sink is not None:
             add_sink_(out, lse, backend.sink)
+    backward = [backend.for_backward() for backend in backends]
+    ranks = list(zip(inputs, layouts, backward, strict=True))
     grads = run_in_turn(
         [
             backward_steps(dout, Saved(q, k, v, *output), layout, backend)
@@ -227,8 +235,8 @@ def run_round(
     )
     found = []
     for ((*_, dout), _, backend), output, grad in zip(ranks, outputs, grads, strict=True):
-        sink = sink_gradient(dout, *output, backend.sink)
-        found.append((output[0], *grad, *(() if sink is None else (sink,))))
+        weights = sink_gradient(dout, *output, backend.sink), backend.expansion_gradient()
+        found.append((output[0], *grad, *(one for one in weights if one is not None)))
     return found
 
 
@@ -241,9 +249,7 @@ def run_virtual(
     ranks = range(case.num_ranks)
     for number in range(len(case.rounds)):
         inputs = [case.inputs(number, rank, dtype) for rank in ranks]
-        sink = case.sink()
-        sink = None if sink is None else sink.to(dtype)
-        backends = [Backend(comm, kernel_named(name), case.scale, sink) for comm in comms]
+        backends = [case.backend(comm, name, dtype) for comm in comms]
         found = run_round([case.layout(number, rank) for rank in ranks], inputs, backends)
         results |= {(number, rank): found[rank] for rank in ranks}
     return results, comms
@@ -255,7 +261,7 @@ def plan_steps(case: Case, plan: StepPlan, comm: MailboxComm) -> Steps[list[tupl
     for micro_batch in plan.ranks[comm.rank]:
         q, k, v, dout = case.planned_inputs(micro_batch)
         layout = attention_layout(micro_batch, comm.rank, plan.lengths, micro_batch.num_tokens)
-        backend = Backend(comm, kernel_named("reference"), case.scale)
+        backend = case.backend(comm)
         out, lse = yield from forward_steps(q, k, v, layout, backend)
         found.append((out, *(yield from backward_steps(dout, Saved(q, k, v, out, lse), layout, backend))))
     return found

@@ -30,7 +30,7 @@ from bytescale_ext.measure.fit import (
     unseen_rings,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 
 FORWARD = Fit(CostModel(a=4e-11, b=1.6e-6, g=1e-4), head=1.2e-6, rest=3e-4)
 BACKWARD = Fit(CostModel(a=1e-10, b=3.2e-6, g=2e-4), head=2.4e-6, rest=5e-4)
@@ -218,6 +218,8 @@ def test_ring_bytes_by_hand() -> None:
     assert ring_bytes_per_token(SHAPE, 1, 2, 4) == (2 * 8 * 128 * 2, 2 * 8 * 128 * 6)
     assert ring_bytes_per_token(SHAPE, 4, 2, 4) == (2 * 2 * 128 * 2, 2 * 2 * 128 * 6)
     assert ring_bytes_per_token(SHAPE, 16, 2, 4) == (2 * 1 * 128 * 2, 2 * 1 * 128 * 6)  # a head is not cut
+    latents = replace(SHAPE, num_kv_heads=32, head_dim=192, latent=LatentShape(0, 512, 64, 128))
+    assert ring_bytes_per_token(latents, 1, 2, 4) == ring_bytes_per_token(latents, 4, 2, 4) == (576 * 2, 576 * 6)
 
 
 def test_texts() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import ModelShape, has_latents, key_value_numbers
 
 LSE_BYTES: Final = 4
 """The log-sum-exp of attention is one float32 per token and head."""
@@ -73,7 +73,7 @@ def layer_tensors(
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
     whole = shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1)
     query = shape.num_heads * shape.head_dim / tensor_parallel
-    keys = 2 * shape.num_kv_heads * shape.head_dim / tensor_parallel
+    keys = key_value_numbers(shape, tensor_parallel)
     inner = shape.ffn_hidden / tensor_parallel
     gates = 2 if shape.gated else 1
     first = gates * inner
@@ -97,7 +97,8 @@ def layer_tensors(
     )
     if shape.latent is not None:
         numbers = shape.latent.query_rank + shape.latent.latent_numbers
-        norms = shape.latent.has_norms * (shape.latent.query_rank + shape.latent.key_rank)
+        normed_keys = 0 if has_latents(shape, tensor_parallel) else shape.latent.key_rank
+        norms = shape.latent.has_norms * (shape.latent.query_rank + normed_keys)
         attention = (*attention, LayerTensor("latent vectors", "input", (numbers + norms) * element_bytes))
     if shape.num_expert_layers:
         return attention

@@ -13,6 +13,10 @@ ATTENTION_BACKWARD_PER_FORWARD: Final = 2.5
 """Attention backward per forward: five matrix products for two (FlashAttention-2, Dao 2023, section 4.1)."""
 
 
+FLOPS_PER_RING_BYTE: Final = 8000.0
+"""What a GPU computes while a byte passes between nodes: 400 TFLOP/s in half precision, 50 GB/s (400 Gbit/s)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LatentShape:
     """The sizes of multi-latent attention besides ``ModelShape.head_dim``, which is that of queries and keys.
@@ -23,6 +27,8 @@ class LatentShape:
         position_dim: part of ``head_dim`` that has positions; the key's is the same for all heads.
         value_dim: width of one head of the values.
         has_norms: the latent vectors are normalized (``--qk-layernorm``).
+        is_plain: attention can apply the projection of keys and values itself: it is a matrix product alone, without a
+            norm in it as in TransformerEngine, and it is not recomputed by itself.
     """
 
     query_rank: int
@@ -30,6 +36,7 @@ class LatentShape:
     position_dim: int
     value_dim: int
     has_norms: bool = False
+    is_plain: bool = True
 
     @property
     def latent_numbers(self) -> int:
@@ -40,6 +47,22 @@ class LatentShape:
     def norm_weights(self) -> int:
         """Weights of a layer's norms of latent vectors."""
         return self.has_norms * (self.query_rank + self.key_rank)
+
+    @property
+    def ring_numbers(self) -> int:
+        """Numbers that attention holds and sends for a token where latents travel: halves of equal size."""
+        return self.latent_numbers + self.latent_numbers % 2
+
+    def travels(self, num_heads: int, head_dim: int) -> bool:
+        """Return whether rings and slices have latents, not keys and values, of ``num_heads`` heads on a rank.
+
+        A latent saves bytes with each hop and costs the projection of the heads on each rank: once in the forward pass
+        for 2 bytes a number, three times in the backward pass (again, and for two gradients) for 2 bytes and a sum of
+        4. So the two prices have one ratio in both passes.
+        """
+        saved = 2 * num_heads * max(head_dim, self.value_dim) - self.ring_numbers
+        flops = 2.0 * self.key_rank * num_heads * (head_dim - self.position_dim + self.value_dim)
+        return self.is_plain and 2 * saved * FLOPS_PER_RING_BYTE > flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +194,19 @@ KEY_SUM_BYTES: Final = 4
 """Gradients of keys and values are summed over slices in float32."""
 
 
+def has_latents(shape: ModelShape, tensor_parallel: int = 1) -> bool:
+    """Return whether rings and slices have latents in place of keys and values."""
+    heads = max(1, shape.num_heads // tensor_parallel)
+    return shape.latent is not None and shape.latent.travels(heads, shape.head_dim)
+
+
+def key_value_numbers(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Return the numbers of one token's key and value, or of its latent, that attention of one rank's layer holds."""
+    if shape.latent is not None and has_latents(shape, tensor_parallel):
+        return float(shape.latent.ring_numbers)  # whole on each tensor-parallel rank
+    return 2.0 * shape.num_kv_heads * max(shape.head_dim, shape.value_dim) / tensor_parallel
+
+
 def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:
-    """Return the bytes of one token's key and value in one layer on one rank."""
-    return 2.0 * shape.num_kv_heads * shape.head_dim * element_bytes / tensor_parallel
+    """Return the bytes of one token's key and value, or of its latent, in one layer on one rank."""
+    return key_value_numbers(shape, tensor_parallel) * element_bytes

@@ -8,7 +8,7 @@ from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, COLL
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes, layer_flops_per_token
+from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes, key_value_numbers, layer_flops_per_token
 from bytescale_ext.plan.search.strategy import FULL, Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 
@@ -29,8 +29,8 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
         """Return linear FLOPs of a layer, attention, keys and activations of a token on one rank."""
         tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, 2, ranks, ranks > 1))
         tensors += expert_bytes(of, 2, ranks)
-        return (layer_flops_per_token(of) / ranks, of.num_heads * of.head_dim / ranks,
-                of.num_kv_heads * of.head_dim / ranks, tensors)  # fmt: skip
+        attention, keys = of.num_heads * of.head_dim / ranks, key_value_numbers(of, ranks)
+        return layer_flops_per_token(of) / ranks, attention, keys, tensors
 
     old, new = sizes(cost.shape, cost.tensor_parallel), sizes(shape, tensor_parallel)
     linear, attention, keys, kept = (after / before for after, before in zip(new, old, strict=True))

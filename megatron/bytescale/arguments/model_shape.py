@@ -45,9 +45,10 @@ def _latent(args: Any) -> LatentShape | None:
     """Return the sizes of multi-latent attention, or None without it."""
     if not getattr(args, "multi_latent_attention", False):
         return None
-    return LatentShape(
-        args.q_lora_rank or 0, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim, bool(args.qk_layernorm)
-    )
+    from megatron.bytescale.core.transformer.multi_latent_attention import latent_shape
+
+    is_recomputed = args.recompute_granularity == "selective" and "mla_up_proj" in (args.recompute_modules or ())
+    return latent_shape(args, is_plain=args.transformer_impl == "local" and not is_recomputed)
 
 
 def _windows(args: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
-from bytescale_ext.attention.backend import Backend, Steps
+from bytescale_ext.attention.backend import Steps
 from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
 from bytescale_ext.attention.ring import forward_steps, summing_steps
@@ -23,7 +23,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.schedule.document_slices import DocumentSlices, SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.sizes import Slicing
-from tests.attention.cases import ALL, GROUPS, MIXED, TINY, Case, kernel_named
+from tests.attention.cases import ALL, GROUPS, MIXED, TINY, Case
 
 COST = CostModel(0.1, 1.0)
 # A long document in the middle of a pack, rings whose sequences are long enough to be cut, a rank without local
@@ -51,14 +51,17 @@ def num_keys(layouts: Sequence[SliceLayout]) -> int:
     return held[-1][1] if held else 0
 
 
-def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Steps[None]:
-    """One virtual rank: all slices forward, then backward from the last; checks against dense attention."""
+def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> Steps[torch.Tensor | None]:
+    """One virtual rank: all slices forward, then backward from the last; checks against dense attention.
+
+    Returns the gradient of the weight of an expansion, if the case has one.
+    """
     cut, layouts = slices_of(case, number, comm.rank, rule)
     expected = list(zip(*case.expected(), strict=True))
     assert num_keys(layouts) >= sum(layout.own.num_rows for layout in layouts)
     link = PlainLink(HostArena(torch.empty(1 << 20, dtype=torch.uint8)))
     prefix = LayerPrefix(to_host=partial(SwappedKeys, link=link))
-    backend, runs = Backend(comm, kernel_named("reference"), case.scale), []
+    backend, runs = case.backend(comm).for_backward(), []
     for layout in layouts:
         piece = cut.slice(layout.index, comm.rank)
         q, k, v, dout = (torch.cat((x, torch.ones(2, *x.shape[1:]).double())) for x in case.planned_inputs(piece))
@@ -79,6 +82,7 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
         del computed
         prefix.end_backward()
     assert not link.used_bytes
+    return backend.expansion_gradient()
 
 
 @pytest.mark.parametrize(

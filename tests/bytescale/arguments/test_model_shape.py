@@ -37,6 +37,9 @@ ARGS = SimpleNamespace(
     window_size=None,
     window_attn_skip_freq=None,
     multi_latent_attention=False,
+    transformer_impl="local",
+    recompute_granularity=None,
+    recompute_modules=["core_attn"],
     mtp_num_layers=None,
 )
 
@@ -52,12 +55,18 @@ def test_model_shape_with_and_without_query_groups() -> None:
     assert model_shape(SimpleNamespace(**{**vars(plain), "quick_geglu": True})).gated, "gpt-oss has gates too"
 
 
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+
+
 def test_model_shape_with_latent_attention_and_later_layers() -> None:
     sizes = {"kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "qk_layernorm": True}
     given = {**vars(ARGS), **sizes, "multi_latent_attention": True, "q_lora_rank": None, "group_query_attention": False}
     shape = model_shape(SimpleNamespace(**given))
     assert (shape.head_dim, shape.num_kv_heads, shape.value_dim) == (12, 4, 6)
     assert shape.latent == LatentShape(0, 16, 4, 6, True)
+    for changed in ({"transformer_impl": "transformer_engine"}, SELECTIVE):  # attention cannot project them itself
+        one = model_shape(SimpleNamespace(**{**given, **changed})).latent
+        assert one == LatentShape(0, 16, 4, 6, True, is_plain=False)
     assert model_shape(SimpleNamespace(**{**given, "q_lora_rank": 12})).latent == LatentShape(12, 16, 4, 6, True)
     assert (model_shape(ARGS).latent, model_shape(ARGS).later_layers) == (None, 0)
     assert model_shape(SimpleNamespace(**{**vars(ARGS), "mtp_num_layers": 2})).later_layers == 2

@@ -1,4 +1,7 @@
-"""Multi-latent attention trains as one process of Megatron's dense attention does: rings, packs, slices, TP 2."""
+"""Multi-latent attention trains as one process of Megatron's dense attention does: rings, packs, slices, TP 2.
+
+Latents travel, except where their projection is recomputed by itself.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ LATENT = [
     "--v-head-dim 6 --qk-layernorm --rope-type yarn --rotary-scaling-factor 4 "
     "--mscale 1.0 --mscale-all-dim 0.5".split(),
 ]  # fmt: skip
+SELECTIVE = "--recompute-granularity selective --recompute-modules".split()
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel".split()
 
 
@@ -55,8 +59,10 @@ class Case:
 
 
 CASES = {
-    "rings": Case(4, ["--recompute-granularity", "selective"]),
-    "slices": Case(4, [*PP2, "--seq1f1b-slices", "3", "--hdp-tokens-per-rank", "128"], num_stages=2),
+    "expanded": Case(4, [*SELECTIVE, "core_attn", "mla_up_proj"]),  # keys and values travel
+    "slices": Case(
+        4, [*PP2, *"--seq1f1b-slices 3 --hdp-tokens-per-rank 128".split(), *SELECTIVE, "core_attn"], num_stages=2
+    ),
     "tp2": Case(4, [*TP2, "--hdp-tokens-per-rank", "128"], tp_size=2),
 }
 

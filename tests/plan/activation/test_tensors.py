@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bytescale_ext.plan.activation.tensors import layer_tensors
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 from tests.plan.activation.random_loads import LLAMA2_7B
 
 KIB = 1024
@@ -40,3 +40,19 @@ def test_tensor_parallel_ranks_share_what_they_share() -> None:
 def test_experts_are_left_alone() -> None:
     sparse = replace(LLAMA2_7B, num_expert_layers=32, expert_ffn_hidden=1024, num_experts=8)
     assert [tensor.name for tensor in layer_tensors(sparse)] == [t.name for t in layer_tensors(LLAMA2_7B)][:-2]
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_a_layer_of_latents_keeps_no_keys_and_values(has_norms: bool) -> None:
+    """32 heads of 192 for queries; 576 numbers in place of keys and values, and the norm's output only for these."""
+    latent = LatentShape(query_rank=100, key_rank=512, position_dim=64, value_dim=128, has_norms=has_norms)
+    shape = replace(LLAMA2_7B, num_kv_heads=32, head_dim=192, latent=latent)
+    sizes = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(shape)}
+    assert sizes["query, key, value"] == 2 * (32 * 192 + 576)
+    assert sizes["latent vectors"] == 2 * (100 + 576 + 100 * has_norms)
+    expanded = replace(shape, latent=replace(latent, is_plain=False))
+    sizes = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(expanded)}
+    assert sizes["query, key, value"] == 2 * 3 * 32 * 192
+    assert sizes["latent vectors"] == 2 * (100 + 576 + (100 + 512) * has_norms)
+    in_slices = {tensor.name: tensor.bytes_per_token for tensor in layer_tensors(shape, sliced=True)}
+    assert in_slices["key, value"] == 2 * 576

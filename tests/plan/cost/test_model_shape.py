@@ -8,6 +8,9 @@ from bytescale_ext.plan.cost.model_shape import (
     LatentShape,
     ModelShape,
     attention_flops_per_square,
+    has_latents,
+    key_value_bytes,
+    key_value_numbers,
     later_layer_weights,
     layer_flops_per_token,
     linear_flops_per_token,
@@ -68,3 +71,28 @@ def test_projections_of_latent_attention_by_hand() -> None:
     assert direct.projection_weights == weights - 8 * 6 - 6 * 4 * 3 + 8 * 4 * 3
     assert attention_flops_per_square(latent) == 2 * 4 * (3 + 5)
     assert (TINY.value_dim, latent.value_dim, one.latent_numbers, one.norm_weights) == (3, 5, 9, 13)
+
+
+# DeepSeek-V2-Lite's attention (arXiv:2405.04434, appendix B): 16 heads of 128 + 64, latents of 512 + 64 numbers.
+LITE = LatentShape(query_rank=0, key_rank=512, position_dim=64, value_dim=128)
+
+
+def test_a_ring_has_latents_where_sending_keys_takes_longer_than_expanding_them() -> None:
+    shape = replace(TINY, num_heads=16, num_kv_heads=16, head_dim=192, latent=LITE)
+    assert has_latents(shape)
+    assert (key_value_bytes(shape), key_value_bytes(shape, 8)) == (2 * 576, 2 * 576)  # instead of 2 x 16 x 192 numbers
+    assert key_value_bytes(shape, 16) == 2 * 2 * 192  # one head has fewer numbers than the latent
+    assert not has_latents(shape, 16)
+    assert key_value_bytes(shape, 1, 4) == 2 * key_value_bytes(shape)
+    engine = replace(shape, latent=replace(LITE, is_plain=False))
+    assert (has_latents(engine), key_value_bytes(engine)) == (False, 2 * 2 * 16 * 192)
+    # 300 numbers saved are worth 2 x 300 x 8,000 FLOPs, more than the product; 10 are not, and none are not
+    narrow = LatentShape(0, 300, 0, 100)
+    assert [replace(narrow, key_rank=rank).travels(3, 100) for rank in (300, 590, 600)] == [True, False, False]
+
+
+def test_numbers_of_keys_and_values() -> None:
+    assert [replace(LITE, position_dim=dim).ring_numbers for dim in (63, 64)] == [576, 576]  # two equal halves
+    assert (has_latents(TINY), key_value_numbers(TINY), key_value_numbers(TINY, 4)) == (False, 2 * 2 * 3, 3)
+    wide = replace(TINY, latent=LatentShape(0, 50, 0, 5, is_plain=False))  # keys of 3 numbers are filled up to 5
+    assert key_value_numbers(wide) == 2 * 2 * 5

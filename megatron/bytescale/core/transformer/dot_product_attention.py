@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from bytescale_ext.attention.backend import Backend
+from bytescale_ext.attention.latent import Expansion
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
@@ -74,16 +75,29 @@ class DocumentAttention(torch.nn.Module):
         """
         batch = query.shape[1]
         params = packed_seq_params or self.params_of(query.shape[0], batch)
+        q, k, v = (tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in (query, key, value))
+        out = self.attend(q, k, v, params)
+        return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: DocumentSeqParams,
+        expansion: Expansion | None = None,
+    ) -> torch.Tensor:
+        """Return attention [t, heads, dim] of q, which has its shape, and k, v [t, kv_heads, dim].
+
+        With an expansion, ``k, v`` are halves of latents. Communicates on the ring group.
+        """
         layout = params.layout if self.window is None else params.window_layout
         assert layout is not None, f"{params=}"
-        q, k, v = (tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in (query, key, value))
-        backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale, self.softmax_offset)
+        backend = Backend(self.runtime.comm, self.runtime.kernel, self.scale, self.softmax_offset, expansion)
         if isinstance(layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
-            out = slice_attention(q, k, v, params.prefix.layer(self), layout, backend)
-        else:
-            out = ring_attention(q, k, v, layout, backend)
-        return out.flatten(1).unflatten(0, (batch, out.shape[0] // batch)).transpose(0, 1)
+            return slice_attention(q, k, v, params.prefix.layer(self), layout, backend)
+        return ring_attention(q, k, v, layout, backend)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

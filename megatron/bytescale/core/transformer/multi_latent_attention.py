@@ -1,18 +1,24 @@
 """Multi-latent attention (DeepSeek-V2, section 2.1) over documents, in Megatron's own layer.
 
 Megatron's layer rotates parts of queries and keys itself, by row; here it gets the angles of positions in documents.
-Heads of values may be narrower than those of queries and keys, or wider.
+Heads of values may be narrower than those of queries and keys, or wider. Where it is cheaper, rings and slices have the
+latents themselves, and attention expands them block by block (``bytescale_ext/attention/latent.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -20,6 +26,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch.nn.functional import pad
 
+from bytescale_ext.attention.latent import Expansion, latent_halves
+from bytescale_ext.plan.cost.model_shape import LatentShape
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
@@ -41,16 +49,18 @@ class DocumentLatentAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Return the classes of projections and norms; queries without a latent have no norm (DeepSeek-V2-Lite).
 
-        Megatron would ask for a norm of theirs, which only TransformerEngine has.
+        Megatron would ask for a norm of theirs, which only TransformerEngine has. Where latents travel, attention
+        applies the up-projection of keys and values.
         """
         if self.config.q_lora_rank is not None or submodules.kv_layernorm is IdentityOp:
             resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
-            return resolved
-        return {
-            "linear_q_proj": submodules.linear_q_proj,
-            "linear_kv_up_proj": submodules.linear_kv_up_proj,
-            "kv_layernorm": submodules.kv_layernorm,
-        }
+        else:
+            names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
+            resolved = {name: getattr(submodules, name) for name in names}
+        is_plain = resolved["linear_kv_up_proj"] is ColumnParallelLinear and not self.recompute_up_proj
+        if latent_shape(self.config, is_plain).travels(self.num_attention_heads_per_partition, self.q_head_dim):
+            resolved["linear_kv_up_proj"] = LatentUpProjection
+        return resolved
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what Megatron's does, of hidden states [s / ranks, b, h]; the latents of keys are whole on each rank.
@@ -68,6 +78,82 @@ class DocumentLatentAttention(MLASelfAttention):
             return queries, scatter_to_sequence_parallel_region(latents, group=group)
         latent, with_positions = latents.split(sizes, dim=-1)
         return queries, torch.cat((latent, copy_to_tensor_model_parallel_region(with_positions, group=group)), dim=-1)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: DocumentSeqParams | None = None,
+        inference_context: None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys, values and the two vectors that they are made of, of hidden states [s / ranks, 1, h].
+
+        Where latents travel, the keys are latents with their parts with positions, [s, numbers], and the values are the
+        weight of the up-projection: see ``DocumentLatentCore``. Collective on the tensor-parallel group.
+        """
+        if not isinstance(self.linear_kv_up_proj, LatentUpProjection):
+            given = (hidden_states, key_value_states, position_ids, packed_seq_params, inference_context)
+            found: tuple[torch.Tensor, ...] = super().get_query_key_value_tensors(*given)
+            return found
+        config, group = self.config, self.pg_collection.tp
+        vectors, latents = (one.squeeze(1) for one in self._qkv_down_projection(hidden_states))
+        latent, with_positions = latents.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        if config.sequence_parallel:
+            with_positions = gather_from_sequence_parallel_region(with_positions, group=group)
+        latent = self.kv_layernorm(latent)
+        whole, weight = self.linear_kv_up_proj(latent)
+        if config.q_lora_rank is None:
+            queries, _ = self.linear_q_proj(vectors)
+        else:
+            vectors = self.q_layernorm(vectors)
+            queries, _ = self.linear_q_up_proj(vectors)
+        queries = queries.unflatten(-1, (-1, self.q_head_dim))
+        contents, query_positions = queries.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        rotate = self._rotation(packed_seq_params)
+        query = torch.cat((contents, rotate(query_positions)), dim=-1)
+        return query, torch.cat((whole, rotate(with_positions[:, None])[:, 0]), dim=-1), weight, vectors, latent
+
+    def _rotation(self, params: DocumentSeqParams | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what rotates parts of queries and keys [t, heads, dim] by their positions in documents."""
+        positions = self.rotary_pos_emb.get_rotary_seq_len(None, None, None, self.config, params)
+        of_positions = self.rotary_pos_emb(positions)
+        angles, factor = of_positions if isinstance(of_positions, tuple) else (of_positions, 1.0)
+        return partial(
+            apply_rotary_pos_emb,
+            freqs=angles,
+            config=self.config,
+            mscale=factor,
+            cp_group=self.pg_collection.cp,
+            mla_rotary_interleaved=True,
+        )
+
+
+def latent_shape(config: Any, is_plain: bool) -> LatentShape:
+    """Return the sizes of latent attention in Megatron's configuration or arguments; see ``LatentShape.is_plain``."""
+    return LatentShape(
+        query_rank=config.q_lora_rank or 0,
+        key_rank=config.kv_lora_rank,
+        position_dim=config.qk_pos_emb_head_dim,
+        value_dim=config.v_head_dim,
+        has_norms=bool(config.qk_layernorm),
+        is_plain=is_plain,
+    )
+
+
+class LatentUpProjection(ColumnParallelLinear):
+    """Megatron's up-projection of keys and values where attention applies it: a module, so that its hooks run."""
+
+    def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """Return the latents of all tokens, [t, key_rank] of [t / ranks, key_rank], and the weight of its heads.
+
+        Collective on the tensor-parallel group, which sums up the gradients of the latents, like Megatron's.
+        """
+        if self.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(latents, group=self.tp_group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(latents, group=self.tp_group)
+        return whole, self.weight
 
 
 class DocumentRotary(torch.nn.Module):
@@ -93,14 +179,32 @@ class DocumentRotary(torch.nn.Module):
 class DocumentLatentCore(DocumentAttention):
     """``DocumentAttention`` of tensors without a batch, whose values have another head size than queries and keys.
 
-    The narrower of the two are filled up with zeros, which change no score and no other value.
+    The narrower of the two are filled up with zeros, which change no score and no other value. In place of keys and
+    values it takes latents, and the weight of the projection that makes keys and values of them.
     """
 
     def forward(  # type: ignore[override]
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *given: Any, **named: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *given: Any,
+        packed_seq_params: DocumentSeqParams,
+        **named: Any,
     ) -> torch.Tensor:
-        """Map query, key [t, heads, dim] and value [t, heads, value_dim] to [t, 1, heads * value_dim]."""
+        """Map query, key [t, heads, dim] and value [t, heads, value_dim] to [t, 1, heads * value_dim].
+
+        Or query, latents [t, key_rank + position_dim] and the weight [heads * (content_dim + value_dim), key_rank].
+        """
+        if key.dim() == 2:
+            position_dim = key.shape[-1] - value.shape[-1]
+            content_dim = query.shape[-1] - position_dim
+            sizes = content_dim, value.shape[0] // query.shape[1] - content_dim
+            expansion = Expansion(value, sizes, position_dim)
+            q = pad(query, (0, expansion.width - query.shape[-1]))
+            of_heads = self.attend(q, *latent_halves(key), packed_seq_params, expansion)
+            return of_heads[..., : sizes[1]].flatten(1)[:, None]
         width, value_width = max(key.shape[-1], value.shape[-1]), value.shape[-1]
-        q, k, v = (pad(one, (0, width - one.shape[-1]))[:, None] for one in (query, key, value))
-        out = super().forward(q, k, v, *given, **named)
-        return out.unflatten(-1, (-1, width))[..., :value_width].flatten(-2)
+        q, k, v = (pad(one, (0, width - one.shape[-1])).contiguous() for one in (query, key, value))
+        out = self.attend(q, k, v, packed_seq_params)
+        return out[..., :value_width].flatten(1)[:, None]

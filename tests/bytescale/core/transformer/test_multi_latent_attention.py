@@ -53,11 +53,30 @@ def errors(rank: int, world: int) -> dict[str, list[float]]:
         grads, wanted_grads = (torch.autograd.grad((one * weight).sum(), given) for one in (out, wanted))
         pairs = zip((out, *grads), (wanted, *wanted_grads), strict=True)
         found[name] = [float((a - b).abs().max()) if a.shape == b.shape else float("inf") for a, b in pairs]
+        found[f"latent {name}"] = expansion_errors(core, DocumentSeqParams(layout=layout), (key_dim, value_dim))
     return found
 
 
+def expansion_errors(core: Any, params: Any, sizes: tuple[int, int]) -> list[float]:
+    """Return errors of the output and of the gradients of queries, latents and the weight: 2 numbers with positions."""
+    (key_dim, value_dim), generator = sizes, torch.Generator().manual_seed(2)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    shapes = (sum(LENGTHS), 2, key_dim), (sum(LENGTHS), 5 + 2), (2 * (key_dim - 2 + value_dim), 5)
+    given = q, latents, weight = [draw(shape).requires_grad_() for shape in shapes]
+    of_output = draw(sum(LENGTHS), 1, 2 * value_dim)
+    contents, v = (latents[:, :5] @ weight.t()).unflatten(1, (2, -1)).split((key_dim - 2, value_dim), -1)
+    k = torch.cat((contents, latents[:, None, 5:].expand(-1, 2, -1)), -1)
+    pairs = (core(*given, packed_seq_params=params), dense(q, k, v, 0.3))
+    grads = [torch.autograd.grad((one * of_output).sum(), given) for one in pairs]
+    both = zip((pairs[0], *grads[0]), (pairs[1], *grads[1]), strict=True)
+    return [float((a - b).abs().max()) if a.shape == b.shape else float("inf") for a, b in both]
+
+
 def test_values_have_heads_of_their_own_size() -> None:
-    for name, of_tensors in run_ranks(errors, 1, init_group=False)[0].items():
+    """Also where they and the keys are made of latents inside attention."""
+    found = run_ranks(errors, 1, init_group=False)[0]
+    assert found.keys() == {*SIZES, *(f"latent {name}" for name in SIZES)}
+    for name, of_tensors in found.items():
         assert max(of_tensors) < 1e-10, (name, of_tensors)
 
 
