@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
+import numpy as np
+
 from bytescale_ext.plan.search.balance import balanced_layers
 from bytescale_ext.plan.search.case import Task, Unfit, cluster_of, memory_of
 from bytescale_ext.plan.search.costs import strategy_cost
@@ -150,7 +152,7 @@ def with_budgets(task: Task, strategy: Strategy) -> Strategy:
 def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     """Return layers with which the slowest stage is fastest within the memory of whole micro-batches, or None.
 
-    Stages are timed on the documents of the first step, each on one rank. Under the policy ``priced``, only the input
+    Stages are timed on the documents of all steps, each on one rank. Under the policy ``priced``, only the input
     of a layer counts as memory, as with full recompute.
     """
     num_stages, num_layers = strategy.num_stages, task.cost.shape.num_layers
@@ -158,9 +160,9 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
         strategy = replace(strategy, activations=FULL)
     cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
     cost = strategy_cost(task.cost, strategy, cluster)
-    both = cost.stage(1).both
-    layer = sum(both.sequence_cost(float(length), 1.0) for length in task.steps[0])
-    head = (cost.head_forward + cost.head_backward) * sum(task.steps[0])
+    lengths = np.array([length for step in task.steps for length in step], dtype=np.float64)
+    layer = float(cost.stage(1).both.sequence_cost(lengths, np.ones_like(lengths)).sum())
+    head = float((cost.head_forward + cost.head_backward) * lengths.sum())
     one, two = (memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster) for count in (1, 2))
     for stage, tokens in enumerate(tokens_in_flight(strategy)):
         each = two.state_bytes[stage] - one.state_bytes[stage] + tokens * one.layer.activations

@@ -59,7 +59,7 @@ def kind(strategy: Strategy) -> tuple[object, ...]:
 def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
     """Return the fastest strategy of each kind, fastest first."""
     strategies = list(space.strategies(task))
-    *_, seen = explore(task, strategies, len(strategies))
+    *_, seen = explore([task], strategies, len(strategies))
     found: dict[tuple[object, ...], Scored] = {}
     for one in seen.found:
         found.setdefault(kind(one.strategy), one)

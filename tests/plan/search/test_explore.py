@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from bytescale_ext.plan.search.case import Case, Task
-from bytescale_ext.plan.search.explore import Exploration, Scored, explore, fitting_cases
+from bytescale_ext.plan.search.explore import Exploration, Scored, explore, fitting_cases, in_sizes
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
 from tests.plan.search.tasks import STEPS, random_task, small_task
@@ -23,14 +23,14 @@ def plan_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last(task: Task, strategies: list[Strategy], count: int) -> Exploration:
-    *_, found = explore(task, strategies, count)
+    *_, found = explore([task], strategies, count)
     return found
 
 
 def exhaustive(task: Task, strategies: list[Strategy]) -> list[Scored]:
     """Run every step of every strategy that fits; fastest first, ties in order."""
     cases = fitting_cases(task, strategies, Exploration())
-    scored = [Scored(case.strategy, tuple(case.run(step) for step in task.steps)) for case in cases]
+    scored = [Scored(case.strategy, tuple(case.run(step) for step in task.steps), task) for case in cases]
     return sorted(scored, key=lambda one: one.seconds)
 
 
@@ -59,6 +59,30 @@ def test_slices_too(activations: str, memory_bytes: float) -> None:
     assert found == exhaustive(task, strategies)[:2]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sizes_of_steps_compete_by_the_time_of_all_documents(seed: int) -> None:
+    """The winners are those of separate searches, each in steps of one size of the same documents."""
+    drawn = random_task(seed)
+    together = replace(drawn, steps=(drawn.steps[0] + drawn.steps[1],))
+    tasks = in_sizes(together, (4, 8))
+    assert tasks == [drawn, together]
+    strategies = list(SMALL.strategies(drawn))
+    *_, seen = explore(tasks, strategies, 3)
+    separate = [one for task in tasks for one in last(task, strategies, 3).found]
+    by_document = sorted(separate, key=lambda one: one.seconds / one.task.batch)
+    times = [one.seconds / one.task.batch for one in seen.found]
+    assert times == pytest.approx([one.seconds / one.task.batch for one in by_document[: len(times)]], rel=1e-12)
+    assert len(times) == min(3, 2 * seen.fitting)
+    if times:
+        assert seen.found[0] == by_document[0]
+
+
+def test_each_size_cuts_the_same_documents() -> None:
+    tasks = in_sizes(TASK, (2, 4, 8))
+    assert [task.batch for task in tasks] == [2, 4, 8]
+    assert len({tuple(length for step in task.steps for length in step) for task in tasks}) == 1
+
+
 def test_equal_tasks_give_equal_results() -> None:
     strategies = list(SMALL.strategies(TASK))
     one, other = (last(TASK, strategies, 4) for _ in range(2))
@@ -75,7 +99,7 @@ def test_few_strategies_are_run() -> None:
 
 
 def test_an_interrupted_search_has_what_was_found() -> None:
-    running = explore(TASK, list(SMALL.strategies(TASK)), 10)
+    running = explore([TASK], list(SMALL.strategies(TASK)), 10)
     seen = next(running)
     while not seen.found:
         seen = next(running)

@@ -25,8 +25,11 @@ CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
 }
 """Flags that ``--explain`` takes, each with its value in a strategy."""
 
+BATCH: Final = "--global-batch-size"
+"""A flag that is of a step, not of a strategy; the search varies it where it is left open."""
+
 DECIDED: Final = frozenset(CHOICES) | {
-    "--hybrid-data-parallel", "--sequence-parallel", "--context-parallel-size", "--seq-length", "--global-batch-size",
+    "--hybrid-data-parallel", "--sequence-parallel", "--context-parallel-size", "--seq-length", BATCH,
     "--overlap-grad-reduce", "--overlap-param-gather", "--recompute-num-layers",
     "--device-memory-gb", "--host-memory-gb", "--cost-file", "--hdp-kept-keys", "--hdp-swapped-keys",
     "--swap-fraction", "--recompute-fraction", "--recompute-activations", "--num-layers-per-virtual-pipeline-stage",

@@ -7,24 +7,23 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
 from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
 from bytescale_ext.measure.progress import peak_flops
-from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_documents
 from bytescale_ext.plan.search.case import Devices, Task
 from bytescale_ext.plan.search.costs import scaled_cost
-from bytescale_ext.plan.search.explore import Exploration, Scored, explore
+from bytescale_ext.plan.search.explore import Exploration, Scored, explore, in_sizes
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import Strategy
 from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
-from megatron.bytescale.cli.search.choices import CHOICES, DECIDED
+from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED
 from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
 from megatron.bytescale.cli.search.table import Row, counts_text, rows_of, table_text
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
@@ -40,6 +39,8 @@ EXAMPLE = (
 DEVICES: Final = {"h100": "h100_7b"}
 """Devices whose published timings are shipped, as the costs of a model from which those of others follow."""
 
+DOCUMENTS_OF_A_DEVICE: Final = 8
+"""The most documents of a step for each device, where their number is left open."""
 
 VOCAB_MULTIPLE: Final = 128
 """Megatron pads the vocabulary to a multiple of this and the tensor-parallel ranks."""
@@ -59,7 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=size, required=True, metavar="S", help="the most tokens of a document; longer ones are cut"
     )
-    parser.add_argument("--global-batch-size", type=size, required=True, metavar="N", help="documents of a step")
+    parser.add_argument(
+        "--global-batch-size", type=size, metavar="N", help="documents of a step (default: the best of several sizes)"
+    )
+    parser.add_argument(
+        "--largest-batch-size",
+        type=size,
+        metavar="N",
+        help=f"without --global-batch-size: the most documents of a step ({DOCUMENTS_OF_A_DEVICE} for each device)",
+    )
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="devices of the cluster")
     parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="devices of a node (8)")
     parser.add_argument("--device-memory-gb", type=float, required=True, metavar="G", help="memory of a device")
@@ -102,22 +111,23 @@ def run(args: argparse.Namespace) -> int:
         ValueError: options that conflict, a bad file, or nothing that fits.
     """
     check_options(args)
-    task = task_of(args)
+    tasks = tasks_of(args)
     if args.explain is not None:
-        return explain(args, task)
+        return explain(args, tasks)
     space = Space()
-    seen = watched(task, space.strategies(task), max(args.best, args.verify or 0), sys.stderr.isatty())
+    seen = watched(tasks, space.strategies(tasks[0]), max(args.best, args.verify or 0), sys.stderr.isatty())
     if not seen.fitting + seen.unfit.total():
         raise ValueError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes "
             f"and stages leave of --gpus {args.gpus}: change one of them"
         )
     if not seen.found:
-        changes = "; ".join(remedies(task, space, seen)) or "nothing that was tried helps"
+        changes = "; ".join(remedies(tasks[0], space, seen)) or "nothing that was tried helps"
         raise ValueError(f"none of {seen.unfit.total():,} strategies fits; what fits: {changes}")
-    rows = rows_of(task, seen.found, peak_flops(task.cost.device))
+    task = seen.found[0].task
+    rows = rows_of(seen.found, peak_flops(task.cost.device))
     if args.output is not None:
-        write_script(args, task.cost, seen.found[0].strategy, rows[0])
+        write_script(args, seen.found[0], rows[0])
     if args.plot is not None:
         plot(args, task, seen)
     if args.json:
@@ -126,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
         found = {"strategies": [asdict(row) for row in rows], "counts": counts}
         print(json.dumps(found | verification(args, task, seen)))
         return 0
-    print(f"{task.cost.device}: {args.gpus} devices, steps of {args.global_batch_size} documents; predicted\n")
+    sizes = " or ".join(f"{one.batch:,}" for one in tasks)
+    print(f"{task.cost.device}: {args.gpus} devices, steps of {sizes} documents; predicted\n")
     print(table_text(rows))
     print(f"\n{counts_text(seen)}")
     if not task.cost.forward.c:
@@ -155,8 +166,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--launch {args.launch} is unknown; choose one of {', '.join(LAUNCHERS)}")
     if args.verify is not None:
         check_machine(args)
-    if args.explain is not None and args.explain not in CHOICES:
-        raise ValueError(f"--explain {args.explain}: the search does not vary it; choose one of {', '.join(CHOICES)}")
+    check_batch(args)
+    choices = [*CHOICES, *([BATCH] if args.global_batch_size is None else [])]
+    if args.explain is not None and args.explain not in choices:
+        raise ValueError(f"--explain {args.explain}: the search does not vary it; choose one of {', '.join(choices)}")
     if args.sampler is not None and args.sampler not in SAMPLERS:
         raise ValueError(f"--sampler {args.sampler} is unknown; choose one of {', '.join(SAMPLERS)}")
     if args.device is not None and args.device not in DEVICES:
@@ -180,8 +193,40 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--model-flags has --moe-layer-freq: the search takes all layers as equal; remove it")
 
 
-def task_of(args: argparse.Namespace) -> Task:
-    """Return the task of the options. Raises ValueError for another model, a bad file, or too few documents."""
+def check_batch(args: argparse.Namespace) -> None:
+    """Raise ValueError where the documents of a step conflict, are too few for the devices, or must be given."""
+    if args.global_batch_size is not None:
+        if args.largest_batch_size is not None:
+            raise ValueError(f"--largest-batch-size is for searches without {BATCH}: remove one of them")
+        return
+    if args.verify is not None:
+        raise ValueError(f"--verify trains steps of one size: give {BATCH}")
+    if args.largest_batch_size is not None and args.largest_batch_size < args.gpus:
+        raise ValueError(
+            f"--largest-batch-size {args.largest_batch_size} is less than one document for each of --gpus {args.gpus}: "
+            f"give at least {args.gpus}, or {BATCH}"
+        )
+
+
+def tasks_of(args: argparse.Namespace) -> list[Task]:
+    """Return the task of the options in each size of steps, ascending: the given one, or those that are tried.
+
+    They are powers of two for each device, up to the largest, and have the same documents. Raises ValueError as
+    ``task_of``.
+    """
+    if args.global_batch_size is not None:
+        return [task_of(args)]
+    of_device = args.largest_batch_size // args.gpus if args.largest_batch_size else DOCUMENTS_OF_A_DEVICE
+    sizes = [args.gpus << power for power in range(of_device.bit_length())]
+    return in_sizes(task_of(args, sizes[-1]), sizes)
+
+
+def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
+    """Return the task of the options, with steps of ``batch`` documents or the given ones.
+
+    Raises:
+        ValueError: another model, a bad file, or too few documents.
+    """
     shape = shape_of_flags(args.model_flags)
     if args.cost_file is not None:
         cost = read_cost(args.cost_file)
@@ -195,19 +240,19 @@ def task_of(args: argparse.Namespace) -> Task:
     devices = Devices(
         args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     )
-    return Task(cost, devices, args.context, draw_steps(args))
+    return Task(cost, devices, args.context, draw_steps(args, batch or args.global_batch_size))
 
 
-def draw_steps(args: argparse.Namespace) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the documents of each step. Raises ValueError for a bad file."""
-    number, seeds = args.global_batch_size, range(args.steps)
+def draw_steps(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the documents of each step, ``number`` of them. Raises ValueError for a bad file."""
+    seeds = range(args.steps)
     if args.sampler is not None:
         return tuple(sample_documents(args.sampler, args.context, number, seed) for seed in seeds)
     lengths = read_lengths(args.lengths)
     return tuple(tuple(draw_pieces(lengths, args.context, number, seed)) for seed in seeds)
 
 
-def watched(task: Task, strategies: Iterable[Strategy], best: int, shows: bool) -> Exploration:
+def watched(tasks: Sequence[Task], strategies: Iterable[Strategy], best: int, shows: bool) -> Exploration:
     """Search with a progress bar on standard error; Ctrl-C ends it with what was found so far."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -217,7 +262,7 @@ def watched(task: Task, strategies: Iterable[Strategy], best: int, shows: bool) 
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
         line = bar.add_task("", total=best)
         try:
-            for seen in explore(task, strategies, best):
+            for seen in explore(tasks, strategies, best):
                 text = f"{len(seen.found)} of {best} found, {seen.steps_run} steps replayed"
                 bar.update(line, completed=len(seen.found), description=text)
         except KeyboardInterrupt:
@@ -227,34 +272,41 @@ def watched(task: Task, strategies: Iterable[Strategy], best: int, shows: bool) 
     return seen
 
 
-def write_script(args: argparse.Namespace, cost: ModelCost, strategy: Strategy, row: Row) -> None:
+def write_script(args: argparse.Namespace, one: Scored, row: Row) -> None:
     """Write the launch script of a strategy."""
     comments = [
         f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
         "Give the flags of data, learning rate and duration as arguments.",
     ]
-    text = script_text(Run.of(args, cost, strategy), args.gpus, args.gpus_per_node, args.launch, comments)
+    text = script_text(Run.of(args, one.task, one.strategy), args.gpus, args.gpus_per_node, args.launch, comments)
     args.output.write_text(text, encoding="utf-8")
     args.output.chmod(0o755)
 
 
-def explain(args: argparse.Namespace, task: Task) -> int:
+def values_of(flag: str, tasks: list[Task]) -> dict[str, tuple[list[Task], list[Strategy]]]:
+    """Return the tasks and the strategies with each value of a flag."""
+    strategies = list(Space().strategies(tasks[0]))
+    if flag == BATCH:
+        return {str(task.batch): ([task], strategies) for task in tasks}
+    groups: dict[str, tuple[list[Task], list[Strategy]]] = {}
+    for strategy in strategies:
+        groups.setdefault(CHOICES[flag](strategy), (tasks, []))[1].append(strategy)
+    return groups
+
+
+def explain(args: argparse.Namespace, tasks: list[Task]) -> int:
     """Print the fastest strategy with each value of one flag. Raises ValueError where nothing fits with any value."""
-    choice = CHOICES[args.explain]
-    groups: dict[str, list[Strategy]] = {}
-    for strategy in Space().strategies(task):
-        groups.setdefault(choice(strategy), []).append(strategy)
     found: dict[str, Scored] = {}
-    for value, strategies in groups.items():
-        seen = watched(task, strategies, 1, sys.stderr.isatty())
+    for value, (of_value, strategies) in values_of(args.explain, tasks).items():
+        seen = watched(of_value, strategies, 1, sys.stderr.isatty())
         if seen.found:
             found[value] = seen.found[0]
         elif not args.json:
             print(f"{args.explain} {value}: nothing fits ({', '.join(sorted(seen.unfit))})")
     if not found:
         raise ValueError(f"nothing fits with any value of {args.explain}; search without --explain says what would")
-    values = sorted(found, key=lambda value: found[value].seconds)
-    rows = rows_of(task, [found[value] for value in values], peak_flops(task.cost.device))
+    values = sorted(found, key=lambda value: found[value].seconds / found[value].task.batch)
+    rows = rows_of([found[value] for value in values], peak_flops(tasks[0].cost.device))
     if args.json:
         print(json.dumps({value: asdict(row) for value, row in zip(values, rows, strict=True)}))
         return 0
@@ -265,11 +317,15 @@ def explain(args: argparse.Namespace, task: Task) -> int:
 
 
 def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
-    """Draw the strategies of a search."""
+    """Draw the strategies of a search in steps of one size."""
     from bytescale_ext.draw.search import draw_strategies
 
-    found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in seen.found]
+    in_size = [one for one in seen.found if one.task.batch == task.batch]
+    found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in in_size]
     bounded = [
-        (one.seconds, one.case.full_bytes[0] / 1e9) for one in seen.waiting if not one.case.strategy.chooses_slices
+        (one.seconds / one.scale, one.case.full_bytes[0] / 1e9)
+        for one in seen.waiting
+        if one.task.batch == task.batch and not one.case.strategy.chooses_slices
     ]
-    draw_strategies(found, bounded, args.plot, f"{args.gpus} devices, context {args.context}: predicted")
+    title = f"{args.gpus} devices, context {args.context}, {task.batch} documents a step: predicted"
+    draw_strategies(found, bounded, args.plot, title)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.search.case import Task
 from bytescale_ext.plan.search.strategy import Strategy
 
 LAUNCHERS: Final = ("torchrun", "slurm")
@@ -59,11 +59,11 @@ class Run:
     dtype: str
 
     @classmethod
-    def of(cls, args: argparse.Namespace, cost: ModelCost, strategy: Strategy) -> Run:
-        """Return the run of a strategy; ``args``: of ``bytescale search``, ``cost``: of its task."""
-        measured = args.cost_file if strategy.tensor_parallel == cost.tensor_parallel else None
+    def of(cls, args: argparse.Namespace, task: Task, strategy: Strategy) -> Run:
+        """Return the run of a strategy on a task; ``args``: of ``bytescale search``."""
+        measured = args.cost_file if strategy.tensor_parallel == task.cost.tensor_parallel else None
         words = shlex.split(args.model_flags)
-        return cls(words, strategy.flags(), args.context, args.global_batch_size, measured, cost.dtype)
+        return cls(words, strategy.flags(), task.context, task.batch, measured, task.cost.dtype)
 
     def flags(self) -> list[str]:
         """Return the flags of the training. Those of data, optimizer and duration are the user's to add."""

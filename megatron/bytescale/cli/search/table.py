@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from bytescale_ext.plan.cost.model_cost import model_flops
-from bytescale_ext.plan.search.case import Task
 from bytescale_ext.plan.search.explore import Exploration, Scored
 from megatron.bytescale.cli.shared.tables import aligned
 
@@ -28,6 +27,7 @@ class Row:
     Attributes:
         strategy: in short.
         flags: of the training.
+        documents: of a step.
         seconds: of a step.
         slow_seconds: 95 % of the steps take at most this.
         tokens_per_second: of all devices.
@@ -35,11 +35,12 @@ class Row:
         device_gb, host_gb: memory of a device, and host memory of a process.
         parts: seconds of ``PARTS``.
         binds: what more of would make it faster.
-        loses: what it takes longer than the fastest strategy.
+        loses: what it takes longer than the fastest strategy, for as many documents.
     """
 
     strategy: str
     flags: str
+    documents: int
     seconds: float
     slow_seconds: float
     tokens_per_second: float
@@ -51,17 +52,19 @@ class Row:
     loses: str
 
 
-def rows_of(task: Task, found: Sequence[Scored], peak_flops: float | None) -> list[Row]:
+def rows_of(found: Sequence[Scored], peak_flops: float | None) -> list[Row]:
     """Return the rows of strategies, fastest first. ``peak_flops``: of one device."""
-    tokens = sum(map(sum, task.steps)) / len(task.steps)
-    flops = sum(model_flops(task.cost.shape, step) for step in task.steps) / len(task.steps)
     rows: list[Row] = []
     for one in found:
-        parts = {name: one.mean(name) for name in PARTS}
+        task, parts = one.task, {name: one.mean(name) for name in PARTS}
+        tokens = sum(map(sum, task.steps)) / len(task.steps)
+        flops = sum(model_flops(task.cost.shape, step) for step in task.steps) / len(task.steps)
+        alike = found[0].task.batch / task.batch  # steps with as many documents as a step of the first
         device_bytes = one.most("device_bytes")
         row = Row(
             strategy=str(one.strategy),
             flags=" ".join(one.strategy.flags()),
+            documents=task.batch,
             seconds=one.seconds,
             slow_seconds=one.slow_seconds,
             tokens_per_second=tokens / one.seconds,
@@ -70,7 +73,7 @@ def rows_of(task: Task, found: Sequence[Scored], peak_flops: float | None) -> li
             host_gb=one.most("host_bytes") / 1e9,
             parts=parts,
             binds=binds(parts, device_bytes / task.devices.memory_bytes),
-            loses=loses(parts, rows[0].parts) if rows else "",
+            loses=loses({name: alike * of for name, of in parts.items()}, rows[0].parts) if rows else "",
         )
         rows.append(row)
     return rows
@@ -93,15 +96,15 @@ def loses(parts: Mapping[str, float], best: Mapping[str, float]) -> str:
 
 def table_text(rows: Sequence[Row]) -> str:
     """Return the rows as a table."""
-    heads = ("", "strategy", "s/step", "p95", "tokens/s", "MFU", "GB", "host GB", "waiting", "exchange", "update",
-             "binds", "loses by")  # fmt: skip
+    heads = ("", "strategy", "documents", "s/step", "p95", "tokens/s", "MFU", "GB", "host GB", "waiting", "exchange",
+             "update", "binds", "loses by")  # fmt: skip
     lines = [heads, *(_cells(number, row) for number, row in enumerate(rows, 1))]
     return "\n".join(aligned(lines, left={1, len(heads) - 2, len(heads) - 1}))
 
 
 def _cells(number: int, row: Row) -> tuple[str, ...]:
     shares = (f"{row.parts[name] / row.seconds:.1%}" for name in ("idle", "exposed", "update"))
-    return (str(number), row.strategy, f"{row.seconds:.4g}", f"{row.slow_seconds:.4g}",
+    return (str(number), row.strategy, f"{row.documents:,}", f"{row.seconds:.4g}", f"{row.slow_seconds:.4g}",
             f"{row.tokens_per_second:,.0f}", "-" if row.mfu is None else f"{row.mfu:.1%}", f"{row.device_gb:.1f}",
             f"{row.host_gb:.1f}", *shares, row.binds, row.loses)  # fmt: skip
 

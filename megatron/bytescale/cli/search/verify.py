@@ -112,7 +112,7 @@ def verified(args: argparse.Namespace, task: Task, scored: Sequence[Scored]) -> 
             of_number = folder / str(number)
             of_number.mkdir()
             script = of_number / "launch.sh"
-            run = Run.of(args, task.cost, one.strategy)
+            run = Run.of(args, task, one.strategy)
             script.write_text(script_text(run, args.gpus, args.gpus_per_node, "torchrun", []), encoding="utf-8")
             command = ["bash", str(script), *flags_of_trial(args, folder / "documents", of_number, len(steps))]
             gb = one.steps[fullest].device_bytes / 1e9

@@ -112,6 +112,37 @@ def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) ->
     assert min(row["seconds"] for row in found.values()) == best["seconds"]
 
 
+def open_size(words: list[str]) -> list[str]:
+    """Return a command without the documents of a step."""
+    place = words.index("--global-batch-size")
+    return [*words[:place], *words[place + 2 :]]
+
+
+def test_the_documents_of_a_step_may_be_left_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*open_size(LINE), "--largest-batch-size", "19"]
+    tasks = command.tasks_of(cli.parse(words))
+    assert [(task.batch, len(task.steps)) for task in tasks] == [(4, 8), (8, 4), (16, 2)]
+    text = printed([*words, "--output", str(tmp_path / "launch.sh"), "--plot", str(tmp_path / "search.png")], capsys)
+    assert text.startswith("NVIDIA H100 (published timings): 4 devices, steps of 4 or 8 or 16 documents; predicted")
+    found = json.loads(printed([*words, "--json"], capsys))["strategies"]
+    speeds = [row["tokens_per_second"] for row in found]
+    assert speeds == sorted(speeds, reverse=True)
+    assert f"--global-batch-size {found[0]['documents']}" in (tmp_path / "launch.sh").read_text()
+    alone = json.loads(printed([*words, "--explain", "global-batch-size", "--json"], capsys))
+    assert set(alone) == {"4", "8", "16"}
+    assert max(row["tokens_per_second"] for row in alone.values()) == speeds[0]
+    assert [task.batch for task in command.tasks_of(cli.parse(open_size(LINE)))] == [4, 8, 16, 32]
+    assert [task.batch for task in command.tasks_of(cli.parse(LINE))] == [8]
+
+
+def test_sizes_of_steps_that_conflict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--largest-batch-size is for searches without" in refused([*LINE, "--largest-batch-size", "8"], capsys)
+    few = refused([*open_size(LINE), "--largest-batch-size", "3"], capsys)
+    assert "--largest-batch-size 3 is less than one document for each of --gpus 4: give at least 4" in few
+    assert "give --global-batch-size" in refused([*open_size(LINE), "--verify", "1"], capsys)
+    assert "does not vary it" in refused([*LINE, "--explain", "global-batch-size"], capsys)
+
+
 def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     tight = [*LINE, "--device-memory-gb", "0.005", "--explain", "hdp-tokens-per-rank"]
     assert "--hdp-tokens-per-rank 4096: nothing fits (device memory)" in printed(tight, capsys)

@@ -4,18 +4,18 @@ import pytest
 
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.search.case import StepFigures
-from bytescale_ext.plan.search.explore import Exploration, Scored
+from bytescale_ext.plan.search.explore import Exploration, Scored, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
 from megatron.bytescale.cli.search.table import binds, counts_text, loses, rows_of, table_text
 from tests.plan.search.tasks import STEPS, small_task
 
-FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(8.0, 0.1, 0.1, 0.0, 5e8, 0.0),) * 2)
-SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(8.0, 0.1, 3.0, 0.2, 9.9e8, 2e9),) * 2)
+FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(8.0, 0.1, 0.1, 0.0, 5e8, 0.0),) * 2, small_task())
+SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(8.0, 0.1, 3.0, 0.2, 9.9e8, 2e9),) * 2, small_task())
 
 
 def test_rows() -> None:
     task = small_task()
-    fast, slow = rows_of(task, [FAST, SLOW], peak_flops=1e9)
+    fast, slow = rows_of([FAST, SLOW], peak_flops=1e9)
     assert fast.seconds == pytest.approx(8.2)
     tokens = sum(map(sum, STEPS)) / 2
     assert fast.tokens_per_second == pytest.approx(tokens / 8.2)
@@ -24,7 +24,15 @@ def test_rows() -> None:
     assert (fast.device_gb, slow.host_gb) == (0.5, 2.0)
     assert (fast.binds, fast.loses) == ("computing", "")
     assert (slow.binds, slow.loses) == ("waiting, memory", "+2.9 s waiting")
-    assert rows_of(task, [FAST], None)[0].mfu is None
+    assert rows_of([FAST], None)[0].mfu is None
+
+
+def test_steps_of_other_sizes_lose_by_the_time_of_as_many_documents() -> None:
+    short = Scored(SLOW.strategy, (StepFigures(4.0, 0.05, 2.0, 0.1, 5e8, 0.0),) * 4, in_sizes(small_task(), [4])[0])
+    fast, slow = rows_of([FAST, short], None)
+    assert (fast.documents, slow.documents) == (8, 4)
+    assert slow.loses == "+3.9 s waiting"
+    assert slow.tokens_per_second == pytest.approx(fast.tokens_per_second * 8.2 / 12.3)
 
 
 def test_what_binds_and_loses() -> None:
@@ -36,8 +44,8 @@ def test_what_binds_and_loses() -> None:
 
 
 def test_the_table_lines_up() -> None:
-    lines = table_text(rows_of(small_task(), [FAST, SLOW], None)).splitlines()
-    assert lines[0].split()[:3] == ["strategy", "s/step", "p95"]
+    lines = table_text(rows_of([FAST, SLOW], None)).splitlines()
+    assert lines[0].split()[:4] == ["strategy", "documents", "s/step", "p95"]
     assert "tp 2, pp 1, C 1024" in lines[2]
     assert lines[2].endswith("+2.9 s waiting")
     assert lines[1].index("8.2") + 3 == lines[0].index("s/step") + 6

@@ -68,10 +68,8 @@ def test_a_training_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = [
-        Scored(Strategy(1, (1,), tokens), tuple(StepFigures(1.0 + step, 0, 0, 0, 1e9 + step, 0) for step in range(2)))
-        for tokens in (1024, 2048, 4096)
-    ]
+    figures = tuple(StepFigures(1.0 + step, 0, 0, 0, 1e9 + step, 0) for step in range(2))
+    scored = [Scored(Strategy(1, (1,), tokens), figures, small_task()) for tokens in (1024, 2048, 4096)]
     commands = []
 
     def run(command: list[str], folder: Path, row: Verified) -> Verified:
