@@ -24,6 +24,7 @@ class HdpConfig:
         balance: what the planner balances, one of ``BALANCES``.
         num_stages: pipeline stages.
         expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
+        expert_share: the share of routed experts in what is linear in tokens in ``cost``.
         plan_ahead: steps planned and read ahead in the background.
         plan_seconds: time limit for the plan of one step, after which the simple plan is taken; None: no limit.
         check_plans_every: number of steps after which all ranks compare their plans.
@@ -45,6 +46,7 @@ class HdpConfig:
     balance: str = "dp"
     num_stages: int = 1
     expert_ranks: int = 1
+    expert_share: float = 0.0
     plan_ahead: int = 2
     plan_seconds: float | None = None
     check_plans_every: int = 100

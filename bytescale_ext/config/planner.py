@@ -59,4 +59,5 @@ def planner_of(run: RunConfig) -> HdpPlanner:
         static_width=hdp.static_width,
         offload=None if offload is None else offload.limits,
         choice=slicing_choice(run),
+        expert_share=hdp.expert_share,
     )

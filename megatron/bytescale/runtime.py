@@ -15,6 +15,7 @@ from bytescale_ext.attention.kernels.table import Kernel, KernelCalls
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.planner import slicing, step_cost
 from bytescale_ext.config.run import RunConfig
+from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.measure.peak import PeakMeter
@@ -74,6 +75,7 @@ class Runtime:
         weight_gradients: in a step that runs by our schedule, those that wait for idle time (zero bubble); else None.
         expert_loads: in a step of slices, what their routers note for each other; else None.
         expert_counts: tokens of experts in the running step, where these are recorded or followed; else None.
+        load_history: loads of experts with which steps are planned; None: they are not measured.
         active_experts: mean experts of a token in the step that ends, of routers whose number varies; else None.
         late_updates: of the optimizer, where they run beside training; set when it is built; else None.
         stale_steps: steps whose gradients the parameters of the running step lack.
@@ -100,6 +102,7 @@ class Runtime:
     weight_gradients: WeightGradients | None = None
     expert_loads: ExpertLoads | None = None
     expert_counts: TokenCounts | None = None
+    load_history: LoadHistory | None = None
     active_experts: float | None = None
     late_updates: LateUpdates | None = None
     stale_steps: int = 0

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.planning import PlanMaker
 from bytescale_ext.data.loading.step import LoaderSettings, StepBatch, StepMaker, samples_within
 from bytescale_ext.data.samples.packed import TokenSource
@@ -131,6 +132,7 @@ class StepLoader(StepsAhead):
         settings: which steps, and how they are read.
         sequences: returns what a plan places for the samples of a step, by the numbers by which the source reads them;
             default: the samples themselves.
+        loads: of experts, with which the steps are planned; None: they are not known.
 
     Raises:
         ValueError: a cyclic source without samples.
@@ -142,10 +144,11 @@ class StepLoader(StepsAhead):
         plans: PlanMaker,
         settings: LoaderSettings,
         sequences: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
+        loads: LoadHistory | None = None,
     ) -> None:
         if settings.cyclic and len(source) == 0:
             raise ValueError("a data set without samples cannot be repeated: give one with documents")
-        super().__init__(_LocalSteps(source, plans, settings, sequences), settings)
+        super().__init__(_LocalSteps(source, plans, settings, sequences, loads), settings)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -156,6 +159,7 @@ class _LocalSteps:
     plans: PlanMaker
     settings: LoaderSettings
     sequences: Callable[[tuple[int, ...]], tuple[int, ...]]
+    loads: LoadHistory | None
 
     def sample_ids(self, consumed_samples: int) -> tuple[int, ...] | None:
         num_tokens = self.settings.tokens_per_step
@@ -165,10 +169,13 @@ class _LocalSteps:
 
     def step(self, step_index: int, sample_ids: tuple[int, ...], should_stop: Callable[[], bool] = bool) -> StepBatch:
         """Plan one step and read this rank's part of it. Never waits, so it ignores ``should_stop``."""
-        return self._made(step_index, sample_ids, self.plans)
+        return self._made(step_index, sample_ids, self._plans_of(step_index))
 
     def simple_step(self, batch: StepBatch) -> StepBatch:
-        return self._made(batch.step_index, batch.sample_ids, self.plans.simple)
+        return self._made(batch.step_index, batch.sample_ids, self._plans_of(batch.step_index).simple)
+
+    def _plans_of(self, step_index: int) -> PlanMaker:
+        return self.plans if self.loads is None else self.plans.at_load(self.loads.at(step_index))
 
     def _made(
         self,

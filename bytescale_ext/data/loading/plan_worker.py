@@ -1,6 +1,6 @@
 """A process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
 
-It reads a pickled planner and then the lengths of one step after another from standard input, writes each plan, or the
+It reads a pickled planner and then lengths and the load of experts of one step after another from standard input, writes each plan, or the
 planner's error, to standard output, and exits when its input ends. ``bytescale_ext.data.loading.planning`` starts it.
 """
 
@@ -11,6 +11,8 @@ import pickle
 import sys
 from typing import BinaryIO
 
+from bytescale_ext.data.loading.planning import planner_at
+
 
 def main() -> None:
     """Plan until the input ends."""
@@ -20,16 +22,16 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Write a pickled plan, or the planner's error, for each pickled tuple of lengths."""
+    """Write a pickled plan, or the planner's error, for each pickled pair of lengths and load."""
     planner = pickle.load(requests)
     while True:
         try:
-            lengths = pickle.load(requests)
+            lengths, load = pickle.load(requests)
         except EOFError:
             return
         answer: object
         try:
-            answer = planner(lengths)
+            answer = planner_at(planner, load)(lengths)
         except Exception as error:  # raised by the process that asked
             answer = error
         pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, Protocol, cast, runtime_checkable
 
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.step.check import check_step_plan
@@ -36,6 +36,15 @@ class Planner(Protocol):
         ...
 
 
+@runtime_checkable
+class LoadedPlanner(Planner, Protocol):
+    """A planner that counts with loads of experts."""
+
+    def at_load(self, load: float) -> Planner:
+        """Return the planner of a step in which the slowest rank's experts take ``load`` times the mean."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PlanMaker:
     """Makes the checked plan of a step from its lengths; takes the simple plan when time runs out.
@@ -49,6 +58,10 @@ class PlanMaker:
     planner: Planner
     check: Callable[[StepPlan], None] | None = check_step_plan
     plan_seconds: float | None = None
+
+    def at_load(self, load: float) -> PlanMaker:
+        """Return what makes the plans of a step with this load of experts; 1 changes nothing."""
+        return replace(self, planner=planner_at(self.planner, load))
 
     def __call__(self, lengths: tuple[int, ...]) -> tuple[StepPlan, bool]:
         """Return the checked plan of a step, and whether it is the simple one because time ran out."""
@@ -93,31 +106,42 @@ class PlannerInProcess:
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
         """See ``Planner``; raises the planner's own errors."""
+        return self.plan(lengths, should_stop)
+
+    def at_load(self, load: float) -> Planner:
+        """See ``LoadedPlanner``: the same process makes the plans of all loads."""
+        return _AtLoad(self, load)
+
+    def plan(
+        self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None, load: float = 1.0
+    ) -> StepPlan:
+        """Return the plan of a step with this load of experts; raises the planner's own errors."""
+        planner = planner_at(self._planner, load)
         if not self._is_slow:
             began = time.thread_time()
             try:
-                return self._planner(lengths, should_stop)
+                return planner(lengths, should_stop)
             finally:
                 self._is_slow = time.thread_time() - began > self._slow_seconds
         try:
-            answer = self._ask(lengths, should_stop)
+            answer = self._ask((tuple(lengths), load), should_stop)
         except (OSError, EOFError, pickle.UnpicklingError):  # the process has ended
             if self._end is not None and not self._end.alive:  # the interpreter ends too
                 raise
             self._close()
-            return self._planner(lengths, should_stop)
+            return planner(lengths, should_stop)
         if isinstance(answer, Exception):
             raise answer
         return cast(StepPlan, answer)
 
-    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+    def fallback(self, lengths: Sequence[int], load: float = 1.0) -> StepPlan:
         """See ``Planner``."""
-        return self._planner.fallback(lengths)
+        return planner_at(self._planner, load).fallback(lengths)
 
-    def _ask(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None) -> object:
+    def _ask(self, step: tuple[tuple[int, ...], float], should_stop: Callable[[], bool] | None) -> object:
         process = self._process or self._start()
         requests, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-        pickle.dump(tuple(lengths), requests, pickle.HIGHEST_PROTOCOL)
+        pickle.dump(step, requests, pickle.HIGHEST_PROTOCOL)
         requests.flush()
         while should_stop is not None and not select.select([answers], [], [], _LOOK_SECONDS)[0]:
             if should_stop():
@@ -142,6 +166,28 @@ class PlannerInProcess:
         if self._end is not None:
             self._end()
         self._process = self._end = None
+
+
+@dataclass(frozen=True, slots=True)
+class _AtLoad:
+    """A ``Planner`` in a process, of a step with this load of experts."""
+
+    process: PlannerInProcess
+    load: float
+
+    def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
+        return self.process.plan(lengths, should_stop, self.load)
+
+    def fallback(self, lengths: Sequence[int]) -> StepPlan:
+        return self.process.fallback(lengths, self.load)
+
+
+def planner_at(planner: Planner, load: float) -> Planner:
+    """Return the planner of a step with this load of experts; 1 asks nothing of a planner."""
+    if load == 1.0:
+        return planner
+    assert isinstance(planner, LoadedPlanner), f"{planner=} {load=}"
+    return planner.at_load(load)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

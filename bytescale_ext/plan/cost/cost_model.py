@@ -221,6 +221,11 @@ class StageCost:
         forward, backward = (replace(one, nodes=nodes) for one in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
+    def with_linear(self, factor: float) -> StageCost:
+        """Return the cost with ``factor`` times the work that is linear in tokens."""
+        forward, backward = (replace(one, b=one.b * factor) for one in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
     def floor(self) -> StageCost:
         """Return ``CostModel.floor`` of both."""
         return StageCost(self.forward.floor(), self.backward.floor())

@@ -155,6 +155,14 @@ def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True) 
     return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))
 
 
+def expert_share(shape: ModelShape, num_layers: int, has_head: bool = True) -> float:
+    """Return the share of routed experts in the FLOPs of a stage that are linear in tokens; 0 without experts."""
+    part = shape.part(num_layers)
+    part = replace(part, vocab=shape.vocab if has_head else 0, later_layers=shape.later_layers if has_head else 0)
+    routed = part.num_expert_layers * (part.expert_ffn_hidden - part.shared_ffn_hidden)
+    return 2.0 * (3 if shape.gated else 2) * shape.hidden * routed / linear_flops_per_token(part)
+
+
 def model_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     """Return forward and backward model FLOPs of whole documents: causal attention inside each, and inside windows.
 

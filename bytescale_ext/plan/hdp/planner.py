@@ -85,6 +85,7 @@ class HdpPlanner:
         offload: activations may go to host memory within these limits, so that a sequence needs fewer ranks; a plan
             then names the share of each micro-batch. The micro-batches in flight share the host memory. None: nothing
             is offloaded.
+        expert_share: the share of routed experts in the work of a stage that is linear in tokens.
         choice: chooses the slicing of each step, which the plan then names; pure, needs aligned slots. None:
             ``slicing``.
     """
@@ -98,6 +99,7 @@ class HdpPlanner:
     static_width: int | None = None
     offload: OffloadLimits | None = None
     choice: Choose | None = None
+    expert_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:
@@ -120,6 +122,15 @@ class HdpPlanner:
     def needs_aligned(self) -> bool:
         """Whether the plan must have aligned slots."""
         return self.aligned or len(self.stages) > 1
+
+    def at_load(self, load: float) -> HdpPlanner:
+        """Return the planner of a step in which the slowest rank's experts take ``load`` times the mean.
+
+        All ranks that share experts wait for the slowest of them, so the routed experts of a slot take as many times
+        as long, on every rank.
+        """
+        factor = 1.0 + self.expert_share * (load - 1.0)
+        return replace(self, stages=tuple(stage.with_linear(factor) for stage in self.stages))
 
     def __call__(self, lengths: Sequence[int], should_stop: ShouldStop = None) -> StepPlan:
         """Return the plan of a step.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, flops_stage_cost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, expert_share, flops_stage_cost
 from bytescale_ext.plan.hdp.planner import BALANCES, auto_balance
 from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
@@ -191,14 +191,17 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
         "memory_step",
     )  # fmt: skip
     given = {name: getattr(args, f"hdp_{name}") for name in names}
+    link = machine_of(args, run.shape).link_bytes_per_second if may_swap_keys(args) else None
+    stage, cost = slowest_stage(run, link)
     return HdpConfig(
         run.cluster,
-        stage_cost(run, machine_of(args, run.shape).link_bytes_per_second if may_swap_keys(args) else None),
+        cost,
         longest_sequence=args.seq_length,
         rows_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         balance=balance,
         num_stages=num_stages,
         expert_ranks=expert_ranks,
+        expert_share=expert_share(run.shape, run.stage_layers[stage], stage == num_stages - 1),
         kernel=args.hdp_attention_kernel,
         schedule=schedule_of(args, run.cluster.num_ranks),
         plans_offload=args.activation_policy == "offload" and args.swap_fraction is None,
@@ -215,8 +218,8 @@ def check_kernel(name: str | None, run: RunConfig) -> None:
         named_kernel(device, run.process.dtype, run.shape.head_dim, name)
 
 
-def stage_cost(run: RunConfig, key_link: float | None = None) -> StageCost:
-    """Return the cost of the pipeline stage that is slowest with a full micro-batch: in measured seconds, or FLOPs.
+def slowest_stage(run: RunConfig, key_link: float | None = None) -> tuple[int, StageCost]:
+    """Return the pipeline stage that is slowest with a full micro-batch, and its cost: in measured seconds, or FLOPs.
 
     ``key_link``: bytes per second of the link to host memory where keys are swapped; then the cost is in seconds.
     """
@@ -228,9 +231,8 @@ def stage_cost(run: RunConfig, key_link: float | None = None) -> StageCost:
         for stage, layers in enumerate(run.stage_layers)
     ]
     nodes = None if run.cost is None else run.cost.nodes(run.cluster)
-    return max(
-        (stage.on(nodes) for stage in stages), key=lambda cost: cost.both.sequence_cost(run.cluster.tokens_per_rank, 1)
-    )
+    on_nodes = enumerate(stage.on(nodes) for stage in stages)
+    return max(on_nodes, key=lambda one: one[1].both.sequence_cost(run.cluster.tokens_per_rank, 1))
 
 
 def build(training: Training, runtime: Runtime) -> Training:

@@ -215,7 +215,8 @@ def step_loader(
         )
         process = runtime.run.process.rank
         return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
-    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences)
+    loads = None if settings.cyclic else runtime.load_history
+    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads)
 
 
 def forward_step(runtime: Runtime) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from megatron.training import get_args
 from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.config.experts import PlacementConfig, TraceTo
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.measure.metrics import append_jsonl
 from bytescale_ext.plan.experts.check import check_placement
 from bytescale_ext.plan.experts.cost import balance_ratio
@@ -24,6 +27,9 @@ from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
 from megatron.bytescale.training.experts.speeds import measured_placement_cost
 from megatron.bytescale.training.training import write_scalars
+
+RATIO_PARTS: Final = 1 << 20
+"""Ratios are added up over ranks in so many parts."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
     config = runtime.run.get(PlacementConfig)
     placements = Placements(PlacementPlan.static(config.num_experts, config.num_ranks, config.placing.num_slots))
     follower = Follower(config, placements, runtime.run.process.log_interval)
+    hdp = runtime.run.find(HdpConfig)
+    if hdp is not None and runtime.run.find(RemoteConfig) is None:  # an actor plans for all ranks, and asks none
+        runtime.load_history = LoadHistory.planned_ahead(hdp.plan_ahead)
+        training = count_tokens(training, runtime, Feedback(runtime, placements, runtime.load_history))
     if config.measures:
         training.model.pre_wrap_hooks.append(partial(measure, runtime, follower))
     training = count_tokens(training, runtime, follower)
@@ -124,6 +134,31 @@ def measure(runtime: Runtime, follower: Follower, model_chunks: list[torch.nn.Mo
     follower.config = follower.config.with_cost(cost)
     print_rank_last(f"> bytescale: placement of experts, {text}")
     return model_chunks
+
+
+@dataclass
+class Feedback:
+    """Tells the planner of later steps how uneven the experts of each step were, as they were placed.
+
+    Attributes:
+        runtime: of this process.
+        placements: that the layers followed.
+        history: what the planner counts with.
+    """
+
+    runtime: Runtime
+    placements: Placements
+    history: LoadHistory
+
+    def __call__(self, loads: StepLoads) -> None:
+        """Note the load of a step, the mean over all layers and groups of ranks. Collective over all processes."""
+        ratios = [balance_ratio(self.placements.of(layer).parts(), found) for layer, found in loads.by_layer.items()]
+        counted = [round(RATIO_PARTS * sum(ratios)), len(ratios)]  # integers, so that all ranks have the same sum
+        sums = torch.tensor(counted, dtype=torch.int64, device=self.runtime.device)
+        torch.distributed.all_reduce(sums)
+        total, count = sums.tolist()
+        if count:
+            self.history.add(get_args().curr_iteration, total / count / RATIO_PARTS)
 
 
 class Follower:
