@@ -1,7 +1,8 @@
 """A process that plans steps: ``python -m bytescale_ext.data.loading.plan_worker``.
 
-It reads a pickled planner and then lengths and the load of experts of one step after another from standard input, writes each plan, or the
-planner's error, to standard output, and exits when its input ends. ``bytescale_ext.data.loading.planning`` starts it.
+It reads a pickled planner and then lengths and a load of experts for one step after another from standard input, writes
+each plan, or the planner's error, to standard output, and exits when its input ends.
+``bytescale_ext.data.loading.planning`` starts it.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import flops_stage_cost
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.features.hdp import stage_cost
+from megatron.bytescale.features.hdp import slowest_stage
 from tests.bytescale.arguments.resolving import refused, resolved
 from tests.config.runs import SHAPE, hdp_of, run_of
 from tests.e2e.training import HDP, MODEL, TRAIN
@@ -191,6 +193,17 @@ def test_what_must_be_given() -> None:
     assert refused(4, *without_length) == "--hybrid-data-parallel needs --seq-length"
     at = line.index("--global-batch-size")
     assert refused(4, *line[:at], *line[at + 2 :]) == "--hybrid-data-parallel needs --global-batch-size"
+
+
+def stage_cost(run: RunConfig) -> StageCost:
+    return slowest_stage(run)[1]
+
+
+def test_the_slowest_stage_is_named() -> None:
+    hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
+    assert slowest_stage(run_of(shape=shape))[0] == 0
+    assert slowest_stage(run_of(hdp, shape=shape, stage_layers=(7, 1)))[0] == 0
+    assert slowest_stage(run_of(hdp, shape=shape, stage_layers=(1, 7)))[0] == 1
 
 
 def test_costs_are_of_the_slowest_stage() -> None:

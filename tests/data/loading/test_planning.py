@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,22 @@ def test_a_process_makes_the_same_plans() -> None:
         assert list(plan.ranks) == list(SLICED(lengths).ranks)
     assert planner._process is not None
     assert planner.fallback(STEP).digest() == SLICED.fallback(STEP).digest()
+
+
+@pytest.mark.ranks
+def test_a_process_counts_with_the_load_of_each_step() -> None:
+    loaded = replace(SLICED, expert_share=0.8)
+    planner = PlannerInProcess(loaded, slow_seconds=-1.0)
+    here = {load: loaded.at_load(load).stages for load in (1.0, 3.0, 40.0)}
+    assert len(set(here.values())) == 3
+    first = planner.at_load(40.0)(STEP)
+    assert planner._process is None
+    for load in (40.0, 1.0, 3.0):
+        plan = PlanMaker(planner).at_load(load)(STEP)[0]
+        assert plan.digest() == loaded.at_load(load)(STEP).digest()
+    assert planner._process is not None
+    assert first.digest() == loaded.at_load(40.0)(STEP).digest() != loaded(STEP).digest()
+    assert planner.at_load(3.0).fallback(STEP).digest() == loaded.at_load(3.0).fallback(STEP).digest()
 
 
 def test_quick_plans_need_no_process() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.hdp.test_moe import SHARDED, with_equal_weights
-from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, SavedRun, train_once, train_ranks
+from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, SavedRun, train_once, train_ranks, train_with
 
 pytestmark = pytest.mark.ranks
 
@@ -108,10 +109,34 @@ def test_four_ranks_share_experts(flags: list[object], corpus: Path) -> None:
     assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+def print_plan(runtime: Any, model: torch.nn.Module) -> None:
+    step, history = runtime.step, runtime.load_history
+    load = 1.0 if history is None else history.at(step.step_index)
+    print(f"PLAN {load:.6f} {step.plan.digest()}")
+
+
+def with_plans() -> None:
+    """An entry: equal weights, and the load and the plan of each step are printed."""
+    with_equal_weights(partial(train_with, print_plan))
+
+
 def test_documents_with_unequal_micro_batches(corpus: Path) -> None:
-    """Two pairs of ranks share experts, with other numbers of tokens and micro-batches, in slices."""
-    flags = [*HDP, *EP2, "--hdp-tokens-per-rank", 128, "--seq1f1b-slices", 2]
-    expected = train_once(4, *words(corpus, *flags, steps=2), entry=ENTRY)
-    outcome = train_ranks(4, *words(corpus, *flags, *SLOTS, steps=2), entry=ENTRY)[-1]
-    assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-    assert sum(moves(outcome)) > 0
+    """Two pairs of ranks share experts, with other numbers of tokens and micro-batches, in slices.
+
+    Plans are made one step ahead, so the third step is the first that counts with the loads of another, the first.
+    """
+    flags = [*HDP, *EP2, "--hdp-tokens-per-rank", 128, "--seq1f1b-slices", 2, "--moe-router-force-biased", -2.0]
+    expected = train_once(4, *words(corpus, *flags, steps=3), entry=with_plans)
+    ranks = train_ranks(4, *words(corpus, *flags, *SLOTS, steps=3), entry=with_plans)
+    assert ranks[-1].losses == pytest.approx(expected.losses, rel=TOLERANCE)
+    assert sum(moves(ranks[-1])) > 0
+    (planned,) = {plans(outcome) for outcome in ranks}
+    loads = [float(load) for load, _ in planned]
+    assert loads[:2] == [1.0, 1.0]
+    assert 1.1 < loads[2] < 2.0
+    assert {load for load, _ in plans(expected.outcomes[-1])} == {"1.000000"}
+
+
+def plans(outcome: Outcome) -> tuple[tuple[str, str], ...]:
+    """Return the load that each step's plan counts with on a rank, and the digest of the plan."""
+    return tuple(re.findall(r"^PLAN ([\d.]+) (\w+)$", outcome.text, re.MULTILINE))

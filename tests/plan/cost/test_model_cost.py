@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost, flops_cost, flops_stage_cost, model_flops
+from bytescale_ext.plan.cost.model_cost import ModelCost, expert_share, flops_cost, flops_stage_cost, model_flops
 from bytescale_ext.plan.cost.model_shape import (
     LLAMA_7B,
     ModelShape,
@@ -107,6 +107,25 @@ def test_stages_share_out_layers_of_experts_too() -> None:
     shape = ModelShape(8, 64, 4, 4, 16, 256, True, 1000, num_expert_layers=4, expert_ffn_hidden=512, num_experts=8)
     half = replace(shape, num_layers=4, num_expert_layers=2)
     assert flops_stage_cost(shape, 4).forward.b == pytest.approx(linear_flops_per_token(half))
+
+
+def test_the_share_of_routed_experts_in_a_stage() -> None:
+    shape = replace(TINY, num_expert_layers=2, expert_ffn_hidden=70, shared_ffn_hidden=30, num_experts=4)
+    routed = 2 * 3 * 8 * 40  # FLOPs of a token in a layer
+    without = replace(shape, expert_ffn_hidden=30)
+    for layers, has_head in ((2, True), (1, False), (1, True)):
+        share = expert_share(shape, layers, has_head)
+        part = replace(without.part(layers), vocab=20 if has_head else 0)
+        assert share == pytest.approx(layers * routed / (layers * routed + linear_flops_per_token(part)))
+    assert expert_share(TINY, 2) == expert_share(without, 2) == 0.0
+
+
+def test_work_linear_in_tokens_alone_takes_longer() -> None:
+    stage = StageCost(LAYER, LAYER.scaled(2.5), 1e-9)
+    slower = stage.with_linear(1.5)
+    assert slower.key_read == stage.key_read
+    for one, other in ((slower.forward, stage.forward), (slower.backward, stage.backward)):
+        assert one == replace(other, b=1.5 * other.b)
 
 
 def test_model_flops_are_three_forwards_of_each_document() -> None:

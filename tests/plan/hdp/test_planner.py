@@ -316,3 +316,37 @@ def test_windows_change_plans(kind: dict[str, Any]) -> None:
     full, windows = (replay_stages(plan, planners[1].stages).makespan for plan in plans)
     assert windows < full
     assert windows < replay_stages(plans[0], planners[0].stages).makespan
+
+
+def slot_seconds(plan: StepPlan, stage: StageCost) -> float:
+    """Return the time of a step in which all ranks wait for the slowest one in each slot."""
+    slots = max(map(len, plan.ranks))
+    costs = [[stage.both.micro_batch_cost(one, plan.lengths) for one in rank] for rank in plan.ranks]
+    return sum(max(cost[slot] for cost in costs if slot < len(cost)) for slot in range(slots))
+
+
+def test_plans_follow_the_load_of_experts() -> None:
+    """Uneven experts make tokens dearer beside attention; each of the two plans is the shorter one at its own load."""
+    planner = HdpPlanner(Cluster(4, 4096), (STAGE,), balance="pp", aligned=True, expert_share=0.8)
+    loaded = planner.at_load(3.0)
+    (stage,) = loaded.stages
+    assert stage.forward.b == pytest.approx(STAGE.forward.b * (0.2 + 0.8 * 3.0))
+    assert (stage.forward.a, stage.backward.g) == (STAGE.forward.a, STAGE.backward.g)
+    ratios = []
+    for seed in (30, 32, 36):
+        tokens = np.exp(np.random.default_rng(seed).random(24) * np.log(4 * 4096 * 0.9))
+        lengths = np.ceil(tokens).astype(int).tolist()
+        even, uneven = planner(lengths), loaded(lengths)
+        for plan in (even, uneven):
+            check_step_plan(plan)
+        assert even.digest() != uneven.digest() == planner.at_load(3.0)(lengths).digest()
+        ratios.append([slot_seconds(uneven, one) / slot_seconds(even, one) for one in (stage, STAGE)])
+    at_load, at_even_load = np.array(ratios).T
+    assert (at_load < 0.995).all()
+    assert (at_even_load > 1.005).all()
+
+
+def test_an_even_load_and_dense_stages_change_no_plan() -> None:
+    planner = HdpPlanner(Cluster(4, 4096), (STAGE,), balance="pp", aligned=True, expert_share=0.8)
+    assert planner.at_load(1.0).stages == planner.stages
+    assert replace(planner, expert_share=0.0).at_load(3.0).stages == planner.stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +117,50 @@ def test_weights_travel_with_each_micro_batch() -> None:
     cost = ExpertCost(1e-6, 0.0, 5e-5)
     assert [replica for replica, *_ in follow(1, cost)] == [-1, -1, 3, 3]
     assert [replica for replica, *_ in follow(1, cost, passes=8)] == [-1] * 4, "eight copies cost more than they gain"
+
+
+def feed_back(rank: int, world: int) -> list[float]:
+    """Two steps on two pairs of ranks; the first pair's layer is placed in a ratio of 3 to 1, the second's evenly."""
+    from megatron.core import parallel_state
+
+    from bytescale_ext.data.loading.loads import LoadHistory
+    from megatron.bytescale.core.transformer.moe.placed_layer import Placements
+    from megatron.bytescale.training.experts import loads as experts
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    placements = Placements(PlacementPlan.static(4, 2, 3))
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"))
+    feedback = experts.Feedback(runtime, placements, LoadHistory(lag=1))
+    uneven, even = np.array([[30, 0, 10, 0]] * 2), np.array([[5, 5, 5, 5]] * 2)
+    for step in (7, 8):
+        experts.get_args = lambda step=step: SimpleNamespace(curr_iteration=step)
+        feedback(experts.StepLoads({3: uneven if rank < 2 else even}, 1))
+        parts = np.array([[512, 1024, 512, 0], [512, 0, 512, 1024]])
+        placements.by_layer[3] = PlacementPlan.of(parts, 4)
+    return [feedback.history.at(step) for step in (7, 8, 9)]
+
+
+def test_the_planner_hears_how_uneven_experts_were_as_placed() -> None:
+    """1.5 and 1 in the first step, with a mean of 1.25; both even in the second."""
+    assert run_ranks(feed_back, 4) == [[1.0, 1.25, 1.125]] * 4
+
+
+def test_stages_without_experts_do_not_count() -> None:
+    assert run_ranks(no_layers, 2) == [[1.5, 1]] * 2
+
+
+def no_layers(rank: int, world: int) -> list[float]:
+    """The first rank is of a dense stage."""
+    from bytescale_ext.data.loading.loads import LoadHistory
+    from megatron.bytescale.core.transformer.moe.placed_layer import Placements
+    from megatron.bytescale.training.experts import loads as experts
+
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"))
+    loads = {3: np.array([[30, 0, 10, 0]] * 2)} if rank else {}
+    found: list[float] = []
+    for of_step in (loads, {}):  # in the second step nobody has any
+        experts.get_args = lambda: SimpleNamespace(curr_iteration=0)
+        feedback = experts.Feedback(runtime, Placements(PlacementPlan.static(4, 2, 3)), LoadHistory(lag=1))
+        feedback(experts.StepLoads(of_step, 1))
+        found.append(feedback.history.at(1))
+    return found
