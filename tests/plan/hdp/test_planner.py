@@ -331,7 +331,6 @@ def test_plans_follow_the_load_of_experts() -> None:
     loaded = planner.at_load(3.0)
     (stage,) = loaded.stages
     assert stage.forward.b == pytest.approx(STAGE.forward.b * (0.2 + 0.8 * 3.0))
-    assert (stage.forward.a, stage.backward.g) == (STAGE.forward.a, STAGE.backward.g)
     ratios = []
     for seed in (30, 32, 36):
         tokens = np.exp(np.random.default_rng(seed).random(24) * np.log(4 * 4096 * 0.9))
@@ -347,6 +346,5 @@ def test_plans_follow_the_load_of_experts() -> None:
 
 
 def test_an_even_load_and_dense_stages_change_no_plan() -> None:
-    planner = HdpPlanner(Cluster(4, 4096), (STAGE,), balance="pp", aligned=True, expert_share=0.8)
-    assert planner.at_load(1.0).stages == planner.stages
-    assert replace(planner, expert_share=0.0).at_load(3.0).stages == planner.stages
+    planner = HdpPlanner(Cluster(4, 4096), (STAGE,), expert_share=0.8)
+    assert planner.at_load(1.0).stages == replace(planner, expert_share=0.0).at_load(3.0).stages == planner.stages
