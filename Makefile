@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo cluster check quick-tests test lint style types setup newest pins clean
+.PHONY: help demo cluster check quick-tests test twins lint style types setup newest docs pins clean
 
 RANKS ?= 4
 UV := uv==0.13.8
@@ -16,6 +16,8 @@ help:
 	@echo "make cluster  (root, Linux) the same documents with HDP and with static context parallelism on an emulated cluster"
 	@echo "make check  lint, types, and the tests that start no processes: before each commit"
 	@echo "make test   everything: lint, types, all tests"
+	@echo "make twins  a scaled-down twin of each recipe trains 5 steps, with its losses (2 minutes)"
+	@echo "make docs   the documentation as a site, in site/"
 	@echo "make setup  make .venv with pinned dependencies"
 
 setup: $(STAMP)
@@ -48,7 +50,7 @@ cluster: $(STAMP)
 
 # A worker per core, each with whole files, in the order of tests/conftest.py; each process has one thread.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-test check: export OMP_NUM_THREADS := 1
+test check twins: export OMP_NUM_THREADS := 1
 
 test: $(STAMP) lint
 	$(PYTEST)
@@ -58,6 +60,9 @@ check: $(STAMP) style
 
 quick-tests: $(STAMP)
 	$(PYTEST) -m "not ranks"
+
+twins: $(STAMP)
+	$(BIN)/python -m pytest -q -m "twins or ranks" -k small_twin -rP tests/scripts/test_models.py | grep -E "^(twin of|FAILED|ERROR|E  )"
 
 lint: style types
 
@@ -78,8 +83,12 @@ newest:
 	.venv-newest/bin/bytescale --version
 	.venv-newest/bin/python -m pytest -x tests/e2e/hdp/test_oracle.py tests/e2e/runs/test_resume.py tests/attention
 
+# Reads no network; a broken link or a page that is not in mkdocs.yml is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 pins: $(STAMP)
 	$(BIN)/uv pip compile --quiet --no-header --no-annotate --python $(BIN)/python requirements.in -o requirements.txt
 
 clean:
-	rm -rf .venv .venv-newest runs data build ./*.egg-info
+	rm -rf .venv .venv-newest runs data build site ./*.egg-info

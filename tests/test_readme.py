@@ -22,7 +22,8 @@ from tests.tree import patch_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAPERS = [README, ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md", ROOT / "scripts" / "bench" / "LOG.md"]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAPERS = [README, ROOT / "CONTRIBUTING.md", *PAGES, ROOT / "scripts" / "bench" / "LOG.md"]
 TREES = ("bytescale_ext", "docs", "megatron", "scripts", "tests", ".ci")
 MUST_NOT_EXIST = "megatron/__init__.py"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -73,18 +74,30 @@ def test_readme_calls_refused_only_what_is() -> None:
     assert flags <= REFUSED_FLAGS, f"not refused: {sorted(flags - REFUSED_FLAGS)}"
 
 
+def leads_somewhere(paper: Path, link: str) -> bool:
+    """Return whether a link of a page names a file of the repository, and a heading of it if it names one."""
+    name, _, heading = link.partition("#")
+    target = paper.parent / name if name else paper
+    lines = target.read_text().splitlines() if heading and target.is_file() else []
+    headings = {line.strip("# ").lower().replace(" ", "-") for line in lines if line.startswith("#")}
+    return target.exists() and (not heading or heading in headings)
+
+
+def test_links_to_nothing_are_found() -> None:
+    page = ROOT / "docs" / "recipes.md"
+    assert leads_somewhere(page, "flags.md#refused")
+    assert not any(leads_somewhere(page, link) for link in ("flags.md#accepted", "README.md", "#nothing"))
+
+
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)
 def test_paths_exist(paper: Path) -> None:
     text = paper.read_text()
     words = set(re.findall(r"[\w./-]+", text))
     paths = {word.rstrip(".") for word in words if word.split("/")[0] in TREES and "/" in word}
     links = {target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}
-    assert paths or links or paper.name == "LOG.md"
+    assert paths or links or paper.name in ("LOG.md", "flags.md")
     missing = {path for path in paths - {MUST_NOT_EXIST} if not (ROOT / path).exists()}
-    headings = {f"#{line.strip('# ').lower().replace(' ', '-')}" for line in text.splitlines() if line.startswith("#")}
-    missing |= {
-        target for target in links - headings if not ((paper.parent / target).exists() or (ROOT / target).exists())
-    }
+    missing |= {link for link in links if not leads_somewhere(paper, link)}
     assert not missing
     assert not (ROOT / MUST_NOT_EXIST).exists()
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 
 from tests.bytescale.arguments.resolving import checked
 from tests.e2e.corpora import VOCAB, documents
-from tests.e2e.training import train
+from tests.e2e.docs.pages import with_values
+from tests.e2e.training import Outcome, train
 from tests.harness import run_ranks
 from tests.scripts.launchers import ROOT
 
@@ -190,35 +192,47 @@ def test_the_lines_for_torchrun_and_slurm(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-SMALL = (
-    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 256 "
-    f"--max-position-embeddings 256 --global-batch-size 4 --train-iters 2 --vocab-size {VOCAB} --log-interval 1 --cpu"
-).split()
-# Models that differ in kind, in sizes that a test can train: flags that take the place of a recipe's, ranks.
-TWINS = {
-    "open/gpt-oss-20b": (
-        2,
-        "--num-query-groups 2 --kv-channels 8 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
-        "--expert-model-parallel-size 2 --window-size 24,0 --hdp-tokens-per-rank 128",
-    ),
-    "open/deepseek-v2-lite": (
-        2,
-        "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 --num-experts 4 --moe-router-topk 2 "
-        "--moe-layer-freq [0,1] --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 "
-        "--expert-model-parallel-size 2 --hdp-tokens-per-rank 128",
-    ),
-    "seq1f1b/7b": (2, "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --hdp-tokens-per-rank 256"),
-    "memo/7b": (2, "--tensor-model-parallel-size 1 --hdp-tokens-per-rank 128 --host-memory-gb 0.1"),
-}
+# A twin keeps each flag of its recipe, and its kinds of parallelism with 2 ranks each; these sizes are its own.
+SIZES = {
+    "--num-layers": "2", "--hidden-size": "32", "--ffn-hidden-size": "48", "--num-attention-heads": "4",
+    "--num-query-groups": "2", "--kv-channels": "8", "--kv-lora-rank": "16", "--qk-head-dim": "8",
+    "--qk-pos-emb-head-dim": "4", "--v-head-dim": "6", "--num-experts": "4", "--moe-router-topk": "2",
+    "--moe-layer-freq": "[0,1]", "--moe-ffn-hidden-size": "16", "--moe-shared-expert-intermediate-size": "16",
+    "--window-size": "24,0", "--window-attn-skip-freq": "2", "--seq-length": "256", "--max-position-embeddings": "256",
+    "--hdp-tokens-per-rank": "256", "--global-batch-size": "4", "--hdp-global-tokens": "1024",
+    "--chunked-cross-entropy": "64", "--host-memory-gb": "0.1", "--vocab-size": str(VOCAB), "--split": "100,0,0",
+    "--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2", "--expert-model-parallel-size": "2",
+    "--lr": "1e-2", "--min-lr": "1e-3", "--train-iters": "5",
+}  # fmt: skip
+OFF = ("--bf16",)
+FOR_TESTS = "--log-interval 1 --cpu --no-one-logger --num-workers 0".split()
+# The suite trains those whose kind no other test has; `make twins` trains them all.
+IN_SUITE = ("open/gpt-oss-20b", "open/deepseek-v2-lite", "seq1f1b/7b")
+TWINS = [name if name in IN_SUITE else pytest.param(name, marks=pytest.mark.twins) for name in NAMES]
+
+
+def twin_of(words: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the ranks and the flags of a recipe's twin: two pipelines, or ranks that share documents."""
+    small = [word for word in with_values(words, SIZES) if word not in OFF]
+    kinds = [flag for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size") if flag in words]
+    if len(kinds) < 2:  # documents in rings
+        small[small.index("--hdp-tokens-per-rank") + 1] = "128"
+    return 4 if kinds else 2, small + FOR_TESTS
+
+
+@cache  # models of one family differ in nothing but size
+def trained(ranks: int, flags: tuple[str, ...]) -> Outcome:
+    return train(ranks, *flags)
 
 
 @pytest.mark.parametrize("name", TWINS)
 def test_a_small_twin_trains(name: str, corpus: Path) -> None:
-    path, (ranks, sizes) = RECIPES[NAMES.index(name)], TWINS[name]
-    words = [word for word in shown(path, "flags", DATA=str(corpus)).splitlines() if word != "--bf16"]
-    if "--tensor-model-parallel-size 1" in sizes:
-        words.remove("--sequence-parallel")
-    outcome = train(ranks, *words, *SMALL, *sizes.split(), "--split", "100,0,0", "--no-one-logger", "--num-workers", 0)
+    words = shown(RECIPES[NAMES.index(name)], "flags", DATA=str(corpus)).splitlines()
+    ranks, flags = twin_of(words)
+    assert {word for word in words if word.startswith("--")} - {*OFF} <= {*flags}
+    outcome = trained(ranks, tuple(flags))
+    print(f"twin of {name}: {ranks} ranks, losses {' '.join(f'{loss:.3f}' for loss in outcome.losses)}")
     assert outcome.code is None
-    assert len(outcome.losses) == 2
+    assert len(outcome.losses) == 5
     assert all(0 < loss < 10 for loss in outcome.losses)
+    assert outcome.losses[-1] < outcome.losses[0]
