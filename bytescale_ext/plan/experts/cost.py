@@ -1,13 +1,13 @@
 """What a placement costs: computing, four exchanges of tokens, and the weights and gradients of replicas.
 
 The cost model is FlexMoE's (Nie et al. 2023) for the slowest rank, with two changes that follow from homes: only tokens
-that leave their rank are exchanged, and weights travel from home to each replica and gradients back, with each
-micro-batch, in place of an all-reduce over equal copies.
+that leave their rank are exchanged, and weights travel from home to each replica once in a step and gradients back with
+each micro-batch, in place of an all-reduce over equal copies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -26,7 +26,7 @@ class ExpertCost:
     Attributes:
         token_seconds: of one token in one expert, forward and backward.
         exchange_seconds: of one token on the link of a rank, one way.
-        copy_seconds: of the weights of one expert on the link of a rank, one way, in all micro-batches of a step.
+        copy_seconds: of the weights or gradients of one expert on the link of a rank, in a step: half of both ways.
     """
 
     token_seconds: float
@@ -41,14 +41,23 @@ class ExpertCost:
             shape: with experts.
             flops: that a rank computes in a second.
             link_bytes: that a rank sends in a second.
-            micro_batches: of a step; weights of replicas travel with each.
+            micro_batches: of a step; gradients of replicas travel with each.
         """
+        one_micro_batch = cls._of_one(shape, flops, link_bytes)
+        return one_micro_batch.with_micro_batches(micro_batches)
+
+    def with_micro_batches(self, count: float) -> ExpertCost:
+        """Return the cost of steps of so many micro-batches, from that of one: weights travel once in any case."""
+        return replace(self, copy_seconds=self.copy_seconds * (1 + count) / 2)
+
+    @classmethod
+    def _of_one(cls, shape: ModelShape, flops: float, link_bytes: float) -> ExpertCost:
         inner = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) // shape.experts_per_token
         weights = (3 if shape.gated else 2) * shape.hidden * inner
         return cls(
             token_seconds=2 * weights * (1 + BACKWARD_PER_FORWARD) / flops,
             exchange_seconds=2 * shape.hidden / link_bytes,
-            copy_seconds=2 * weights * micro_batches / link_bytes,
+            copy_seconds=2 * weights / link_bytes,
         )
 
 

@@ -8,7 +8,7 @@ Four ranks on one node share the experts, each with a fixed share of a core and 
 (``scripts/cluster/emulate.py``), so that the others lose the time in which the busiest computes, as GPUs do. All arms
 train the same model from the same weights on the same samples. Its router adds a bias to random scores, which differs
 by layer and stays for the whole run (Megatron's ``--moe-router-force-biased`` with a negative number); so loads are
-uneven, and equal in all arms. Micro-batches are long and few: a replica costs in each what its weights cost.
+uneven, and equal in all arms. Micro-batches are long and few: a replica costs in each what its gradients cost.
 
 Arms take turns, every other round in reverse. The first steps of a run are not counted: there are no replicas before
 the first plan. Losses of all arms must be equal, or the script ends with exit code 1. Only the ratio of two arms in one

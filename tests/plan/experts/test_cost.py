@@ -21,7 +21,8 @@ def test_constants_of_a_model() -> None:
     cost = ExpertCost.of(SHAPE, flops=1e12, link_bytes=1e9, micro_batches=3)
     assert cost.token_seconds == pytest.approx(6 * weights / 1e12)
     assert cost.exchange_seconds == pytest.approx(2 * 4096 / 1e9)
-    assert cost.copy_seconds == pytest.approx(3 * 2 * weights / 1e9)
+    assert 2 * cost.copy_seconds == pytest.approx((1 + 3) * 2 * weights / 1e9), "weights once, gradients three times"
+    assert ExpertCost.of(SHAPE, 1e12, 1e9).with_micro_batches(3) == cost
     plain = ExpertCost.of(replace(SHAPE, gated=False), 1e12, 1e9)
     assert plain.token_seconds == pytest.approx(cost.token_seconds * 2 / 3)
 

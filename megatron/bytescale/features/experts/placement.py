@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="S",
         help="Experts that each expert-parallel rank can hold. Slots beyond the experts whose home it is hold replicas "
-        "of busy experts of other ranks: their weights come from home with each micro-batch and their gradients go "
-        "back, so parameters, optimizers and checkpoints are Megatron's own.",
+        "of busy experts of other ranks: their weights come from home in each step and their gradients go back, so "
+        "parameters, optimizers and checkpoints are Megatron's own.",
     )
     group.add_argument(
         "--moe-placement",

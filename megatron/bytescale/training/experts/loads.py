@@ -25,6 +25,7 @@ from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts, w
 from megatron.bytescale.core.transformer.moe.placed_layer import Placements, with_slots
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.build import Training
+from megatron.bytescale.training.experts.replicas import FetchAhead
 from megatron.bytescale.training.experts.speeds import measured_placement_cost
 from megatron.bytescale.training.training import write_scalars
 
@@ -125,7 +126,9 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
         f"> bytescale: {config.placing.num_slots} slots of each rank for {config.num_experts} experts on "
         f"{config.num_ranks} ranks, placement {config.placing.placement}"
     )
-    return training.wrap_layer_spec(partial(with_slots, placements=placements))
+    training = after_steps(training, (ahead := FetchAhead(placements)).forget)
+    training.model.pre_wrap_hooks.append(partial(ahead.join, timeout_minutes=runtime.run.process.timeout_minutes))
+    return training.wrap_layer_spec(partial(with_slots, placements=placements)).wrap_forward_step(ahead.wrap)
 
 
 def measure(runtime: Runtime, follower: Follower, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -200,9 +203,10 @@ class Follower:
             self.ratios, self.num_moves = [], 0
 
     def _plan(self, num_passes: int) -> None:
-        """Make the plan of each layer; weights of replicas travel ``num_passes`` times a step."""
+        """Make the plan of each layer; gradients of replicas travel ``num_passes`` times a step, weights once."""
         placing = self.config.placing
-        cost = replace(placing.cost, copy_seconds=placing.cost.copy_seconds * num_passes * placing.interval)
+        cost = placing.cost.with_micro_batches(num_passes)
+        cost = replace(cost, copy_seconds=cost.copy_seconds * placing.interval)  # loads are of so many steps
         planner = replace(placing, cost=cost).planner
         for layer, found in self.summed.items():
             before = self.placements.of(layer)

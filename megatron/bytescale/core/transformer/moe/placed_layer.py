@@ -28,10 +28,12 @@ class Placements:
     Attributes:
         first: before loads are known.
         by_layer: plan by the number of the layer, where it has changed.
+        weights_group: the communicator for weights of replicas; None: that of the tokens.
     """
 
     first: PlacementPlan
     by_layer: dict[int, PlacementPlan] = field(default_factory=dict)
+    weights_group: torch.distributed.ProcessGroup | None = None
 
     def of(self, layer: int) -> PlacementPlan:
         """Return the plan of a layer."""
@@ -39,9 +41,15 @@ class Placements:
 
 
 class PlacedMoELayer(CountedMoELayer):
-    """Megatron's layer of experts, to whose dispatcher each slot of the plan is an expert."""
+    """Megatron's layer of experts, to whose dispatcher each slot of the plan is an expert.
+
+    Attributes:
+        experts: homes and replicas.
+        fetch_next: starts the transfer of replicas for the layer after this one.
+    """
 
     experts: SlotExperts
+    fetch_next: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, placements: Placements, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,13 +71,23 @@ class PlacedMoELayer(CountedMoELayer):
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route hidden states [rows, b, hidden]: return probabilities and choices, [tokens, slots] both."""
+        self.fetch()
+        if self.fetch_next is not None:
+            self.fetch_next()
         probs, chosen = super().route(hidden_states, padding_mask)
+        assert self.table is not None
+        return self.table.in_slots(probs, chosen, self.source_group)
+
+    def fetch(self) -> None:
+        """Follow the plan, and start the transfer of replicas unless it has. Collective on the expert group."""
         assert self.layer_number is not None
         plan = self.placements.of(self.layer_number)
         if self.table is None or self.table.plan is not plan:
-            self.table = SlotTable.of(plan, probs.device)
-            self.experts.exchange = Exchange(plan, self.ep_group) if plan.num_replicas else None
-        return self.table.in_slots(probs, chosen, self.source_group)
+            self.table = SlotTable.of(plan, next(self.parameters()).device)
+            group = self.placements.weights_group
+            self.experts.exchange = Exchange(plan, self.ep_group, group) if plan.num_replicas else None
+            self.experts.fetched = None
+        self.experts.fetch()
 
 
 def with_slots(spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements) -> Any:

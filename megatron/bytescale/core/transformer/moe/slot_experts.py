@@ -1,13 +1,14 @@
 """Experts in slots: those whose home this rank is, and replicas with weights that come from home.
 
-Weights travel in the forward pass of each micro-batch, gradients back in its backward pass. So a replica has no
-parameters, and the gradient of a home parameter is whole before any of its hooks runs: gradient buffers, sharded
-optimizers and checkpoints know nothing of replicas. Weights of replicas stay until the backward pass.
+Weights travel once in a step, while other layers compute, and stay until it ends. Gradients go back in the backward
+pass of each micro-batch. So a replica has no parameters, and the gradient of a home parameter is whole before any of
+its hooks runs: gradient buffers, sharded optimizers and checkpoints know nothing of replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,19 +21,53 @@ Weights = Sequence[torch.Tensor]
 """The parameters of one expert, or their gradients, in the order of its module."""
 
 
+@dataclass
+class Fetch:
+    """Weights of the replicas on this rank, on their way or there.
+
+    Attributes:
+        work: the transfer; None once it has ended.
+        sent: kept until then.
+        arrived: [numbers] of all replicas in the order of their arrival.
+        places: the replica of each part of ``arrived``.
+        like: the weights of one expert, for their shapes.
+    """
+
+    work: torch.distributed.Work | None
+    sent: torch.Tensor | None
+    arrived: torch.Tensor
+    places: list[int]
+    like: Weights
+
+    def weights(self) -> list[list[torch.Tensor]]:
+        """Return the weights of each replica, once they are there."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.sent = None
+        rows = dict(zip(self.places, self.arrived.view(len(self.places), -1), strict=True)) if self.places else {}
+        return [_in_shapes(rows[place], self.like) for place in range(len(rows))]
+
+
 class Exchange:
     """Who sends the weights of which expert to whom, for one plan and one rank.
 
     Attributes:
         group: the ranks that share the experts.
+        weights_group: the same ranks, with a communicator for weights alone, so that tokens do not wait for them.
         sent: by target rank, the home slots whose weights go there.
         received: by source rank, the replicas whose weights come from there.
         num_homes: experts whose home this rank is.
         num_replicas: on this rank.
     """
 
-    def __init__(self, plan: PlacementPlan, group: torch.distributed.ProcessGroup) -> None:
+    def __init__(
+        self,
+        plan: PlacementPlan,
+        group: torch.distributed.ProcessGroup,
+        weights_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
         rank = group.rank()
+        self.weights_group = weights_group or group
         self.group, self.num_homes = group, plan.num_experts // plan.num_ranks
         replicas = [[expert for expert in experts[self.num_homes :] if expert != EMPTY] for experts in plan.slots]
         self.num_replicas = len(replicas[rank])
@@ -42,35 +77,47 @@ class Exchange:
             for source in range(plan.num_ranks)
         ]
 
-    def to_replicas(self, homes: Sequence[Weights]) -> list[list[torch.Tensor]]:
-        """Return the weights of each replica on this rank, of any shapes, from those of each home. Collective."""
-        return self._travel(homes, homes[0], self.sent, self.received, self.num_replicas)
+    def to_replicas(self, homes: Sequence[Weights]) -> Fetch:
+        """Send the weights of each home, of any shapes, to its replicas, and do not wait. Collective.
+
+        All ranks start the exchanges of their layers in the same order.
+        """
+        with torch.no_grad():
+            detached = [[one.detach() for one in home] for home in homes]
+            arrived, sent, work = self._start(detached, detached[0], self.sent, self.received, self.weights_group)
+        return Fetch(work, sent, arrived, [place for of_rank in self.received for place in of_rank], detached[0])
 
     def to_homes(self, replicas: Sequence[Weights], like: Weights) -> list[list[torch.Tensor]]:
         """Return the sum of the gradients of all replicas of each home, from those of each replica. Collective.
 
         ``like``: the weights of one expert, for their shapes.
         """
-        return self._travel(replicas, like, self.received, self.sent, self.num_homes)
-
-    def _travel(
-        self, given: Sequence[Weights], like: Weights, sent: list[list[int]], received: list[list[int]], count: int
-    ) -> list[list[torch.Tensor]]:
-        sizes = [one.numel() for one in like]
-        flat = [one.reshape(-1) for places in sent for place in places for one in given[place]]
-        arrived = like[0].new_empty(sum(sizes) * sum(map(len, received)))
-        torch.distributed.all_to_all_single(
-            arrived,
-            torch.cat(flat) if flat else like[0].new_empty(0),
-            [sum(sizes) * len(places) for places in received],
-            [sum(sizes) * len(places) for places in sent],
-            group=self.group,
-        )
-        sums = like[0].new_zeros(count, sum(sizes))
-        places = [place for of_rank in received for place in of_rank]
-        for place, part in zip(places, arrived.view(-1, sum(sizes)), strict=True):
+        arrived, _, work = self._start(replicas, like, self.received, self.sent, self.group)
+        work.wait()
+        size = sum(one.numel() for one in like)
+        sums = like[0].new_zeros(self.num_homes, size)
+        places = [place for of_rank in self.sent for place in of_rank]
+        for place, part in zip(places, arrived.view(-1, size), strict=True):
             sums[place] += part
-        return [[part.view_as(one) for part, one in zip(row.split(sizes), like, strict=True)] for row in sums]
+        return [_in_shapes(row, like) for row in sums]
+
+    @staticmethod
+    def _start(
+        given: Sequence[Weights],
+        like: Weights,
+        sent: list[list[int]],
+        received: list[list[int]],
+        group: torch.distributed.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.distributed.Work]:
+        """Start an all-to-all; return what will have arrived [numbers], what is sent, and the work."""
+        size = sum(one.numel() for one in like)
+        flat = [one.reshape(-1) for places in sent for place in places for one in given[place]]
+        arrived = like[0].new_empty(size * sum(map(len, received)))
+        leaves = torch.cat(flat) if flat else like[0].new_empty(0)
+        splits = ([size * len(places) for places in of] for of in (received, sent))
+        work = torch.distributed.all_to_all_single(arrived, leaves, *splits, group=group, async_op=True)
+        assert work is not None, "this process is in the group"
+        return arrived, leaves, work
 
 
 class _Ctx(torch.autograd.function.FunctionCtx):
@@ -88,20 +135,25 @@ class ShareWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Ctx, exchange: Exchange, tokens: torch.Tensor, *weights: torch.Tensor
+        ctx: _Ctx, exchange: Exchange, replicas: list[list[torch.Tensor]], tokens: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return tokens [tokens, hidden] and the weights of each replica, one after the other."""
+        """Return tokens [tokens, hidden] and the weights of each replica, one after the other, as new tensors."""
         ctx.exchange, ctx.num_weights = exchange, len(weights) // exchange.num_homes
         ctx.save_for_backward(*weights[: ctx.num_weights])
-        replicas = exchange.to_replicas(_of_experts(weights, ctx.num_weights))
-        return tokens.view_as(tokens), *(one for of_expert in replicas for one in of_expert)
+        return tokens.view_as(tokens), *(one.detach() for of_expert in replicas for one in of_expert)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: _Ctx, tokens: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of tokens [tokens, hidden] and homes."""
         homes = ctx.exchange.to_homes(_of_experts(gradients, ctx.num_weights), ctx.saved_tensors)
-        return None, tokens, *(one for of_expert in homes for one in of_expert)
+        return None, None, tokens, *(one for of_expert in homes for one in of_expert)
+
+
+def _in_shapes(row: torch.Tensor, like: Weights) -> list[torch.Tensor]:
+    """Return the numbers [n] of an expert in the shapes of its weights."""
+    parts = row.split([one.numel() for one in like])
+    return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
 
 
 def _of_experts(flat: Weights, count: int) -> list[Weights]:
@@ -114,9 +166,23 @@ class SlotExperts(SequentialMLP):
 
     Attributes:
         exchange: of the plan that runs, or None without replicas; the layer sets it.
+        fetched: weights of replicas, from the start of their transfer to the end of the step.
+        before_reading: waits until the weights of homes are those of the step.
     """
 
     exchange: Exchange | None = None
+    fetched: Fetch | None = None
+    before_reading: Callable[[], None] | None = None
+
+    def fetch(self) -> None:
+        """Start the transfer of the weights of replicas, once in a step. Collective on the ranks that share experts."""
+        if self.exchange is None or self.fetched is not None:
+            return
+        if self.before_reading is not None:
+            self.before_reading()
+        weights = [one for expert in self.local_experts for one in expert.parameters()]
+        homes = _of_experts(weights, len(weights) // self.exchange.num_homes)
+        self.fetched = self.exchange.to_replicas(homes)
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -132,9 +198,11 @@ class SlotExperts(SequentialMLP):
         modules: list[Any] = list(self.local_experts)
         replicas: list[Weights] = []
         if self.exchange is not None:
+            SlotExperts.fetch(self)
+            assert self.fetched is not None
             weights = [one for expert in self.local_experts for one in expert.parameters()]
             names = [name for name, _ in modules[0].named_parameters()]
-            tokens, *flat = ShareWeights.apply(self.exchange, tokens, *weights)
+            tokens, *flat = ShareWeights.apply(self.exchange, self.fetched.weights(), tokens, *weights)
             replicas = _of_experts(flat, len(names))
         sizes = tokens_per_expert.tolist()
         parts = list(zip(tokens.split(sizes), permuted_probs.split(sizes), strict=True))

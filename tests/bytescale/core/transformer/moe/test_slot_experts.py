@@ -46,7 +46,9 @@ class Stack(torch.nn.Module):
         self.local_experts = torch.nn.ModuleList([Expert(2 * rank), Expert(2 * rank + 1)])
         self.exchange = exchange
 
+    before_reading = fetched = None
     forward = SlotExperts.forward
+    fetch = SlotExperts.fetch
 
 
 def inputs(rank: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -92,6 +94,49 @@ def test_gradients_are_those_of_one_process() -> None:
             for name, parameter in experts[2 * rank + home].named_parameters():
                 hooked = seen[f"local_experts.{home}.{name}"]
                 assert torch.allclose(hooked, parameter.grad, rtol=0, atol=1e-10), f"{name} of expert {2 * rank + home}"
+
+
+def two_passes(rank: int, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
+    """Run two micro-batches before their backward passes; return outputs, gradients of weights, and collectives."""
+    stack, calls = Stack(rank, Exchange(shared_plan(), torch.distributed.group.WORLD)), []
+    works = torch.distributed.all_to_all_single
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("exchange")
+        return works(*args, **kwargs)
+
+    torch.distributed.all_to_all_single = noted
+    stack.before_reading = lambda: calls.append("gathered")  # type: ignore[assignment]
+    stack.fetch()
+    stack.fetch()
+    calls.append("begun")
+    sizes, tokens, probs = inputs(rank)
+    passes = [stack(scale * tokens, torch.tensor(sizes), probs)[0] for scale in (1.0, 3.0)]
+    calls.append("forward")
+    for output in passes:
+        output.square().sum().backward()
+    gradients = [one.grad for one in stack.parameters() if one.grad is not None]
+    return [one.detach() for one in passes], gradients, calls
+
+
+@pytest.mark.ranks
+def test_weights_travel_once_in_a_step() -> None:
+    """Each micro-batch has its own gradients, although both use the same weights."""
+    found = run_ranks(two_passes, RANKS)
+    experts = [Expert(number) for number in range(EXPERTS)]
+    for rank, (outputs, _, calls) in enumerate(found):
+        assert calls == ["gathered", "exchange", "begun", "forward", "exchange", "exchange"]
+        sizes, tokens, probs = inputs(rank)
+        held = [expert for expert in shared_plan().slots[rank] if expert >= 0]
+        for scale, output in zip((1.0, 3.0), outputs, strict=True):
+            parts = zip(held, (scale * tokens).split(sizes), probs.split(sizes), strict=False)
+            expected = torch.cat([experts[expert](*part)[0] for expert, *part in parts])
+            expected.square().sum().backward()
+            assert torch.allclose(output, expected, rtol=0, atol=1e-12)
+    for rank, (_, gradients, _) in enumerate(found):
+        expected_gradients = [one.grad for home in range(2) for one in experts[2 * rank + home].parameters()]
+        for mine, expected in zip(gradients, expected_gradients, strict=True):
+            assert torch.allclose(mine, expected, rtol=0, atol=1e-10)
 
 
 def test_without_replicas_nothing_travels() -> None:
