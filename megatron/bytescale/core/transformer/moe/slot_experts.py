@@ -114,8 +114,8 @@ class Exchange:
         flat = [one.reshape(-1) for places in sent for place in places for one in given[place]]
         arrived = like[0].new_empty(size * sum(map(len, received)))
         leaves = torch.cat(flat) if flat else like[0].new_empty(0)
-        splits = ([size * len(places) for places in of] for of in (received, sent))
-        work = torch.distributed.all_to_all_single(arrived, leaves, *splits, group=group, async_op=True)
+        come, go = ([size * len(places) for places in of] for of in (received, sent))
+        work = torch.distributed.all_to_all_single(arrived, leaves, come, go, group=group, async_op=True)
         assert work is not None, "this process is in the group"
         return arrived, leaves, work
 
