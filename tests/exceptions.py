@@ -119,6 +119,7 @@ ANY_FILES = {
     "megatron/bytescale/features/experts/upcycle.py",
     "megatron/bytescale/training/experts/gate.py",
     "megatron/bytescale/training/experts/loads.py",
+    "megatron/bytescale/training/experts/replicas.py",
     "megatron/bytescale/training/hdp.py",
     "megatron/bytescale/training/one_device.py",
     "megatron/bytescale/training/profile.py",

@@ -7,14 +7,17 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from bytescale_ext.config.experts import PlacementConfig
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.experts.cost import ExpertCost
+from bytescale_ext.plan.experts.trace import Trace, TraceHead
 from scripts.bench.experts import wall_time
 from scripts.bench.experts.wall_time import Bench, Steps
 from scripts.cluster.emulate import BEFORE_TRAINING, Ended
@@ -42,6 +45,24 @@ WARNING:megatron.core.tensor_parallel.random:a line in between
 def log_of(times: Sequence[float], balances: Sequence[float]) -> str:
     """Return what the last rank prints in four steps."""
     return LOG.format(before=BEFORE_TRAINING, times=times, balances=balances)
+
+
+def trace_of(kept: float, steps: int = 4) -> Trace:
+    """Return loads of two layers in which this share of all pairs is kept, half of them in the first rank."""
+    each = round(kept * wall_time.TOKENS * wall_time.TOPK / wall_time.RANKS)
+    loads = np.zeros((steps, 2, wall_time.RANKS, wall_time.EXPERTS), np.int64)
+    loads[..., 0], loads[..., 2], loads[..., 4] = each // 2, each // 4, each // 4
+    return Trace(TraceHead(wall_time.EXPERTS, wall_time.TOPK, wall_time.RANKS), (1, 2), loads)
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Append loads as the training does."""
+    rows: list[object] = [] if path.exists() else [asdict(trace.head)]
+    for step, loads in enumerate(trace.loads):
+        by_layer = {str(layer): one.tolist() for layer, one in zip(trace.layers, loads, strict=True)}
+        rows.append({"step": step + 1, "loads": by_layer})
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
 STATIC = Steps.of(log_of([9000.0, 4000.0, 2500.0, 2700.0], [2.205, 2.0, 2.1, 2.3]))
@@ -166,7 +187,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Launch, Topolog
     ran: list[tuple[str, Launch, Topology]] = []
 
     def run(topology: Topology, launch: Launch) -> Ended:
-        arm = value_of(launch.command, "--moe-placement")
+        is_capacity = "--moe-expert-capacity-factor" in launch.command
+        arm = "capacity" if is_capacity else value_of(launch.command, "--moe-placement")
+        if is_capacity:
+            write_trace(Path(value_of(launch.command, "--moe-placement-trace")), trace_of(0.5))
         ran.append((arm, launch, topology))
         launch.log_dir.mkdir(parents=True)
         is_placed = arm == "flexmoe"
@@ -236,6 +260,8 @@ def test_a_run_that_fails_ends_with_its_log(
         (["--rounds", "0"], "--rounds 0, --steps 12: give 1 and 3 or more"),
         (["--steps", "2"], "--rounds 2, --steps 2: give 1 and 3 or more"),
         (["--bias", "0"], "--bias 0 must be positive"),
+        (["--capacity-factor", "0"], "--capacity-factor 0 must be positive"),
+        (["--capacity-factor", "nan"], "--capacity-factor nan must be positive"),
         (["--bias", "nan"], "--bias nan must be positive"),
         (["--arms", "static", "static"], "--arms static static: each arm can be given once"),
         (["--cores-per-rank", "0"], "--cores-per-rank 0 must be positive"),

@@ -40,7 +40,7 @@ class Fetch:
     like: Weights
 
     def weights(self) -> list[list[torch.Tensor]]:
-        """Return the weights of each replica, once they are there."""
+        """Wait until they are there, and return the weights of each replica, [any shape] as in its expert."""
         if self.work is not None:
             self.work.wait()
             self.work = self.sent = None
