@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
@@ -56,7 +57,7 @@ def check_same_model(
     """Check that costs belong to this model; return them with the number of layers of ``shape``.
 
     Costs are per layer with full attention, so the number of layers and their windows may differ. All other sizes that
-    affect the time of a layer or of the head must agree.
+    affect the time of a layer or of the head must agree. Costs of layers with experts are for models of such layers.
 
     Args:
         dtype: parameter type, for example "bfloat16".
@@ -65,10 +66,12 @@ def check_same_model(
     Raises:
         ValueError: sizes differ; the message names them.
     """
-    free = {"num_layers", *WINDOWS}
+    free = {"num_layers", "num_expert_layers", *WINDOWS}
     mine = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name not in free}
     mine |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
     theirs = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in mine}
+    for sizes, of in ((mine, shape), (theirs, cost.shape)):
+        sizes["share of layers with experts"] = Fraction(of.num_expert_layers, of.num_layers)
     differs = [f"{name} is {theirs[name]} there and {mine[name]} here" for name in mine if mine[name] != theirs[name]]
     if differs:
         raise ValueError(

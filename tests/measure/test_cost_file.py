@@ -160,3 +160,15 @@ def test_another_device_layout_is_refused() -> None:
 def test_windows_may_differ_because_costs_are_those_of_full_attention() -> None:
     shape = replace(COST.shape, num_window_layers=1, window_tokens=100)
     assert check_same_model(COST, shape, COST.tensor_parallel, COST.dtype, "file").shape == shape
+
+
+def test_costs_of_layers_with_experts_are_for_such_layers() -> None:
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden": 12}
+    sparse = replace(COST, shape=replace(COST.shape, num_expert_layers=2, **experts))
+    deeper = replace(sparse.shape, num_layers=80, num_expert_layers=80)
+    assert check_same_model(sparse, deeper, 2, "bfloat16", "cost.json").shape == deeper
+    mixed = replace(deeper, num_expert_layers=40)
+    with pytest.raises(ValueError, match="model: share of layers with experts is 1 there and 1/2 here; run"):
+        check_same_model(sparse, mixed, 2, "bfloat16", "cost.json")
+    with pytest.raises(ValueError, match="num_experts is 0 there and 4 here"):
+        check_same_model(COST, deeper, 2, "bfloat16", "cost.json")

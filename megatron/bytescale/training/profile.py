@@ -54,6 +54,7 @@ ASIDE = {
     "pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None, "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+    "expert_model_parallel_size": 1, "moe_layer_freq": 1,
     "overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": False,
     "check_for_nan_in_loss_and_grad": False,
     "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
@@ -61,7 +62,8 @@ ASIDE = {
 """Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step.
 
 All layers are measured with full attention and RoPE, so a cost file is one of a model without windows; the time of
-windows follows from that of full attention (``CostModel``).
+windows follows from that of full attention (``CostModel``). A layer of experts is measured with all its experts on each
+rank, so it exchanges no tokens; ``bytescale search`` adds what exchanges take, and plans of training leave it out.
 """
 
 
@@ -139,15 +141,17 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
     _join(args, on_cpu)
     run = resolve(args)
     subject = Subject(args, Runtime(run, StepClock(run.process.on_cuda, time.process_time)), run.shape)
-    parallel_state.initialize_model_parallel(subject.tensor_parallel)
+    expert_ranks = args.expert_tensor_parallel_size if args.num_experts else None
+    parallel_state.initialize_model_parallel(subject.tensor_parallel, expert_tensor_parallel_size=expert_ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     return subject
 
 
 def _settle(args: argparse.Namespace, max_tokens: int) -> None:
     """Override arguments that do not matter for a profile. Raises ValueError for what it cannot measure."""
-    if args.num_experts:
-        raise ValueError("--num-experts: a cost file has no entry for experts; train without --cost-file")
+    every = args.moe_layer_freq
+    if args.num_experts and not all(every if isinstance(every, list) else [every == 1]):
+        raise ValueError("--moe-layer-freq: layers differ in their cost; profile with 1, or train without --cost-file")
     if args.recompute_method == "block":
         raise ValueError("--recompute-method block: layers differ in their cost; profile with uniform, or without")
     needed = args.tensor_model_parallel_size

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bytescale_ext.measure.cost_file import check_same_model
 from bytescale_ext.measure.fit import Timing
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
@@ -95,6 +96,19 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
     assert cost.slowdown == 4
     assert "--ring-bytes-per-second, 1e+03 GB/s, between nodes 250 GB/s" in cost.source
     assert "kernel" in cost.source
+
+
+def test_layers_of_experts_are_profiled_with_all_experts() -> None:
+    """Whatever the number of ranks that share them in training; costs are of layers, however many there are."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall"
+    flags = [*MODEL, *TRAINING, *experts.split(), "--expert-model-parallel-size", "8", "--moe-layer-freq", "[1]*8"]
+    cost, errors = run_ranks(profile_with_made_up_clock, 1, flags, True)[0]
+    check_made_up_cost(cost, errors)
+    shape = cost.shape
+    assert (shape.num_experts, shape.experts_per_token, shape.num_expert_layers) == (4, 2, 8)
+    assert (shape.expert_ffn_hidden, shape.ffn_hidden) == (48, 48)
+    deeper = replace(shape, num_layers=32, num_expert_layers=32)
+    assert check_same_model(cost, deeper, 1, "float32", "cost.json") == replace(cost, shape=deeper)
 
 
 def test_bytes_that_are_kept() -> None:
@@ -234,7 +248,8 @@ def refusal(rank: int, world: int, flags: list[str]) -> str:
     ("flags", "said"),
     [
         ("--tensor-model-parallel-size 2", "2 processes, or a multiple, and there are 1: torchrun --nproc-per-node 2"),
-        ("--num-experts 4", "--num-experts: a cost file has no entry for experts"),
+        ("--num-experts 4 --moe-layer-freq 2", "--moe-layer-freq: layers differ in their cost; profile with 1"),
+        ("--num-experts 4 --moe-layer-freq [0,1,1,1,1,1,1,1]", "--moe-layer-freq: layers differ in their cost"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", "--recompute-method block"),
         ("--attention-dropout 0.1", "--attention-dropout > 0"),
         ("--hdp-attention-kernel none", "none"),
