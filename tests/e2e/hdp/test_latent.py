@@ -59,7 +59,9 @@ class Case:
 
 
 CASES = {
-    "expanded": Case(4, [*SELECTIVE, "core_attn", "mla_up_proj"]),  # keys and values travel
+    "expanded": Case(  # keys and values travel
+        4, [*TP2[:2], "--hdp-tokens-per-rank", "128", *SELECTIVE, "core_attn", "mla_up_proj"], tp_size=2
+    ),
     "slices": Case(
         4, [*PP2, *"--seq1f1b-slices 3 --hdp-tokens-per-rank 128".split(), *SELECTIVE, "core_attn"], num_stages=2
     ),

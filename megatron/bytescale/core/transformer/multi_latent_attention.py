@@ -42,6 +42,9 @@ class DocumentLatentAttention(MLASelfAttention):
     def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = DocumentRotary(self.rotary_pos_emb)
+        if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
+            for parameter in self.q_layernorm.parameters():  # of the whole latent; by its name Megatron would sum it up
+                parameter.average_gradients_across_tp_domain = True
         self.core_attention = DocumentLatentCore(
             self.config, self.layer_number, runtime=runtime, softmax_scale=self.softmax_scale
         )
