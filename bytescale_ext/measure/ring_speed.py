@@ -65,8 +65,20 @@ def gathered_seconds_per_byte(group: dist.ProcessGroup, device: torch.device, nu
     Collective over all processes, each with its own ``group`` of two or more. All get the time of the slowest.
     """
     size = dist.get_world_size(group)
-    sent = torch.zeros(num_bytes // size, dtype=torch.uint8, device=device)
-    received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
+    received_bytes = num_bytes // size * (size - 1)
+    return _gather_seconds(group, device, num_bytes // size) / received_bytes
+
+
+def gather_latency(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds in which ranks gather a byte of each, as ``gathered_seconds_per_byte`` measures them."""
+    return _gather_seconds(group, device, 1)
+
+
+def _gather_seconds(group: dist.ProcessGroup, device: torch.device, own_bytes: int) -> float:
+    """Return the seconds in which ranks gather so many bytes of each: the best of several tries, of the slowest."""
+    size = dist.get_world_size(group)
+    sent = torch.zeros(own_bytes, dtype=torch.uint8, device=device)
+    received = torch.empty(size * own_bytes, dtype=torch.uint8, device=device)
     fastest = float("inf")
     for _ in range(REPEATS):
         begun = time.perf_counter()
@@ -76,7 +88,7 @@ def gathered_seconds_per_byte(group: dist.ProcessGroup, device: torch.device, nu
         fastest = min(fastest, time.perf_counter() - begun)
     slowest = torch.tensor(fastest, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest) / (received.numel() - sent.numel())
+    return float(slowest)
 
 
 def bytes_per_second_of_two_processes(on_cuda: bool) -> float:

@@ -44,8 +44,9 @@ class ModelCost:
         head_forward, head_backward: seconds per token of embedding, output layer and loss together.
         layer_bytes: activations that one token keeps in one layer until its backward pass.
         recompute_bytes: the same with full recompute (the layer's input).
-        collective: seconds for each byte that a rank receives in collectives of its tensor-parallel group; ``forward``
-            and ``backward`` include them. 0: there is one rank, or they were not measured by themselves.
+        collective: seconds for each byte that a rank receives in collectives of its node or, with tensor parallelism,
+            of its tensor-parallel group; then ``forward`` and ``backward`` include them. 0: not measured by themselves.
+        latency: seconds that such a collective, or a message, of a few bytes takes; 0: not measured.
         slowdown: a rank receives a byte from another node in this many times the time from its own node, of which the
             ``c`` of both passes is. 1: there is one node, or links between nodes were not measured by themselves.
     """
@@ -63,6 +64,7 @@ class ModelCost:
     recompute_bytes: float
     collective: float = 0.0
     slowdown: float = 1.0
+    latency: float = 0.0
 
     @property
     def element_bytes(self) -> int:
@@ -122,7 +124,15 @@ class ModelCost:
     def _check(self) -> None:
         numbers = {f"{name}.{key}": number for name in ("forward", "backward")
                    for key, number in asdict(getattr(self, name)).items() if key not in NOT_IN_FILES}  # fmt: skip
-        for name in ("head_forward", "head_backward", "layer_bytes", "recompute_bytes", "collective", "slowdown"):
+        for name in (
+            "head_forward",
+            "head_backward",
+            "layer_bytes",
+            "recompute_bytes",
+            "collective",
+            "slowdown",
+            "latency",
+        ):
             numbers[name] = getattr(self, name)
         for name, number in numbers.items():
             if not isinstance(number, int | float) or not 0 <= number < float("inf"):

@@ -119,7 +119,8 @@ class Case:
         full_bytes: the most memory of a device and of a process's host memory, where it does not depend on the step.
             Where the planner chooses slices, ``stages`` and this are those of layers that keep all.
         update: of the process with most parameters.
-        message: seconds of a message between stages.
+        message: seconds of a message between stages with all tokens of a micro-batch, without ``latency``.
+        latency: seconds of one of a few bytes.
         planner: plans its steps.
     """
 
@@ -130,6 +131,7 @@ class Case:
     full_bytes: tuple[float, float]
     update: Update
     message: float
+    latency: float
     planner: HdpPlanner
 
     @classmethod
@@ -180,6 +182,7 @@ class Case:
             full_bytes,
             update_of(cost, most, cluster, strategy.shares_optimizer),
             message_seconds(cost, strategy.tokens_per_rank, is_between_nodes) if num_stages > 1 else 0.0,
+            cost.latency if num_stages > 1 else 0.0,
             planner,
         )
 
@@ -223,7 +226,7 @@ class Case:
         counts = micro_batch_counts(plan, strategy.expert_parallel, group)
         table = ShardTable.of(plan).with_counts(np.array(counts))
         slicing = plan.slicing or ONE_SLICE
-        message = self.message / slicing.num_slices
+        message = self.latency + self.message / slicing.num_slices
         stages, (device_bytes, host_bytes) = self.stages, self.full_bytes
         if self.priced_slices is not None:
             chosen, nodes = self.priced_slices.of(slicing), self.planner.stages[0].forward.nodes

@@ -18,8 +18,9 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
 
     Work grows with its FLOPs, exchange with the bytes of keys, and memory with the bytes of ``layer_tensors`` under
     sequence parallelism. Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et
-    al. 2022, section 4.2.2), as long for each byte as the cost says, or as ``COLLECTIVE_BYTES_PER_SECOND``. The cost of
-    launches of a layer stays. The model and the ranks of ``cost`` give ``cost`` itself.
+    al. 2022, section 4.2.2), as long for each byte as the cost says, or as ``COLLECTIVE_BYTES_PER_SECOND``, and each
+    of them ``latency`` besides. Launches of a layer cost what they did. The model and the ranks of ``cost`` give
+    ``cost`` itself.
     """
     if (shape, tensor_parallel) == (cost.shape, cost.tensor_parallel):
         return cost
@@ -34,12 +35,14 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
 
     old, new = sizes(cost.shape, cost.tensor_parallel), sizes(shape, tensor_parallel)
     linear, attention, keys, kept = (after / before for after, before in zip(new, old, strict=True))
-    waited = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, cost.tensor_parallel) * cost.collective
-    waits = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel) * collective
+    element = cost.element_bytes
+    waited = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, cost.tensor_parallel, element) * cost.collective
+    waits = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel, element) * collective
+    more = COLLECTIVES_OF_A_LAYER * cost.latency * ((tensor_parallel > 1) - (cost.tensor_parallel > 1))
 
     def of_pass(one: CostModel) -> CostModel:
-        products = max(0.0, one.b - waited) * linear
-        return replace(one, a=one.a * attention, b=products + waits, c=one.c * keys, h=one.h * keys)
+        products, launches = max(0.0, one.b - waited) * linear, max(0.0, one.g + more)
+        return replace(one, a=one.a * attention, b=products + waits, c=one.c * keys, g=launches, h=one.h * keys)
 
     fewer = cost.tensor_parallel / tensor_parallel
     head = shape.hidden * shape.vocab / (cost.shape.hidden * cost.shape.vocab) * fewer
@@ -53,7 +56,7 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
         head_backward=cost.head_backward * head,
         layer_bytes=cost.layer_bytes * kept,
         recompute_bytes=cost.recompute_bytes * shape.hidden / cost.shape.hidden * fewer,
-        collective=collective if tensor_parallel > 1 else cost.collective,
+        collective=collective,
     )
 
 

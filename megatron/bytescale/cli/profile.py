@@ -181,7 +181,8 @@ def measured_cost(
     cost, inside = model_cost(fits, kept, origin), subject.ring_seconds(rate)
     forward, backward = (replace(one, c=c) for one, c in zip((cost.forward, cost.backward), inside, strict=True))
     cost = replace(cost, forward=forward, backward=backward, slowdown=max(1.0, rate / between))
-    return replace(cost, collective=collective_seconds(subject)), found
+    collective, latency = collective_seconds(subject)
+    return replace(cost, collective=collective, latency=latency), found
 
 
 def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tuple[float, float, str]:
@@ -198,16 +199,25 @@ def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tu
     return rate, given[1] or between, how
 
 
-def collective_seconds(subject: Subject) -> float:
-    """Return the seconds for each byte that a tensor-parallel rank receives; 0 for a single rank. Collective."""
-    if subject.tensor_parallel == 1:
-        return 0.0
+def collective_seconds(subject: Subject) -> tuple[float, float]:
+    """Return the seconds for each byte that a rank receives in collectives, and of one of a few bytes. Collective.
+
+    The ranks are those of a tensor-parallel group or, without one, of a node, where tensor parallelism would put it; 0
+    for a single rank.
+    """
+    import torch
     from megatron.core import parallel_state
 
     from bytescale_ext.measure import ring_speed
 
-    group = parallel_state.get_tensor_model_parallel_group()
-    return ring_speed.gathered_seconds_per_byte(group, subject.runtime.device)
+    device, node = subject.runtime.device, subject.cluster.node_ranks
+    if subject.tensor_parallel > 1:
+        group = parallel_state.get_tensor_model_parallel_group()
+    elif node > 1 and subject.cluster.num_ranks % node == 0:
+        group, _ = torch.distributed.new_subgroups(node)
+    else:
+        return 0.0, 0.0
+    return ring_speed.gathered_seconds_per_byte(group, device), ring_speed.gather_latency(group, device)
 
 
 def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:
@@ -245,7 +255,8 @@ def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
     lines.append(f"{'embedding, output layer and loss':<34}")
     lines.append(f"  {'ns per token':<32} {head[0]:12,.2f} {head[1]:12,.2f}")
     if cost.collective:
-        lines.append(f"{'tensor parallelism':<34} {'':>12} {1e-9 / cost.collective:12,.1f} GB/s received")
+        lines.append(f"{'collectives in a node':<34} {'':>12} {1e-9 / cost.collective:12,.1f} GB/s received")
+        lines.append(f"  {'us for a few bytes':<32} {'':>12} {1e6 * cost.latency:12,.1f}")
     lines.append(f"{'kept until the backward pass':<34} {'':>12} {'recompute':>12}")
     lines.append(f"  {'bytes per token and layer':<32} {cost.layer_bytes:12,.0f} {cost.recompute_bytes:12,.0f}")
     lines += ["", "micro-batches that the fit did not see, forward and backward:", prediction_table(found)]

@@ -87,7 +87,7 @@ def test_a_training_command_is_profiled_as_it_is() -> None:
     shape = cost.shape
     assert (shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads) == (8, 32, 4, 2)
     assert (shape.head_dim, shape.ffn_hidden, shape.gated, shape.vocab) == (8, 48, True, 128)
-    assert (cost.dtype, cost.tensor_parallel, cost.collective) == ("float32", 1, 0.0)
+    assert (cost.dtype, cost.tensor_parallel, cost.collective, cost.latency) == ("float32", 1, 0.0, 0.0)
     assert cost.device.startswith("CPU")
     # keys and values of two heads of 8 numbers, 4 bytes each, at the given 1 TB/s; their gradients go too
     assert cost.forward.c == pytest.approx(2 * 2 * 8 * 4 / 1e12)
@@ -141,6 +141,8 @@ def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
     assert cost.backward.h == pytest.approx(RING["backward"])
     assert len(errors) == 12 + 4
     assert "22 micro-batches and 6 rings of up to 96 tokens" in cost.source
+    assert cost.collective > 0, "as tensor-parallel ranks would exchange"
+    assert cost.latency > 0
 
 
 def test_tensor_parallel_hdp_ranks() -> None:

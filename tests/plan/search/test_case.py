@@ -141,6 +141,18 @@ def test_virtual_stages_run_groups_of_micro_batches() -> None:
     assert case.run(STEPS[0]).seconds > 0
 
 
+@pytest.mark.parametrize("strategy", [PIPED, SLICED])
+def test_each_message_between_stages_takes_its_latency(strategy: Strategy) -> None:
+    """Fill and drain have a message in each direction at least, however few bytes a slice has."""
+    latency = 1.0
+    slow = replace(TASK, cost=replace(COST, latency=latency))
+    figures = [Case.of(task, strategy).run(STEPS[0]) for task in (TASK, slow)]
+    assert figures[1].seconds >= figures[0].seconds + 2 * (strategy.num_stages - 1) * latency * 0.999
+    assert figures[1].compute == pytest.approx(figures[0].compute, rel=0.05)
+    alone = [Case.of(task, WHOLE).run(STEPS[0]) for task in (TASK, slow)]
+    assert alone[0] == alone[1], "one stage sends no messages"
+
+
 def test_slices_are_those_of_training() -> None:
     case = Case.of(TASK, SLICED)
     choice = case.planner.choice

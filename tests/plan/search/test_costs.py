@@ -49,6 +49,19 @@ def test_exchange_and_memory_scale_with_their_bytes() -> None:
     assert split.tensor_parallel == 2
 
 
+def test_measured_collectives_take_their_bytes_and_their_latency() -> None:
+    """Of float32 a rank receives half of 64 elements of 4 bytes for each token, four times in each pass of a layer."""
+    measured = replace(COST, dtype="float32", collective=1e-9, latency=2e-4)
+    split = scaled_cost(measured, SHAPE, 2)
+    for one, whole in ((split.forward, COST.forward), (split.backward, COST.backward)):
+        assert one.g == pytest.approx(whole.g + 4 * 2e-4)
+        assert one.b == pytest.approx(whole.b / 2 + 4 * 32 * 4 * 1e-9)
+    assert (split.collective, split.latency) == (1e-9, 2e-4)
+    assert_same_times(scaled_cost(split, SHAPE, 1), measured)
+    assert scaled_cost(split, SHAPE, 4).forward.g == pytest.approx(split.forward.g)
+    assert scaled_cost(replace(COST, latency=0.0), SHAPE, 2).forward.g == COST.forward.g
+
+
 def test_full_recompute_repeats_the_forward_pass() -> None:
     cost = strategy_cost(COST, Strategy(1, (6,), 1024, activations=FULL), CLUSTER)
     assert cost.backward == COST.backward + COST.forward
