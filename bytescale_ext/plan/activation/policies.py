@@ -85,13 +85,16 @@ def plan_priced(load: LayerLoad, machine: Machine) -> ActivationPlan:
 
 def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
     """Return the plan of ``plan_priced``, or None where no shares fit."""
+    keeps_all = ActivationPlan("priced")
+    if forecast(keeps_all, load, machine).fits(machine):  # others rebuild at least outputs of norms
+        return keeps_all
     fewest = min(load.resident_layers, load.num_layers)
     plans = [
         ActivationPlan("priced", swap, max(0.0, 1.0 - swap - keep), input_swap, True, resident)
         for resident in range(fewest, load.num_layers)
         for input_swap, keep, swap in (_unmoved(load, machine, resident), *_corners(load, machine, resident))
     ]
-    return _fastest([*plans, ActivationPlan("priced")], load, machine)
+    return _fastest(plans, load, machine)
 
 
 def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
