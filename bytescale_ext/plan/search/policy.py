@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from bytescale_ext.plan.activation.forecast import forecast, stage_cost
-from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerLoad, LayerSettings, Machine, full_load
+from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings, Machine, full_load
 from bytescale_ext.plan.activation.policies import priced_or_none
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
@@ -90,11 +90,8 @@ class PricedStages:
             if plan is None:
                 return None
             found = forecast(plan, load, machine)
-            beyond = unnamed_bytes(self.cost, load) if plan.is_off else 0.0
-            if beyond and found.device_bytes + beyond > machine.device_bytes:
-                return None
             stages.append(stage_cost(self.cost, load, plan, machine, stage == len(self.state_bytes) - 1))
-            device_bytes = max(device_bytes, states + found.device_bytes + beyond)
+            device_bytes = max(device_bytes, states + found.device_bytes)
             host_bytes = max(host_bytes, found.host_bytes)
         return UnderPolicy(slicing, tuple(stages), device_bytes, host_bytes)
 
@@ -123,16 +120,6 @@ class PricedStages:
         tokens = [cluster.tokens_per_rank * length / sum(lengths) for length in lengths]
         others = min(slicing.kept_tokens, self.context) * (1 - 1 / cluster.num_ranks)
         return held_slices(schedule, stage, tokens, others, LayerBytes(0.0, keys, sums))
-
-
-def unnamed_bytes(cost: ModelCost, load: LayerLoad) -> float:
-    """Return what all layers of a stage hold, by the cost of the model, beyond the tensors that the policy names.
-
-    Forecasts of the policy count the tensors of fused operators (``layer_tensors``). Where the policy has nothing to
-    do, layers keep what they keep without it, which may be more.
-    """
-    named = load.bytes_of() / load.num_tokens + load.expert_bytes
-    return load.times_held * load.num_tokens * load.num_layers * max(0.0, cost.layer_bytes - named)
 
 
 @dataclass(frozen=True)

@@ -59,22 +59,6 @@ def test_less_memory_takes_longer_until_nothing_fits() -> None:
     assert fitting[0].slowest.both.b < fitting[-1].slowest.both.b
 
 
-def test_a_policy_with_nothing_to_do_holds_what_layers_keep_without_it() -> None:
-    """The measured bytes of a layer count, of two micro-batches of 1,024 tokens in the three layers of the stage."""
-    known, more = stages_of(AMPLE), 10_000.0
-    one, other = (
-        replace(known, cost=replace(COST, layer_bytes=size)).under_policy() for size in (10_000.0, 10_000.0 + more)
-    )
-    assert one is not None
-    assert other is not None
-    assert other.device_bytes - one.device_bytes == pytest.approx(2 * 1024 * 3 * more)
-    assert other.stages == one.stages
-    huge = replace(known, cost=replace(COST, layer_bytes=1e6))
-    assert huge.under_policy() is None, "training would not fit either"
-    tight = replace(huge, strategy=stages_of(TIGHT).strategy)
-    assert tight.under_policy() == stages_of(TIGHT).under_policy(), "tensors that the policy names are as they were"
-
-
 def test_slices_keep_keys_up_to_shares_of_the_context() -> None:
     found = [one.slicing for one in slices_of(AMPLE).found]
     assert len(set(found)) == len(found) == 1 + (len(OPTIONS) - 1) * len(KEPT_SHARES)
