@@ -42,6 +42,7 @@ class Held:
         parts: what these bytes are when they are most: activations, keys of other ranks or read back, sums:
             [3, p, num_ranks].
         host_keys: tokens whose keys are in host memory.
+        most_tokens: of a rank's longest slice.
     """
 
     tokens: Floats
@@ -49,6 +50,7 @@ class Held:
     layer_bytes: Floats
     parts: Floats
     host_keys: Floats
+    most_tokens: float
 
     def host_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of host memory of the device that swaps most keys."""
@@ -56,11 +58,11 @@ class Held:
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the device that takes most, on stages of this memory."""
-        return memory.most_bytes(self.layer_bytes.max(axis=1).tolist())
+        return memory.running(self.most_tokens).most_bytes(self.layer_bytes.max(axis=1).tolist())
 
     def device_parts(self, memory: StageMemory) -> DeviceParts:
         """Return what the bytes of the device that takes most are."""
-        ranks = self.layer_bytes.argmax(axis=1)
+        ranks, memory = self.layer_bytes.argmax(axis=1), memory.running(self.most_tokens)
         parts = self.parts * np.array(memory.num_layers)[:, None]
         of_stages = [
             DeviceParts(*parts[:, stage, rank].tolist(), *ends)
@@ -180,7 +182,7 @@ def held(
         parts[:, stage, ranks] = np.take_along_axis(of_parts, peak[None, :, None], axis=2)[:, :, 0]
         found[3, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
     tokens, kept_keys, host_keys, layer_bytes = found
-    return Held(tokens, kept_keys, layer_bytes, parts, host_keys)
+    return Held(tokens, kept_keys, layer_bytes, parts, host_keys, float(slices.own.max(initial=0.0)))
 
 
 def _in_two_layers(read: Floats) -> Floats:

@@ -36,8 +36,11 @@ class StageMemory:
         layer: bytes of a token in one layer.
         num_layers: of each stage.
         state_bytes: of each stage: parameters, gradients, optimizer states.
-        working_bytes: of each stage: gradients of the layer that runs its backward pass, or logits.
+        working_bytes: of each stage: gradients of the layer that runs its backward pass, with what is computed again,
+            or logits.
         layer_working: of such a layer's gradients.
+        again_bytes: of a token in the layer that is computed again.
+        plain_working: where layers are computed again, ``working_bytes`` without that.
     """
 
     layer: LayerBytes
@@ -45,6 +48,8 @@ class StageMemory:
     state_bytes: tuple[float, ...]
     working_bytes: tuple[float, ...]
     layer_working: float = 0.0
+    again_bytes: float = 0.0
+    plain_working: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -87,9 +92,20 @@ class StageMemory:
 
         ``num_tokens``: of the micro-batch whose layer is computed again.
         """
-        again = self.layer_working + num_tokens * (self.layer.activations - kept_bytes)
-        working = tuple(max(each, again) for each in self.working_bytes)
-        return replace(self, layer=replace(self.layer, activations=kept_bytes), working_bytes=working)
+        again = replace(
+            self,
+            layer=replace(self.layer, activations=kept_bytes),
+            again_bytes=self.layer.activations - kept_bytes,
+            plain_working=self.working_bytes,
+        )
+        return again.running(num_tokens)
+
+    def running(self, num_tokens: float) -> StageMemory:
+        """Return the memory where no pass is of more tokens; a layer is computed again for those of one pass."""
+        if not self.plain_working:
+            return self
+        again = self.layer_working + num_tokens * self.again_bytes
+        return replace(self, working_bytes=tuple(max(each, again) for each in self.plain_working))
 
     def without_states(self) -> StageMemory:
         """Return the memory besides parameters, gradients and optimizer states."""

@@ -96,6 +96,18 @@ def test_kept_keys_and_sums_by_hand() -> None:
     assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
 
 
+def test_a_slice_computes_its_layer_again_alone() -> None:
+    """Micro-batches of 8 tokens on one stage: what is computed again has 8 tokens, or 4 in two slices."""
+    again = replace(memory_of(1, LayerBytes(10.0, 0.0, 0.0)), layer_working=5.0).recomputing(4.0, 8)
+    even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
+    layers, states = again.num_layers[0], again.state_bytes[0]
+    for slicing, tokens in ((ONE_SLICE, 8), (Slicing(2), 4)):
+        found = held(table, slicing, even, again)
+        assert found.most_tokens == tokens
+        assert found.device_bytes(again) == states + layers * 4.0 * 8 + 5.0 + tokens * 6.0
+        assert found.device_parts(again).working == 5.0 + tokens * 6.0
+
+
 def test_swapped_keys_by_hand() -> None:
     """The same rings with keys of more than 4 tokens in host memory, on a stage of eight layers."""
     plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))

@@ -54,3 +54,14 @@ def test_a_layer_that_is_computed_again_exists_once() -> None:
     assert again.working_bytes[0] == memory.working_bytes[0] + tokens * (COST.layer_bytes - kept)
     assert again.working_bytes[-1] == max(memory.working_bytes[-1], again.working_bytes[0])
     assert again.state_bytes == memory.state_bytes
+
+
+def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
+    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    again = memory.recomputing(100.0, 8192)
+    assert again.running(8192) == again
+    slices = again.running(2048)
+    assert slices.working_bytes[0] == memory.working_bytes[0] + 2048 * (COST.layer_bytes - 100.0)
+    assert slices.working_bytes[-1] == max(memory.working_bytes[-1], slices.working_bytes[0])
+    assert slices.layer == again.layer
+    assert memory.running(2048) == memory  # gradients of keys are those of whole documents
