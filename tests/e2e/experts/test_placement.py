@@ -93,17 +93,34 @@ def test_a_run_with_replicas_goes_on_from_megatrons(plain: SavedRun, corpus: Pat
 
 
 EP4 = ["--expert-model-parallel-size", 4]
+EPLB = ["--moe-placement", "eplb", "--moe-shared-expert-overlap", "--moe-grouped-gemm"]
+
+
+def with_grouped_products() -> None:
+    """An entry: equal weights, and ``--moe-grouped-gemm`` passes Megatron's check of the GPU."""
+    from megatron.bytescale.core.transformer.moe import slot_experts
+
+    grouped = slot_experts.grouped_pass
+
+    def noted(expert: Any, experts: Any, *given: Any) -> torch.Tensor:
+        print(f"GROUPED {len(experts)}")
+        return grouped(expert, experts, *given)
+
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+    slot_experts.grouped_pass = noted
+    ENTRY()
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [["--moe-placement", "eplb", "--moe-shared-expert-overlap"], ["--moe-token-dispatcher-type", "allgather"]],
-    ids=["eplb", "allgather"],
+    "flags", [EPLB, ["--moe-token-dispatcher-type", "allgather"]], ids=["eplb in grouped products", "allgather"]
 )
 def test_four_ranks_share_experts(flags: list[object], corpus: Path) -> None:
     expected = train_once(4, *words(corpus, *SAMPLES, *EP4, steps=3), entry=ENTRY)
     slots = [*SAMPLES, *EP4, *SLOTS, "--moe-expert-slots", 4, *flags]
-    outcome = train_ranks(4, *words(corpus, *slots, steps=3), entry=ENTRY)[-1]
+    ranks = train_ranks(4, *words(corpus, *slots, steps=3), entry=with_grouped_products)
+    outcome = ranks[-1]
+    grouped = {int(count) for one in ranks for count in re.findall(r"^GROUPED (\d+)$", one.text, re.MULTILINE)}
+    assert (max(grouped, default=0) > 2) == (flags is EPLB)  # two homes on each rank, and replicas
     assert len(moves(outcome)) == 3
     assert sum(moves(outcome)) >= 3
     assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)

@@ -102,6 +102,8 @@ REFUSALS = (
     refuse("--moe-router-num-groups", "experts", "remove it: a replica is outside the group of its expert"),
     refuse("--moe-apply-probs-on-input", "experts"),
     refuse("--moe-latent-size", "experts"),
+    refuse("--moe-grouped-gemm with biases", "experts", "add --disable-bias-linear: a grouped product has no bias",
+           lambda a: a.moe_grouped_gemm and a.add_bias_linear),
     refuse("--moe-paged-stash", "experts", "remove it: it stores the activations of homes alone"),
     refuse("--delay-wgrad-compute", "experts", "remove it: weight gradients of replicas go home in the backward pass"),
     refuse("gradient accumulation fusion", "experts", "add --no-gradient-accumulation-fusion: gradients of replicas "

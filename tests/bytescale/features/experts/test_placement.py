@@ -17,7 +17,7 @@ from tests.bytescale.features.memory.test_activations import parsed
 
 READY = {
     **EXPERTS, "moe_token_dispatcher_type": "alltoall", "gradient_accumulation_fusion": False, "fp8": None, "fp4": None,
-    "overlap_moe_expert_parallel_comm": False,
+    "overlap_moe_expert_parallel_comm": False, "moe_grouped_gemm": False,
 }  # fmt: skip
 
 
@@ -102,6 +102,7 @@ REFUSED: dict[str, Any] = {
     "moe_router_padding_for_fp8": True, "moe_router_num_groups": 2, "moe_apply_probs_on_input": True,
     "moe_latent_size": 32, "moe_paged_stash": True, "delay_wgrad_compute": True, "gradient_accumulation_fusion": True,
     "use_megatron_fsdp": True, "use_torch_fsdp2": True, "fp8": "e4m3", "fp4": "e2m1",
+    "moe_grouped_gemm": True,
 }  # fmt: skip
 
 
@@ -114,6 +115,7 @@ def test_refused_by_name(name: str) -> None:
 def test_every_row_is_tested() -> None:
     assert len(REFUSED) == len(REFUSALS)
     config_of("--moe-expert-slots", "6")
+    config_of("--moe-expert-slots", "6", moe_grouped_gemm=True, add_bias_linear=False)
 
 
 @pytest.mark.parametrize("settings", [{"num_experts": None}, {"mtp_num_layers": 1}, {"spec": ["a", "b"]}])

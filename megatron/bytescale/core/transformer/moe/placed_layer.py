@@ -54,6 +54,7 @@ class PlacedMoELayer(CountedMoELayer):
     def __init__(self, *args: Any, placements: Placements, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.placements = placements
+        self.experts.is_grouped = self.config.moe_grouped_gemm
         self.table: SlotTable | None = None
         groups = kwargs.get("pg_collection") or get_default_pg_collection()
         self.source_group = groups.tp_ep

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.func import functional_call
 
@@ -161,15 +163,55 @@ def _of_experts(flat: Weights, count: int) -> list[Weights]:
     return [flat[first : first + count] for first in range(0, len(flat), count)]
 
 
+class GroupedLinear(torch.nn.Module):
+    """One matrix for each slot, all in one grouped product; stands where an expert has a linear layer without bias."""
+
+    def __init__(self, weights: torch.Tensor, ends: torch.Tensor) -> None:
+        """Take weights [slots, out, in], and where the tokens of each slot end, int32 [slots]."""
+        super().__init__()
+        self.weights, self.ends = weights, ends
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return [tokens, out] of tokens [tokens, in], ordered by slots, and no bias."""
+        output = torch.nn.functional.grouped_mm(tokens, self.weights.transpose(1, 2), offs=self.ends)
+        if output.requires_grad:
+            output.register_hook(torch.Tensor.contiguous)  # the product's backward pass takes no other layout
+        return output, None
+
+
+def grouped_pass(
+    expert: Any, experts: Sequence[Weights], sizes: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
+    """Return what experts make of tokens, [tokens, hidden], with one product for each of their two linear layers.
+
+    Megatron's own pass of an expert runs between them, so each of its activations works.
+
+    Args:
+        expert: Megatron's module of one, without biases.
+        experts: both weights of each slot: [out, in] each.
+        sizes: tokens of each slot: [slots].
+        tokens: [tokens, hidden], ordered by slots.
+        probs: [tokens].
+    """
+    ends = sizes[: len(experts)].cumsum(0).to(tokens.device, torch.int32)
+    first, second = (GroupedLinear(torch.stack(weights), ends) for weights in zip(*experts, strict=True))
+    grouped = SimpleNamespace(
+        config=expert.config, activation_func=expert.activation_func, linear_fc1=first, linear_fc2=second
+    )
+    return MLP.forward(cast(MLP, grouped), tokens, probs)[0]
+
+
 class SlotExperts(SequentialMLP):
-    """Megatron's experts one by one, with replicas behind them.
+    """Megatron's experts one by one or in grouped products, with replicas behind them.
 
     Attributes:
+        is_grouped: slots are computed together (``--moe-grouped-gemm``).
         exchange: of the plan that runs, or None without replicas; the layer sets it.
         fetched: weights of replicas, from the start of their transfer to the end of the step.
         before_reading: waits until the weights of homes are those of the step.
     """
 
+    is_grouped: bool = False
     exchange: Exchange | None = None
     fetched: Fetch | None = None
     before_reading: Callable[[], None] | None = None
@@ -187,7 +229,7 @@ class SlotExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Compute the tokens [tokens, hidden] of all slots on this rank, slot by slot; return [tokens, hidden].
+        """Compute the tokens [tokens, hidden] of all slots on this rank; return [tokens, hidden].
 
         Args:
             permuted_local_hidden_states: [tokens, hidden], ordered by slots.
@@ -204,6 +246,9 @@ class SlotExperts(SequentialMLP):
             names = [name for name, _ in modules[0].named_parameters()]
             tokens, *flat = ShareWeights.apply(self.exchange, self.fetched.weights(), tokens, *weights)
             replicas = _of_experts(flat, len(names))
+        if self.is_grouped and len(tokens):
+            homes = [list(expert.parameters()) for expert in modules]
+            return grouped_pass(modules[0], [*homes, *replicas], tokens_per_expert, tokens, permuted_probs), None
         sizes = tokens_per_expert.tolist()
         parts = list(zip(tokens.split(sizes), permuted_probs.split(sizes), strict=True))
         outputs = [expert(*part)[0] for expert, part in zip(modules, parts, strict=False)]

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.func import functional_call
 
 from bytescale_ext.plan.experts.placement import PARTS, PlacementPlan, home_parts
-from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
+from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts, grouped_pass
 from tests.harness import run_ranks
 
 HIDDEN, RANKS, EXPERTS, SLOTS = 6, 3, 6, 4
@@ -47,6 +49,7 @@ class Stack(torch.nn.Module):
         self.exchange = exchange
 
     before_reading = fetched = None
+    is_grouped = False
     forward = SlotExperts.forward
     fetch = SlotExperts.fetch
 
@@ -167,3 +170,91 @@ def test_a_module_with_borrowed_weights() -> None:
     before = mine(tokens, probs)[0]
     assert torch.equal(functional_call(mine, borrowed, (tokens, probs))[0], other(tokens, probs)[0])
     assert torch.equal(mine(tokens, probs)[0], before)
+
+
+class Linear(torch.nn.Module):
+    """Megatron's linear layer of an expert, without bias and communication."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(rows, columns) / 4)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return tokens @ self.weight.t(), None
+
+
+class MegatronExpert(torch.nn.Module):
+    """The pass of Megatron's MLP on plain matrices."""
+
+    forward = MLP.forward
+
+    def __init__(self, config: TransformerConfig, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.config, self.activation_func = config, config.activation_func
+        self.linear_fc1 = Linear(32 if config.gated_linear_unit else 16, 8)
+        self.linear_fc2 = Linear(8, 16)
+
+
+def config_of(activation: Any = torch.nn.functional.silu, **settings: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=1, add_bias_linear=False,
+        activation_func=activation, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of(gated_linear_unit=True, bias_activation_fusion=True),
+        config_of(gated_linear_unit=True, activation_func_clamp_value=0.5, glu_linear_offset=1.0),
+        config_of(torch.nn.functional.gelu),
+    ],
+    ids=["fused swiglu", "clamped", "gelu"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_single_experts(config: TransformerConfig, dtype: torch.dtype) -> None:
+    experts = [MegatronExpert(config, number).to(dtype) for number in range(4)]
+    sizes = torch.tensor([3, 0, 5, 2])
+    torch.manual_seed(9)
+    tokens, probs = torch.randn(10, 8, dtype=dtype), torch.rand(10)
+    found = []
+    for is_grouped in (False, True):
+        given = tokens.clone().requires_grad_()
+        for one in experts:
+            one.zero_grad()
+        if is_grouped:
+            output = grouped_pass(experts[0], [list(one.parameters()) for one in experts], sizes, given, probs)
+        else:
+            parts = zip(experts, given.split(sizes.tolist()), probs.split(sizes.tolist()), strict=True)
+            output = torch.cat([one(*part)[0] for one, *part in parts])
+        output.sum().backward()  # a gradient that is no block of memory of its own
+        of_weights = [torch.zeros(()) if one.grad is None else one.grad for x in experts for one in x.parameters()]
+        found.append([output.detach(), given.grad, *of_weights])
+    far = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for one_by_one, grouped in zip(*found, strict=True):
+        assert torch.allclose(grouped, one_by_one, rtol=far, atol=far)
+        assert grouped.dtype == one_by_one.dtype
+
+
+def grouped_slots(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """Return outputs and gradients of homes, slot by slot and in grouped products, with replicas on some ranks."""
+    config, found = config_of(gated_linear_unit=True), []
+    sizes, _, probs = inputs(rank)
+    tokens = torch.randn(sum(sizes), 8, generator=torch.Generator().manual_seed(rank))
+    for is_grouped in (False, True):
+        stack = Stack(rank, Exchange(shared_plan(), torch.distributed.group.WORLD))
+        stack.local_experts = torch.nn.ModuleList([MegatronExpert(config, 2 * rank + home) for home in range(2)])
+        stack.is_grouped = is_grouped
+        output, _ = stack(tokens, torch.tensor(sizes), probs.float())
+        output.square().sum().backward()
+        found.append([output.detach(), *(one.grad for one in stack.parameters() if one.grad is not None)])
+    return found
+
+
+@pytest.mark.ranks
+def test_grouped_products_reach_replicas() -> None:
+    for one_by_one, grouped in run_ranks(grouped_slots, RANKS):
+        assert len(one_by_one) == len(grouped) == 5
+        for mine, other in zip(one_by_one, grouped, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-5)
