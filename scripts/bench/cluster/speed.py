@@ -1,6 +1,6 @@
 """Measure hybrid data parallelism against its alternatives on an emulated cluster: real training, TCP, scaled lengths.
 
-    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick [--json]         # about 20 minutes on 2 cores
+    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick [--json]         # about 15 minutes on 2 cores
     sudo .venv/bin/python scripts/bench/cluster/speed.py [--rounds 2]             # all cases: hours
     sudo .venv/bin/python scripts/bench/cluster/speed.py --cases "byted 1x8 0.4"  # lengths, nodes x ranks, links
     .venv/bin/python scripts/bench/cluster/page.py                                # docs/measured.md from the results
