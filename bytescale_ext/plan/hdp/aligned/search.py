@@ -103,6 +103,8 @@ def _timed(step: AlignedStep, layouts: Sequence[Layout], should_stop: ShouldStop
                 for layout, (placed, _), finish in zip(layouts, built, finishes, strict=True)
             ]
         )
+        if all(np.isinf(one.seconds) for one in found[-1]):  # too large to be timed, so dealing again tells nothing
+            break
         estimates = [finish - short_seconds for finish, (_, short_seconds) in zip(finishes, built, strict=True)]
     return [min(rounds, key=lambda timed: timed.seconds) for rounds in zip(*found, strict=True)]
 

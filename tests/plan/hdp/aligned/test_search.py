@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
 from bytescale_ext.plan.hdp.aligned import search
+from bytescale_ext.plan.hdp.aligned.build import with_shorts
 from bytescale_ext.plan.hdp.aligned.clock import SlotSeconds, action_waves, run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.aligned.shelves import RegionCut, RingWork, cut_regions, fill_shelves
 from bytescale_ext.plan.hdp.planner import HdpPlanner
@@ -69,6 +71,20 @@ def test_plans_side_by_side_end_as_each_by_itself(slicing: Slicing) -> None:
         together = run_pipelines(SlotSeconds.side_by_side(slots), num_stages)
         assert len(slots) == 3
         np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_a_plan_too_large_to_time_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def counted(*given: Any) -> Any:
+        built.append(given)
+        return with_shorts(*given)
+
+    monkeypatch.setattr(search, "_MOST_WORK", 0)
+    monkeypatch.setattr(search, "with_shorts", counted)
+    plan = HdpPlanner(Cluster(4, 1000), (STAGE,) * 2, balance="pp")([900, 1500, 20])
+    assert len(built) == 1
+    assert sorted(plan.lengths) == [20, 900, 1500]
 
 
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4, 3000)])
