@@ -39,7 +39,7 @@ def create_ring_comm(device: torch.device, timeout_minutes: float) -> RingComm:
     communicator a ring would queue behind a reduction that waits for this ring.
     """
     mine = tuple(dist.get_process_group_ranks(hdp_group()))
-    comm = RingComm(_own_groups([mine], timeout_minutes)[mine], hdp_rank(), hdp_size())
+    comm = RingComm(own_groups([mine], timeout_minutes)[mine], hdp_rank(), hdp_size())
     comm.warm_up(device)
     return comm
 
@@ -60,7 +60,7 @@ def create_stage_links(timeout_minutes: float) -> StageLinks:
     """
     stages = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     mine = [pair for pair in pairwise(stages) if dist.get_rank() in pair]
-    groups = _own_groups(mine, timeout_minutes)
+    groups = own_groups(mine, timeout_minutes)
     before, after = (next((groups[pair] for pair in mine if pair[end] == dist.get_rank()), None) for end in (1, 0))
     return StageLinks(before, after)
 
@@ -92,7 +92,7 @@ def create_virtual_links(device: torch.device, timeout_minutes: float) -> Virtua
     mine, found = dist.get_rank(), []
     for around in (stages, stages[::-1]):  # outputs, gradients
         links = [link for link in zip(around, [*around[1:], around[0]], strict=True) if mine in link]
-        groups = _own_groups(links, timeout_minutes)
+        groups = own_groups(links, timeout_minutes)
         for source, target in sorted(links):  # one order for all processes
             act, other = (dist.isend, target) if mine == source else (dist.irecv, source)
             operation = dist.P2POp(act, torch.zeros(1, device=device), other, groups[source, target])
@@ -102,7 +102,7 @@ def create_virtual_links(device: torch.device, timeout_minutes: float) -> Virtua
     return VirtualLinks(*found)
 
 
-def _own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def own_groups(mine: Sequence[tuple[int, ...]], timeout_minutes: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Return the process groups of the rank tuples ``mine``. All processes create all groups, in one order.
 
     A process waits only for the members of its own groups. With ``use_local_synchronization`` it would create these

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.bytescale.core.parallel_state import own_groups
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer, Placements
 
 
@@ -39,12 +39,8 @@ class FetchAhead:
 
     def join(self, model_chunks: list[torch.nn.Module], timeout_minutes: float) -> list[torch.nn.Module]:
         """``ModelConfig.pre_wrap_hooks``: join the communicator for weights. Collective over all processes."""
-        mine = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
-        everyones: list[list[int]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-        groups = [list(ranks) for ranks in sorted(set(map(tuple, everyones)))]
-        timeout = timedelta(minutes=timeout_minutes)
-        self.placements.weights_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+        ranks = tuple(dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group()))
+        self.placements.weights_group = own_groups([ranks], timeout_minutes)[ranks]
         return model_chunks
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
