@@ -208,7 +208,7 @@ class SlotExperts(SequentialMLP):
         is_grouped: slots are computed together (``--moe-grouped-gemm``).
         exchange: of the plan that runs, or None without replicas; the layer sets it.
         fetched: weights of replicas, from the start of their transfer to the end of the step.
-        before_reading: waits until the weights of homes are those of the step.
+        before_reading: is called before weights of homes are sent, and waits until the optimizer's update is in them.
     """
 
     is_grouped: bool = False
@@ -216,15 +216,18 @@ class SlotExperts(SequentialMLP):
     fetched: Fetch | None = None
     before_reading: Callable[[], None] | None = None
 
+    @property
+    def homes(self) -> list[list[torch.Tensor]]:
+        """The weights of each home, of any shapes."""
+        return [list(expert.parameters()) for expert in self.local_experts]
+
     def fetch(self) -> None:
         """Start the transfer of the weights of replicas, once in a step. Collective on the ranks that share experts."""
         if self.exchange is None or self.fetched is not None:
             return
         if self.before_reading is not None:
             self.before_reading()
-        weights = [one for expert in self.local_experts for one in expert.parameters()]
-        homes = _of_experts(weights, len(weights) // self.exchange.num_homes)
-        self.fetched = self.exchange.to_replicas(homes)
+        self.fetched = self.exchange.to_replicas(self.homes)
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -240,15 +243,14 @@ class SlotExperts(SequentialMLP):
         modules: list[Any] = list(self.local_experts)
         replicas: list[Weights] = []
         if self.exchange is not None:
-            SlotExperts.fetch(self)
+            self.fetch()
             assert self.fetched is not None
-            weights = [one for expert in self.local_experts for one in expert.parameters()]
+            weights = (one for home in self.homes for one in home)
             names = [name for name, _ in modules[0].named_parameters()]
             tokens, *flat = ShareWeights.apply(self.exchange, self.fetched.weights(), tokens, *weights)
             replicas = _of_experts(flat, len(names))
         if self.is_grouped and len(tokens):
-            homes = [list(expert.parameters()) for expert in modules]
-            return grouped_pass(modules[0], [*homes, *replicas], tokens_per_expert, tokens, permuted_probs), None
+            return grouped_pass(modules[0], [*self.homes, *replicas], tokens_per_expert, tokens, permuted_probs), None
         sizes = tokens_per_expert.tolist()
         parts = list(zip(tokens.split(sizes), permuted_probs.split(sizes), strict=True))
         outputs = [expert(*part)[0] for expert, part in zip(modules, parts, strict=False)]

@@ -52,6 +52,7 @@ class Stack(torch.nn.Module):
     is_grouped = False
     forward = SlotExperts.forward
     fetch = SlotExperts.fetch
+    homes = SlotExperts.homes
 
 
 def inputs(rank: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
