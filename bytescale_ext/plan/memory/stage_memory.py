@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bytescale_ext.plan.activation.load import LOGIT_BYTES
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_working_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
+from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, ModelShape, key_value_bytes
 from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
 from bytescale_ext.plan.step.sizes import Cluster
 
@@ -26,6 +26,12 @@ class LayerBytes:
     activations: float
     keys: float
     key_sums: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, tensor_parallel: int, element_bytes: int, activations: float = 0.0) -> LayerBytes:
+        """Return the bytes of a model's layer on one of ``tensor_parallel`` ranks."""
+        keys, sums = (key_value_bytes(shape, tensor_parallel, size) for size in (element_bytes, KEY_SUM_BYTES))
+        return cls(activations, keys, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,9 @@ class StageMemory:
         """
         shape, ranks = cost.shape, cost.tensor_parallel
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
-        keys = key_value_bytes(shape, ranks, element_bytes)
-        layer = LayerBytes(cost.layer_bytes, keys, keys * KEY_SUM_BYTES / element_bytes)
+        layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
-        working = cluster.tokens_per_rank * max(max(tensors) + 2 * tensors[0] + 2 * keys, in_experts)
+        working = cluster.tokens_per_rank * max(max(tensors) + 2 * tensors[0] + 2 * layer.keys, in_experts)
         logits = (loss_tokens or cluster.tokens_per_rank) * LOGIT_BYTES * shape.vocab / ranks
         logits *= 1 if loss_tokens else 1 + shape.later_layers
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
@@ -101,7 +106,7 @@ class StageMemory:
         return again.running(num_tokens)
 
     def running(self, num_tokens: float) -> StageMemory:
-        """Return the memory where no pass is of more tokens; a layer is computed again for those of one pass."""
+        """Return the memory where each pass has at most ``num_tokens``, for which a layer is computed again."""
         if not self.plain_working:
             return self
         again = self.layer_working + num_tokens * self.again_bytes

@@ -17,7 +17,6 @@ from bytescale_ext.plan.activation.policies import priced_or_none
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
 from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption, policy_slicings
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.hdp.planner import Place
@@ -114,12 +113,11 @@ class PricedStages:
     def _held(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> tuple[HeldSlices, ...]:
         """Return what a stage holds at most, of full micro-batches and of the longest document that is kept."""
         num_stages, cluster, cost = len(self.state_bytes), self.cluster, self.cost
-        sizes = cost.element_bytes, KEY_SUM_BYTES
-        keys, sums = (key_value_bytes(cost.shape, cost.tensor_parallel, size) for size in sizes)
+        layer = LayerBytes.of(cost.shape, cost.tensor_parallel, cost.element_bytes)
         schedule = _schedule(num_stages, replace(slicing, kept_tokens=0))
         tokens = [cluster.tokens_per_rank * length / sum(lengths) for length in lengths]
         others = min(slicing.kept_tokens, self.context) * (1 - 1 / cluster.num_ranks)
-        return held_slices(schedule, stage, tokens, others, LayerBytes(0.0, keys, sums))
+        return held_slices(schedule, stage, tokens, others, layer)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
-from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, key_value_bytes
 from bytescale_ext.plan.evaluate.policy_choice import policy_slicings
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes
@@ -81,12 +80,11 @@ def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...
     if len(slices) == 1:  # a micro-batch holds its keys as activations
         return held_slices(schedule, stage, [run.cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
     lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
-    keys = key_value_bytes(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
-    sums = key_value_bytes(run.shape, run.process.tensor_parallel, KEY_SUM_BYTES)
+    layer = LayerBytes.of(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
     on_device, in_host = (min(most, args.seq_length) for most in (slicing.kept_tokens, slicing.swapped_tokens))
-    found = held_slices(schedule, stage, lengths, on_device * others, LayerBytes(0.0, keys, sums))
+    found = held_slices(schedule, stage, lengths, on_device * others, layer)
     if in_host > on_device:
-        found += held_slices(schedule, stage, lengths, in_host * others, LayerBytes(0.0, keys, sums), is_swapped=True)
+        found += held_slices(schedule, stage, lengths, in_host * others, layer, is_swapped=True)
     return found
 
 
