@@ -13,15 +13,14 @@ import torch
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.contract import Output
 from bytescale_ext.attention.latent import Expansion, latent_halves
-from bytescale_ext.attention.layouts.slices import sample_layouts
 from bytescale_ext.attention.ring import ring_attention
-from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from bytescale_ext.parallel.p2p import Comm
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, assert_matches, dense_attention, kernel_named, run_virtual
 from tests.attention.layouts.test_slices import COST, LONG, run_slices
+from tests.attention.test_slices import run_in_slices
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,7 @@ def test_autograd_reaches_the_weight(num_slices: int) -> None:
     leaves = [one.requires_grad_() for one in (q, k, v)]
     for times in (1, 2):
         if num_slices:
-            prefix = MicroBatchPrefix().layer("layer")
-            pieces = zip(*(tensor.chunk(num_slices) for tensor in leaves), strict=True)
-            layouts = sample_layouts((12 // num_slices,) * num_slices, 1)
-            outs = [slice_attention(*qkv, prefix, layout, backend) for qkv, layout in zip(pieces, layouts, strict=True)]
-            for part, of_slice in zip(reversed(outs), reversed(dout.chunk(num_slices)), strict=True):
-                part.backward(of_slice)
+            run_in_slices(leaves, dout, num_slices, backend)
         else:
             ring_attention(q, k, v, given.layout(0, 0), backend).backward(dout)
         torch.testing.assert_close(weight.grad, times * given.expected_weight(), rtol=1e-10, atol=1e-10)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from bytescale_ext.attention.backend import Backend
-from bytescale_ext.attention.layouts.slices import sample_layouts
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
-from bytescale_ext.attention.slices import MicroBatchPrefix, slice_attention
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, assert_matches, kernel_named, run_virtual, whole
+from tests.attention.test_slices import run_in_slices
 
 LOCAL = Case(lengths=(9, 1, 30), rounds=(((0, (0,)), (1, (0,)), (2, (0,))),), num_ranks=1, sinks=True)
 
@@ -40,13 +39,7 @@ def test_autograd_reaches_the_sinks(num_slices: int) -> None:
     q, k, v, dout = case.inputs(0, 0, torch.float64)
     leaves = [one.requires_grad_() for one in (q, k, v)]
     if num_slices:
-        prefix = MicroBatchPrefix().layer("layer")
-        pieces = zip(*(tensor.chunk(num_slices) for tensor in leaves), strict=True)
-        layouts = sample_layouts((12 // num_slices,) * num_slices, 1)
-        outs = [slice_attention(*qkv, prefix, layout, backend) for qkv, layout in zip(pieces, layouts, strict=True)]
-        for part, of_slice in zip(reversed(outs), reversed(dout.chunk(num_slices)), strict=True):
-            part.backward(of_slice)
-        out = torch.cat(outs)
+        out = run_in_slices(leaves, dout, num_slices, backend)
     else:
         out = ring_attention(q, k, v, case.layout(0, 0), backend)
         out.backward(dout)

@@ -6,7 +6,7 @@ Samples side by side, without rings; ``layouts/test_slices.py`` has rings and pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -48,6 +48,17 @@ def whole(*tensors: torch.Tensor) -> list[torch.Tensor]:
         out, lse = reference_forward(q, k, v, block)
         samples.append((out, *reference_backward(dout, Saved(q, k, v, out, lse), block)))
     return [torch.stack(parts) for parts in zip(*samples, strict=True)]
+
+
+def run_in_slices(qkv: Sequence[torch.Tensor], dout: torch.Tensor, num_slices: int, backend: Backend) -> torch.Tensor:
+    """Run equal slices of one sequence forward, then backward; return their outputs, [t, heads, dim]."""
+    prefix = MicroBatchPrefix().layer("layer")
+    pieces = zip(*(tensor.chunk(num_slices) for tensor in qkv), strict=True)
+    layouts = sample_layouts((len(dout) // num_slices,) * num_slices, 1)
+    outs = [slice_attention(*piece, prefix, layout, backend) for piece, layout in zip(pieces, layouts, strict=True)]
+    for part, of_slice in zip(reversed(outs), reversed(dout.chunk(num_slices)), strict=True):
+        part.backward(of_slice)
+    return torch.cat(outs)
 
 
 def rows_of(lengths: tuple[int, ...], *tensors: torch.Tensor) -> Iterator[tuple[SliceLayout, list[torch.Tensor]]]:
