@@ -83,7 +83,7 @@ class RingAttention(torch.autograd.Function):
         settings: tuple[AttentionLayout, Backend],
         *weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``; ``weights``: those of the backend."""
+        """Return ``out [t, heads, dim]``; shapes as in ``ring_attention``; ``weights``: ``Backend.weights``."""
         out, lse = drive(forward_steps(q, k, v, *settings))
         if weights[0] is not None:
             add_sink_(out, lse, weights[0])

@@ -213,7 +213,7 @@ class _SliceAttention(torch.autograd.Function):
         settings: _Settings,
         *weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``; ``weights``: those of the backend."""
+        """Return ``out [t, heads, dim]``; shapes as in ``slice_attention``; ``weights``: ``Backend.weights``."""
         prefix, layout, backend = settings
         num_tokens, is_repeated = layout.own.num_rows, len(prefix.keys) > layout.index
         prefix.write(layout, k[:num_tokens], v[:num_tokens])

@@ -1,4 +1,4 @@
-"""The site: it builds strictly, holds every page, and its links are those of the repository."""
+"""The site builds in strict mode and has every page, and its links lead where those of the repository do."""
 
 from __future__ import annotations
 

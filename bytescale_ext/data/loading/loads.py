@@ -1,4 +1,4 @@
-"""The load of experts by which steps are planned: that of steps which have ended when the plan is made.
+"""The load of experts with which a step is planned, taken from steps that have already ended.
 
 Plans are made ahead, on every rank by itself, and must be equal. So the plan of step i counts with the loads of step
 i - lag and some before it, whatever else a rank knows by then: with a lag of one step more than are planned ahead, all

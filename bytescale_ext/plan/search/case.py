@@ -194,9 +194,10 @@ class Case:
 
     @property
     def bounding_stages(self) -> list[tuple[StageCost, ...]]:
-        """Stages to bound a step by, of which the least bound holds: one for each cost that slices may have.
+        """Stages from which lower bounds of a step follow; the least of these bounds holds.
 
-        They are the slowest alone where micro-batches run in slices or chunks, else all.
+        Under the policy ``priced`` with slices there is one for each cost that the slowest stage may have. Otherwise
+        there is one bound: of the slowest stage where micro-batches run in slices or chunks, else of all stages.
         """
         if self.priced_slices is not None:
             nodes = self.planner.stages[0].forward.nodes

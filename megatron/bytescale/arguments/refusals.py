@@ -316,7 +316,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--use-checkpoint-args", ALWAYS, "give the model's flags on the command line"),
     refuse("--ckpt-step with --use-distributed-optimizer and --ckpt-format torch", ALWAYS,
            "use --ckpt-format torch_dist, or --no-load-optim: Megatron 0.19.2 takes the last checkpoint's optimizer",
-           lambda a: bool(getattr(a, "ckpt_step", None)) and a.ckpt_format == "torch" and a.use_distributed_optimizer
+           lambda a: _is_set("ckpt_step")(a) and a.ckpt_format == "torch" and a.use_distributed_optimizer
            and not a.no_load_optim),
     refuse("--inprocess-restart", ALWAYS, _OTHER_SCRIPT),
     refuse("--perform-rl-step", ALWAYS, "use Megatron's own train_rl.py"),

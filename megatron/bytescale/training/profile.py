@@ -62,8 +62,8 @@ ASIDE = {
 """Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step.
 
 All layers are measured with full attention and RoPE, so a cost file is one of a model without windows; the time of
-windows follows from that of full attention (``CostModel``). A layer of experts is measured with all its experts on each
-rank, so it exchanges no tokens; ``bytescale search`` adds what exchanges take, and plans of training leave it out.
+windows follows from that of full attention (``CostModel``). Each rank has all experts of the layer that is measured, so
+no tokens are exchanged; ``bytescale search`` adds the time of exchanges, and plans of training leave it out.
 """
 
 
