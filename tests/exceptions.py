@@ -86,6 +86,7 @@ ANY_FILES = {
     "megatron/bytescale/features/experts/gate.py",
     "megatron/bytescale/features/experts/placement.py",
     "megatron/bytescale/features/experts/trace.py",
+    "megatron/bytescale/features/fp8.py",
     "megatron/bytescale/features/hdp.py",
     "megatron/bytescale/features/loss_chunks.py",
     "megatron/bytescale/features/multi_token.py",

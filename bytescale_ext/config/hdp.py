@@ -19,8 +19,8 @@ class HdpConfig:
             node, None where they do not fill nodes evenly.
         cost: what a planner balances: cost of micro-batches on the largest pipeline stage, in seconds or FLOPs.
         longest_sequence: the longest possible sequence (``--seq-length``).
-        rows_multiple: micro-batches are padded at their end to a multiple of this many tokens (the tensor-parallel
-            size under sequence parallelism, else 1); C is a multiple of it.
+        rows_multiple: micro-batches, and their slices, are padded at their end to a multiple of this many rows: 16 or
+            32 with FP8, else 1, times the tensor-parallel size under sequence parallelism. C is a multiple of it.
         balance: what the planner balances, one of ``BALANCES``.
         num_stages: pipeline stages.
         expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
@@ -89,8 +89,9 @@ class HdpConfig:
         if capacity % self.rows_multiple:
             nearest = (capacity // self.rows_multiple + 1) * self.rows_multiple
             raise ValueError(
-                f"--hdp-tokens-per-rank {capacity} is not a multiple of --tensor-model-parallel-size "
-                f"{self.rows_multiple}, which --sequence-parallel needs; the next multiple is {nearest}"
+                f"--hdp-tokens-per-rank {capacity} is not a multiple of {self.rows_multiple}, which "
+                "--sequence-parallel (--tensor-model-parallel-size) and --fp8-format (16 or 32) need; the next "
+                f"multiple is {nearest}"
             )
         if not self.plans_offload and -(-self.longest_sequence // capacity) > num_ranks:
             raise ValueError(

@@ -26,7 +26,7 @@ def test_defaults_and_frozen() -> None:
     [
         (
             {"tokens_per_rank": 67, "rows_multiple": 4},
-            ["--hdp-tokens-per-rank 67", "--tensor-model-parallel-size 4", "--sequence-parallel", "68"],
+            ["--hdp-tokens-per-rank 67", "multiple of 4", "--sequence-parallel", "--fp8-format", "68"],
         ),
         ({"longest_sequence": 257}, ["--seq-length 257", "5 ranks", "there are 4", "fits is 65"]),
         ({"longest_sequence": 1000, "rows_multiple": 8}, ["fits is 256"]),

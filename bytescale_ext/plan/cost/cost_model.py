@@ -226,6 +226,11 @@ class StageCost:
         forward, backward = (replace(one, b=one.b * factor) for one in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
+    def with_padding(self, num_rows: float) -> StageCost:
+        """Return the cost where each micro-batch, or slice, has so many rows of padding: linear work, no attention."""
+        forward, backward = (replace(one, g=one.g + one.b * num_rows) for one in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
     def floor(self) -> StageCost:
         """Return ``CostModel.floor`` of both."""
         return StageCost(self.forward.floor(), self.backward.floor())

@@ -78,7 +78,7 @@ class HdpPlanner:
         cluster: the HDP ranks; with pipelines, each rank is a pipeline.
         stages: cost of each pipeline stage with its nodes, the slowest one last; one without pipelines.
         slicing: how each stage slices its micro-batches.
-        tokens_multiple: micro-batches are padded at their end to a multiple of this.
+        tokens_multiple: micro-batches are padded at their end to a multiple of this; plans count with the mean padding.
         balance: one of ``BALANCES``.
         aligned: the plan must have aligned slots even without pipelines (expert parallelism).
         static_width: plan static context parallelism of this width instead, to compare with.
@@ -176,7 +176,9 @@ class HdpPlanner:
             widths = min_widths(sizes, self.cluster, self.tokens_multiple, self._limits, forward)
         else:
             widths = static_widths(sizes, self.cluster, static_width, self.tokens_multiple)
-        return Problem(sizes, widths, self.cluster, self.stages, self.slicing, self.needs_aligned, static_width)
+        padding = (self.tokens_multiple - 1) / 2 / self.slicing.num_slices  # on average; inner slices end at multiples
+        stages = tuple(stage.with_padding(padding) for stage in self.stages)
+        return Problem(sizes, widths, self.cluster, stages, self.slicing, self.needs_aligned, static_width)
 
     def _plan(self, placed: PlacedRanks, slicing: Slicing | None = None) -> StepPlan:
         """Return the plan of a placement, with the smallest offload shares that make its widths fit."""

@@ -164,13 +164,14 @@ def held(
     """
     slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
     summed, read = slices.summed(slicing.num_slices), slices.read(slicing.num_slices)
+    rows = slices.own if memory.rows_multiple == 1 else padded_rows(slices.own, memory.rows_multiple)
     found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
     last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
     for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks):
         if stages is not None and stage not in stages:
             continue
         forward, backward = (ways == FORWARD) * 1.0, (ways == BACKWARD) * 1.0
-        of_own, of_kept = slices.own[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
+        of_own, of_kept = rows[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
         in_host = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
         changes = np.stack((of_own, of_kept, summed[units] * backward, *in_host))
         over_time = np.cumsum(changes, axis=2) / num_chunks
@@ -182,7 +183,13 @@ def held(
         parts[:, stage, ranks] = np.take_along_axis(of_parts, peak[None, :, None], axis=2)[:, :, 0]
         found[3, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
     tokens, kept_keys, host_keys, layer_bytes = found
-    return Held(tokens, kept_keys, layer_bytes, parts, host_keys, float(slices.own.max(initial=0.0)))
+    return Held(tokens, kept_keys, layer_bytes, parts, host_keys, float(rows.max(initial=0.0)))
+
+
+def padded_rows(tokens: Floats, rows_multiple: int) -> Floats:
+    """Return the rows of slices of so many tokens, both [slices]: a multiple, at least one, for slices end unevenly."""
+    whole = np.ceil(np.round(tokens / rows_multiple, 9))
+    return np.asarray(np.maximum(whole, 1.0) * rows_multiple)
 
 
 def _in_two_layers(read: Floats) -> Floats:

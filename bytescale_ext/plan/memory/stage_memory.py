@@ -47,6 +47,7 @@ class StageMemory:
         layer_working: of such a layer's gradients.
         again_bytes: of a token in the layer that is computed again.
         plain_working: where layers are computed again, ``working_bytes`` without that.
+        rows_multiple: activations of each slice are of a multiple of this many rows.
     """
 
     layer: LayerBytes
@@ -56,6 +57,7 @@ class StageMemory:
     layer_working: float = 0.0
     again_bytes: float = 0.0
     plain_working: tuple[float, ...] = ()
+    rows_multiple: int = 1
 
     @classmethod
     def of(

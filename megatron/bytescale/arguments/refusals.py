@@ -258,8 +258,11 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
              _with_yarn(flag[2:].replace("-", "_"), default))
       for flag, default in (("--rotary-percent", 1.0), ("--rotary-interleaved", False), ("--use-rope-scaling", False),
                             ("--rotary-seq-len-interpolation-factor", None))),
-    refuse("--fp8-format", "hdp slices", "use bf16: FP8 needs aligned token counts", _is_set("fp8"),
-           activations="use bf16"),
+    refuse("--fp8-format without --hybrid-data-parallel", "slices", "add it: its plans pad slices to whole blocks",
+           lambda a: a.fp8 and not a.hybrid_data_parallel),
+    refuse("--fp8-format", "activations", "use bf16", _is_set("fp8")),
+    refuse("--fp8-format of local layers", ALWAYS, "use --transformer-impl transformer_engine, which needs a GPU and "
+           "TransformerEngine (pip install .[gpu]); Megatron's local layers would ignore it", _is_local("fp8")),
     refuse("--fp4-format", "hdp slices", "use bf16: FP4 needs aligned token counts", _is_set("fp4"),
            activations="use bf16"),
     refuse("--te-precision-config-file", "hdp slices",

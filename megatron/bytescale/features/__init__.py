@@ -18,6 +18,7 @@ from megatron.bytescale.features.experts.placement import EXPERTS
 from megatron.bytescale.features.experts.trace import EXPERT_TRACE
 from megatron.bytescale.features.experts.upcycle import UPCYCLING
 from megatron.bytescale.features.feature import COST_FLAG, Feature
+from megatron.bytescale.features.fp8 import FP8
 from megatron.bytescale.features.hdp import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
 from megatron.bytescale.features.memory.activations import ACTIVATIONS
@@ -45,6 +46,7 @@ FEATURES: tuple[Feature, ...] = (
     ZERO_BUBBLE,
     LOSS_CHUNKS,
     MULTI_TOKEN,
+    FP8,
     DRAFTS,
     ACTIVATIONS,
     MEMORY_PLAN,

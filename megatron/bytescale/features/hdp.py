@@ -15,6 +15,7 @@ from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
 from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.fp8 import fp8_rows
 from megatron.bytescale.features.memory.activations import cost_in_seconds, machine_of
 from megatron.bytescale.features.slices import may_swap_keys
 
@@ -197,7 +198,7 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
         run.cluster,
         cost,
         longest_sequence=args.seq_length,
-        rows_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        rows_multiple=fp8_rows(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1),
         balance=balance,
         num_stages=num_stages,
         expert_ranks=expert_ranks,

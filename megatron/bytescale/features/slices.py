@@ -257,6 +257,7 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
         of_experts = expert_bytes(run.shape, element, cost.tensor_parallel, expert_load(args))
         cost = replace(cost, layer_bytes=sum(tensors) + of_experts)
     memory = StageMemory.of(cost, run.stage_layers, run.cluster, element, args.chunked_cross_entropy)
+    memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
     if args.recompute_granularity != "full" or args.recompute_method == "block":
         return memory
     kept = tensors[0] + key_value_bytes(run.shape, cost.tensor_parallel, element)  # a slice that waits keeps its keys

@@ -1,6 +1,6 @@
 """Measure training on one GPU: tokens and floating-point operations a second, by the command that trains.
 
-    .venv/bin/python scripts/bench/plan/gpu_training.py [--json]
+    .venv/bin/python scripts/bench/plan/gpu_training.py [--fp8 tensorwise] [--json]
 
 8 layers of 7B width with optimizer in bfloat16, on the demo's documents (real text, a token for each byte) of up to
 16,384 tokens, packed by the plan. Medians of the steps after the first two. ``--device cpu --quick`` trains the demo's
@@ -36,10 +36,14 @@ WARM_UP = 2
 TFLOPS = re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)")
 
 
-def training_command(demo: Demo, is_tiny: bool, num_steps: int, folder: Path) -> list[str]:
-    """Return the command; of a flag that is given twice, the last value counts."""
+FP8 = "--transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe".split()
+
+
+def training_command(demo: Demo, is_tiny: bool, num_steps: int, folder: Path, recipe: str | None = None) -> list[str]:
+    """Return the command; of a flag that is given twice, the last value counts. ``recipe``: of FP8."""
+    precision = [] if recipe is None else [*FP8, recipe]
     settings = ["--train-iters", str(num_steps), "--hdp-log-dir", str(folder), "--tensorboard-dir", str(folder)]
-    return [*demo.command, *(TINY if is_tiny else MODEL), *settings]
+    return [*demo.command, *(TINY if is_tiny else MODEL), *settings, *precision]
 
 
 def figures_of(printed: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -62,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="the demo's model")
+    parser.add_argument("--fp8", metavar="RECIPE", help="train in FP8: tensorwise, blockwise or mxfp8")
     parser.add_argument("--steps", type=int, default=10, help=f"of which {WARM_UP} warm up (%(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "demo", help="of the corpora (runs/demo)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -71,7 +76,7 @@ def main() -> None:
     demo = Demo(1, on_cpu=args.device == "cpu", folder=args.folder.resolve())
     build_corpora(demo, Console(stderr=True))
     with tempfile.TemporaryDirectory() as folder:
-        printed = printed_by(training_command(demo, args.quick, args.steps, Path(folder)))
+        printed = printed_by(training_command(demo, args.quick, args.steps, Path(folder), args.fp8))
         figures = figures_of(printed, read_metrics(Path(folder) / "metrics.jsonl"))
     rate = "" if figures["tflops_per_gpu"] is None else f", {figures['tflops_per_gpu']:.1f} TFLOP/s"
     print(f"{figures['tokens_per_second']:,.0f} tokens/s{rate} (median of {figures['num_steps']} steps)")

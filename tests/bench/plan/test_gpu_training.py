@@ -55,6 +55,9 @@ def test_the_model_replaces_the_one_of_the_demo(tmp_path: Path) -> None:
     assert not args.cpu
     assert (args.seq_length, args.hdp_tokens_per_rank, args.num_layers, args.train_iters) == (16384, 16384, 8, 10)
     assert "--bf16" in words
+    in_fp8 = gpu_training.training_command(Demo(1, False, tmp_path), False, 10, tmp_path, "tensorwise")
+    assert set(in_fp8) - set(words) == {*gpu_training.FP8, "tensorwise"} - set(words)
+    assert in_fp8[in_fp8.index("--fp8-recipe") + 1] == "tensorwise"
 
 
 @pytest.mark.ranks

@@ -100,6 +100,8 @@ EXAMPLES = {
         "--rotary-seq-len-interpolation-factor 4 --position-embedding-type yarn"
     ),
     "--fp8-format": "--fp8-format hybrid",
+    "--fp8-format without --hybrid-data-parallel": "--fp8-format hybrid",
+    "--fp8-format of local layers": "--fp8-format hybrid",
     "--fp4-format": "--fp4-format e2m1",
     "--te-precision-config-file": "--te-precision-config-file precision.yaml",
     "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",

@@ -155,7 +155,7 @@ def test_our_flags_need_the_main_one(words: str) -> None:
         (
             8,
             "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 65",
-            "--hdp-tokens-per-rank 65|--tensor-model-parallel-size 2|--sequence-parallel|66",
+            "--hdp-tokens-per-rank 65|a multiple of 2|--sequence-parallel|66",
         ),
         (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
         (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),

@@ -52,6 +52,27 @@ def test_slices_read_every_token_and_label_once() -> None:
     assert all(one.num_rows == one.layout.num_rows >= 1 for one in packed)
 
 
+@pytest.mark.parametrize("multiple", [16, 32, 64])
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_rows_are_padded_to_whole_blocks_and_tokens_stay_the_same(multiple: int, num_slices: int) -> None:
+    """As FP8 needs them: every unit, also one without tokens; padding has no label, and attention does not have it."""
+    rule = SliceRule(Slicing(num_slices), rows_multiple=multiple) if num_slices > 1 else None
+    for rank in RING:
+        units = units_of(row(rank), LENGTHS, rank, multiple, rule)
+        packed = [unit.read(MemorySource(LENGTHS), [0, 1, 2], LENGTHS) for unit in units]
+        assert [one.num_rows % multiple for one in packed] == [0] * 2 * num_slices
+        assert [one.num_rows for one in packed[num_slices:]] == [multiple * (num_slices > 1)] * num_slices
+        assert sum(one.micro_batch.num_tokens for one in packed) == sum(one.num_tokens for one in row(rank))
+        for one in packed:
+            layout = one.layout.attention if isinstance(one.layout, SliceLayout) else one.layout
+            num_tokens = one.micro_batch.num_tokens
+            assert layout is not None
+            assert (layout.num_tokens, layout.num_rows) == (num_tokens, one.num_rows)
+            assert not one.loss_mask[num_tokens:].any()
+    rows = [one.num_rows for one in padding_units(num_slices, multiple)]
+    assert rows == [multiple] * num_slices
+
+
 @pytest.mark.parametrize("rule", [None, SliceRule(Slicing(3))])
 def test_each_sequence_is_counted_once(rule: SliceRule | None) -> None:
     """By the first rank of its ring, in one unit of its micro-batch."""

@@ -43,7 +43,7 @@ STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split(
 
 @dataclass(frozen=True)
 class Case:
-    """Slices, 0 if the planner chooses them, and the layout that runs them."""
+    """Slices, 0 if the planner chooses them, and the layout that runs them; ``rows``: as FP8 pads them on a rank."""
 
     num_slices: int
     num_ranks: int
@@ -55,6 +55,7 @@ class Case:
     balance: str = "none"
     num_evaluations: int = 0
     kept_keys: str = "tokens are kept from slice to slice"
+    rows: int = 1
 
 
 CASES = {
@@ -64,7 +65,7 @@ CASES = {
     "pp4-selective-flops": Case(3, 8, 4, [*SELECTIVE, "--seq1f1b-partition", "flops"], balance="pp"),
     "pp4-eager": Case(3, 8, 4, ["--seq1f1b-eager"], balance="pp"),
     "tp2-pp2": Case(5, 8, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], tp_size=2,
-                    balance="bytescale"),
+                    balance="bytescale", rows=16),
     "pp1": Case(2, 2, 1, FULL),
     "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150", "--seq1f1b-eager"], balance="pp",
                           kept_keys="up to 150 tokens"),
@@ -93,7 +94,8 @@ def test_losses_and_gradients_are_those_of_one_process(
     case = CASES[name]
     flags = [*HDP, *BALANCE, case.balance, "--pipeline-model-parallel-size", case.num_stages,
              "--seq1f1b-slices", case.num_slices or "auto", *case.flags, *STEPS, case.num_evaluations]  # fmt: skip
-    outcomes = run(corpus, tmp_path, case.num_ranks, flags, partial(train_and_record, case.num_idle))
+    entry = partial(train_with_rows, case.rows, case.num_idle)
+    outcomes = run(corpus, tmp_path, case.num_ranks, flags, entry)
     assert outcomes[-1].losses == pytest.approx(oracle[0].losses, rel=TOLERANCE)
     if case.num_evaluations:
         assert outcomes[-1].validation_losses == pytest.approx(oracle[0].validation_losses, rel=TOLERANCE)
@@ -102,6 +104,17 @@ def test_losses_and_gradients_are_those_of_one_process(
     assert any(sum(printed(one, "SWAPPED")) for one in outcomes) == ("--hdp-swapped-keys" in case.flags)
     check_order(case, outcomes)
     check_gradients(case, tmp_path, oracle[1])
+    padding = [float(share) for share in re.findall(r"padding ([\d.]+)%", outcomes[-1].text)]
+    assert len(padding) == len(outcomes[-1].losses)
+    assert all(share > 10 for share in padding) == (case.rows > 1)  # slices of 20 to 30 tokens on a rank
+
+
+def train_with_rows(rows: int, num_idle: int) -> None:
+    """An entry: pad micro-batches and slices to so many rows on each tensor-parallel rank, as FP8 needs them."""
+    from megatron.bytescale.features import hdp
+
+    hdp.fp8_rows = lambda args: rows
+    train_and_record(num_idle)
 
 
 def check_order(case: Case, outcomes: list[Outcome]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 
 
@@ -59,6 +59,14 @@ def test_scaled_scales_everything() -> None:
 
 
 WINDOWED = CostModel(a=2.0, b=3.0, c=0.5, g=1.0, h=0.25, window=8, window_share=0.75)
+
+
+def test_padding_is_linear_work_of_each_micro_batch() -> None:
+    stage = StageCost(CostModel(a=2.0, b=3.0, g=7.0), CostModel(a=4.0, b=5.0, g=11.0))
+    padded = stage.with_padding(7.5)
+    assert (padded.forward.g, padded.backward.g) == (7 + 3 * 7.5, 11 + 5 * 7.5)
+    assert padded.both.sequence_cost(10, 2) == stage.both.sequence_cost(10, 2)
+    assert stage.with_padding(0) == stage
 
 
 def test_windows_make_work_linear() -> None:

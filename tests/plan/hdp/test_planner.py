@@ -193,7 +193,7 @@ def test_plans_do_not_change_with_the_type_of_the_lengths(kind: dict[str, Any]) 
 
 def test_plans_do_not_change_unnoticed() -> None:
     lengths = np.random.default_rng(7).integers(1, 6000, 300).tolist()
-    base = HdpPlanner(Cluster(16, 2048), (STAGE,), tokens_multiple=8)
+    base = HdpPlanner(Cluster(16, 2048), (STAGE,))
     planners = [varied(base, **kind) for kind in KINDS]
     assert [planner(lengths).digest() for planner in planners] == DIGESTS
 

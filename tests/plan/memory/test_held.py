@@ -11,7 +11,7 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.memory.held import held, held_slices
+from bytescale_ext.plan.memory.held import held, held_slices, padded_rows
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
@@ -106,6 +106,19 @@ def test_a_slice_computes_its_layer_again_alone() -> None:
         assert found.most_tokens == tokens
         assert found.device_bytes(again) == states + layers * 4.0 * 8 + 5.0 + tokens * 6.0
         assert found.device_parts(again).working == 5.0 + tokens * 6.0
+
+
+@pytest.mark.parametrize(("multiple", "of_whole", "of_slice"), [(1, 5, 2.5), (4, 8, 4), (16, 16, 16)])
+def test_padding_is_held_as_activations(multiple: int, of_whole: float, of_slice: float) -> None:
+    """A micro-batch of 5 tokens on one stage; padding has no keys whose gradients are summed."""
+    memory, table, even = replace(memory_of(1), rows_multiple=multiple), ShardTable.of(local(5)), CostModel(0.0, 1.0)
+    found = held(table, ONE_SLICE, even, memory)
+    assert found.layer_bytes.tolist() == [[of_whole * 10]]
+    assert found.most_tokens == of_whole
+    found = held(table, Slicing(2), even, memory)
+    assert found.tokens.tolist() == [[2 * of_slice]]
+    assert found.layer_bytes.tolist() == [[2 * of_slice * 10]]  # before the first backward pass
+    assert padded_rows(np.array([0.0, 1.0, 32.0, 32.5]), 16).tolist() == [16, 16, 32, 48]
 
 
 def test_swapped_keys_by_hand() -> None:

@@ -1,0 +1,93 @@
+"""FP8 (``--fp8-format``) over documents: micro-batches have the rows that FP8 matrix products need.
+
+TransformerEngine's products take rows in multiples of 16, with MXFP8 of 32, where Megatron's samples have them by their
+length. Here the plan pads micro-batches and slices, and under sequence parallelism the part of each tensor-parallel
+rank is such a multiple. Padding has no loss, and attention does not see it.
+
+Delayed scaling reduces the largest values over all data-parallel ranks whenever a micro-batch has passed the layers.
+Ranks run different numbers of micro-batches, so they would wait for each other for ever. The other recipes scale each
+tensor by its own values; only tensor-parallel ranks, which share a micro-batch, reduce anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Final
+
+from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.refusals import refuse
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.build import Training
+
+RECIPES: Final = {
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+"""Recipes that do not depend on other micro-batches, and the functions of TransformerEngine that know their devices."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the flags are Megatron's."""
+
+
+def fp8_rows(args: Any) -> int:
+    """Return the multiple of rows that the matrix products of one rank take; 1 without FP8."""
+    if not getattr(args, "fp8", None):
+        return 1
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    return int(get_fp8_align_size(args.fp8_recipe))
+
+
+def resolve(args: Any, run: RunConfig) -> str:
+    """Return the recipe."""
+    return str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Check that TransformerEngine and the device have the recipe. Raises ValueError otherwise."""
+    import transformer_engine.pytorch as engine
+    from megatron.core.fp8_utils import get_fp8_recipe
+    from megatron.training.utils import print_rank_0
+
+    recipe = str(runtime.run.features["fp8"])
+    check_engine(recipe, engine)
+    get_fp8_recipe(training.model.transformer)  # raises ValueError for recipes that this version does not have
+    print_rank_0(
+        f"> bytescale: FP8 ({recipe}): micro-batches are padded to multiples of {runtime.hdp.rows_multiple} rows"
+    )
+    return training
+
+
+def check_engine(recipe: str, engine: Any) -> None:
+    """Raise ValueError where ``transformer_engine.pytorch`` says that the device does not have a recipe."""
+    answer = getattr(engine, RECIPES[recipe], None)  # older versions do not say
+    is_there, reason = (True, "") if answer is None else answer(return_reason=True)
+    if not is_there:
+        raise ValueError(f"--fp8-recipe {recipe} does not run here ({reason}): choose another, or use bf16")
+
+
+REFUSALS = (
+    refuse("--fp8-recipe delayed or custom", "fp8", "use tensorwise, blockwise or mxfp8: delayed scaling reduces over "
+           "all ranks in each micro-batch, and ranks run different numbers of these",
+           lambda a: a.fp8_recipe not in RECIPES),
+    refuse("--num-experts", "fp8", "train dense models: the tokens of each expert would need padding too"),
+    refuse("--draft-heads", "fp8", "use bf16: heads are trained on states in bf16"),
+    refuse("--fp8-output-proj with --chunked-cross-entropy", "fp8", "remove one of them: chunks of logits are computed "
+           "in the type of the parameters", lambda a: a.fp8_output_proj and a.chunked_cross_entropy),
+)  # fmt: skip
+
+FP8 = Feature(
+    name="fp8",
+    flag="--fp8-format",
+    summary="FP8 matrix products of TransformerEngine: the plan pads rows",
+    add_arguments=add_arguments,
+    is_on=lambda args: bool(args.hybrid_data_parallel and getattr(args, "fp8", None)),
+    resolve=resolve,
+    build=build,
+    refusals=REFUSALS,
+)

@@ -1,0 +1,168 @@
+"""FP8 under hybrid data parallelism: which rows a micro-batch has, what is refused, and a run on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.bytescale import features
+from megatron.bytescale.arguments.refusals import refuse_conflicts
+from megatron.bytescale.features.fp8 import FP8, RECIPES, REFUSALS, check_engine, fp8_rows, resolve
+from tests.bytescale.arguments.resolving import checked, refused
+from tests.e2e.corpora import write_documents
+from tests.e2e.training import HDP, MODEL, TRAIN
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
+READY: dict[str, Any] = {
+    "fp8": "hybrid", "fp8_recipe": "tensorwise", "num_experts": None, "draft_heads": None, "fp8_output_proj": False,
+    "chunked_cross_entropy": None, "hybrid_data_parallel": True,
+}  # fmt: skip
+
+
+def refusal_of(**changes: Any) -> str:
+    """Return the line with which FP8 is refused, empty if it is not."""
+    try:
+        refuse_conflicts(argparse.Namespace(**{**READY, **changes}), {FP8.name: FP8.flag}, REFUSALS)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_only_recipes_that_no_other_rank_waits_for_are_accepted() -> None:
+    assert [refusal_of(fp8_recipe=recipe) for recipe in RECIPES] == [""] * 3
+    for recipe in ("delayed", "custom"):
+        assert refusal_of(fp8_recipe=recipe) == (
+            "--fp8-format does not work with --fp8-recipe delayed or custom: use tensorwise, blockwise or mxfp8: "
+            "delayed scaling reduces over all ranks in each micro-batch, and ranks run different numbers of these"
+        )
+
+
+def test_what_would_compute_in_another_type_or_have_other_rows_is_refused() -> None:
+    changes = ({"num_experts": 4}, {"draft_heads": 2}, {"fp8_output_proj": True, "chunked_cross_entropy": 64})
+    names = ["--num-experts", "--draft-heads", "--fp8-output-proj with --chunked-cross-entropy"]
+    assert [row.flag for row in REFUSALS[1:]] == names
+    for one, name in zip(changes, names, strict=True):
+        assert refusal_of(**one).startswith(f"--fp8-format does not work with {name}: ")
+    assert refusal_of(fp8_output_proj=True) == refusal_of(chunked_cross_entropy=64) == ""
+
+
+def test_it_is_a_feature_of_documents_alone() -> None:
+    assert FP8 in features.FEATURES
+    assert FP8.is_on(argparse.Namespace(**READY))
+    assert not FP8.is_on(argparse.Namespace(**{**READY, "hybrid_data_parallel": False}))
+    assert not FP8.is_on(argparse.Namespace(**{**READY, "fp8": None}))
+
+
+@pytest.mark.ranks
+def test_without_the_engine_it_is_refused_with_the_reason() -> None:
+    message = refused(4, *COMMON, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
+    assert message.startswith("bytescale does not work with --fp8-format of local layers: use --transformer-impl")
+    assert "TransformerEngine (pip install .[gpu])" in message
+    assert "\n" not in message
+
+
+@pytest.mark.ranks
+def test_rows_are_those_of_megatrons_recipes_on_each_tensor_parallel_rank() -> None:
+    (found,) = run_ranks(settings_of_recipes, 1, init_group=False)
+    assert found == {
+        "none": (1, 2), "tensorwise": (16, 32), "blockwise": (16, 32), "mxfp8": (32, 64),
+        "no multiple": "--hdp-tokens-per-rank 120 is not a multiple of 32, which --sequence-parallel "
+        "(--tensor-model-parallel-size) and --fp8-format (16 or 32) need; the next multiple is 128",
+    }  # fmt: skip
+
+
+def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
+    """Return the rows of one rank's products and those of the configuration, as on a machine with the engine."""
+    from megatron.core.enums import Fp8Recipe
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    from megatron.bytescale.arguments.resolve import resolve as resolve_run
+    from megatron.bytescale.features import hdp
+
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
+    args = checked(8, [*COMMON, *words])
+    run = resolve_run(args)
+    found: dict[str, Any] = {"none": (fp8_rows(args), hdp.resolve(args, run).rows_multiple)}
+    args.fp8 = "hybrid"
+    for recipe in RECIPES:
+        args.fp8_recipe = Fp8Recipe(recipe)
+        assert fp8_rows(args) == get_fp8_align_size(Fp8Recipe(recipe))
+        assert resolve(args, run) == recipe
+        found[recipe] = (fp8_rows(args), hdp.resolve(args, run).rows_multiple)
+    args.fp8_recipe = "tensorwise"
+    args.hdp_tokens_per_rank = 120
+    try:
+        resolve_run(args)
+    except ValueError as error:
+        found["no multiple"] = str(error)
+    return found
+
+
+def test_a_device_without_the_recipe_is_refused_with_the_engines_reason() -> None:
+    """With stand-ins for ``transformer_engine.pytorch``, whose older versions do not answer."""
+    answers = {"mxfp8": (False, "compute capability 10.0 is needed"), "tensorwise": (True, "")}
+    engine = SimpleNamespace(
+        is_mxfp8_available=lambda return_reason: answers["mxfp8"],
+        is_fp8_available=lambda return_reason: answers["tensorwise"],
+    )
+    with pytest.raises(
+        ValueError, match=r"^--fp8-recipe mxfp8 does not run here \(compute capability 10.0 is needed\)"
+    ):
+        check_engine("mxfp8", engine)
+    check_engine("tensorwise", engine)
+    check_engine("blockwise", engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine")
+@pytest.mark.parametrize("slices", [[], ["--seq1f1b-slices", "3"]], ids=["whole", "slices"])
+def test_losses_in_fp8_are_near_those_in_bf16(slices: list[str], tmp_path: Path) -> None:
+    """Three steps on one GPU; documents of 1 to 256 tokens, so that nearly every micro-batch needs padding."""
+    write_documents(tmp_path / "corpus")
+    wide = "--hidden-size 256 --ffn-hidden-size 512 --bf16 --make-vocab-size-divisible-by 128".split()
+    words = [
+        *MODEL,
+        *TRAIN,
+        *HDP,
+        "--data-path",
+        str(tmp_path / "corpus"),
+        *wide,
+        "--hdp-tokens-per-rank",
+        "256",
+        *slices,
+    ]
+    in_bf16 = train_on_gpu(words)
+    in_fp8 = train_on_gpu([*words, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"])
+    assert "FP8 (tensorwise): micro-batches are padded to multiples of 16 rows" in in_fp8
+    losses = [[float(value) for value in re.findall(r"lm loss: ([-\d.E+]+)", text)] for text in (in_bf16, in_fp8)]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] != losses[0]
+    assert all(float(share) > 0 for share in re.findall(r"padding ([\d.]+)%", in_fp8))
+
+
+def train_on_gpu(words: list[str]) -> str:
+    """Return what a training on one GPU prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, str(ROOT / "pretrain_gpt_hdp.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **place}, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

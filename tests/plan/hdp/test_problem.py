@@ -1,0 +1,24 @@
+"""The costs that planners balance: the run's, with padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.step.check import check_step_plan
+from bytescale_ext.plan.step.sizes import Cluster
+from tests.plan.hdp.test_planner import KINDS, STAGE, varied
+
+
+def test_the_mean_padding_counts_as_a_cost_of_each_micro_batch() -> None:
+    """Plans that pad to 64 rows are those of micro-batches that cost 31.5 tokens more; to 1 row, they are as before."""
+    lengths = np.random.default_rng(7).integers(1, 600, 300).tolist()
+    base = HdpPlanner(Cluster(16, 2048), (STAGE,), tokens_multiple=64)
+    for kind in KINDS:
+        padded = varied(base, **kind)
+        share = 31.5 / padded.slicing.num_slices
+        dearer = replace(padded, tokens_multiple=1, stages=tuple(stage.with_padding(share) for stage in padded.stages))
+        assert padded(lengths).digest() == dearer(lengths).digest(), kind
+        check_step_plan(padded(lengths), lengths, 64)
