@@ -5,8 +5,8 @@ Micro-batches of one rank are timed in models of two depths, which separates the
     seconds = layers x (a sum(s^2) + b sum(s) + g) + head x sum(s) + rest
 
 The fit is least squares of the relative error, with no constant below zero; the formula is ``CostModel``'s. Where
-several ranks measure together, a sequence in a ring takes longer than its share of this work; the excess is the
-constant h of rings.
+several ranks measure together, a sequence in a ring takes longer than its share of this work. From the excess follow
+the constants of rings: h for each token that a rank receives, m for each block of a sequence, however short.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ Floats = npt.NDArray[np.float64]
 
 LAYERS: Final = (1, 3)
 """Layers of the measured models. The difference of their times is the time of layers; the rest is the head's."""
+Ring = tuple[tuple[int, ...], int]
+"""Tokens of the sequences of one micro-batch in a ring, and its ranks."""
 LEAST_TOKENS: Final = 64
 """The lowest ``--max-tokens``: below it some measured lengths would be equal."""
 
@@ -112,24 +114,27 @@ def unseen_lengths(max_tokens: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def fitted_rings(max_tokens: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, ranks) of sequences in rings for the fit: rings of all ranks, and the narrowest that fill them.
+def fitted_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
+    """Return sequences in rings for the fit: rings of all ranks, and the narrowest that fill them.
 
-    A rank holds a quarter to a half of ``max_tokens``: sequences in rings are long, so h should contain the fixed cost
-    of a message as it is spread over many tokens.
+    A rank holds a quarter to a half of ``max_tokens``: of one sequence, so that h contains the fixed cost of a message
+    as it is spread over many tokens, and of many short ones, as static context parallelism has them, for m.
     """
-    return _rings(max_tokens, num_ranks, (8, 6, 4))
+    return _rings(max_tokens, num_ranks, ((8, 1), (6, 1), (4, 1), (8, 16)))
 
 
-def unseen_rings(max_tokens: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, ranks) of other sequences in rings, kept from the fit to judge it."""
-    return _rings(max_tokens, num_ranks, (7, 5))
+def unseen_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
+    """Return other sequences in rings, kept from the fit to judge it."""
+    return _rings(max_tokens, num_ranks, ((7, 1), (5, 1), (6, 12)))
 
 
-def _rings(max_tokens: int, num_ranks: int, sixteenths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def _rings(max_tokens: int, num_ranks: int, packs: Sequence[tuple[int, int]]) -> tuple[Ring, ...]:
+    """Return rings of packs: (sixteenths of ``max_tokens`` for each rank, equal sequences of which they are)."""
     narrowest = next((width for width in range(2, num_ranks) if num_ranks % width == 0), num_ranks)
     widths = sorted({narrowest, num_ranks} - {1})
-    return tuple((max_tokens * width * part // 16, width) for width in widths for part in sixteenths)
+    return tuple(
+        ((max_tokens * width * part // 16 // count,) * count, width) for width in widths for part, count in packs
+    )
 
 
 def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
@@ -152,29 +157,30 @@ def fit_timings(timings: Sequence[Timing]) -> tuple[Fit, Fit]:
 
 
 def fit_rings(
-    fits: tuple[Fit, Fit], timings: Sequence[Timing], received_seconds: tuple[float, float]
+    fits: tuple[Fit, Fit], timings: Sequence[Timing], received_seconds: tuple[float, float], has_waits: bool = True
 ) -> tuple[Fit, Fit]:
-    """Return the constants with c and h.
+    """Return the constants with c, h and m.
 
     Args:
         fits: forward and backward constants of sequences on one rank.
-        timings: of rings. A ring whose exchange takes longer than its attention is left out, because the exchange
-            would be counted twice; if all are left out, h is 0.
+        timings: of rings.
         received_seconds: c of the exchange alone: forward, backward.
+        has_waits: the times include waiting for the exchange, which processor time does not. Then a ring whose exchange
+            takes longer than its attention is left out, because the exchange would be counted twice; if all are left
+            out, h and m are 0. Only rings of several sequences tell m from h; if there are none, m is 0.
     """
     found = []
     for fit, c, direction in zip(fits, received_seconds, ("forward", "backward"), strict=True):
-        fit = replace(fit, layer=replace(fit.layer, c=c))
-        with_unit = replace(fit, layer=replace(fit.layer, h=1.0))
-        factors, excess = [0.0], [0.0]
-        for timing in timings:
-            if any(c * (timing.width - 1) > fit.layer.a * length for length in timing.lengths):
-                continue
-            measured, without = getattr(timing, f"{direction}_seconds"), fit.seconds(timing)
-            factors.append((with_unit.seconds(timing) - without) / measured)
-            excess.append(1.0 - without / measured)
-        h = float(np.dot(factors, excess)) / (float(np.dot(factors, factors)) or 1.0)
-        found.append(replace(fit, layer=replace(fit.layer, h=max(0.0, h))))
+        least = c / fit.layer.a if has_waits else 0.0
+        counted = [one for one in timings if min(one.lengths) >= least * (one.width - 1)]
+        units = [replace(fit, layer=replace(fit.layer, h=1.0)), replace(fit, layer=replace(fit.layer, m=1.0))]
+        if all(len(one.lengths) == 1 for one in counted):
+            del units[1:]
+        known = np.array([fit.seconds(one) for one in counted])
+        features = np.array([[unit.seconds(one) for unit in units] for one in counted]) - known[:, None]
+        seconds = np.array([getattr(one, f"{direction}_seconds") for one in counted])
+        h, m = [*(fit_constants(features, seconds, known).tolist() if counted else ()), 0.0, 0.0][:2]
+        found.append(replace(fit, layer=replace(fit.layer, c=c, h=h, m=m)))
     return found[0], found[1]
 
 
@@ -189,19 +195,20 @@ def _features(timings: Sequence[Timing]) -> Floats:
     return np.array(rows)
 
 
-def fit_constants(features: Floats, seconds: Floats) -> Floats:
+def fit_constants(features: Floats, seconds: Floats, known: Floats | float = 0.0) -> Floats:
     """Return the constants, none below 0, of the least squared relative error: [n, k] and [n] -> [k].
 
-    Exact: the optimum is the unconstrained optimum of some subset of the constants, and k is small.
+    ``known``: the part of the seconds that needs no constant, [n] or one for all. Exact: the optimum is the
+    unconstrained optimum of some subset of the constants, and k is small.
     """
     weighted = features / seconds[:, None]
     scale = np.abs(weighted).max(axis=0)
-    weighted = weighted / scale
-    best, best_loss = np.zeros(features.shape[1]), np.inf
+    weighted, wanted = weighted / scale, 1.0 - known / seconds
+    best, best_loss = np.zeros(features.shape[1]), float(np.square(wanted).sum())
     columns = range(features.shape[1])
     for subset in (chosen for size in columns for chosen in combinations(columns, size + 1)):
-        found = np.linalg.lstsq(weighted[:, subset], np.ones(len(seconds)), rcond=None)[0]
-        loss = float(np.square(weighted[:, subset] @ found - 1.0).sum())
+        found = np.linalg.lstsq(weighted[:, subset], wanted, rcond=None)[0]
+        loss = float(np.square(weighted[:, subset] @ found - wanted).sum())
         if (found >= 0).all() and loss < best_loss * (1 - 1e-12):
             best, best_loss = np.zeros(len(columns)), loss
             best[list(subset)] = found
@@ -232,7 +239,7 @@ def model_cost(fits: tuple[Fit, Fit], kept_bytes: tuple[float, float], origin: O
     """Return the content of a cost file.
 
     Args:
-        fits: forward and backward constants, with c and h.
+        fits: forward and backward constants, with c, h and m.
         kept_bytes: bytes of one token in one layer until its backward pass: without and with full recompute.
         origin: the model and the device.
     """

@@ -13,6 +13,7 @@ from bytescale_ext.measure.fit import (
     Fit,
     Origin,
     Prediction,
+    Ring,
     Timing,
     errors_text,
     fit_constants,
@@ -108,33 +109,52 @@ def test_noise_is_refused() -> None:
         fit_timings(flat)
 
 
-RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7), CostModel(0.0, 0.0, c=9e-8, h=8e-7))
+RING = (CostModel(0.0, 0.0, c=3e-8, h=5e-7, m=2e-5), CostModel(0.0, 0.0, c=9e-8, h=8e-7, m=7e-5))
 
 
-def ring_timings(rings: Sequence[tuple[int, int]], noise: Callable[[], float] = lambda: 1.0) -> list[Timing]:
-    """Return times of a rank's share of each sequence, plus what the ring adds for the tokens that it receives."""
+def ring_timings(
+    rings: Sequence[Ring], noise: Callable[[], float] = lambda: 1.0, has_waits: bool = True
+) -> list[Timing]:
+    """Return times of a rank's share of the sequences, plus what the ring adds for the tokens that it receives."""
     made = []
     for layers in LAYERS:
-        for length, width in rings:
-            received = length * (width - 1) / width
+        for lengths, width in rings:
             times = []
             for fit, ring in zip((FORWARD, BACKWARD), RING, strict=True):
-                layer = max(fit.layer.a * length**2 / width, ring.c * received) + fit.layer.b * length / width
-                head = fit.head * length / width + fit.rest
-                times.append((layers * (layer + fit.layer.g + ring.h * received) + head) * noise())
-            made.append(Timing(layers, (length,), *times, width))
+                layer = fit.layer.g
+                for length in lengths:
+                    received = length * (width - 1) / width
+                    layer += max(fit.layer.a * length**2 / width, has_waits * ring.c * received)
+                    layer += fit.layer.b * length / width + ring.h * received + ring.m * (width - 1)
+                times.append((layers * layer + fit.head * sum(lengths) / width + fit.rest) * noise())
+            made.append(Timing(layers, lengths, *times, width))
     return made
 
 
+def of_one(length: int, width: int) -> Ring:
+    return (length,), width
+
+
 @pytest.mark.parametrize("width", [2, 3, 8])
-def test_rings_give_back_their_constants(width: int) -> None:
+@pytest.mark.parametrize("has_waits", [True, False])
+def test_rings_give_back_their_constants(width: int, has_waits: bool) -> None:
     c = (RING[0].c, RING[1].c)
-    found = fit_rings((FORWARD, BACKWARD), ring_timings(fitted_rings(32768, width)), c)
+    made = ring_timings(fitted_rings(32768, width), has_waits=has_waits)
+    found = fit_rings((FORWARD, BACKWARD), made, c, has_waits)
     for fit, true, ring in zip(found, (FORWARD, BACKWARD), RING, strict=True):
-        assert fit.layer.h == pytest.approx(ring.h)
-        assert replace(fit, layer=replace(fit.layer, c=0.0, h=0.0)) == true
+        assert (fit.layer.h, fit.layer.m) == pytest.approx((ring.h, ring.m))
+        assert replace(fit, layer=replace(fit.layer, c=0.0, h=0.0, m=0.0)) == true
     errors = [one.error for one in predictions(found, ring_timings(unseen_rings(32768, width)))]
     assert errors == pytest.approx([0.0] * len(errors), abs=1e-12)
+
+
+def test_short_sequences_tell_m_where_times_hold_no_waiting() -> None:
+    """On a slow link their exchange takes longer than their attention, so times with waiting would tell nothing."""
+    c, rings = (1e-6, 3e-6), [of_one(32768, 2), ((256,) * 16, 2), of_one(16384, 2)]
+    made = ring_timings(rings, has_waits=False)
+    (forward, backward), waited = (fit_rings((FORWARD, BACKWARD), made, c, each) for each in (False, True))
+    assert (forward.layer.m, backward.layer.m) == pytest.approx((RING[0].m, RING[1].m))
+    assert [fit.layer.m for fit in waited] == [0.0, 0.0]
 
 
 def test_narrow_and_wide_rings_share_one_h() -> None:
@@ -159,9 +179,9 @@ def test_noisy_rings() -> None:
 def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
     """Their time is explained by c; it would be counted twice."""
     slow = (1e-3, 1e-3)
-    made = ring_timings([(1000, 2), (2000, 2)])
+    made = ring_timings([of_one(1000, 2), of_one(2000, 2)])
     assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), made, slow)] == [0.0, 0.0]
-    fast = ring_timings([(1_000_000_000, 2)])  # whose attention is longer even than that
+    fast = ring_timings([of_one(1_000_000_000, 2)])  # whose attention is longer even than that
     both = fit_rings((FORWARD, BACKWARD), [*made, *fast], slow)
     alone = fit_rings((FORWARD, BACKWARD), fast, slow)
     assert both == alone
@@ -171,7 +191,7 @@ def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
 def test_without_rings_h_is_0() -> None:
     found = fit_rings((FORWARD, BACKWARD), [], (2e-7, 6e-7))
     assert [(fit.layer.c, fit.layer.h) for fit in found] == [(2e-7, 0.0), (6e-7, 0.0)]
-    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([(4096, 2)])]
+    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([of_one(4096, 2)])]
     assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), faster, (0.0, 0.0))] == [0.0, 0.0]
 
 
@@ -188,8 +208,9 @@ def test_measured_lengths(max_tokens: int) -> None:
     assert max(sum(pack) for pack in fitted) == max_tokens
     for num_ranks, widths in ((2, {2}), (3, {3}), (8, {2, 8}), (9, {3, 9})):
         seen, others = fitted_rings(max_tokens, num_ranks), unseen_rings(max_tokens, num_ranks)
-        for length, width in (*seen, *others):
-            assert max_tokens // 4 <= length / width <= max_tokens // 2
+        for lengths, width in (*seen, *others):
+            assert max_tokens // 4 <= sum(lengths) / width <= max_tokens // 2
+            assert min(lengths) >= width
         assert not set(seen) & set(others)
         assert {width for _, width in seen} == {width for _, width in others} == widths
     assert not fitted_rings(max_tokens, 1)
@@ -201,10 +222,12 @@ def test_too_few_tokens_to_tell_lengths_apart() -> None:
 
 
 def test_the_cost_file_of_a_fit() -> None:
-    fits = fit_rings((FORWARD, BACKWARD), ring_timings([(32768, 2)]), (3e-8, 9e-8))
+    made = ring_timings([of_one(32768, 2), ((512,) * 16, 2)], has_waits=False)
+    fits = fit_rings((FORWARD, BACKWARD), made, (3e-8, 9e-8), has_waits=False)
     cost = model_cost(fits, (139e3, 8192.0), Origin(SHAPE, "a GPU", "bfloat16", 1, "test"))
-    assert cost.forward == CostModel(4e-11, 1.6e-6, 3e-8, 1e-4 + 3e-4 / 32, fits[0].layer.h)
-    assert cost.backward == CostModel(1e-10, 3.2e-6, 9e-8, 2e-4 + 5e-4 / 32, fits[1].layer.h)
+    (h, m), (backward_h, backward_m) = ((fit.layer.h, fit.layer.m) for fit in fits)
+    assert cost.forward == CostModel(4e-11, 1.6e-6, 3e-8, 1e-4 + 3e-4 / 32, h, m=m)
+    assert cost.backward == CostModel(1e-10, 3.2e-6, 9e-8, 2e-4 + 5e-4 / 32, backward_h, m=backward_m)
     assert cost.forward.h == pytest.approx(5e-7)
     # the whole model costs what the formula of the module says
     for fit, whole in ((FORWARD, cost.whole().forward), (BACKWARD, cost.whole().backward)):

@@ -74,7 +74,7 @@ class SliceShares:
         A slice attends to all tokens before it, so on d ranks the keys of the tokens up to its end P' travel round
         once for it; linear work is that of its own tokens::
 
-            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + h P' (d - 1) / d + b (P' - P) / d
+            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + (h P' / d + m) (d - 1) + b (P' - P) / d
 
         Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
 
@@ -117,7 +117,7 @@ class SliceShares:
         hops = cost.hops(widths) if self.hops is None else self.hops
         attention = (cost.a * cost.squares(lengths) / widths)[:, None] * self.squares
         exchange = (cost.c * lengths * hops / widths)[:, None] * exchanged
-        joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged
+        joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged + cost.m * (widths - 1)[:, None]
         if not cost.window_share:
             exposed = np.maximum(exchange - attention, 0.0)
         else:
@@ -125,5 +125,5 @@ class SliceShares:
             hiding = (cost.a * lengths * lengths / widths)[:, None] * self.full_squares
             received = cost.window_received(lengths[:, None] * ends, widths[:, None])
             exposed = (1.0 - share) * np.maximum(exchange - hiding, 0.0) + share * cost.c * received
-            joined = (1.0 - share) * joined + share * cost.h * received
+            joined = (1.0 - share) * joined + share * (cost.h * received + cost.m * np.minimum(widths - 1, 2)[:, None])
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed

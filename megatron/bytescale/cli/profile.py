@@ -160,11 +160,12 @@ def measured_cost(
     ring_fitted, ring_unseen = fitted_rings(max_tokens, num_ranks), unseen_rings(max_tokens, num_ranks)
     timings = time_packs(subject, [*fitted, *unseen], repeats, [*ring_fitted, *ring_unseen])
     seen = [timing for timing in timings if timing.width == 1 and timing.lengths in fitted]
-    rings = [timing for timing in timings if timing.width > 1 and (timing.lengths[0], timing.width) in ring_fitted]
+    rings = [timing for timing in timings if (timing.lengths, timing.width) in ring_fitted]
     others = [timing for timing in timings if timing not in seen and timing not in rings]
     rate, between, how = link_rates(given_rates, subject)
     crosses = num_ranks > subject.cluster.node_ranks
-    fits = fit_rings(fit_timings(seen), rings, subject.ring_seconds(between if crosses else rate))
+    exchange = subject.ring_seconds(between if crosses else rate)
+    fits = fit_rings(fit_timings(seen), rings, exchange, has_waits=not subject.has_processor_time)
     found = predictions(fits, others)
     recompute = subject.args.recompute_granularity
     what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
@@ -246,6 +247,7 @@ def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
         ("linear, ns per token", "b", 1e9),
         ("ring, ns per token received", "c", 1e9),
         ("ring, ns per token, never hidden", "h", 1e9),
+        ("ring, us per block of a sequence", "m", 1e6),
         ("fixed, us per micro-batch", "g", 1e6),
     ]
     lines = [f"{cost.device}, {cost.dtype}", "", f"{'one layer':<34} {'forward':>12} {'backward':>12}"]

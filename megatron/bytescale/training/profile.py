@@ -31,7 +31,7 @@ from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.data.samples.units import units_of
-from bytescale_ext.measure.fit import LAYERS, Timing, ring_bytes_per_token
+from bytescale_ext.measure.fit import LAYERS, Ring, Timing, ring_bytes_per_token
 from bytescale_ext.measure.metrics import Mark, StepClock
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
@@ -45,18 +45,15 @@ from megatron.bytescale.training import hdp
 from megatron.bytescale.training.build import stock_training
 
 ASIDE = {
-    "sft": False,
-    "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1, "train_samples": None,
-    "eval_iters": 0, "eval_global_batch_size": None, "lr_decay_iters": None, "lr_decay_samples": None,
-    "lr_warmup_iters": 0,
-    "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None,
-    "save": None, "load": None, "tensorboard_dir": None, "wandb_project": "",
-    "pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None,
+    "sft": False, "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1,
+    "train_samples": None, "eval_iters": 0, "eval_global_batch_size": None, "lr_decay_iters": None,
+    "lr_decay_samples": None, "lr_warmup_iters": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None,
+    "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None, "save": None, "load": None, "tensorboard_dir": None,
+    "wandb_project": "", "pipeline_model_parallel_size": 1, "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None, "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-    "expert_model_parallel_size": 1, "moe_layer_freq": 1,
-    "overlap_grad_reduce": False, "overlap_param_gather": False, "use_distributed_optimizer": False,
-    "check_for_nan_in_loss_and_grad": False,
+    "expert_model_parallel_size": 1, "moe_layer_freq": 1, "overlap_grad_reduce": False,
+    "overlap_param_gather": False, "use_distributed_optimizer": False, "check_for_nan_in_loss_and_grad": False,
     "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
 }  # fmt: skip
 """Arguments of a training command that the profile overrides: they cost no time in a layer, or only once a step.
@@ -84,6 +81,11 @@ class Subject:
     def tensor_parallel(self) -> int:
         """Ranks that share each layer."""
         return int(self.args.tensor_model_parallel_size)
+
+    @property
+    def has_processor_time(self) -> bool:
+        """Whether processor time is the time of a rank's work: on CPU, in one thread, without tensor parallelism."""
+        return not self.runtime.clock.on_cuda and torch.get_num_threads() == 1 and self.tensor_parallel == 1
 
     @property
     def dtype(self) -> str:
@@ -207,22 +209,24 @@ def build_model(subject: Subject, num_layers: int) -> Any:
     return model
 
 
-def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[tuple[int, int]], cluster: Cluster) -> StepPlan:
-    """Return a plan in which every rank runs its own micro-batch of each pack, and its share of each ring's sequence.
+def profile_plan(packs: Sequence[Sequence[int]], rings: Sequence[Ring], cluster: Cluster) -> StepPlan:
+    """Return a plan in which every rank runs its own micro-batch of each pack, and its share of each ring's sequences.
 
-    ``rings``: (tokens, ranks) of sequences; as many rings of that width as the ranks hold run at the same time.
+    As many rings of a width as the ranks hold run at the same time.
     """
     lengths: list[int] = []
     ranks: list[list[MicroBatch]] = [[] for _ in range(cluster.num_ranks)]
-    for length, width in rings:
+    for sequences, width in rings:
         for first in range(0, cluster.num_ranks, width):
             ring = tuple(range(first, first + width))
             for place, rank in enumerate(ring):
-                ranks[rank].append(MicroBatch((Shard(len(lengths), zigzag_ranges(length, width, place), ring),)))
-            lengths.append(length)
+                cut = (zigzag_ranges(length, width, place) for length in sequences)
+                shards = (Shard(len(lengths) + i, ranges, ring) for i, ranges in enumerate(cut))
+                ranks[rank].append(MicroBatch(tuple(shards)))
+            lengths.extend(sequences)
     for pack in packs:
         for rank, micro_batches in enumerate(ranks):
-            shards = [Shard(len(lengths) + i, ((0, length),), (rank,)) for i, length in enumerate(pack)]
+            shards = (Shard(len(lengths) + i, ((0, length),), (rank,)) for i, length in enumerate(pack))
             micro_batches.append(MicroBatch(tuple(shards)))
             lengths.extend(pack)
     return StepPlan(cluster.num_ranks, cluster.tokens_per_rank, tuple(lengths), tuple(map(tuple, ranks)))
@@ -253,23 +257,21 @@ def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> l
 def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = False) -> tuple[float, float]:
     """Return forward and backward seconds of ``run_micro_batch``; on CUDA the device must be synchronised before.
 
-    On CPU it is the processor time of this process, which other programs disturb least. It includes the threads that
-    carry messages, because they run on the rank's core. Wall time is taken where torch computes in several threads or
-    tensor-parallel ranks wait for each other, or if it is asked for (``by_wall``).
+    On CPU it is the processor time of this process, which other programs disturb least, where it is the time of its
+    work. It includes the threads that carry messages, because they run on the rank's core. ``by_wall``: it never is.
     """
     forward, backward, end = marks[-3:]
     if subject.runtime.clock.on_cuda:
         return forward.stream_seconds(backward), backward.stream_seconds(end)
-    is_alone = torch.get_num_threads() == 1 and subject.tensor_parallel == 1 and not by_wall
-    name = "busy_seconds" if is_alone else "wall_seconds"
+    name = "busy_seconds" if subject.has_processor_time and not by_wall else "wall_seconds"
     times = [getattr(mark, name) for mark in (forward, backward, end)]
     return times[1] - times[0], times[2] - times[1]
 
 
 def time_packs(
-    subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[tuple[int, int]] = ()
+    subject: Subject, packs: Sequence[Sequence[int]], repeats: int, rings: Sequence[Ring] = ()
 ) -> list[Timing]:
-    """Return times of sequences in rings, each (tokens, ranks), and of each pack, in models of ``LAYERS``.
+    """Return times of rings, and of each pack, in models of ``LAYERS``.
 
     Each is the median of ``repeats`` rounds after one to warm up: what a step meets. On CPUs whose cores several ranks
     share, the minimum is up to 30 % lower. A round runs everything once, so that a slow moment of the machine does not
@@ -288,7 +290,7 @@ def time_packs(
     runtime.step = None
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, np.median(rounds[1:], axis=0))
-    kinds = [((length,), width) for length, width in rings] + [(tuple(pack), 1) for pack in packs]
+    kinds = [*rings, *((tuple(pack), 1) for pack in packs)]
     named = [(num_layers, *kind) for num_layers in LAYERS for kind in kinds]
     return [
         Timing(num_layers, lengths, forward, backward, width)

@@ -37,10 +37,11 @@ HEAD = {"forward": 1e-6, "backward": 2e-6}
 
 
 RING = {"forward": 3e-6, "backward": 5e-6}  # h
+BLOCK = {"forward": 1e-5, "backward": 4e-5}  # m
 
 
 def made_up_seconds(num_layers: int, lengths: list[int], width: int, direction: str) -> float:
-    layer = replace(LAYER[direction], h=RING[direction]).scaled(num_layers)
+    layer = replace(LAYER[direction], h=RING[direction], m=BLOCK[direction]).scaled(num_layers)
     work = sum(layer.sequence_cost(length, width) for length in lengths)
     return layer.g + work + HEAD[direction] * sum(lengths) / width
 
@@ -139,8 +140,9 @@ def test_hdp_ranks_profile_together_and_measure_their_rings() -> None:
     assert [other for other, _ in found] == [cost] * 3
     assert cost.forward.h == pytest.approx(RING["forward"])
     assert cost.backward.h == pytest.approx(RING["backward"])
-    assert len(errors) == 12 + 4
-    assert "22 micro-batches and 6 rings of up to 96 tokens" in cost.source
+    assert [cost.forward.m, cost.backward.m] == pytest.approx([BLOCK["forward"], BLOCK["backward"]])
+    assert len(errors) == 12 + 6
+    assert "22 micro-batches and 8 rings of up to 96 tokens" in cost.source
     assert cost.collective > 0, "as tensor-parallel ranks would exchange"
     assert cost.latency > 0
 
@@ -168,7 +170,7 @@ def test_real_rings() -> None:
     assert first == second
     assert len(first) == 4
     assert [(timing.num_layers, timing.lengths, timing.width) for timing in first] == [
-        (1, (64,), 2), (1, (24,), 2), (3, (64,), 2), (3, (24,), 2),
+        (1, (64,), 2), (1, (24, 7), 2), (3, (64,), 2), (3, (24, 7), 2),
     ]  # fmt: skip
     assert all(timing.forward_seconds > 0 and timing.backward_seconds > 0 for timing in first)
 
@@ -178,7 +180,7 @@ def real_rings(rank: int, world: int) -> list[Timing]:
 
     with contextlib.redirect_stdout(io.StringIO()):
         subject = prepare(MODEL, 64, on_cpu=True)
-        timings = time_packs(subject, [], 2, [(64, 2), (24, 2)])
+        timings = time_packs(subject, [], 2, [((64,), 2), ((24, 7), 2)])
     assert subject.runtime.comm.stats.bytes_sent > 0
     assert subject.runtime.step is None
     return timings
@@ -199,7 +201,7 @@ def with_made_up_rounds(rank: int, world: int) -> list[Timing]:
     seconds = iter([1.0] * 4 + [4.0] * 4 + [2.0] * 4 + [3.0] * 4)  # two micro-batches in two models
     profile.run_micro_batch = lambda runtime, model, packed: next(seconds)
     profile.seconds_between = lambda second, subject: (second + 10 * rank, 10 * second + 10 * rank)
-    return profile.time_packs(subject, [(8,)], 3, [(16, 2)])
+    return profile.time_packs(subject, [(8,)], 3, [((16,), 2)])
 
 
 def test_busy_or_wall_time() -> None:
@@ -214,13 +216,14 @@ def seconds_of_marks(rank: int, world: int) -> list[tuple[float, float]]:
     import torch
 
     from bytescale_ext.measure.metrics import Mark
-    from megatron.bytescale.training.profile import seconds_between
+    from megatron.bytescale.training.profile import Subject, seconds_between
 
     torch.set_num_threads(1)
     marks = [Mark("", None, 10.0 * t, 1.0 * t, None) for t in (0, 1, 3, 7)]
-    runtime = SimpleNamespace(clock=SimpleNamespace(on_cuda=False))
-    one, two = (SimpleNamespace(runtime=runtime, tensor_parallel=size) for size in (1, 2))
-    subjects: list[Any] = [one, one, two]
+    runtime, shape = SimpleNamespace(clock=SimpleNamespace(on_cuda=False)), SimpleNamespace()
+    make: Any = Subject
+    one, two = (make(SimpleNamespace(tensor_model_parallel_size=size), runtime, shape) for size in (1, 2))
+    subjects = [one, one, two]
     return [seconds_between(marks, subject, by_wall=number == 1) for number, subject in enumerate(subjects)]
 
 
@@ -272,10 +275,10 @@ def test_an_unknown_flag_ends_the_command() -> None:
 def test_every_rank_has_its_own_copy_of_the_packs_and_a_share_of_each_ring() -> None:
     plan = run_ranks(plan_of_packs, 1, init_group=False)[0]
     check_step_plan(plan)
-    assert plan.lengths == (24, 7, 7, *(5, 3) * 4, *(8,) * 4)
-    assert plan.ranks[1][2].shards == (Shard(5, ((0, 5),), (1,)), Shard(6, ((0, 3),), (1,)))
+    assert plan.lengths == (24, 9, 7, 7, *(5, 3) * 4, *(8,) * 4)
+    assert plan.ranks[1][2].shards == (Shard(6, ((0, 5),), (1,)), Shard(7, ((0, 3),), (1,)))
     assert [[shard.ring for shard in one.shards] for one in plan.ranks[3]] == [
-        [(0, 1, 2, 3)], [(2, 3)], [(3,), (3,)], [(3,)]
+        [(0, 1, 2, 3)] * 2, [(2, 3)], [(3,), (3,)], [(3,)]
     ]  # fmt: skip
 
 
@@ -283,7 +286,7 @@ def plan_of_packs(rank: int, world: int) -> Any:
     from bytescale_ext.plan.step.sizes import Cluster
     from megatron.bytescale.training.profile import profile_plan
 
-    return profile_plan([(5, 3), (8,)], [(24, 4), (7, 2)], Cluster(4, 16))
+    return profile_plan([(5, 3), (8,)], [((24, 9), 4), ((7,), 2)], Cluster(4, 16))
 
 
 def test_made_up_documents_repeat() -> None:

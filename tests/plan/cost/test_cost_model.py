@@ -31,6 +31,18 @@ def test_a_ring_pays_h_for_what_it_receives() -> None:
     np.testing.assert_allclose(cost.sequence_cost(tokens, widths), one_by_one)
 
 
+def test_a_ring_pays_m_for_each_block_however_short() -> None:
+    free, cost = CostModel(a=2.0, b=3.0, c=5.0, h=1.0), CostModel(a=2.0, b=3.0, c=5.0, h=1.0, m=7.0)
+    lengths, widths = np.array([10.0, 1000.0, 10.0]), np.array([4.0, 4.0, 1.0])
+    np.testing.assert_allclose(
+        cost.sequence_cost(lengths, widths) - free.sequence_cost(lengths, widths), [21.0, 21.0, 0.0]
+    )
+    both = cost.scaled(2.0) + cost
+    assert both.sequence_cost(10.0, 4.0) == pytest.approx(3 * cost.sequence_cost(10.0, 4.0))
+    only = replace(cost, window=8, window_share=1.0)  # blocks before the two parts of a rank
+    assert only.sequence_cost(1000.0, 8.0) - replace(only, m=0.0).sequence_cost(1000.0, 8.0) == pytest.approx(14.0)
+
+
 def test_micro_batch_cost_counts_real_tokens_and_g_once() -> None:
     cost = CostModel(a=2.0, b=3.0, c=0.0, g=7.0)
     ring = Shard(1, ((0, 2), (4, 5)), (0, 1))

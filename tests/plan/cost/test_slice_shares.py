@@ -21,6 +21,17 @@ def test_each_slice_of_a_ring_pays_h_for_the_keys_that_travel() -> None:
     assert (exposed == same).all()
 
 
+def test_each_slice_of_a_ring_pays_m_for_each_block() -> None:
+    tokens, widths = np.array([1000.0, 70.0]), np.array([4.0, 1.0])
+    for window_share, blocks in ((0.0, 3.0), (1.0, 2.0)):
+        free = CostModel(a=1e-2, b=3.0, c=0.1, window=8, window_share=window_share)
+        cost = replace(free, m=0.5)
+        cut = SliceShares.of(cost, tokens, widths, Slicing(3))
+        (costs, exposed), (without, same) = cut.costs(cost), cut.costs(free)
+        np.testing.assert_allclose(costs - without, [[0.5 * blocks] * 3, [0.0] * 3], atol=1e-9)
+        assert (exposed == same).all()
+
+
 def test_slices_by_hand() -> None:
     cost = CostModel(a=2.0, b=3.0, c=50.0)
     # (2 P^2 + 3 P) of 12 tokens is 324; half of it is 162 = 2 * 81 + 3 * 0 near P = 8.28

@@ -42,22 +42,29 @@ def target_widths(problem: Problem, target: float) -> Ints:
     sizes = lengths.astype(np.float64)
     seconds = max(target - cost.g, 1e-300)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        # computing: (a s^2 + b s) / d + h s (d - 1) / d <= seconds
+        # computing: (a s^2 + b s) / d + (h s / d + m) (d - 1) <= seconds
         joining = cost.h * sizes
-        computing = np.where(
-            joining < seconds,
-            (cost.a * cost.squares(sizes) + cost.b * sizes - joining) / (seconds - joining),
-            np.inf,
-        )
-        # receiving: (c + h) s (d - 1) / d + b s / d <= seconds; wider helps only while b > c + h
+        work = cost.a * cost.squares(sizes) + cost.b * sizes - joining
+        computing = np.where(joining < seconds, _fewest(work, seconds - joining, cost.m), np.inf)
+        # receiving: (c s / d + h s / d + m) (d - 1) + b s / d <= seconds; wider helps only while b > c + h
         ring = cost.c + cost.h
-        receiving = np.where(ring * sizes < seconds, (cost.b - ring) * sizes / (seconds - ring * sizes), 0.0)
+        receiving = _fewest((cost.b - ring) * sizes, seconds - ring * sizes, cost.m)
+        receiving = np.where(ring * sizes < seconds, receiving, 0.0)
         hidden = sizes * cost.a / cost.c + 1 if cost.c else np.full(len(sizes), np.inf)
     wanted = np.maximum(computing, receiving)
     unreachable = (wanted > hidden) & ((ring * sizes >= seconds) | (cost.b <= ring))
+    # no width is fast enough where blocks are many: the one with the least of work / d + m (d - 1)
+    wanted = np.where(np.isinf(wanted) & (cost.m > 0.0), np.sqrt(np.maximum(work, 0.0) / max(cost.m, 1e-300)), wanted)
     wanted = np.where(unreachable, np.floor(hidden), wanted)
     widths = np.clip(np.ceil(np.minimum(wanted, most)), problem.min_widths, np.minimum(lengths, most)).astype(np.int64)
     return np.asarray(np.minimum.accumulate(widths))
+
+
+def _fewest(work: Floats, seconds: Floats, each: float) -> Floats:
+    """Return the smallest d with ``work / d + each (d - 1) <= seconds``, not rounded; inf: there is none. [n] each."""
+    most = seconds + each
+    room = most * most - 4 * each * work
+    return np.asarray(np.where(room >= 0, 2 * work / (most + np.sqrt(np.maximum(room, 0.0))), np.inf))
 
 
 @dataclass(frozen=True, slots=True)

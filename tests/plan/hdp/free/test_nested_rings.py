@@ -30,17 +30,20 @@ def ints(values: list[int]) -> np.ndarray:
     st.floats(0.5, 500.0),
     st.just(0.0) | st.floats(1e-3, 0.3),
     st.just(0.0) | st.floats(1e-3, 0.09),
+    st.just(0.0) | st.floats(1e-3, 5.0),
 )
 def test_target_widths_are_the_fewest_that_are_fast_enough(
-    length: int, most: int, target: float, c: float, h: float
+    length: int, most: int, target: float, c: float, h: float, m: float
 ) -> None:
-    cost = CostModel(a=1e-3, b=0.1, c=c, g=0.3, h=h)
+    cost = CostModel(a=1e-3, b=0.1, c=c, g=0.3, h=h, m=m)
     width = int(target_widths(step([length], most, cost), target)[0])
     times = {other: cost.sequence_cost(length, other) + cost.g for other in range(1, min(most, length) + 1)}
     fast = [other for other, seconds in times.items() if seconds <= target * (1 + 1e-9)]
     if fast:
         assert width in (min(fast), min(fast) + 1)  # the last bit of a quotient may cost one rank
         assert times[width] <= target * (1 + 1e-9)
+    elif m:
+        assert times[width] <= 1.5 * min(times.values())
     else:
         hidden = int(cost.a * length / c) + 1 if c else most
         at_most = min(most, length)  # where hiding ends at a whole number, its last bit may cost one rank
