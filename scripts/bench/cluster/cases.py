@@ -180,7 +180,7 @@ QUICK = (
     Planned(Case("byted", 2, 4), (*_MAIN, "packed")),
     Planned(Case("github", 1, 8), _MAIN),
     Planned(Case("wikipedia", 4, 2), ("ours", "naive", "static", "hybrid")),
-    Planned(Case("byted", 2, 4, "slow"), ("ours", "plain", "static", "hybrid")),
+    Planned(Case("byted", 2, 4, "slow"), ("ours", "static", "hybrid")),
     Planned(Case("byted", 2, 4, "unlimited"), ("ours", "static", "hybrid")),
     Planned(Case("byted", 2, 4, context=TOKENS_PER_RANK), ("ours", "packed")),
     Planned(Case("byted", 1, 8), ("ours", "naive", *_PIPELINES)),

@@ -142,12 +142,12 @@ def all_figures(cases: Mapping[str, Arms]) -> Figures:
 
 
 def predictions(arms: Arms) -> dict[str, tuple[float, float]]:
-    """Return arm -> (predicted, measured) seconds: means over its runs, of the arms that are predicted."""
+    """Return arm -> (predicted, measured) seconds: medians over its runs, of the arms that are predicted."""
     found = {}
     for arm, runs in arms.items():
         predicted = [run.predicted_seconds for run in runs if run.predicted_seconds is not None]
         if predicted:
-            found[arm] = (statistics.mean(predicted), statistics.mean(run.measured_seconds for run in runs))
+            found[arm] = (statistics.median(predicted), statistics.median(run.measured_seconds for run in runs))
     return found
 
 

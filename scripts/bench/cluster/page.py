@@ -157,7 +157,7 @@ def cost_section(cases: Mapping[str, Arms]) -> str:
         "## The cost model",
         "",
         "`bytescale profile` measures the ranks once, on unlimited links; the rates of other links are taken from "
-        "their setting. Forward and backward passes of one step of each run, means over its runs; gradients and "
+        "their setting. Forward and backward passes of one step of each run, medians over its runs; gradients and "
         "optimizer are left out.",
         "",
         "| case | arm | predicted s | measured s | error |",

@@ -93,7 +93,8 @@ def test_the_lists_of_cases() -> None:
         names = [str(one.case) for one in planned]
         assert len(set(names)) == len(names)
         assert all(one.arms[0] == "ours" for one in planned)
-        assert {arm for one in planned for arm in one.arms} == set(ARMS)
+        never = {"plain"} if planned is QUICK else set()  # its rings lie inside nodes: both arms have the same plans
+        assert {arm for one in planned for arm in one.arms} == set(ARMS) - never
         assert {one.case.sampler for one in planned} == {"byted", "github", "wikipedia"}
         assert {"1x8", "2x4", "4x2"} <= {name.split()[1] for name in names}
     assert sum(len(one.arms) for one in QUICK) < 31 < sum(len(one.arms) for one in FULL)
