@@ -31,6 +31,7 @@ TESTED_ELSEWHERE = {
 }
 # Files in which Megatron's arguments and objects enter, which have no types.
 ANY_FILES = {
+    "megatron/bytescale/convert/arguments.py",
     "megatron/bytescale/convert/families.py",
     "megatron/bytescale/arguments/batch_schedule.py",
     "megatron/bytescale/arguments/model_shape.py",
@@ -39,6 +40,7 @@ ANY_FILES = {
     "megatron/bytescale/arguments/resolve.py",
     "megatron/bytescale/arguments/stage_layers.py",
     "megatron/bytescale/convert/folders.py",
+    "megatron/bytescale/convert/rotary.py",
     "megatron/bytescale/core/datasets/answer_dataset.py",
     "megatron/bytescale/core/datasets/conversations.py",
     "megatron/bytescale/core/datasets/corpus.py",

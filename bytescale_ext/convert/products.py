@@ -1,4 +1,4 @@
-"""Queries, keys and values in one product, as Megatron has them, and apart."""
+"""Products that Megatron keeps together and other models apart, or in another order."""
 
 from __future__ import annotations
 
@@ -19,3 +19,23 @@ def split_qkv(product: torch.Tensor, num_groups: int, head_dim: int) -> list[tor
 def join_qkv(parts: Sequence[torch.Tensor], num_groups: int, head_dim: int) -> torch.Tensor:
     """Return what ``split_qkv`` was given, [n, ...], from queries, keys and values [heads * head_dim, ...]."""
     return torch.cat([part.unflatten(0, (num_groups, -1, head_dim)) for part in parts], dim=1).flatten(0, 2)
+
+
+def unstack(stacked: torch.Tensor, alternates: bool) -> list[torch.Tensor]:
+    """Return each expert's weight [outputs, inputs] or bias [outputs] of stacked ones.
+
+    Args:
+        stacked: [experts, inputs, outputs] or [experts, outputs].
+        alternates: its outputs are a gate, an up, a gate ...; those returned are all gates, then all ups.
+    """
+    found = []
+    for one in stacked:
+        turned = one.T if one.dim() == 2 else one
+        found.append(torch.cat((turned[0::2], turned[1::2])) if alternates else turned.contiguous())
+    return found
+
+
+def stack(experts: Sequence[torch.Tensor], alternates: bool) -> torch.Tensor:
+    """Return what ``unstack`` was given, [experts, ..., outputs], from weights [outputs, inputs] or biases."""
+    ordered = [torch.stack(one.chunk(2), dim=1).flatten(0, 1) if alternates else one for one in experts]
+    return torch.stack([one.T if one.dim() == 2 else one for one in ordered])

@@ -97,9 +97,8 @@ def _is_local(name: str) -> Callable[[Any], bool]:
 
 def _looks_elsewhere(args: Any) -> bool:
     """Return whether windows reach ahead of a token, or not back."""
-    return bool(args.window_size) and (
-        len(args.window_size) != 2 or args.window_size[0] < 1 or args.window_size[1] != 0
-    )
+    size = args.window_size
+    return bool(size) and (len(size) != 2 or size[0] < 1 or size[1] != 0)
 
 
 def _as_pattern(frequency: Any) -> int | None:
@@ -158,6 +157,9 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--num-experts under tensor parallelism", "hdp slices",
            "add --sequence-parallel, which Megatron's experts need there",
            lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not a.sequence_parallel),
+    refuse("--num-experts with biases of local layers", ALWAYS, "add --expert-model-parallel-size 2 or more, or "
+           "--disable-bias-linear: Megatron adds biases in place, which autograd forbids where a rank has all experts",
+           lambda a: _is_local("num_experts")(a) and a.add_bias_linear and a.expert_model_parallel_size == 1),
     refuse("--moe-token-dispatcher-type allgather", "hdp", "use alltoall: data-parallel ranks that share experts have "
            "different numbers of tokens, and allgather needs equal ones",
            lambda a: a.moe_token_dispatcher_type == "allgather" and ranks_that_share_experts(a) > 1),

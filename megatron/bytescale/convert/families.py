@@ -1,15 +1,13 @@
-"""Model families: the Megatron flags of a Hugging Face configuration, and the configuration of Megatron's arguments."""
+"""Model families, and the Megatron flags of a Hugging Face configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bytescale_ext.convert.layout import Layout
-
-LLAMA3_ROPE: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's ``--use-rope-scaling`` takes for granted."""
+from megatron.bytescale.convert.rotary import position_flags
 
 
 @dataclass(frozen=True)
@@ -17,24 +15,28 @@ class Family:
     """Models whose configurations have one ``model_type``.
 
     Attributes:
-        qkv_bias: queries, keys and values have biases.
+        biases: "": there are none; "qkv": queries, keys and values have them; "all": all products do.
         qk_norm: queries and keys have norms.
+        is_latent: attention is multi-latent; its latents have norms.
         num_experts: the configuration's name for the number of experts; "": the family is dense.
         expert_width: its name for the width of an expert.
-        names: of tensors where they are not Llama's; see ``Layout``.
+        names: of tensors where they are not Llama's, and what else decides them; see ``Layout``.
+        needed: values of the configuration that Megatron's model has; others cannot be converted.
     """
 
-    qkv_bias: bool = False
+    biases: str = ""
     qk_norm: bool = False
+    is_latent: bool = False
     num_experts: str = ""
     expert_width: str = ""
-    names: Mapping[str, Any] | None = None
+    names: Mapping[str, Any] = field(default_factory=dict)
+    needed: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: Final = {
     "llama": Family(),
     "mistral": Family(),
-    "qwen2": Family(qkv_bias=True),
+    "qwen2": Family(biases="qkv"),
     "qwen3": Family(qk_norm=True),
     "mixtral": Family(
         num_experts="num_local_experts",
@@ -45,12 +47,38 @@ FAMILIES: Final = {
         },
     ),
     "qwen3_moe": Family(qk_norm=True, num_experts="num_experts", expert_width="moe_intermediate_size"),
+    "deepseek_v2": Family(
+        is_latent=True,
+        num_experts="n_routed_experts",
+        expert_width="moe_intermediate_size",
+        names={"has_shared": True},
+        # norms of latents have transformers' default epsilon, those of Megatron the model's
+        needed={"topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1,
+                "rms_norm_eps": 1e-6},
+    ),
+    "gpt_oss": Family(
+        biases="all",
+        num_experts="num_local_experts",
+        expert_width="intermediate_size",
+        names={"router": "mlp.router", "has_sinks": True, "is_stacked": True},
+        needed={"attention_bias": True, "swiglu_alpha": 1.702},
+    ),
 }  # fmt: skip
+NEEDED: Final = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+"""Values of every configuration, unless its family says otherwise."""
+GEMMA3: Final = (
+    "cannot be converted: Megatron 0.19.2 has no norms after attention and MLP, no scaled embeddings, no GeGLU, and "
+    "one rotary base for all layers"
+)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a configuration. Raises ValueError for one that is not in the table."""
     kind = config.get("model_type")
+    if kind in ("gemma3", "gemma3_text"):
+        raise ValueError(f"model_type {kind!r} {GEMMA3}")
     if kind not in FAMILIES:
         raise ValueError(f"model_type {kind!r} cannot be converted; these can: {', '.join(FAMILIES)}")
     return FAMILIES[kind]
@@ -59,15 +87,19 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def layout_of(config: Mapping[str, Any]) -> Layout:
     """Return what decides the names of the tensors of a configuration's model. Raises ValueError as ``family_of``."""
     family = family_of(config)
+    latent = "queries" if config.get("q_lora_rank") else "keys"
     return Layout(
         num_layers=config["num_hidden_layers"],
         num_groups=config["num_key_value_heads"],
         head_dim=head_dim_of(config),
         is_tied=config["tie_word_embeddings"],
-        qkv_bias=family.qkv_bias,
+        qkv_bias=bool(family.biases),
         qk_norm=family.qk_norm,
+        proj_bias=family.biases == "all",
+        latent=latent if family.is_latent else "",
         num_experts=config[family.num_experts] if family.num_experts else 0,
-        **(family.names or {}),
+        num_dense=config.get("first_k_dense_replace", 0),
+        **family.names,
     )
 
 
@@ -82,142 +114,103 @@ def model_flags(config: Mapping[str, Any]) -> list[str]:
     Raises ValueError for a model that Megatron would compute otherwise.
     """
     family = family_of(config)
-    _check(config)
+    _check(config, family)
     flags = {
         "--num-layers": config["num_hidden_layers"],
         "--hidden-size": config["hidden_size"],
         "--ffn-hidden-size": config["intermediate_size"],
         "--num-attention-heads": config["num_attention_heads"],
-        "--num-query-groups": config["num_key_value_heads"],
-        "--kv-channels": head_dim_of(config),
         "--max-position-embeddings": config["max_position_embeddings"],
         "--normalization": "RMSNorm",
         "--norm-epsilon": config["rms_norm_eps"],
-        "--position-embedding-type": "rope",
-        "--rotary-base": int(config["rope_parameters"]["rope_theta"]),
         "--attention-dropout": 0,
         "--hidden-dropout": 0,
     }
-    words = ["--group-query-attention", "--swiglu", "--disable-bias-linear"]
-    words += [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
-    words += ["--add-qkv-bias"] if family.qkv_bias else []
-    words += ["--qk-layernorm"] if family.qk_norm else []
-    words += _rope_flags(config["rope_parameters"])
-    window = window_of(config)
-    if window is not None:
-        flags["--window-size"] = f"{window - 1},0"
-    if family.num_experts:
-        flags |= {
-            "--num-experts": config[family.num_experts],
-            "--moe-ffn-hidden-size": config[family.expert_width],
-            "--moe-router-topk": config["num_experts_per_tok"],
-            "--moe-router-load-balancing-type": "aux_loss",
-            "--moe-aux-loss-coeff": config["router_aux_loss_coef"],
-        }
-        words += [] if config.get("norm_topk_prob", True) else ["--moe-router-pre-softmax"]
+    words = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
+    words += [] if family.biases == "all" else ["--disable-bias-linear"]
+    words += ["--add-qkv-bias"] if family.biases == "qkv" else []
+    if "swiglu_limit" in config:
+        words += ["--quick-geglu", "--glu-linear-offset", "1.0"]
+        flags["--activation-func-clamp-value"] = config["swiglu_limit"]
+    else:
+        words += ["--swiglu"]
+    words += _latent_flags(config) if family.is_latent else _head_flags(config, family)
+    words += position_flags(config["rope_parameters"], family.is_latent)
+    words += _expert_flags(config, family) if family.num_experts else []
+    if family.num_experts or family.is_latent:  # whose norms have other names in checkpoints of TransformerEngine's
+        words += ["--transformer-impl", "local"]
     return [str(word) for pair in flags.items() for word in pair] + words
 
 
+def _head_flags(config: Mapping[str, Any], family: Family) -> list[str]:
+    """Return the flags of attention whose heads have keys and values."""
+    words = ["--group-query-attention", "--num-query-groups", str(config["num_key_value_heads"])]
+    words += ["--kv-channels", str(head_dim_of(config))]
+    words += ["--qk-layernorm"] if family.qk_norm else []
+    words += ["--softmax-type", "learnable"] if family.names.get("has_sinks") else []
+    window = window_of(config)
+    if window is None:
+        return words
+    sees_less = [kind == "sliding_attention" for kind in config.get("layer_types") or ["sliding_attention"]]
+    words += ["--window-size", f"{window - 1},0"]
+    if all(sees_less):
+        return words
+    every_other = [layer % 2 == 0 for layer in range(len(sees_less))]
+    pattern = "2" if sees_less == every_other else str([int(one) for one in sees_less]).replace(" ", "")
+    return [*words, "--window-attn-skip-freq", pattern]
+
+
+def _latent_flags(config: Mapping[str, Any]) -> list[str]:
+    """Return the flags of latent attention."""
+    sizes = {
+        "--kv-lora-rank": "kv_lora_rank", "--qk-head-dim": "qk_nope_head_dim",
+        "--qk-pos-emb-head-dim": "qk_rope_head_dim", "--v-head-dim": "v_head_dim",
+    }  # fmt: skip
+    words = ["--multi-latent-attention", "--qk-layernorm"]
+    words += ["--q-lora-rank", str(config["q_lora_rank"])] if config["q_lora_rank"] else []
+    return words + [word for flag, name in sizes.items() for word in (flag, str(config[name]))]
+
+
+def _expert_flags(config: Mapping[str, Any], family: Family) -> list[str]:
+    """Return the flags of a mixture of experts. Raises ValueError for one without experts in any layer."""
+    flags = {
+        "--num-experts": config[family.num_experts],
+        "--moe-ffn-hidden-size": config[family.expert_width],
+        "--moe-router-topk": config["num_experts_per_tok"],
+        "--moe-router-load-balancing-type": "aux_loss",
+        "--moe-aux-loss-coeff": config.get("router_aux_loss_coef", config.get("aux_loss_alpha", 0.001)),
+    }
+    num_dense, num_layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
+    if num_dense:
+        if num_dense >= num_layers:
+            raise ValueError(f"first_k_dense_replace is {num_dense}: a model without experts cannot be converted")
+        flags["--moe-layer-freq"] = f"[0]*{num_dense}+[1]*{num_layers - num_dense}"
+    if family.names.get("has_shared"):
+        flags["--moe-shared-expert-intermediate-size"] = config["n_shared_experts"] * config[family.expert_width]
+    if config.get("routed_scaling_factor", 1.0) != 1.0:
+        flags["--moe-router-topk-scaling-factor"] = config["routed_scaling_factor"]
+    words = [] if config.get("norm_topk_prob", True) else ["--moe-router-pre-softmax"]
+    return words + [str(word) for pair in flags.items() for word in pair]
+
+
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens each token sees, itself included; None: all before it."""
-    if not config.get("use_sliding_window", True):
+    """Return how many tokens each token sees, itself included, in layers with a window; None: no layer has one."""
+    has_one = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
+    if not config.get("use_sliding_window", True) or not has_one:
         return None
     window: int | None = config.get("sliding_window")
     return window
 
 
-def _check(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that Megatron's model would not compute."""
-    needed = {
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }  # fmt: skip
-    for name, value in needed.items():
+def _check(config: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for settings that Megatron's model would not compute, and for quantized tensors."""
+    for name, value in {**NEEDED, **family.needed}.items():
         found = config.get(name, value)
         if found != value and found is not None:
             raise ValueError(f"{name} is {found!r}: only {value!r} can be converted")
     types = set(config.get("layer_types") or ["full_attention"])
-    if len(types) > 1:
+    if len(types) > 1 and config["model_type"] != "gpt_oss":
         raise ValueError("layers with and without a sliding window cannot be converted")
-
-
-def _rope_flags(rope: Mapping[str, Any]) -> list[str]:
-    """Return the flags of rotary positions beside their base. Raises ValueError for kinds that Megatron has not."""
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor", 1.0)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: only 1.0 can be converted")
-    if kind == "default":
-        return []
-    if kind == "linear" and factor == int(factor):
-        return ["--rotary-seq-len-interpolation-factor", str(int(factor))]
-    if kind == "llama3" and all(rope[name] == value for name, value in LLAMA3_ROPE.items()):
-        return ["--use-rope-scaling", "--rope-scaling-factor", str(factor)]
-    raise ValueError(f"rotary positions {dict(rope)} cannot be converted")
-
-
-def kind_of(args: Any) -> str:
-    """Return the ``model_type`` whose model Megatron's arguments describe. Raises ValueError where there is none."""
-    needed = {
-        "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "rotary_percent": 1.0,
-        "rotary_interleaved": False, "add_bias_linear": False, "multi_latent_attention": False,
-        "apply_layernorm_1p": False, "softmax_type": "vanilla", "window_attn_skip_freq": None, "mtp_num_layers": None,
-        "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1, "ngram_layers": None,
-        "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False,
-    }  # fmt: skip
-    for name, value in needed.items():
-        found = getattr(args, name, value)
-        if found != value and (found or value):
-            raise ValueError(f"a model with {name} {found!r} cannot be converted: only {value!r}")
-    if args.add_qkv_bias and (args.num_experts or args.qk_layernorm):
-        raise ValueError(
-            "biases of queries, keys and values can be converted in dense models without their norms alone"
-        )
-    if args.num_experts:
-        return "qwen3_moe" if args.qk_layernorm else "mixtral"
-    if args.qk_layernorm or args.add_qkv_bias:
-        return "qwen3" if args.qk_layernorm else "qwen2"
-    return "mistral" if args.window_size else "llama"
-
-
-def configuration(args: Any) -> dict[str, Any]:
-    """Return the Hugging Face configuration of the model of Megatron's arguments. Raises ValueError as ``kind_of``."""
-    kind = kind_of(args)
-    family = FAMILIES[kind]
-    config: dict[str, Any] = {
-        "model_type": kind,
-        "num_hidden_layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "intermediate_size": args.ffn_hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "head_dim": args.kv_channels,
-        "vocab_size": args.padded_vocab_size,
-        "max_position_embeddings": args.max_position_embeddings,
-        "rms_norm_eps": args.layernorm_epsilon,
-        "hidden_act": "silu",
-        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "rope_parameters": _rope_parameters(args),
-        "dtype": str(args.params_dtype).removeprefix("torch."),
-    }
-    if args.window_size:
-        config |= {"sliding_window": args.window_size[0] + 1, "use_sliding_window": True}
-    elif kind in ("mistral", "mixtral"):
-        config["sliding_window"] = None
-    if family.num_experts:
-        config |= {
-            family.num_experts: args.num_experts,
-            family.expert_width: args.moe_ffn_hidden_size,
-            "num_experts_per_tok": args.moe_router_topk,
-            "router_aux_loss_coef": args.moe_aux_loss_coeff,
-            "norm_topk_prob": not args.moe_router_pre_softmax,
-        }
-    return config
-
-
-def _rope_parameters(args: Any) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
-    if args.use_rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": args.rope_scaling_factor, **LLAMA3_ROPE}
-    elif args.rotary_seq_len_interpolation_factor:
-        rope |= {"rope_type": "linear", "factor": float(args.rotary_seq_len_interpolation_factor)}
-    return rope
+    if quantized := config.get("quantization_config"):
+        method = dict(quantized).get("quant_method", "quantized")
+        raise ValueError(f"{method} tensors cannot be converted: save the model in bf16 first, without quantization")

@@ -17,7 +17,8 @@ import torch
 
 from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
 from megatron.bytescale.arguments import parse
-from megatron.bytescale.convert.families import configuration, layout_of, model_flags
+from megatron.bytescale.convert.arguments import configuration
+from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.inference.load import Heads, arguments_of, build_model, checkpoint_at, read_weights
 from megatron.bytescale.inference.new_folder import new_folder
 from megatron.bytescale.launch import TRACKER

@@ -212,8 +212,12 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
     runtime = SimpleNamespace(comm=None, kernel=kernel, run=no_features)
     layers = document_layer_spec(runtime)
-    attention = partial(CachedAttention, runtime=runtime)
-    config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(layers(config, vp_stage), attention)
+    config.transformer_layer_spec = layers
+    if not args.multi_latent_attention:  # which cannot decode here: it makes its attention itself
+        attention = partial(CachedAttention, runtime=runtime)
+        config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(
+            layers(config, vp_stage), attention
+        )
     model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if heads is not None:
         layer = layers_of(model.transformer_layer_spec)[0]

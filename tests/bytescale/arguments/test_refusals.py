@@ -31,6 +31,7 @@ EXAMPLES = {
         "--microbatch-group-size-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 4"
     ),
     "--num-experts under tensor parallelism": "--num-experts 4 --tensor-model-parallel-size 2",
+    "--num-experts with biases of local layers": "--num-experts 4",
     "--moe-token-dispatcher-type allgather": (
         "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2"
     ),
@@ -139,6 +140,7 @@ SWITCHES = (
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 
 
+WITHOUT = {"--num-experts with biases of local layers": "--disable-bias-linear"}  # words of COMMON
 PAIRS = [(row, feature) for row in REFUSALS for feature in row.instead]
 
 
@@ -169,7 +171,11 @@ def answer_one(words: list[str]) -> str:
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str], str]:
     """The error of each row with each feature that refuses it, in one process for all."""
-    lines = [[*COMMON, *SWITCHED_ON[feature], *EXAMPLES[row.flag].split()] for row, feature in PAIRS]
+    lines = [
+        [word for word in COMMON if word != WITHOUT.get(row.flag)]
+        + [*SWITCHED_ON[feature], *EXAMPLES[row.flag].split()]
+        for row, feature in PAIRS
+    ]
     found = run_ranks(answer, 1, lines, init_group=False)[0]
     return {(row.flag, feature): text for (row, feature), text in zip(PAIRS, found, strict=True)}
 

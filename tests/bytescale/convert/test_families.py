@@ -1,13 +1,12 @@
-"""Megatron's flags of a Hugging Face configuration, the configuration of Megatron's arguments, and what is refused."""
+"""Megatron's flags of a Hugging Face configuration, and what is refused."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.bytescale.convert.families import configuration, head_dim_of, kind_of, layout_of, model_flags, window_of
+from megatron.bytescale.convert.families import head_dim_of, layout_of, model_flags, window_of
 from tests.bytescale.convert.models import LLAMA3, MODELS, configuration_of
 
 
@@ -27,6 +26,8 @@ def test_flags_of_a_dense_model() -> None:
 def test_flags_that_differ() -> None:
     words = {kind: model_flags(configuration_of(kind)) for kind in MODELS}
     assert value(words["mistral"], "--window-size") == "15,0"
+    experts = {"mixtral", "qwen3_moe", "deepseek_v2_lite", "deepseek_v2", "gpt_oss"}
+    assert {kind for kind in MODELS if "--transformer-impl" in words[kind]} == experts
     assert "--add-qkv-bias" in words["qwen2"]
     assert "--untie-embeddings-and-output-weights" not in words["qwen2"]
     assert value(words["qwen2"], "--rotary-seq-len-interpolation-factor") == "2"
@@ -35,6 +36,55 @@ def test_flags_that_differ() -> None:
     assert value(words["mixtral"], "--moe-ffn-hidden-size") == "96"
     assert "--moe-router-pre-softmax" in words["qwen3_moe"]
     assert "--moe-router-pre-softmax" not in words["mixtral"]
+
+
+def test_flags_of_latent_attention() -> None:
+    words = model_flags(configuration_of("deepseek_v2_lite"))
+    sizes = {"--kv-lora-rank": "32", "--qk-head-dim": "16", "--qk-pos-emb-head-dim": "8", "--v-head-dim": "12"}
+    assert {flag: value(words, flag) for flag in sizes} == sizes
+    assert {"--multi-latent-attention", "--qk-layernorm", "--moe-router-pre-softmax"} <= set(words)
+    assert value(words, "--moe-layer-freq") == "[0]*1+[1]*2"
+    assert value(words, "--moe-shared-expert-intermediate-size") == "96"
+    left_out = {"--q-lora-rank", "--group-query-attention", "--kv-channels", "--moe-router-topk-scaling-factor"}
+    assert not left_out & set(words)
+    other = model_flags(configuration_of("deepseek_v2"))
+    assert value(other, "--q-lora-rank") == "24"
+    assert value(other, "--moe-router-topk-scaling-factor") == "2.5"
+    assert "--moe-layer-freq" not in other
+
+
+def test_flags_of_gpt_oss() -> None:
+    words = model_flags(configuration_of("gpt_oss"))
+    expected = {
+        "--softmax-type": "learnable", "--window-size": "15,0", "--window-attn-skip-freq": "2",
+        "--glu-linear-offset": "1.0", "--activation-func-clamp-value": "1.5", "--position-embedding-type": "yarn",
+        "--moe-ffn-hidden-size": "96",
+    }  # fmt: skip
+    assert {flag: value(words, flag) for flag in expected} == expected
+    assert "--quick-geglu" in words
+    assert not {"--swiglu", "--disable-bias-linear", "--add-qkv-bias", "--moe-router-pre-softmax"} & set(words)
+
+
+@pytest.mark.parametrize(
+    ("types", "pattern"),
+    [("sfsf", "2"), ("sffs", "[1,0,0,1]"), ("fsfs", "[0,1,0,1]"), ("ssss", None), ("ffff", "no window")],
+)
+def test_layers_with_windows(types: str, pattern: str | None) -> None:
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    words = model_flags(configuration_of("gpt_oss", layer_types=[names[one] for one in types]))
+    assert ("--window-size" in words) == (pattern != "no window")
+    if pattern in (None, "no window"):
+        assert "--window-attn-skip-freq" not in words
+    else:
+        assert value(words, "--window-attn-skip-freq") == pattern
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma3_text"])
+def test_gemma_is_refused_with_what_megatron_lacks(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"'{kind}' cannot be converted: Megatron .* has no norms after") as caught:
+        model_flags({"model_type": kind})
+    assert "\n" not in str(caught.value)
+    assert all(part in str(caught.value) for part in ("scaled embeddings", "GeGLU", "one rotary base"))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +96,14 @@ def test_flags_that_differ() -> None:
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "with and without a sliding window"),
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "rotary positions .* cannot be converted"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rotary positions"),
-        ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "rotary positions"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False: only True"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0: only 1.702"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 tensors cannot be .* in bf16 first"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy': only 'gre"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05: only 1e-06"),
+        ("deepseek_v2", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3: a model without experts"),
     ],
 )
 def test_what_megatron_would_compute_otherwise_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
@@ -59,6 +115,7 @@ def test_what_megatron_would_compute_otherwise_is_refused(kind: str, changes: di
 def test_a_window_counts_only_where_it_is_used() -> None:
     assert window_of({"sliding_window": 8}) == 8
     assert window_of({"sliding_window": 8, "use_sliding_window": False}) is None
+    assert window_of({"sliding_window": 8, "layer_types": ["full_attention"]}) is None
     assert window_of({}) is None
 
 
@@ -66,48 +123,3 @@ def test_a_head_has_the_hidden_size_over_heads_unless_told() -> None:
     assert head_dim_of(configuration_of("llama")) == 16
     assert head_dim_of(configuration_of("qwen3")) == 24
     assert layout_of(configuration_of("qwen3")).head_dim == 24
-
-
-def arguments(**changes: Any) -> Any:
-    """Return Megatron's arguments of a plain model."""
-    given = {
-        "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
-        "add_qkv_bias": False, "qk_layernorm": False, "num_experts": None, "window_size": None,
-        "group_query_attention": False, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96,
-        "num_attention_heads": 4, "kv_channels": 16, "padded_vocab_size": 128, "max_position_embeddings": 256,
-        "layernorm_epsilon": 1e-5, "untie_embeddings_and_output_weights": True, "rotary_base": 10000,
-        "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None, "params_dtype": "torch.bfloat16",
-    }  # fmt: skip
-    return SimpleNamespace(**{**given, **changes})
-
-
-def test_the_configuration_of_arguments() -> None:
-    config = configuration(arguments())
-    assert (config["model_type"], config["num_key_value_heads"], config["dtype"]) == ("llama", 4, "bfloat16")
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-    windowed = configuration(arguments(window_size=(15, 0)))
-    assert (windowed["model_type"], windowed["sliding_window"]) == ("mistral", 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [({"qk_layernorm": True}, "qwen3"), ({"add_qkv_bias": True}, "qwen2"), ({"num_experts": 4}, "mixtral"),
-     ({"num_experts": 4, "qk_layernorm": True}, "qwen3_moe")],
-)  # fmt: skip
-def test_the_kind_of_a_model(changes: dict[str, Any], kind: str) -> None:
-    assert kind_of(arguments(**changes)) == kind
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"swiglu": False}, "a model with swiglu False cannot be converted: only True"),
-        ({"normalization": "LayerNorm"}, "normalization 'LayerNorm'"),
-        ({"softmax_type": "learnable"}, "softmax_type 'learnable'"),
-        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq 2"),
-        ({"add_qkv_bias": True, "num_experts": 4}, "biases of queries, keys and values"),
-    ],
-)
-def test_models_of_no_family_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kind_of(arguments(**changes))

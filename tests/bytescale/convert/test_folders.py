@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from safetensors.torch import load_file, save_file
 
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import with_core_attention
+from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.launch import TRACKER
 from tests.bytescale.convert.models import MODELS, VOCAB, configuration_of
 from tests.e2e.corpora import write_documents
+from tests.e2e.hdp.test_latent import PlainAttention
 from tests.e2e.once import once
 from tests.e2e.training import HDP, TRAIN, train
 from tests.harness import run_ranks
@@ -31,7 +35,8 @@ def write_models(folder: Path) -> dict[str, Any]:
 
     for seed, kind in enumerate(MODELS):
         torch.manual_seed(seed)
-        config = transformers.CONFIG_MAPPING[kind](**{**configuration_of(kind), "dtype": "float32"})
+        values = {**configuration_of(kind), "dtype": "float32"}
+        config = transformers.CONFIG_MAPPING[values["model_type"]](**values)
         model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         for parameter in model.parameters():
             torch.nn.init.uniform_(parameter, 0.5, 1.5) if parameter.dim() == 1 else parameter.data.normal_(std=0.2)
@@ -78,14 +83,34 @@ def megatron_logits(load: Path, tokens: torch.Tensor) -> torch.Tensor:
     args = arguments_of(checkpoint)
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor
+    if args.multi_latent_attention:
+        config.transformer_layer_spec = plain_latent_attention
     model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).eval()
     read_weights(model, checkpoint, Heads(checkpoint, None, {}))
     places = torch.arange(TOKENS)
-    hidden = places[None] > places[:, None]
-    if args.window_size:
-        hidden |= places[:, None] - places[None] > args.window_size[0]
-    logits: torch.Tensor = model(tokens, places[None], hidden[None, None]).detach()
+    hidden = places[None] > places[:, None]  # layers with a window hide what they do by themselves
+    with torch.no_grad():  # with gradients, experts with biases cannot add theirs where each rank has all experts
+        logits: torch.Tensor = model(tokens, places[None], hidden[None, None])
     return logits
+
+
+class QueriesWithoutNorm(MLASelfAttention):
+    """Megatron's latent attention; queries without a latent have no norm, for which it asks TransformerEngine."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
+        return {name: getattr(submodules, name) for name in ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")}
+
+
+def plain_latent_attention(config: Any, vp_stage: int | None = None) -> Any:
+    """Return Megatron's local layers with its own dense attention, which its latent attention needs to be told of."""
+    from megatron.training.models.gpt import default_layer_spec
+
+    spec = with_core_attention(default_layer_spec(config, vp_stage), PlainAttention)
+    for layer in layers_of(spec):
+        layer.submodules.self_attention.module = QueriesWithoutNorm
+    return spec
 
 
 def broken(folder: Path, change: Callable[[Path], object]) -> Path:
@@ -145,8 +170,8 @@ def found() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_transformers(kind: str, found: dict[str, Any]) -> None:
     flags, num_parameters, back, difference = found[kind]
-    assert difference < 2e-6
-    assert back == kind
+    assert difference < 1e-5
+    assert back == configuration_of(kind)["model_type"]
     assert num_parameters == sum(
         one.numel() for one in load_file(found["folder"] / kind / "model.safetensors").values()
     )
@@ -181,30 +206,31 @@ def test_a_bad_folder_is_refused(case: str, found: dict[str, Any]) -> None:
     assert MESSAGES[case] in found["refused"][case]
 
 
-def test_training_begins_with_the_loss_of_transformers(found: dict[str, Any], tmp_path: Path) -> None:
+TRAININGS: dict[str, list[object]] = {
+    "qwen3": ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 256],
+    "deepseek_v2_lite": ["--hdp-tokens-per-rank", 128],  # the longest document is a ring
+    "gpt_oss": [
+        *"--hdp-tokens-per-rank 128 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split(),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_training_begins_with_the_loss_of_transformers(kind: str, found: dict[str, Any], tmp_path: Path) -> None:
     import transformers
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data = write_documents(tmp_path / "docs", lengths=LENGTHS, copies=1)
-    flags, *_ = found["qwen3"]
+    flags, *_ = found[kind]
     words = [*flags, *TRAIN, *HDP, "--data-path", data, "--seq-length", 256, "--ckpt-format", "torch_dist"]
-    words += [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        VOCAB - 1,
-        "--tensor-model-parallel-size",
-        2,
-        "--hdp-tokens-per-rank",
-        256,
-    ]
-    load = found["folder"] / "qwen3-megatron"
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1, *TRAININGS[kind]]
+    load = found["folder"] / f"{kind}-megatron"
     ours = train(2, *words, "--global-batch-size", len(LENGTHS), "--train-iters", 1, "--load", load)
-    model = transformers.AutoModelForCausalLM.from_pretrained(found["folder"] / "qwen3", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(found["folder"] / kind, dtype=torch.float32)
     total, count = 0.0, 0
     for document in IndexedDataset(str(data)):
         tokens = torch.from_numpy(document.astype("int64"))
         logits = model(tokens[None, :-1]).logits[0].detach()
         total += float(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
         count += len(tokens) - 1
-    assert ours.losses == pytest.approx([total / count], rel=1e-5)
+    assert ours.losses == pytest.approx([total / count], rel=1e-5), ours.text[-3000:]

@@ -1,0 +1,115 @@
+"""The Hugging Face configuration of Megatron's arguments, and models of no family."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.bytescale.convert.arguments import configuration, kind_of
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "qk_layernorm": True, "layernorm_epsilon": 1e-6, "num_experts": 4,
+    "moe_ffn_hidden_size": 48, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.001, "moe_router_pre_softmax": True,
+    "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 96, "moe_router_topk_scaling_factor": None,
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
+    "rope_type": "rope",
+}  # fmt: skip
+GPT_OSS: dict[str, Any] = {
+    "swiglu": False, "quick_geglu": True, "add_bias_linear": True, "softmax_type": "learnable", "num_experts": 4,
+    "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0, "moe_ffn_hidden_size": 48, "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.01, "moe_router_pre_softmax": False, "window_attn_skip_freq": 2, "window_size": (15, 0),
+}  # fmt: skip
+
+
+def arguments(**changes: Any) -> Any:
+    """Return Megatron's arguments of a plain model."""
+    given = {
+        "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
+        "add_qkv_bias": False, "qk_layernorm": False, "num_experts": None, "window_size": None,
+        "group_query_attention": False, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96,
+        "num_attention_heads": 4, "kv_channels": 16, "padded_vocab_size": 128, "max_position_embeddings": 256,
+        "layernorm_epsilon": 1e-5, "untie_embeddings_and_output_weights": True, "rotary_base": 10000,
+        "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None, "params_dtype": "torch.bfloat16",
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **changes})
+
+
+def test_the_configuration_of_arguments() -> None:
+    config = configuration(arguments())
+    assert (config["model_type"], config["num_key_value_heads"], config["dtype"]) == ("llama", 4, "bfloat16")
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    windowed = configuration(arguments(window_size=(15, 0)))
+    assert (windowed["model_type"], windowed["sliding_window"]) == ("mistral", 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [({"qk_layernorm": True}, "qwen3"), ({"add_qkv_bias": True}, "qwen2"), ({"num_experts": 4}, "mixtral"),
+     ({"num_experts": 4, "qk_layernorm": True}, "qwen3_moe"), (LATENT, "deepseek_v2"), (GPT_OSS, "gpt_oss")],
+)  # fmt: skip
+def test_the_kind_of_a_model(changes: dict[str, Any], kind: str) -> None:
+    assert kind_of(arguments(**changes)) == kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu": False}, "a model with swiglu False cannot be converted: only True"),
+        ({"normalization": "LayerNorm"}, "normalization 'LayerNorm'"),
+        ({"softmax_type": "learnable"}, "softmax_type 'learnable'"),
+        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq 2"),
+        ({"position_embedding_type": "none"}, "position_embedding_type 'none' cannot be converted: only 'rope' and"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor 2.5"),
+        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value 7.0"),
+        ({**LATENT, "qk_layernorm": False}, "qk_layernorm False cannot be converted: only True"),
+        ({**LATENT, "layernorm_epsilon": 1e-5}, "layernorm_epsilon 1e-05"),
+        ({**LATENT, "num_experts": None}, "a model like deepseek_v2 without experts"),
+        ({**LATENT, "position_embedding_type": "yarn"}, "position_embedding_type 'yarn' cannot be converted: only 'r"),
+        ({**GPT_OSS, "softmax_type": "vanilla"}, "softmax_type 'vanilla' cannot be converted: only 'learnable'"),
+        ({**GPT_OSS, "glu_linear_offset": 0.0}, "glu_linear_offset 0.0 cannot be converted: only 1.0"),
+        ({**GPT_OSS, "activation_func_clamp_value": None}, "needs --activation-func-clamp-value"),
+        ({"add_qkv_bias": True, "num_experts": 4}, "biases of queries, keys and values"),
+    ],
+)
+def test_models_of_no_family_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind_of(arguments(**changes))
+
+
+def test_the_configuration_of_latent_attention() -> None:
+    config = configuration(arguments(**LATENT))
+    expected = {
+        "model_type": "deepseek_v2", "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 2,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12, "kv_lora_rank": 32, "q_lora_rank": None, "intermediate_size": 96, "aux_loss_alpha": 0.001,
+        "moe_intermediate_size": 48,
+    }  # fmt: skip
+    assert {name: config[name] for name in expected} == expected
+    everywhere = configuration(arguments(**{**LATENT, "moe_layer_freq": 1, "moe_router_topk_scaling_factor": 2.5}))
+    assert (everywhere["first_k_dense_replace"], everywhere["routed_scaling_factor"]) == (0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq \[1, 0\]: only first layers without experts"),
+        ({"moe_layer_freq": 2, "num_layers": 4}, "moe_layer_freq 2: only first layers"),
+        ({"moe_shared_expert_intermediate_size": 50}, "only a multiple of moe_ffn_hidden_size 48"),
+        ({"moe_shared_expert_intermediate_size": None}, "moe_shared_expert_intermediate_size None: only a multiple"),
+    ],
+)
+def test_experts_that_deepseek_has_not(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configuration(arguments(**{**LATENT, **changes}))
+
+
+def test_the_configuration_of_gpt_oss() -> None:
+    config = configuration(arguments(**GPT_OSS))
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert (config["sliding_window"], config["swiglu_limit"], config["intermediate_size"]) == (16, 7.0, 48)
+    assert config["attention_bias"]
+    assert "norm_topk_prob" not in config
+    plain = configuration(arguments(**{**GPT_OSS, "window_size": None, "window_attn_skip_freq": None}))
+    assert (plain["layer_types"], plain["sliding_window"]) == (["full_attention"] * 2, None)
