@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from bytescale_ext.attention.latent import Expansion, latent_halves
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
 from bytescale_ext.parallel.p2p import Comm
+from bytescale_ext.plan.cost.cost_model import CostModel
+from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, assert_matches, dense_attention, kernel_named, run_virtual
@@ -133,6 +137,36 @@ def test_slices_of_latents(case: Case, num_slices: int, kept: int, swapped: int)
             assert gradient is not None
             total += gradient
     torch.testing.assert_close(total, given.expected_weight(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_costs_count_the_expansions_of_the_slowest_member(num_slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both passes, against the rows that each member of a ring of 3 really expands, and has gradients of."""
+    rows: dict[int, list[int]] = {}
+
+    def count(name: str, place: int) -> None:
+        original = getattr(Expansion, name)
+
+        def counted(self: Expansion, first: Any, *others: Any) -> Any:
+            of_member = rows.setdefault(self.weight.data_ptr(), [0, 0])
+            of_member[place] += (first if place == 0 else first[0]).shape[0]
+            return original(self, first, *others)
+
+        monkeypatch.setattr(Expansion, name, counted)
+
+    count("expand", 0)
+    count("collapse", 1)
+    given = LatentCase((360,), (((0, (0, 1, 2)),),), 3)
+    rule, comms = SliceRule(Slicing(num_slices, 1000), COST), mailbox_comms(3)
+    run_in_turn([run_slices(given, 0, comm, rule) for comm in comms])
+    (ends,) = rule(given.micro_batch(0, 0), given.lengths).ring_ends
+    cost = CostModel(a=0.0, b=1.0, e=1.0)
+    shares = SliceShares.of(cost, np.array([360.0]), np.array([3.0]), Slicing(num_slices))
+    tokens = np.diff(np.array([0, *ends])) / 360
+    counted_rows = dataclasses.replace(shares, tokens=tokens[None]).costs(cost)[0].sum()
+    assert max(expanded for expanded, _ in rows.values()) == 2 * counted_rows  # once in each pass
+    assert max(collapsed for _, collapsed in rows.values()) == counted_rows
+    assert len(rows) == 3
 
 
 def test_only_latents_travel() -> None:

@@ -15,8 +15,8 @@ from bytescale_ext.plan.activation.tensors import (
     received_bytes,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape, layer_flops_per_token
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost, with_expansions
+from bytescale_ext.plan.cost.model_shape import ModelShape, expansion_flops, layer_flops_per_token
 
 RESIDENT_LAYERS: Final = 2
 """The last layers start their backward pass at once and are never swapped (MEMO section 4.1, ByteScale Eq. 3)."""
@@ -296,15 +296,21 @@ def cost_of_rates(
     tensors = layer_tensors(shape, tensor_parallel=tensor_parallel)
     if collective is None:
         collective = 1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0
+    expansion = expansion_flops(shape, tensor_parallel) / tensor_parallel / linear_flops
     waiting = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel) * collective
+    forward, backward = with_expansions(
+        CostModel(a=attention / attention_forward_flops, b=layer / linear_flops + waiting),
+        CostModel(a=2.5 * attention / attention_backward_flops, b=2 * layer / linear_flops + waiting),
+        expansion,
+    )
     return ModelCost(
         shape=shape,
         device="a device of given FLOPs per second",
         dtype="bfloat16",
         tensor_parallel=tensor_parallel,
         source="given rates",
-        forward=CostModel(a=attention / attention_forward_flops, b=layer / linear_flops + waiting),
-        backward=CostModel(a=2.5 * attention / attention_backward_flops, b=2 * layer / linear_flops + waiting),
+        forward=forward,
+        backward=backward,
         head_forward=head / linear_flops,
         head_backward=2 * head / linear_flops,
         layer_bytes=sum(tensor.bytes_per_token for tensor in tensors),

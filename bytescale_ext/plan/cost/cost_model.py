@@ -23,7 +23,7 @@ class CostModel:
     A sequence of s tokens on d ranks costs each of them (ByteScale Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma,
     divided over the ring, with the ring's exchange of keys and values hidden behind attention, section 7)::
 
-        max(a s^2 / d, c s (d - 1) / d) + (h s / d + m) (d - 1) + b s / d          and each micro-batch g once
+        max(a s^2 / d, c s (d - 1) / d) + ((h + e) s / d + m) (d - 1) + b s / d    and each micro-batch g once
 
     A ring over several nodes has ``Nodes.hops`` instead of d - 1 beside c.
 
@@ -31,7 +31,7 @@ class CostModel:
     computes the windows of its tokens, and receives the w tokens before its front and before its back part, which
     nothing hides::
 
-        a (2 w s - w^2) / d + (c + h) min(2 w, s (d - 1) / d) + m min(2, d - 1) + b s / d
+        a (2 w s - w^2) / d + (c + h + e) min(2 w, s (d - 1) / d) + m min(2, d - 1) + b s / d
 
     Attributes:
         a: per squared token, causal attention.
@@ -44,7 +44,10 @@ class CostModel:
         m: per block of keys and values that a rank receives of a sequence, never hidden: starting its kernels, however
             few tokens it has. The paper has no such term; it tells short sequences on many ranks.
         window: w, the most tokens that a token sees in these layers, itself included.
-        window_share: the share of the layers that have a window; a, c and h are of all layers, as if none had one.
+        window_share: the share of the layers that have a window; a, c, e, h are of all layers, as if none had one.
+        e: per token whose keys and values a rank expands from latents (``attention/latent.py``) besides its own: of
+            other ranks, and in slices those of earlier slices too. Rings wait for the members that take whole shares
+            of the others, not their front parts alone.
     """
 
     a: float
@@ -56,6 +59,7 @@ class CostModel:
     window: int = 0
     window_share: float = 0.0
     m: float = 0.0
+    e: float = 0.0
 
     @overload
     def squares(self, lengths: float) -> float: ...
@@ -88,14 +92,14 @@ class CostModel:
     def attention_cost(
         self, lengths: float | Floats, widths: float | Floats, hops: float | Floats | None = None
     ) -> float | Floats:
-        """Return the cost of attention on each rank of a ring: the slower of computing and receiving, plus h and m.
+        """Return the cost of attention on each rank of a ring: the slower of computing and receiving, plus h, e and m.
 
         ``lengths`` and ``widths`` are tokens and ranks of one sequence, or of many: [n] each, and so is the result.
         ``hops``: the time of the exchange; by default ``self.hops(widths)``.
         """
         received = lengths * (self.hops(widths) if hops is None else hops)
         slower = np.maximum if isinstance(received, np.ndarray) else max  # max is much faster for numbers
-        joined = self.h * (lengths * (widths - 1))
+        joined = (self.h + self.e) * (lengths * (widths - 1))
         full = (slower(self.a * lengths * lengths, self.c * received) + joined) / widths + self.m * (widths - 1)
         return self._with_windows(full, lengths, widths) if self.window_share else full
 
@@ -104,7 +108,8 @@ class CostModel:
         tokens, ranks = np.asarray(lengths, dtype=np.float64), np.asarray(widths, dtype=np.float64)
         beyond, share = np.maximum(tokens - self.window, 0.0), self.limited_share(tokens)
         limited = self.a * (tokens * tokens - beyond * beyond) / ranks
-        limited += (self.c + self.h) * self.window_received(tokens, ranks) + self.m * np.minimum(ranks - 1, 2)
+        limited += (self.c + self.h + self.e) * self.window_received(tokens, ranks)
+        limited += self.m * np.minimum(ranks - 1, 2)
         cost = (1.0 - share) * full + share * limited
         return cost if isinstance(full, np.ndarray) else float(cost)
 
@@ -192,12 +197,14 @@ class CostModel:
     def scaled(self, factor: float) -> CostModel:
         """Return the same model in another unit, or of ``factor`` layers."""
         constants = (self.a * factor, self.b * factor, self.c * factor, self.g * factor, self.h * factor)
-        return CostModel(*constants, self.nodes, self.window, self.window_share, self.m * factor)
+        more = self.m * factor, self.e * factor
+        return CostModel(*constants, self.nodes, self.window, self.window_share, *more)
 
     def __add__(self, other: CostModel) -> CostModel:
         """Return the cost of both together; the sum of their exchanges hides behind the sum of their attention."""
         constants = (self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
-        return CostModel(*constants, self.nodes, self.window, self.window_share, self.m + other.m)
+        more = self.m + other.m, self.e + other.e
+        return CostModel(*constants, self.nodes, self.window, self.window_share, *more)
 
 
 @dataclass(frozen=True, slots=True)

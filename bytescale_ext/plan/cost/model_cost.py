@@ -14,6 +14,7 @@ from bytescale_ext.plan.cost.model_shape import (
     BACKWARD_PER_FORWARD,
     ModelShape,
     attention_flops_per_square,
+    expansion_flops,
     key_value_bytes,
     linear_flops_per_token,
 )
@@ -23,8 +24,8 @@ from bytescale_ext.plan.step.sizes import Cluster
 LINK_BYTES_PER_SECOND: Final = 55e9
 """Between a GPU and pinned host memory over PCIe 5, one way, where it is not given."""
 
-NOT_IN_FILES: Final = ("nodes", "window", "window_share")
-"""Fields of ``CostModel`` that belong to a run, not to a cost file."""
+NOT_IN_FILES: Final = ("nodes", "window", "window_share", "e")
+"""Fields of ``CostModel`` that belong to a run, not to a cost file; measured rings have ``e`` in ``h``."""
 
 WINDOWS: Final = ("num_window_layers", "window_tokens", "later_layers")
 """Fields of ``ModelShape`` that cost files leave out: their costs are those of one layer with full attention."""
@@ -156,13 +157,29 @@ def flops_cost(shape: ModelShape) -> CostModel:
     return with_windows(full, shape)
 
 
-def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True) -> StageCost:
-    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without."""
+def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True, tensor_parallel: int = 1) -> StageCost:
+    """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without.
+
+    They are those of all ``tensor_parallel`` ranks that share each layer, with expansions of latents
+    (``with_expansions``).
+    """
     vocab, later = (shape.vocab, shape.later_layers) if has_head else (0, 0)
     both = flops_cost(replace(shape.part(num_layers), vocab=vocab, later_layers=later))
     both = with_windows(both, shape)
     forward = both.scaled(1.0 / (1.0 + BACKWARD_PER_FORWARD))
-    return StageCost(forward, forward.scaled(BACKWARD_PER_FORWARD))
+    one = (num_layers + later) * expansion_flops(shape, tensor_parallel)
+    return StageCost(*with_expansions(forward, forward.scaled(BACKWARD_PER_FORWARD), one))
+
+
+def with_expansions(forward: CostModel, backward: CostModel, cost: float) -> tuple[CostModel, CostModel]:
+    """Return the costs of both passes with repeated expansions of latents, one of which costs ``cost`` for a token.
+
+    A backward pass expands again what the forward pass expanded, a rank's own latents too, and has two products for the
+    gradients of each (``attention/latent.py``). One forward product of a rank's own latents, and two backward, are
+    counted as those of any weight.
+    """
+    backward = replace(backward, b=backward.b + cost, e=backward.e + (1.0 + BACKWARD_PER_FORWARD) * cost)
+    return replace(forward, e=forward.e + cost), backward
 
 
 def expert_share(shape: ModelShape, num_layers: int, has_head: bool = True) -> float:

@@ -200,6 +200,17 @@ def has_latents(shape: ModelShape, tensor_parallel: int = 1) -> bool:
     return shape.latent is not None and shape.latent.travels(heads, shape.head_dim)
 
 
+def expansion_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Return the FLOPs of expanding one token's latent to the keys and values of all heads, in one layer.
+
+    0 where keys and values travel themselves (``has_latents``): their one product is in ``linear_flops_per_token``.
+    """
+    if shape.latent is None or not has_latents(shape, tensor_parallel):
+        return 0.0
+    numbers = shape.head_dim - shape.latent.position_dim + shape.latent.value_dim
+    return 2.0 * shape.latent.key_rank * shape.num_heads * numbers
+
+
 def key_value_numbers(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Return the numbers of one token's key and value, or of its latent, that attention of one rank's layer holds."""
     if shape.latent is not None and has_latents(shape, tensor_parallel):

@@ -78,6 +78,11 @@ class SliceShares:
 
         Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
 
+        Where keys are made of latents, a slice expands those of all tokens up to its end, kept or not, besides its own.
+        Its front rows and its back rows take the earlier ones of other ranks by themselves (``layouts/layout.py``), so
+        these count twice: ``e (P' - (P' - P) / d + P (d - 1) / d)`` more. A sequence on one rank is mostly within a
+        slice, so there nothing is added.
+
         Layers in which a window limits the sequence receive the keys before each slice's tokens instead
         (``CostModel.window_received``), and these do not hide.
 
@@ -118,6 +123,7 @@ class SliceShares:
         attention = (cost.a * cost.squares(lengths) / widths)[:, None] * self.squares
         exchange = (cost.c * lengths * hops / widths)[:, None] * exchanged
         joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged + cost.m * (widths - 1)[:, None]
+        joined += self._expanded(cost)
         if not cost.window_share:
             exposed = np.maximum(exchange - attention, 0.0)
         else:
@@ -125,5 +131,14 @@ class SliceShares:
             hiding = (cost.a * lengths * lengths / widths)[:, None] * self.full_squares
             received = cost.window_received(lengths[:, None] * ends, widths[:, None])
             exposed = (1.0 - share) * np.maximum(exchange - hiding, 0.0) + share * cost.c * received
-            joined = (1.0 - share) * joined + share * (cost.h * received + cost.m * np.minimum(widths - 1, 2)[:, None])
+            of_windows = (cost.h + cost.e) * received + cost.m * np.minimum(widths - 1, 2)[:, None]
+            joined = (1.0 - share) * joined + share * of_windows
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed
+
+    def _expanded(self, cost: CostModel) -> Floats:
+        """Return the cost of expanding latents besides a slice's own, in layers without windows: [n, k]."""
+        if not cost.e:
+            return np.zeros_like(self.tokens)
+        ends, widths = np.cumsum(self.tokens, axis=1), self.widths[:, None]
+        rows = ends - self.tokens / widths + (ends - self.tokens) * (widths - 1) / widths
+        return np.asarray((cost.e * self.lengths * (self.widths > 1))[:, None] * rows)

@@ -8,7 +8,13 @@ from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, COLL
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_bytes, key_value_numbers, layer_flops_per_token
+from bytescale_ext.plan.cost.model_shape import (
+    ModelShape,
+    expansion_flops,
+    key_value_bytes,
+    key_value_numbers,
+    layer_flops_per_token,
+)
 from bytescale_ext.plan.search.strategy import FULL, Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 
@@ -40,9 +46,13 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
     waits = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel, element) * collective
     more = COLLECTIVES_OF_A_LAYER * cost.latency * ((tensor_parallel > 1) - (cost.tensor_parallel > 1))
 
+    expansions = [expansion_flops(*of) / of[1] for of in ((cost.shape, cost.tensor_parallel), (shape, tensor_parallel))]
+    expanded = expansions[1] / expansions[0] if expansions[0] else 0.0
+
     def of_pass(one: CostModel) -> CostModel:
         products, launches = max(0.0, one.b - waited) * linear, max(0.0, one.g + more)
-        return replace(one, a=one.a * attention, b=products + waits, c=one.c * keys, g=launches, h=one.h * keys)
+        moved = replace(one, c=one.c * keys, h=one.h * keys, e=one.e * expanded)
+        return replace(moved, a=one.a * attention, b=products + waits, g=launches)
 
     fewer = cost.tensor_parallel / tensor_parallel
     head = shape.hidden * shape.vocab / (cost.shape.hidden * cost.shape.vocab) * fewer

@@ -226,7 +226,7 @@ def slowest_stage(run: RunConfig, key_link: float | None = None) -> tuple[int, S
     """
     last, cost = len(run.stage_layers) - 1, run.cost if key_link is None else cost_in_seconds(run)
     stages = [
-        flops_stage_cost(run.shape, layers, stage == last)
+        flops_stage_cost(run.shape, layers, stage == last, run.process.tensor_parallel)
         if cost is None
         else cost.stage(layers, has_head=stage == last, link=key_link or LINK_BYTES_PER_SECOND)
         for stage, layers in enumerate(run.stage_layers)

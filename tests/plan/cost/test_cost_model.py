@@ -81,6 +81,15 @@ def test_padding_is_linear_work_of_each_micro_batch() -> None:
     assert stage.with_padding(0) == stage
 
 
+def test_expanded_latents_cost_a_ring_as_received_keys_do() -> None:
+    lengths, widths = np.array([5.0, 9.0, 20.0, 500.0]), np.array([1.0, 3.0, 4.0, 2.0])
+    for base in (replace(WINDOWED, h=0.0), CostModel(a=2.0, b=3.0, c=0.5)):
+        expanding, joining = replace(base, e=0.25), replace(base, h=0.25)
+        assert expanding.sequence_cost(lengths, widths).tolist() == joining.sequence_cost(lengths, widths).tolist()
+        assert expanding.sequence_cost(20.0, 1.0) == base.sequence_cost(20.0, 1.0)
+        assert [one.e for one in (expanding.scaled(2.0), expanding + expanding, expanding.floor())] == [0.5, 0.5, 0.25]
+
+
 def test_windows_make_work_linear() -> None:
     """A quarter of the layers see every key; in the others a token beyond the window costs as much as the one at it."""
     full = replace(WINDOWED, window_share=0.0)

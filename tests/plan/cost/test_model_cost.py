@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost, expert_share, flops_cost, flops_stage_cost, model_flops
 from bytescale_ext.plan.cost.model_shape import (
     LLAMA_7B,
+    LatentShape,
     ModelShape,
     attention_flops_per_square,
+    expansion_flops,
     key_value_bytes,
     linear_flops_per_token,
 )
@@ -91,6 +94,30 @@ def test_flops_of_one_stage_are_those_of_the_model() -> None:
     stage, whole = flops_stage_cost(LLAMA_7B, 32), flops_cost(LLAMA_7B)
     assert (stage.both.a, stage.both.b) == pytest.approx((whole.a, whole.b))
     assert stage.backward.a == pytest.approx(2 * stage.forward.a)
+
+
+def test_flops_of_latents_are_those_of_their_expansions() -> None:
+    """DeepSeek-V2-Lite's attention: 2 x 512 x 16 x (128 + 128) FLOPs expand a token; MFU does not count them again."""
+    latent = LatentShape(query_rank=0, key_rank=512, position_dim=64, value_dim=128)
+    shape = ModelShape(27, 2048, 16, 16, 192, 10944, True, 102400, latent=latent)
+    one = 2 * 512 * 16 * 256
+    assert (expansion_flops(shape), expansion_flops(shape, 8)) == (one, one)
+    assert expansion_flops(shape, 16) == expansion_flops(LLAMA_7B) == 0  # keys and values travel
+    stage = flops_stage_cost(shape, 9)
+    assert (stage.forward.e, stage.backward.e) == (9 * one, 9 * 3 * one)
+    plain = flops_stage_cost(replace(shape, latent=replace(latent, is_plain=False)), 9)
+    assert (plain.forward.e, plain.backward.e) == (0, 0)
+    assert stage.backward.b - plain.backward.b == pytest.approx(9 * one)
+    assert replace(stage.forward, e=0.0) == plain.forward
+    assert flops_stage_cost(shape, 9, tensor_parallel=16) == plain
+    assert model_flops(shape, [1000, 50]) == model_flops(
+        replace(shape, latent=replace(latent, is_plain=False)), [1000, 50]
+    )
+    # A hop costs a token about as much as attention of 400 more queries, as the architecture page says.
+    assert one / (2 * 16 * (192 + 128)) == pytest.approx(400, rel=0.03)
+    rates = cost_of_rates(shape, 1e14, 1e14, 1e14, tensor_parallel=2)
+    assert (rates.forward.e, rates.backward.e) == pytest.approx((one / 2 / 1e14, 3 * one / 2 / 1e14))
+    assert "e" not in rates.to_json()["forward"]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("num_layers", [16, 7, 1])

@@ -66,6 +66,22 @@ def test_slices_by_hand() -> None:
     assert SliceShares.of(cost, tokens, widths, Slicing(2, kept_tokens=11)).exchanged.tolist() == cut.exchanged.tolist()
 
 
+@pytest.mark.parametrize("kept", [0, 12])
+def test_slices_expand_the_latents_of_all_earlier_ones_again(kept: int) -> None:
+    """12 tokens on 2 ranks in halves: the second expands all but its own 3, and the other rank's first 3 twice."""
+    cost = CostModel(a=0.0, b=4.0, e=10.0)
+    tokens, widths = np.array([12.0, 12.0]), np.array([2.0, 1.0])
+    cut = SliceShares.of(cost, tokens, widths, Slicing(2, kept))
+    costs, exposed = cut.costs(cost)
+    assert costs.tolist() == [[12 + 10 * 3, 12 + 10 * (9 + 3)], [24, 24]]  # on one rank: within a slice
+    assert not exposed.any()
+    whole = SliceShares.of(cost, tokens, widths, Slicing(1)).costs(cost)[0]
+    assert whole.tolist() == [[cost.sequence_cost(12.0, 2.0)], [cost.sequence_cost(12.0, 1.0)]] == [[84], [48]]
+    limited = replace(cost, window=4, window_share=1.0)
+    costs, _ = SliceShares.of(limited, tokens, widths, Slicing(1)).costs(limited)
+    assert costs[0].tolist() == pytest.approx([limited.sequence_cost(12.0, 2.0)])
+
+
 def test_copies_of_swapped_keys_hide_behind_all_work_of_their_slice() -> None:
     """12 tokens on 2 ranks in equal halves: forward reads 6 tokens or writes as many, backward reads 6, then 12."""
     cost = CostModel(a=0.0, b=4.0)  # a slice takes 4 * 6 / 2 = 12

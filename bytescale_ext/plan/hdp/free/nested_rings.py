@@ -42,12 +42,12 @@ def target_widths(problem: Problem, target: float) -> Ints:
     sizes = lengths.astype(np.float64)
     seconds = max(target - cost.g, 1e-300)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        # computing: (a s^2 + b s) / d + (h s / d + m) (d - 1) <= seconds
-        joining = cost.h * sizes
+        # computing: (a s^2 + b s) / d + ((h + e) s / d + m) (d - 1) <= seconds
+        joining = (cost.h + cost.e) * sizes
         work = cost.a * cost.squares(sizes) + cost.b * sizes - joining
         computing = np.where(joining < seconds, _fewest(work, seconds - joining, cost.m), np.inf)
-        # receiving: (c s / d + h s / d + m) (d - 1) + b s / d <= seconds; wider helps only while b > c + h
-        ring = cost.c + cost.h
+        # receiving: ((c + h + e) s / d + m) (d - 1) + b s / d <= seconds; wider helps only while b > c + h + e
+        ring = cost.c + cost.h + cost.e
         receiving = _fewest((cost.b - ring) * sizes, seconds - ring * sizes, cost.m)
         receiving = np.where(ring * sizes < seconds, receiving, 0.0)
         hidden = sizes * cost.a / cost.c + 1 if cost.c else np.full(len(sizes), np.inf)
