@@ -38,6 +38,7 @@ ANY_FILES = {
     "megatron/bytescale/arguments/refusals.py",
     "megatron/bytescale/arguments/values.py",
     "megatron/bytescale/arguments/resolve.py",
+    "megatron/bytescale/arguments/operators.py",
     "megatron/bytescale/arguments/stage_layers.py",
     "megatron/bytescale/convert/folders.py",
     "megatron/bytescale/convert/rotary.py",

@@ -134,6 +134,10 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moment: Hel
     planned, share = _planned_layers(plan, load), moment.running / load.num_tokens
     kept *= share
     whole = moment.running * sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind != "key")
+    parts = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind == "view")
+    read_back = whole - (0.0 if plan.rebuild_cheap else moment.running * parts)
+    cheap = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind == "cheap")
+    ahead = whole - moment.running * cheap if plan.rebuild_cheap else read_back
     held = [kept] * planned + [whole] * (load.num_layers - planned)
     gradients = moment.running * (
         max(tensor.bytes_per_token for tensor in load.tensors) + 2 * load.tensors[0].bytes_per_token
@@ -142,18 +146,18 @@ def _device_peak(plan: ActivationPlan, load: LayerLoad, kept: float, moment: Hel
         gradients = max(gradients, moment.gathered + 3 * moment.running * load.tensors[0].bytes_per_token)
     rebuilt = 0.0  # where only part of the rows is rebuilt, they are separate tensors first
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
-        others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind not in ("input", "key"))
+        others = sum(tensor.bytes_per_token for tensor in load.tensors if tensor.kind not in ("input", "key", "view"))
         rebuilt = plan.recompute * moment.running * others
     now = moment.tokens / moment.running * sum(held) + load.num_layers * moment.bytes
     no_resident = planned == load.num_layers
     reads_ahead = moves and no_resident and load.in_flight > 1
-    still_writing = whole - kept if moves and no_resident else 0.0
-    peak = now + still_writing + (whole - kept if reads_ahead else 0.0) + max(gradients, load.head_bytes)
+    still_writing = ahead - kept if moves and no_resident else 0.0
+    peak = now + still_writing + (ahead - kept if reads_ahead else 0.0) + max(gradients, load.head_bytes)
     for layer in reversed(range(load.num_layers)):
         extra = gradients
         if layer < planned:
-            reading = whole - kept if (moves and layer) or reads_ahead else 0.0
-            extra = whole - kept + reading + max(gradients, rebuilt)
+            reading = ahead - kept if (moves and layer) or reads_ahead else 0.0
+            extra = read_back - kept + reading + max(gradients, rebuilt)
         peak = max(peak, now + extra)
         now -= held[layer]
     return peak

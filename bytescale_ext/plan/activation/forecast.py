@@ -60,7 +60,7 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
     copies = 0.0
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
         copies = plan.recompute * load.bytes_of("matrix", "cheap")
-    need = DeviceNeed.of(load, resident, moves=transferred > 0, copies=copies)
+    need = DeviceNeed.of(load, resident, transferred > 0, copies, plan.rebuild_cheap)
     return Forecast(
         transfer_seconds=transfer_seconds,
         recompute_seconds=recompute_seconds,
@@ -91,10 +91,10 @@ class DeviceNeed:
     Each peak is a fixed number of bytes, and a number of layers whose kept bytes come on top. At the loss the resident
     layers are whole; if there are none, the last layer is, because it is still being written, and with several
     micro-batches in flight also the last layer of the one that runs backward next, which is read ahead. In the backward
-    pass of a planned layer, that layer is whole, and so is the layer that is being read back. Gradients take additional
-    memory, or, before them, the rebuilt rows of a tensor, which are copied into it. In slices all layers also hold keys
-    and sums of their gradients, and experts hold what no policy moves, until their own backward pass; swapped keys are
-    on the device in two layers.
+    pass of a planned layer, that layer is whole, and so is the layer that is being read back, but for what is rebuilt
+    because it is cheap. Gradients take additional memory, or, before them, the rebuilt rows of a tensor, which are
+    copied into it. In slices all layers also hold keys and sums of their gradients, and experts hold what no policy
+    moves, until their own backward pass; swapped keys are on the device in two layers.
 
     Attributes:
         peaks: (bytes, layers) of each.
@@ -103,22 +103,29 @@ class DeviceNeed:
     peaks: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, load: LayerLoad, resident: int, moves: bool, copies: float = 0.0) -> DeviceNeed:
-        """Return the need of a load with ``resident`` layers kept whole; ``copies``: bytes of rebuilt rows."""
+    def of(cls, load: LayerLoad, resident: int, moves: bool, copies: float = 0.0, products: bool = False) -> DeviceNeed:
+        """Return the need of a load with ``resident`` layers kept whole.
+
+        ``copies``: bytes of rebuilt rows; ``products``: planned layers rebuild from whole outputs of products.
+        """
         layer, planned, peaks = load.whole_bytes, load.num_layers - resident, []
         on_its_way = min(2, load.in_flight) if moves and not resident else 0
+        running = layer - (0.0 if products else load.bytes_of("view"))  # in its backward pass
+        ahead = layer - load.bytes_of("cheap") if products else running  # on its way to host memory, or back
         for moment in load.moments:
             share, times = moment.running / load.num_tokens, moment.tokens / load.num_tokens
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
             always = (times - share) * resident * layer + load.num_layers * moment.bytes + moment.read
             in_experts = moment.running * load.expert_working_bytes
-            at_loss = share * (resident + on_its_way) * layer + max(working, in_experts, load.head_bytes)
+            at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)
             peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))
             if planned:
-                in_backward = share * whole * layer + max(working, share * copies)
+                in_backward = share * (min(whole, 1) * running + max(whole - 1, 0) * ahead) + max(
+                    working, share * copies
+                )
                 if load.expert_bytes:  # first the experts run; then theirs are gone, and the layer is read back
-                    before = share * (whole - 1) * layer + in_experts
+                    before = share * max(whole - 1, 0) * ahead + in_experts
                     in_backward = max(before, in_backward - moment.running * load.expert_bytes)
                 peaks.append((always + in_backward, max(0.0, times * planned - share * whole)))
         return cls(tuple(peaks))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import (
     LayerTensor,
     expert_bytes,
@@ -61,7 +62,7 @@ class LayerSettings:
         in_flight: micro-batches whose backward pass is still to come, including this one.
         element_bytes: of one element of an activation.
         sequence_parallel: tensor-parallel ranks share the norms.
-        fused_norms: see ``layer_tensors``.
+        operators: of a layer.
         loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all.
         slices: what a stage holds while it runs each of its slices, or each chunk of virtual stages, in the chunks'
             mean; empty where ``in_flight`` says it all.
@@ -74,7 +75,7 @@ class LayerSettings:
     in_flight: int = 1
     element_bytes: int = 2
     sequence_parallel: bool = False
-    fused_norms: bool = False
+    operators: LayerOperators = FUSED
     loss_tokens: int | None = None
     slices: tuple[HeldSlices, ...] = ()
     expert_load: float = 1.0
@@ -233,7 +234,7 @@ def load_of_tokens(
             how.element_bytes,
             ranks,
             how.sequence_parallel,
-            how.fused_norms,
+            how.operators,
             any(moment.bytes for moment in how.slices),
         ),
         num_tokens=num_tokens,

@@ -20,6 +20,9 @@ from bytescale_ext.plan.activation.forecast import DeviceNeed, forecast
 from bytescale_ext.plan.activation.load import LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 
+PRODUCTS: Final = ("matrix", "key", "view")
+"""Kinds of tensors in the outputs of matrix products."""
+
 POLICIES: Final = ("none", "memo", "priced", "offload", "auto")
 
 
@@ -99,15 +102,17 @@ def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
 
 def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
     """Return (input swap, keep, swap) without transfers; the device then holds one whole layer less."""
-    room = DeviceNeed.of(load, resident, moves=False).most_kept(machine.device_bytes) - load.bytes_of("input")
-    return 0.0, _share(room / load.bytes_of("matrix", "key")), 0.0
+    room = DeviceNeed.of(load, resident, moves=False, products=True).most_kept(machine.device_bytes) - load.bytes_of(
+        "input"
+    )
+    return 0.0, _share(room / load.bytes_of(*PRODUCTS)), 0.0
 
 
 def _corners(load: LayerLoad, machine: Machine, resident: int) -> Iterable[tuple[float, float, float]]:
     """Yield (input swap, keep, swap) where two or more bounds meet, with ``resident`` layers kept whole."""
     planned = load.times_held * (load.num_layers - resident)
-    inputs, matrix = load.bytes_of("input"), load.bytes_of("matrix", "key")
-    room = DeviceNeed.of(load, resident, moves=True).most_kept(machine.device_bytes)
+    inputs, matrix = load.bytes_of("input"), load.bytes_of(*PRODUCTS)
+    room = DeviceNeed.of(load, resident, moves=True, products=True).most_kept(machine.device_bytes)
     if room < 0:
         return
     host, link = machine.host_bytes / planned, machine.link_bytes_per_second

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.model_shape import ModelShape, has_latents, key_value_numbers
 
 LSE_BYTES: Final = 4
@@ -27,7 +28,9 @@ class LayerTensor:
     Attributes:
         name: for printing, for example "attention output".
         kind: "input" is never recomputed; "matrix" is the output of matrix products; "cheap" is rebuilt from another
-            tensor by one pass over memory; "key" is the part of a matrix product that slices hold by themselves.
+            tensor by one pass over memory; "key" is the part of a matrix product that slices hold by themselves; "view"
+            is a part that is only there because another part is a view of the same memory: of such products policies
+            keep the parts that are saved, or, if they rebuild from the output of the product, all of it.
         bytes_per_token: on one rank.
         flops_per_token: of the matrix products that rebuild it, on one rank.
         moved_bytes_per_token: device memory read and written to rebuild it.
@@ -57,25 +60,23 @@ def layer_tensors(
     element_bytes: int = 2,
     tensor_parallel: int = 1,
     sequence_parallel: bool = False,
-    fused_norms: bool = False,
+    operators: LayerOperators = FUSED,
     sliced: bool = False,
 ) -> tuple[LayerTensor, ...]:
     """Return the tensors of one layer on one rank, in the order in which the layer makes them.
 
-    Norms and the activation function count as fused kernels, which save only their input. The angles of rotary
-    embeddings, about one percent, are left out. With ``fused_norms`` a norm and the matrix product after it are one
-    module (TransformerEngine); the norm's output cannot be rebuilt without that product, so its kind is "input". In a
+    Fused kernels save only their input; others save what ``split_tensors`` lists. Where a norm and the matrix product
+    after it are one module, the norm's output cannot be rebuilt without that product, so its kind is "input". In a
     model with experts the tensors of the MLP are left out, because experts keep their own tensors on the device
     (``expert_bytes``); the norm before the experts is always a separate module. In slices (``sliced``) keys and values
     are a tensor of their own: attention holds a copy for later slices (``HeldSlices``).
     """
-    into_qkv = "input" if fused_norms else "cheap"
+    into_qkv = "input" if operators.joined_norms else "cheap"
     into_mlp = into_qkv if not shape.num_expert_layers else "cheap"
-    whole = shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1)
-    query = shape.num_heads * shape.head_dim / tensor_parallel
+    whole, query = float(shape.hidden * element_bytes), shape.num_heads * shape.head_dim / tensor_parallel
+    whole /= tensor_parallel if sequence_parallel else 1
     keys = key_value_numbers(shape, tensor_parallel)
-    inner = shape.ffn_hidden / tensor_parallel
-    gates = 2 if shape.gated else 1
+    inner, gates = shape.ffn_hidden / tensor_parallel, 2 if shape.gated else 1
     first = gates * inner
     width = 2.0 * shape.hidden
     received = received_bytes(shape, tensor_parallel, element_bytes)
@@ -100,13 +101,48 @@ def layer_tensors(
         normed_keys = 0 if has_latents(shape, tensor_parallel) else shape.latent.key_rank
         norms = shape.latent.has_norms * (shape.latent.query_rank + normed_keys)
         attention = (*attention, LayerTensor("latent vectors", "input", (numbers + norms) * element_bytes))
+    attention = (*attention, *split_tensors(shape, operators, element_bytes, tensor_parallel, sequence_parallel))
     if shape.num_expert_layers:
         return attention
+    of_first = [LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered)]
+    if shape.gated and operators.split_activation:
+        of_first = [
+            LayerTensor("MLP gate", "matrix", inner * element_bytes, width * first, 0.0, gathered),
+            LayerTensor("MLP first output beside it", "view", inner * element_bytes),
+        ]
     return (
         *attention,
-        LayerTensor("MLP first output", "matrix", first * element_bytes, width * first, 0.0, gathered),
+        *of_first,
         LayerTensor("activation output", "cheap", inner * element_bytes, 0.0, (gates + 1) * inner * element_bytes),
     )
+
+
+def split_tensors(
+    shape: ModelShape,
+    operators: LayerOperators,
+    element_bytes: int = 2,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+) -> tuple[LayerTensor, ...]:
+    """Return what operators of a layer save between each other where they are not one fused kernel.
+
+    All of it lies between matrix products and attention, so it is rebuilt with the other "cheap" tensors.
+    """
+    norms_of = shape.hidden / (tensor_parallel if sequence_parallel else 1)
+    query, keys = shape.num_heads * shape.head_dim / tensor_parallel, key_value_numbers(shape, tensor_parallel)
+    of_heads = 0.0
+    if operators.qk_norms:  # keys before their norm are a view of all that the product made; queries too, or a copy
+        copied = query if shape.num_kv_heads < shape.num_heads else 0.0
+        of_heads = (query + keys + copied) * element_bytes + operators.norm_bytes(query + keys / 2, element_bytes)
+    inner = 0 if shape.num_expert_layers else shape.ffn_hidden / tensor_parallel
+    each = {
+        "normed inputs": 2 * operators.norm_bytes(norms_of, element_bytes),
+        "query, key before their norms": of_heads,
+        "rotary angles": 4.0 * operators.angles * element_bytes,
+        "dropout masks": 2.0 * norms_of * operators.mask_bytes,
+        "activation and gate": 2.0 * inner * element_bytes if shape.gated and operators.split_activation else 0.0,
+    }
+    return tuple(LayerTensor(name, "cheap", size, 0.0, 2 * size) for name, size in each.items() if size)
 
 
 def expert_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int = 1, load: float = 1.0) -> float:

@@ -76,7 +76,8 @@ class StageMemory:
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
-        working = cluster.tokens_per_rank * max(max(tensors) + 2 * tensors[0] + 2 * layer.keys, in_experts)
+        of_layer = max(max(tensors) + 2 * tensors[0], 3 * tensors[0] + 2 * layer.keys)
+        working = cluster.tokens_per_rank * max(of_layer, in_experts)
         logits = (loss_tokens or cluster.tokens_per_rank) * LOGIT_BYTES * shape.vocab / ranks
         logits *= 1 if loss_tokens else 1 + shape.later_layers
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
@@ -22,7 +23,7 @@ from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.experts import coupling
 from bytescale_ext.plan.search.layers import block_bytes, computed_again, recomputed_bytes, tokens_in_flight
 from bytescale_ext.plan.search.policy import PricedSlices, PricedStages
-from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.update import Parameters, Update, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
@@ -68,12 +69,14 @@ class Task:
         devices: the cluster.
         context: the most tokens of a document.
         steps: lengths of the documents of some steps, equally many in each.
+        operators: of a layer.
     """
 
     cost: ModelCost
     devices: Devices
     context: int
     steps: tuple[tuple[int, ...], ...]
+    operators: LayerOperators = FUSED
 
     @property
     def batch(self) -> int:
@@ -122,6 +125,7 @@ class Case:
         message: seconds of a message between stages with all tokens of a micro-batch, without ``latency``.
         latency: seconds of one of a few bytes.
         planner: plans its steps.
+        keeps_all: layers keep all activations until their backward pass, if micro-batches run whole.
     """
 
     strategy: Strategy
@@ -133,19 +137,20 @@ class Case:
     message: float
     latency: float
     planner: HdpPlanner
+    keeps_all: bool
 
     @classmethod
     def of(cls, task: Task, strategy: Strategy) -> Case:
         """Return the case of a strategy. Raises Unfit where ranks, documents or memory do not suffice."""
         cluster = cluster_of(task, strategy)
         cost = strategy_cost(task.cost, strategy, cluster)
-        memory = memory_of(cost, strategy, cluster)
+        memory, keeps_all = memory_of(cost, strategy, cluster), strategy.activations == KEEP
         if strategy.activations == PRICED and not strategy.chooses_slices:
             whole = _priced(task, strategy, cost, memory).under_policy()
             if whole is None:
                 raise Unfit("device memory")
             physical = virtual = list(whole.stages)
-            full_bytes = whole.device_bytes, whole.host_bytes
+            full_bytes, keeps_all = (whole.device_bytes, whole.host_bytes), whole.keeps_all
         elif strategy.activations == BLOCK:
             numbers = [min(layers, strategy.recomputed_layers) for layers in strategy.stage_layers]
             kept = _stages(task, cost, strategy.stage_layers)
@@ -184,6 +189,7 @@ class Case:
             message_seconds(cost, strategy.tokens_per_rank, is_between_nodes) if num_stages > 1 else 0.0,
             cost.latency if num_stages > 1 else 0.0,
             planner,
+            keeps_all,
         )
 
     @property
@@ -277,7 +283,7 @@ def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMem
     element = cost.element_bytes
     memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
     if strategy.activations == FULL:
-        memory = memory.recomputing(recomputed_bytes(cost), cluster.tokens_per_rank)
+        memory = memory.recomputing(recomputed_bytes(cost, strategy.chooses_slices), cluster.tokens_per_rank)
     sharing = element, cluster.num_ranks, strategy.shares_optimizer
     return replace(memory, state_bytes=tuple(each.state_bytes(*sharing) for each in parameters_of(cost, strategy)))
 
@@ -322,7 +328,7 @@ def _choice(task: Task, strategy: Strategy, memory: StageMemory, slowest: StageC
 
 def _priced(task: Task, strategy: Strategy, cost: ModelCost, memory: StageMemory) -> PricedStages:
     cluster, link = cluster_of(task, strategy), task.devices.link_bytes_per_second
-    return PricedStages(strategy, cost, cluster, memory.state_bytes, task.context, link)
+    return PricedStages(strategy, cost, cluster, memory.state_bytes, task.context, link, task.operators)
 
 
 def _checked(slices: PricedSlices) -> PricedSlices:

@@ -75,9 +75,10 @@ def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
     return tuple(found)
 
 
-def recomputed_bytes(cost: ModelCost) -> float:
-    """Return what a token keeps in a layer that is computed again: its input, and keys for slices that wait."""
-    return cost.recompute_bytes + key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
+def recomputed_bytes(cost: ModelCost, in_slices: bool = False) -> float:
+    """Return what a token keeps in a layer that is computed again: its input, and in slices keys for later ones."""
+    keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
+    return cost.recompute_bytes + (keys if in_slices else 0.0)
 
 
 def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, device_bytes: float) -> int | None:

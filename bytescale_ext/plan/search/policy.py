@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 
 from bytescale_ext.plan.activation.forecast import forecast, stage_cost
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings, Machine, full_load
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.policies import priced_or_none
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
@@ -39,12 +40,14 @@ class UnderPolicy:
         stages: cost of each, in seconds, with what is rebuilt and with copies that nothing hides.
         device_bytes: the most memory of a device, with the model states.
         host_bytes: the most host memory of a process.
+        keeps_all: the policy has nothing to do on any stage.
     """
 
     slicing: Slicing
     stages: tuple[StageCost, ...]
     device_bytes: float
     host_bytes: float
+    keeps_all: bool
 
     @property
     def slowest(self) -> StageCost:
@@ -63,6 +66,7 @@ class PricedStages:
         state_bytes: parameters, gradients and optimizer states of a device of each stage.
         context: tokens of the longest document.
         link_bytes_per_second: between a device and host memory, one way.
+        operators: of a layer.
     """
 
     strategy: Strategy
@@ -71,6 +75,7 @@ class PricedStages:
     state_bytes: tuple[float, ...]
     context: int
     link_bytes_per_second: float
+    operators: LayerOperators = FUSED
 
     def under_policy(self, slicing: Slicing = ONE_SLICE, lengths: tuple[int, ...] = (1,)) -> UnderPolicy | None:
         """Return what the policy makes of the stages, or None where it does not fit on one of them.
@@ -81,7 +86,7 @@ class PricedStages:
         """
         assert self.strategy.device_gb is not None, self.strategy
         machine = Machine(self.strategy.device_gb * 1e9, self.strategy.host_gb * 1e9, self.link_bytes_per_second)
-        stages, device_bytes, host_bytes = [], 0.0, 0.0
+        stages, device_bytes, host_bytes, keeps_all = [], 0.0, 0.0, True
         for stage, states in enumerate(self.state_bytes):
             how = self.settings(stage, slicing, lengths)
             load = full_load(self.cost, self.cluster.tokens_per_rank, self.context, how, lengths)
@@ -92,7 +97,8 @@ class PricedStages:
             stages.append(stage_cost(self.cost, load, plan, machine, stage == len(self.state_bytes) - 1))
             device_bytes = max(device_bytes, states + found.device_bytes)
             host_bytes = max(host_bytes, found.host_bytes)
-        return UnderPolicy(slicing, tuple(stages), device_bytes, host_bytes)
+            keeps_all &= plan.is_off
+        return UnderPolicy(slicing, tuple(stages), device_bytes, host_bytes, keeps_all)
 
     def settings(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> LayerSettings:
         """Return how a stage runs its layers; for the arguments see ``under_policy``."""
@@ -104,6 +110,7 @@ class PricedStages:
             in_flight=in_flight,
             element_bytes=self.cost.element_bytes,
             sequence_parallel=strategy.tensor_parallel > 1,
+            operators=self.operators,
             loss_tokens=strategy.loss_tokens if stage == num_stages - 1 else 0,
             slices=self._held(stage, slicing, lengths) if slicing.num_slices > 1 else (),
             expert_load=EXPERT_LOAD if strategy.expert_parallel > 1 else 1.0,

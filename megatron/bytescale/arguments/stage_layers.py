@@ -17,6 +17,7 @@ from bytescale_ext.plan.evaluate.policy_choice import policy_slicings
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes
 from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
+from megatron.bytescale.arguments.operators import operators_of
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
 
 
@@ -48,7 +49,7 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
         in_flight=in_flight,
         element_bytes=args.params_dtype.itemsize,
         sequence_parallel=args.sequence_parallel,
-        fused_norms=args.transformer_impl == "transformer_engine",
+        operators=operators_of(args, run.process.on_cuda, args.params_dtype.itemsize),
         loss_tokens=loss_tokens if stage == num_stages - 1 else 0,
         slices=held,
         expert_load=expert_load(args),

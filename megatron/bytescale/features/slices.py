@@ -19,6 +19,7 @@ from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.arguments.operators import operators_of
 from megatron.bytescale.arguments.stage_layers import expert_load, stage_settings
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.memory.activations import cost_in_seconds, machine_of
@@ -252,7 +253,8 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     With ``--recompute-method block``, which recomputes some layers only, this is the memory without recomputation.
     """
     cost, element = cost_in_seconds(run), args.params_dtype.itemsize
-    tensors = [one.bytes_per_token for one in layer_tensors(run.shape, element, cost.tensor_parallel)]
+    how = element, cost.tensor_parallel, args.sequence_parallel, operators_of(args, run.process.on_cuda, element)
+    tensors = [one.bytes_per_token for one in layer_tensors(run.shape, *how)]
     if run.cost is None:
         of_experts = expert_bytes(run.shape, element, cost.tensor_parallel, expert_load(args))
         cost = replace(cost, layer_bytes=sum(tensors) + of_experts)
@@ -260,7 +262,8 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
     if args.recompute_granularity != "full" or args.recompute_method == "block":
         return memory
-    kept = tensors[0] + key_value_bytes(run.shape, cost.tensor_parallel, element)  # a slice that waits keeps its keys
+    is_sliced = args.seq1f1b_slices not in (None, 1)
+    kept = tensors[0] + is_sliced * key_value_bytes(run.shape, cost.tensor_parallel, element)  # for later slices
     return memory.recomputing(kept, run.cluster.tokens_per_rank)
 
 

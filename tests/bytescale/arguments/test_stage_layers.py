@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
+from megatron.bytescale.arguments.operators import operators_of, operators_of_flags
 from tests.bytescale.arguments.resolving import resolved
 from tests.bytescale.features.test_slices import CHOSEN
 from tests.e2e.training import MODEL, TRAIN
@@ -50,3 +53,67 @@ def _fits(config: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+OPERATOR_ARGS = {
+    "transformer_impl": "local", "position_embedding_type": "rope", "apply_rope_fusion": False, "kv_channels": 64,
+    "multi_latent_attention": False, "rotary_percent": 0.5, "normalization": "RMSNorm", "bias_swiglu_fusion": True,
+    "qk_layernorm": False, "hidden_dropout": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cuda", "expected"),
+    [
+        ({}, True, LayerOperators(angles=32)),
+        ({}, False, LayerOperators(split_norms=True, angles=32)),
+        ({"normalization": "LayerNorm"}, False, LayerOperators(angles=32)),
+        ({"bias_swiglu_fusion": False}, True, LayerOperators(split_activation=True, angles=32)),
+        (
+            {"apply_rope_fusion": True, "transformer_impl": "transformer_engine"},
+            True,
+            LayerOperators(joined_norms=True),
+        ),
+        ({"position_embedding_type": "none", "qk_layernorm": True}, True, LayerOperators(qk_norms=True)),
+        ({"hidden_dropout": 0.1, "rotary_percent": 1.0}, True, LayerOperators(angles=64, mask_bytes=1)),
+        (
+            {"hidden_dropout": 0.1, "rotary_percent": 1.0},
+            False,
+            LayerOperators(split_norms=True, angles=64, mask_bytes=2),
+        ),
+        (
+            {"multi_latent_attention": True, "qk_pos_emb_head_dim": 16, "rotary_percent": 1.0, "qk_layernorm": True},
+            True,
+            LayerOperators(angles=16),
+        ),
+    ],
+)
+def test_operators_of_arguments(changes: dict[str, object], on_cuda: bool, expected: LayerOperators) -> None:
+    assert operators_of(SimpleNamespace(**{**OPERATOR_ARGS, **changes}), on_cuda, 2) == expected
+
+
+OPERATOR_FLAGS = "--swiglu --normalization RMSNorm --position-embedding-type rope --hidden-dropout 0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_cuda", "expected"),
+    [
+        (OPERATOR_FLAGS, True, LayerOperators(angles=128)),
+        (OPERATOR_FLAGS, False, LayerOperators(split_norms=True, split_activation=True, angles=128)),
+        (f"{OPERATOR_FLAGS} --no-bias-swiglu-fusion", True, LayerOperators(split_activation=True, angles=128)),
+        (f"{OPERATOR_FLAGS} --transformer-impl transformer_engine", True, LayerOperators(joined_norms=True)),
+        (f"{OPERATOR_FLAGS} --transformer-impl transformer_engine --no-rope-fusion", True,
+         LayerOperators(joined_norms=True, angles=128)),
+        (f"{OPERATOR_FLAGS} --transformer-impl transformer_engine", False,
+         LayerOperators(split_norms=True, split_activation=True, angles=128)),
+        ("--num-layers 2", True, LayerOperators(mask_bytes=1)),
+        ("--num-layers 2", False, LayerOperators(split_activation=True, mask_bytes=4)),
+    ],
+)  # fmt: skip
+def test_operators_of_flags(flags: str, on_cuda: bool, expected: LayerOperators) -> None:
+    assert operators_of_flags(flags, 128, on_cuda, 4) == expected
+
+
+def test_flags_that_cannot_be_read() -> None:
+    with pytest.raises(ValueError, match=r"--model-flags: .*hidden-dropout"):
+        operators_of_flags("--hidden-dropout much", 128, True, 2)

@@ -67,7 +67,7 @@ POLICIES: dict[str, list[str]] = {
     "memo": ["--activation-policy", "memo", "--swap-fraction", "0.4", *HOST],
     "priced": ["--activation-policy", "priced", "--swap-fraction", "0.3", "--recompute-fraction", "0.5", *HOST],
     "keep-attention": ["--recompute-fraction", "1"],
-    "auto": [*AUTO, *HOST, "--device-memory-gb", "0.00085", "--no-measured-speeds"],  # resident states take 0.0006
+    "auto": [*AUTO, *HOST, "--device-memory-gb", "0.00105", "--no-measured-speeds"],  # resident states take 0.0006
     "measured": ["--activation-policy", "memo", *HOST],
 }
 # What runs: every policy once with HDP, and of the two that differ most at least one everywhere.
@@ -250,16 +250,6 @@ def test_a_memory_plan_of_a_pipeline(case: str, corpus: Path, tmp_path: Path) ->
         assert float(live_mb) - buffers <= float(used_mb) <= float(live_mb) + buffers + 1e-3
         assert (memory.buffer_bytes > 0) == (policy == POLICIES["memo"])
     assert len(plans.plans) >= 2  # stages differ
-
-
-def test_an_arena_that_is_too_small_keeps_the_rest_on_the_device(corpus: Path) -> None:
-    flags = ["--swap-fraction", "1", "--host-memory-gb", "0.0008"]  # enough for fused norms, which CPU has not
-    plain, planned = outcomes_of("hdp", corpus), outcomes_of("hdp", corpus, *flags)
-    for one, other in zip(plain, planned, strict=True):
-        assert digests(other) == digests(one)
-        assert counts(other)["overflowed_bytes"] > 0
-        assert 0 < counts(other)["peak"] <= 0.0008e9
-        assert other.text.count("the host arena of 0.0008 GB is full") == 1
 
 
 def test_recompute_of_experts_alone_combines(corpus: Path) -> None:

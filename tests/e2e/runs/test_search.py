@@ -17,6 +17,7 @@ from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
+from megatron.bytescale.arguments.operators import operators_of_flags
 from megatron.bytescale.cli.activations import shape_of_flags
 from tests.bytescale.cli.shared.test_launch_line import predicted
 from tests.e2e.corpora import documents
@@ -35,7 +36,9 @@ def task_of(flags: list[str]) -> Task:
     shape = replace(shape_of_flags(" ".join(flags)), vocab=128)  # as Megatron pads it
     scaled = scaled_cost(shipped("h100_7b"), shape, 1)
     doubled = {"layer_bytes": 2 * scaled.layer_bytes, "recompute_bytes": 2 * scaled.recompute_bytes}
-    return Task(replace(scaled, dtype="float32", **doubled), Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),))
+    operators = operators_of_flags(" ".join(flags), shape.head_dim, on_cuda=False, element_bytes=4)
+    cost = replace(scaled, dtype="float32", **doubled)
+    return Task(cost, Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),), operators)
 
 
 TASK = task_of(SIZED)

@@ -11,6 +11,7 @@ import pytest
 
 from bytescale_ext.plan.activation.forecast import forecast
 from bytescale_ext.plan.activation.load import LayerSettings, Machine, layer_load
+from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import (
     make_plan,
@@ -24,6 +25,7 @@ from bytescale_ext.plan.activation.tensors import layer_tensors
 from tests.plan.activation.random_loads import COST, H200, LLAMA2_7B, load_of, random_load, random_machine
 
 KIB = 1024
+JOINED = LayerOperators(joined_norms=True)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(16384, 0.26), (32768, 0.37), (65536, 0.58), (98304, 0.79)])
@@ -176,11 +178,11 @@ def test_unknown_policy() -> None:
 
 
 def test_fused_norms_are_never_rebuilt() -> None:
-    kinds = {tensor.name: tensor.kind for tensor in layer_tensors(LLAMA2_7B, fused_norms=True)}
+    kinds = {tensor.name: tensor.kind for tensor in layer_tensors(LLAMA2_7B, operators=JOINED)}
     assert kinds["input norm output"] == kinds["MLP norm output"] == "input"
     sparse = replace(LLAMA2_7B, num_expert_layers=32, expert_ffn_hidden=1024, num_experts=8)
-    kinds = {tensor.name: tensor.kind for tensor in layer_tensors(sparse, fused_norms=True)}
+    kinds = {tensor.name: tensor.kind for tensor in layer_tensors(sparse, operators=JOINED)}
     assert kinds["input norm output"] == "input"
     assert kinds["MLP norm output"] == "cheap"
-    plain, fused = layer_load(COST, 65536), layer_load(COST, 65536, how=LayerSettings(fused_norms=True))
+    plain, fused = layer_load(COST, 65536), layer_load(COST, 65536, how=LayerSettings(operators=JOINED))
     assert plan_memo(fused, H200).swap < plan_memo(plain, H200).swap

@@ -21,6 +21,7 @@ from bytescale_ext.plan.search.explore import Exploration, Scored, explore, in_s
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import Strategy
+from megatron.bytescale.arguments.operators import operators_of_flags
 from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED
@@ -240,7 +241,11 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
     devices = Devices(
         args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     )
-    return Task(cost, devices, args.context, draw_steps(args, batch or args.global_batch_size))
+    words, on_cuda = shlex.split(args.model_flags), not cost.device.startswith("CPU")
+    operators = operators_of_flags(
+        args.model_flags, shape.head_dim, on_cuda and "--cpu" not in words, cost.element_bytes
+    )
+    return Task(cost, devices, args.context, draw_steps(args, batch or args.global_batch_size), operators)
 
 
 def draw_steps(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], ...]:

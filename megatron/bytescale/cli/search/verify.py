@@ -24,8 +24,9 @@ import numpy as np
 
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.measure.fit import rank_correlation
-from bytescale_ext.plan.search.case import Task
+from bytescale_ext.plan.search.case import Case, Task
 from bytescale_ext.plan.search.explore import Scored
+from bytescale_ext.plan.search.step_memory import step_bytes
 from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.search.script import Run, script_text
 from megatron.bytescale.cli.shared.tables import aligned
@@ -115,7 +116,7 @@ def verified(args: argparse.Namespace, task: Task, scored: Sequence[Scored]) -> 
             run = Run.of(args, task, one.strategy)
             script.write_text(script_text(run, args.gpus, args.gpus_per_node, "torchrun", []), encoding="utf-8")
             command = ["bash", str(script), *flags_of_trial(args, folder / "documents", of_number, len(steps))]
-            gb = one.steps[fullest].device_bytes / 1e9
+            gb = step_bytes(Case.of(task, one.strategy), task.steps[fullest]) / 1e9
             try:
                 rows.append(measured(command, of_number, Verified(number, str(one.strategy), one.median_seconds, gb)))
             except KeyboardInterrupt:

@@ -11,8 +11,9 @@ import pytest
 
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.data.samples.lengths import read_idx_lengths
-from bytescale_ext.plan.search.case import StepFigures
+from bytescale_ext.plan.search.case import Case, StepFigures
 from bytescale_ext.plan.search.explore import Scored
+from bytescale_ext.plan.search.step_memory import step_bytes
 from bytescale_ext.plan.search.strategy import Strategy
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search import verify
@@ -69,7 +70,8 @@ def test_a_training_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = tuple(StepFigures(1.0 + step, 0, 0, 0, 1e9 + step, 0) for step in range(2))
-    scored = [Scored(Strategy(1, (1,), tokens), figures, small_task()) for tokens in (1024, 2048, 4096)]
+    strategies = [Strategy(1, (6,), tokens, shares_optimizer=True) for tokens in (1024, 2048, 4096)]
+    scored = [Scored(strategy, figures, small_task()) for strategy in strategies]
     commands = []
 
     def run(command: list[str], folder: Path, row: Verified) -> Verified:
@@ -83,7 +85,8 @@ def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> 
     rows = verified(args, small_task(), scored)
     assert [row.number for row in rows] == [1, 2]
     assert rows[0].predicted_seconds == 1.5
-    assert rows[0].predicted_gb * 1e9 == 1e9 + int(np.argmax([sum(step) for step in STEPS]))
+    fullest = max(STEPS, key=sum)
+    assert rows[0].predicted_gb * 1e9 == step_bytes(Case.of(small_task(), scored[0].strategy), fullest)
     for (command, script), tokens in zip(commands, (1024, 2048), strict=True):
         assert f"--hdp-tokens-per-rank {tokens}" in script
         assert command[command.index("--train-iters") + 1] == "4"

@@ -48,8 +48,9 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "qk_l2_norm": False, "full_validation": False, "step_batch_size_schedule": None,
         "multiple_validation_sets": False, "ddp_average_in_collective": False, "optimizer": "adam",
         "result_rejected_tracker_filename": None, "init_model_with_meta_device": False,
-        "normalization": "RMSNorm", "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
+        "normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
         "position_embedding_type": "rope", "max_position_embeddings": 8192, "bias_swiglu_fusion": True,
+        "apply_rope_fusion": True, "rotary_percent": 1.0, "multi_latent_attention": False,
         "bias_gelu_fusion": True, "untie_embeddings_and_output_weights": True,
         "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
@@ -246,9 +247,20 @@ def test_an_optimizer_in_host_memory_is_counted_in() -> None:
 
 
 def test_norms_of_transformer_engine_are_inputs() -> None:
-    plain, fused = config_of(*MEMO).largest, config_of(*MEMO, transformer_impl="transformer_engine").largest
+    plain = config_of(*MEMO).largest
+    fused = config_of(*MEMO, transformer_impl="transformer_engine").largest
     assert plain.bytes_of() == fused.bytes_of()
     assert fused.bytes_of("input") - plain.bytes_of("input") == 2 * 2 * 1024 * 8192
+
+
+def test_operators_of_several_parts_save_more() -> None:
+    """On CPU torch's RMSNorm keeps the normed input; without its fusion SwiGLU keeps two inputs of a product."""
+    fused = config_of(*MEMO).largest
+    split = config_of(*MEMO, normalization="RMSNorm", bias_swiglu_fusion=False).largest
+    of_norms = 2 * (1024 * (4 + 2) + 4)
+    assert split.bytes_of() - fused.bytes_of() == 8192 * (of_norms + 2 * 2 * 4096)
+    assert split.bytes_of("view") == 8192 * 2 * 4096
+    assert split.bytes_of("input") == fused.bytes_of("input")
 
 
 def test_experts_may_recompute_themselves() -> None:

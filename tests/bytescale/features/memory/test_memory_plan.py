@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features import refusals
 from megatron.bytescale.features.memory.memory_plan import MEMORY_PLAN, layout_of
-from tests.bytescale.features.memory.test_activations import MEMO, parsed
+from tests.bytescale.features.memory.test_activations import MEMO
+from tests.bytescale.features.memory.test_activations import parsed as parsed_with
 from tests.bytescale.training.memory.test_activation_memory import MEMORY, RECORD
 
+parsed = partial(parsed_with, normalization="RMSNorm")
 POLICY = (*MEMO, "--swap-fraction", "0.25")
 
 

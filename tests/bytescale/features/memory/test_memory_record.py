@@ -13,7 +13,8 @@ from bytescale_ext.plan.memory.plan_file import RecordTo
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features import enabled, refusals
-from tests.bytescale.features.memory.test_activations import MEMO, parsed
+from tests.bytescale.features.memory.test_activations import MEMO
+from tests.bytescale.features.memory.test_memory_plan import parsed
 from tests.bytescale.training.memory.test_activation_memory import RECORD
 
 POLICY = (*MEMO, "--swap-fraction", "0.25")

@@ -1,0 +1,49 @@
+"""Which operators of a layer are single kernels, and what those that are not save for the backward pass besides.
+
+``plan/activation/tensors.py`` lists what a layer saves where norms, rotary embeddings and the activation function are
+single (fused) kernels, which save only their input. Made of several operators of torch they save results in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+FLOAT_BYTES: Final = 4
+"""Norms of several operators compute in float32 and save one float32 for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOperators:
+    """How the operators of a layer are built; the defaults are fused kernels without anything beside them.
+
+    Attributes:
+        joined_norms: a norm and the matrix product after it are one module (TransformerEngine).
+        split_norms: norms are several operators, as torch's RMSNorm is on CPU.
+        split_activation: the activation function of the MLP is several operators.
+        angles: numbers of a token's rotary angles whose cosines and sines are saved, for queries and for keys; 0 where
+            rotary embeddings are a fused kernel or do not exist.
+        qk_norms: queries and keys are normed.
+        mask_bytes: of one number in the mask of hidden dropout; 0 without.
+    """
+
+    joined_norms: bool = False
+    split_norms: bool = False
+    split_activation: bool = False
+    angles: int = 0
+    qk_norms: bool = False
+    mask_bytes: int = 0
+
+    def norm_bytes(self, numbers: float, element_bytes: int) -> float:
+        """Return what a norm of ``numbers`` for each token saves beside its input, in bytes for each token.
+
+        One kernel saves statistics of a few bytes, which do not count. Several operators save the normed input in
+        float32, the input converted to that, which then is not saved as it came, and the statistics.
+        """
+        if not self.split_norms:
+            return 0.0
+        converted = FLOAT_BYTES - element_bytes if element_bytes < FLOAT_BYTES else 0
+        return numbers * (FLOAT_BYTES + converted) + FLOAT_BYTES
+
+
+FUSED: Final = LayerOperators()
