@@ -27,7 +27,7 @@ LINK_BYTES_PER_SECOND: Final = 55e9
 NOT_IN_FILES: Final = ("nodes", "window", "window_share", "e")
 """Fields of ``CostModel`` that belong to a run, not to a cost file; measured rings have ``e`` in ``h``."""
 
-WINDOWS: Final = ("num_window_layers", "window_tokens", "later_layers")
+WINDOWS: Final = ("num_window_layers", "window_tokens", "later_layers", "later_experts")
 """Fields of ``ModelShape`` that cost files leave out: their costs are those of one layer with full attention."""
 
 
@@ -186,7 +186,8 @@ def expert_share(shape: ModelShape, num_layers: int, has_head: bool = True) -> f
     """Return the share of routed experts in the FLOPs of a stage that are linear in tokens; 0 without experts."""
     part = shape.part(num_layers)
     part = replace(part, vocab=shape.vocab if has_head else 0, later_layers=shape.later_layers if has_head else 0)
-    routed = part.num_expert_layers * (part.expert_ffn_hidden - part.shared_ffn_hidden)
+    num_layers = part.num_expert_layers + part.later_layers * part.later_experts
+    routed = num_layers * (part.expert_ffn_hidden - part.shared_ffn_hidden)
     return 2.0 * (3 if shape.gated else 2) * shape.hidden * routed / linear_flops_per_token(part)
 
 

@@ -87,6 +87,7 @@ class ModelShape:
         num_window_layers: how many of the layers have a sliding window.
         window_tokens: in such a layer, the most keys before its own that a token sees.
         later_layers: layers of multi-token prediction after the others, each with the output layer once more.
+        later_experts: the layers of multi-token prediction have experts, as the model's last layer has.
         latent: multi-latent attention (DeepSeek-V2, section 2.1); None: queries, keys and values are projected.
     """
 
@@ -106,6 +107,7 @@ class ModelShape:
     num_window_layers: int = 0
     window_tokens: int = 0
     later_layers: int = 0
+    later_experts: bool = False
     latent: LatentShape | None = None
 
     def part(self, num_layers: int) -> ModelShape:
@@ -116,6 +118,10 @@ class ModelShape:
         return replace(
             self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows, later_layers=0
         )
+
+    def stage(self, num_layers: int, is_last: bool) -> ModelShape:
+        """Return ``part``; the last pipeline stage also has the layers of multi-token prediction."""
+        return replace(self.part(num_layers), later_layers=self.later_layers * is_last)
 
     def with_experts_per_token(self, count: float) -> ModelShape:
         """Return the sizes if ``count`` experts run for a token, on average; shared experts run besides."""
@@ -176,9 +182,14 @@ def layer_flops_per_token(shape: ModelShape) -> float:
 
 
 def later_layer_weights(shape: ModelShape) -> int:
-    """Return the weights of one layer of multi-token prediction, without norms: a dense layer after a projection."""
-    dense = (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden
-    return shape.projection_weights + dense + 2 * shape.hidden**2
+    """Return the weights that a token passes in one layer of multi-token prediction, without norms.
+
+    It is a layer after a projection of two hidden states to one, dense or with experts.
+    """
+    width, router = shape.ffn_hidden, 0
+    if shape.later_experts:
+        width, router = shape.expert_ffn_hidden, shape.hidden * shape.num_experts
+    return shape.projection_weights + (3 if shape.gated else 2) * shape.hidden * width + router + 2 * shape.hidden**2
 
 
 def attention_flops_per_square(shape: ModelShape) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from bytescale_ext.plan.cost.model_shape import ModelShape, later_layer_weights
@@ -34,7 +35,9 @@ def stage_parameters(shape: ModelShape, tensor_parallel: int, has_embedding: boo
     norms += 0 if shape.latent is None else shape.num_layers * shape.latent.norm_weights
     routers = shape.num_expert_layers * shape.num_experts * shape.hidden
     if has_head and shape.later_layers:  # which embed later tokens too
-        products += shape.later_layers * later_layer_weights(shape)
+        shared = replace(shape, expert_ffn_hidden=shape.shared_ffn_hidden, num_experts=0)
+        products += shape.later_layers * later_layer_weights(shared)
+        routers += shape.later_layers * shape.later_experts * shape.num_experts * shape.hidden
         norms += 5 * shape.later_layers * shape.hidden
         ends += (not has_embedding) * shape.vocab * shape.hidden
     return (products + ends) / tensor_parallel + norms + routers
@@ -45,11 +48,12 @@ def expert_parameters(shape: ModelShape, tensor_parallel: int = 1, expert_parall
 
     Tensor-parallel ranks share each of them, as Megatron does unless ``--expert-tensor-parallel-size`` says otherwise.
     """
-    if not shape.num_expert_layers:
+    num_layers = shape.num_expert_layers + shape.later_layers * shape.later_experts
+    if not num_layers:
         return 0.0
     width = (shape.expert_ffn_hidden - shape.shared_ffn_hidden) / shape.experts_per_token
     of_layer = shape.num_experts * _matrices(shape) * width
-    return shape.num_expert_layers * of_layer / expert_parallel / tensor_parallel
+    return num_layers * of_layer / expert_parallel / tensor_parallel
 
 
 def _matrices(shape: ModelShape) -> int:

@@ -42,8 +42,9 @@ def _is_cut(args: Any) -> bool:
 
 
 REFUSALS = (
-    refuse("--num-experts", "multi_token", "train dense models: the last tokens of a document, which guess nothing, "
-           "would be routed and counted"),
+    refuse("--mtp-use-repeated-layer with --num-experts", "multi_token", "remove one: losses of a router that runs "
+           "several times for a token would be counted as often", lambda a: a.mtp_use_repeated_layer and a.num_experts),
+    refuse("--moe-use-upcycling", "multi_token", "remove it: Megatron upcycles the model's own layers alone"),
     refuse("--sequence-parallel of local layers", "multi_token", "remove it, or use --transformer-impl "
            "transformer_engine: Megatron gives these layers torch's norms, which do not work with it",
            lambda a: a.sequence_parallel and a.transformer_impl == "local"),

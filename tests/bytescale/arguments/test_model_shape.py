@@ -72,6 +72,15 @@ def test_model_shape_with_latent_attention_and_later_layers() -> None:
     assert model_shape(SimpleNamespace(**{**vars(ARGS), "mtp_num_layers": 2})).later_layers == 2
 
 
+@pytest.mark.parametrize(("pattern", "is_sparse"), [(1, True), (2, False), ([0, 1], True), ([1, 0], False)])
+def test_later_layers_are_like_the_last_layer(pattern: int | list[int], is_sparse: bool) -> None:
+    """As Megatron builds them: of two layers in the pattern 2, the first has experts."""
+    experts = {"num_experts": 4, "moe_layer_freq": pattern, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+    given = {**vars(ARGS), **experts, "moe_shared_expert_intermediate_size": None, "mtp_num_layers": 1}
+    shape = model_shape(SimpleNamespace(**given))
+    assert (shape.later_layers, shape.later_experts) == (1, is_sparse)
+
+
 @pytest.mark.parametrize(("pattern", "num_layers"), [(1, 2), (2, 1), ([0, 1], 1), ([1, 1], 2)])
 def test_model_shape_with_experts(pattern: Any, num_layers: int) -> None:
     given = {"num_experts": 8, "moe_layer_freq": pattern, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.ranks
 
 # flags after the common ones, ranks, the setting that the error names
 REFUSED = {
-    "experts": ("--num-experts 4", 1, "--num-experts"),
+    "experts again": ("--num-experts 4 --mtp-use-repeated-layer", 1, "--mtp-use-repeated-layer with --num-experts"),
+    "upcycling": ("--num-experts 4 --moe-use-upcycling", 1, "--moe-use-upcycling"),
     "norms of torch": ("--sequence-parallel --tensor-model-parallel-size 2", 2, "--sequence-parallel of local layers"),
     "layout": ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tmL", 2, "layout"),
     "positions": (

@@ -58,6 +58,7 @@ def test_layers_of_multi_token_prediction_count_with_their_output_layer() -> Non
     assert linear_flops_per_token(deeper) - linear_flops_per_token(TINY) == 2 * 2 * weights
     assert attention_flops_per_square(deeper) == 2 * attention_flops_per_square(TINY)
     assert deeper.part(1) == TINY.part(1), "a part of the layers is without them"
+    assert (deeper.stage(1, is_last=False), deeper.stage(1, is_last=True).later_layers) == (TINY.part(1), 2)
     assert layer_flops_per_token(deeper) == layer_flops_per_token(TINY) == linear_flops_per_token(TINY) / 2 - 8 * 20
 
 
@@ -71,6 +72,14 @@ def test_projections_of_latent_attention_by_hand() -> None:
     assert direct.projection_weights == weights - 8 * 6 - 6 * 4 * 3 + 8 * 4 * 3
     assert attention_flops_per_square(latent) == 2 * 4 * (3 + 5)
     assert (TINY.value_dim, latent.value_dim, one.latent_numbers, one.norm_weights) == (3, 5, 9, 13)
+
+
+def test_later_layers_with_experts_have_those_of_one_token() -> None:
+    routed = {"expert_ffn_hidden": 2 * 4 + 6, "num_experts": 16, "experts_per_token": 2, "shared_ffn_hidden": 6}
+    sparse = replace(TINY, num_expert_layers=1, later_layers=1, later_experts=True, **routed)
+    # a dense MLP of 3 x 8 x 10, or a router of 16 experts and the two of a token beside shared ones
+    assert later_layer_weights(sparse) - later_layer_weights(TINY) == 3 * 8 * (14 - 10) + 8 * 16
+    assert later_layer_weights(replace(sparse, later_experts=False)) == later_layer_weights(TINY)
 
 
 # DeepSeek-V2-Lite's attention (arXiv:2405.04434, appendix B): 16 heads of 128 + 64, latents of 512 + 64 numbers.

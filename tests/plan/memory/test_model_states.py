@@ -56,3 +56,12 @@ def test_latent_attention_and_later_layers_have_their_parameters() -> None:
     assert last == num_parameters(deeper), "the last stage has an embedding for later tokens"
     first = stage_parameters(deeper, 1, has_embedding=True, has_head=False)
     assert first == stage_parameters(LLAMA2_7B, 1, has_embedding=True, has_head=False)
+    # A layer of DeepSeek-V3's kind after the others: shared experts and a router, and its experts where it lies.
+    routed = {"expert_ffn_hidden": 2 * 4 + 6, "num_experts": 16, "experts_per_token": 2, "shared_ffn_hidden": 6}
+    sparse = replace(LLAMA2_7B, num_expert_layers=8, **routed)
+    later = replace(sparse, later_layers=1, later_experts=True)
+    layer = 4 * 4096**2 + 3 * 4096 * 6 + 16 * 4096 + 2 * 4096
+    assert num_parameters(later) - num_parameters(sparse) == layer + 2 * 4096**2 + 3 * 4096
+    assert expert_parameters(later) == expert_parameters(sparse) * 9 / 8
+    assert expert_parameters(later.stage(16, is_last=False)) == expert_parameters(sparse) / 2
+    assert expert_parameters(later.stage(16, is_last=True)) == expert_parameters(sparse) * 5 / 8

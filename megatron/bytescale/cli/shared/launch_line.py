@@ -250,8 +250,9 @@ class Launch:
         of_memories = [0] * len(stages) if ngram is None else ngram.stage_parameters(run.shape.hidden, stages)
         return [
             of_memories[stage]
-            + stage_parameters(run.shape.part(layers), tensor, not stage and on_device, stage == len(stages) - 1)
+            + stage_parameters(run.shape.stage(layers, is_last), tensor, not stage and on_device, is_last)
             for stage, layers in enumerate(stages)
+            for is_last in [stage == len(stages) - 1]
         ]
 
     def memory_gb(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from bytescale_ext.config.multi_token import MultiTokenConfig
@@ -25,6 +26,7 @@ from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding impor
 from megatron.bytescale.core.models.gpt.chunked_loss import chunked_loss
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
+from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.runtime import Runtime
 
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
@@ -45,8 +47,9 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Return what Megatron's returns, of a table [depths from this one on, t] of tokens, and one of positions."""
         ahead = partial(embedding, input_ids=input_ids[:1], position_ids=position_ids[:1])
+        mask = given.pop("padding_mask", None)  # of the rows, which stay where they are
         shifted = super()._get_embeddings(None, None, lambda **_: ahead(), **given)  # type: ignore[arg-type]
-        return input_ids[1:], position_ids[1:], *shifted[2:]
+        return input_ids[1:], position_ids[1:], mask, *shifted[3:]
 
 
 def use_later_tokens(
@@ -68,7 +71,7 @@ class LaterTokens:
         self.states: torch.Tensor | None = None
         for layer in chunk.mtp.layers:
             layer.__class__ = LaterTokenLayer
-            use_document_attention(layer, runtime)
+            use_document_modules(layer, runtime)
         chunk.register_forward_pre_hook(self.begin, with_kwargs=True)
         chunk.mtp.register_forward_pre_hook(self.use_tables, with_kwargs=True)
         chunk.mtp.register_forward_hook(self.note)
@@ -160,14 +163,22 @@ class LaterTokens:
         return losses.float()
 
 
-def use_document_attention(layer: MultiTokenPredictionLayer, runtime: Runtime) -> None:
-    """Replace Megatron's attention, of whole samples, in a new layer; a learnable sink keeps its values."""
+def use_document_modules(layer: MultiTokenPredictionLayer, runtime: Runtime) -> None:
+    """Replace Megatron's attention, of whole samples, in a new layer; a learnable sink keeps its values.
+
+    A router of experts becomes one over documents. As in Megatron it routes and counts every token, also the last ones
+    of a document, which guess nothing at this depth; padding is left out.
+    """
     attention: Any = layer.mtp_model_layer.self_attention
     config, old = layer.config, attention.core_attention
     new = DocumentAttention(config, layer.layer_number, runtime=runtime, softmax_scale=config.softmax_scale)
     if config.softmax_type == "learnable":
         new.softmax_offset = old.softmax_offset
     attention.core_attention = new
+    if isinstance(layer.mtp_model_layer.mlp, MoELayer):
+        router: Any = layer.mtp_model_layer.mlp.router
+        router.__class__ = DocumentRouter
+        router.runtime = runtime
 
 
 def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report], output: torch.Tensor) -> Report:
