@@ -110,7 +110,6 @@ REFUSALS = (
            "are added to a home's before they are accumulated", lambda a: a.gradient_accumulation_fusion),
     *(refuse(flag, "experts", "use --use-distributed-optimizer") for flag in (
         "--use-megatron-fsdp", "--use-torch-fsdp2")),
-    refuse("--fp8-format", "experts", "use bf16: replicas have no scaling factors", lambda a: bool(a.fp8)),
     refuse("--fp4-format", "experts", "use bf16: replicas have no scaling factors", lambda a: bool(a.fp4)),
 )  # fmt: skip
 
