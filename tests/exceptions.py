@@ -70,6 +70,7 @@ ANY_FILES = {
     "megatron/bytescale/cli/shared/migrate.py",
     "megatron/bytescale/cli/shared/stage_states.py",
     "megatron/bytescale/core/pipeline_parallel/schedules.py",
+    "megatron/bytescale/core/tensor_parallel/layers.py",
     "megatron/bytescale/core/tensor_parallel/weight_gradients.py",
     "megatron/bytescale/core/pipeline_parallel/seq1f1b.py",
     "megatron/bytescale/core/pipeline_parallel/stand_in.py",

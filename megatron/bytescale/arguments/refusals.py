@@ -157,9 +157,9 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     refuse("--num-experts under tensor parallelism", "hdp slices",
            "add --sequence-parallel, which Megatron's experts need there",
            lambda a: a.num_experts and a.tensor_model_parallel_size > 1 and not a.sequence_parallel),
-    refuse("--num-experts with biases of local layers", ALWAYS, "add --expert-model-parallel-size 2 or more, or "
-           "--disable-bias-linear: Megatron adds biases in place, which autograd forbids where a rank has all experts",
-           lambda a: _is_local("num_experts")(a) and a.add_bias_linear and a.expert_model_parallel_size == 1),
+    refuse("--num-experts with biases of local layers without --hybrid-data-parallel", ALWAYS, "add it, or split "
+           "experts (--expert-model-parallel-size): autograd forbids how Megatron adds biases", lambda a: _is_local(
+           "num_experts")(a) and a.add_bias_linear and a.expert_model_parallel_size < 2 and not a.hybrid_data_parallel),
     refuse("--moe-token-dispatcher-type allgather", "hdp", "use alltoall: data-parallel ranks that share experts have "
            "different numbers of tokens, and allgather needs equal ones",
            lambda a: a.moe_token_dispatcher_type == "allgather" and ranks_that_share_experts(a) > 1),

@@ -31,7 +31,7 @@ EXAMPLES = {
         "--microbatch-group-size-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 4"
     ),
     "--num-experts under tensor parallelism": "--num-experts 4 --tensor-model-parallel-size 2",
-    "--num-experts with biases of local layers": "--num-experts 4",
+    "--num-experts with biases of local layers without --hybrid-data-parallel": "--num-experts 4",
     "--moe-token-dispatcher-type allgather": (
         "--moe-token-dispatcher-type allgather --num-experts 4 --expert-model-parallel-size 2"
     ),
@@ -140,7 +140,9 @@ SWITCHES = (
 EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 
 
-WITHOUT = {"--num-experts with biases of local layers": "--disable-bias-linear"}  # words of COMMON
+WITHOUT = {  # words of COMMON
+    "--num-experts with biases of local layers without --hybrid-data-parallel": "--disable-bias-linear",
+}
 PAIRS = [(row, feature) for row in REFUSALS for feature in row.instead]
 
 

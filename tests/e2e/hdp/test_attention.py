@@ -29,9 +29,9 @@ MODELS = {
         "--rotary-percent 0.5 --rotary-interleaved --rotary-base 500000 --use-rope-scaling --rope-scaling-factor 4 "
         "--no-rope-freq 2 --qk-layernorm"
     ),
-    "yarn-sinks": (
+    "yarn-windows-sinks": (
         "--position-embedding-type yarn --rotary-scaling-factor 8 --yarn-original-max-position-embeddings 64 "
-        "--softmax-type learnable"
+        "--softmax-type learnable --window-size 24,0 --window-attn-skip-freq 2"
     ),
     "windows-sinks": "--window-size 24,0 --window-attn-skip-freq 2 --softmax-type learnable",
     "windows": "--window-size 40,0 --window-attn-skip-freq [1,1,0,1] --softmax-type off-by-one",
@@ -53,7 +53,7 @@ class Case:
 
 CASES = {
     "partial-scaled-rope-slices": Case("partial-scaled-rope", 4, SLICES, num_stages=2),
-    "yarn-sinks-tp2": Case("yarn-sinks", 4, [*TP2, "--hdp-tokens-per-rank", "128"], tp_size=2),
+    "yarn-windows-sinks-tp2": Case("yarn-windows-sinks", 4, [*TP2, "--hdp-tokens-per-rank", "128"], tp_size=2),
     "windows-sinks-rings": Case("windows-sinks", 4),
     "windows-slices": Case("windows", 4, [*SLICES, "--hdp-kept-keys", "200"], num_stages=2),
 }

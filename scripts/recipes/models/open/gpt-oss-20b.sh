@@ -8,10 +8,10 @@ export MODEL_FLAGS="
   --num-query-groups 8 --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0
   --normalization RMSNorm --norm-epsilon 1e-5 --untie-embeddings-and-output-weights --kv-channels 64
   --position-embedding-type yarn --rotary-base 150000 --rotary-scaling-factor 32
-  --yarn-original-max-position-embeddings 4096 --softmax-type learnable --window-size 127,0
-  --window-attn-skip-freq 2 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 2880
-  --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --attention-dropout 0
-  --hidden-dropout 0
+  --yarn-original-max-position-embeddings 4096 --no-yarn-correction-range-round-to-int
+  --softmax-type learnable --window-size 127,0 --window-attn-skip-freq 2 --num-experts 32
+  --moe-router-topk 4 --moe-ffn-hidden-size 2880 --moe-router-load-balancing-type aux_loss
+  --moe-aux-loss-coeff 1e-2 --attention-dropout 0 --hidden-dropout 0
 "
 export RUN_FLAGS="
   --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall --recompute-granularity full

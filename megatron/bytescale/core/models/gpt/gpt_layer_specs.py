@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from bytescale_ext.config.hdp import HdpConfig
+from megatron.bytescale.core.tensor_parallel.layers import ExpertRowParallelLinear
 from megatron.bytescale.core.tensor_parallel.weight_gradients import (
     SplitColumnParallelLinear,
     SplitRowParallelLinear,
@@ -79,7 +80,7 @@ def with_split_products(spec: TransformerBlockSubmodules, runtime: Any) -> Trans
 
 
 def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool) -> None:
-    """Set our attention and router, and without TransformerEngine our norms, in the spec of one layer."""
+    """Set our attention and router, and without TransformerEngine our norms and products, in the spec of one layer."""
     attention = layer.self_attention.submodules
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
     if layer.self_attention.module in (MLASelfAttention, DocumentLatentAttention):  # layers may share a spec
@@ -89,8 +90,12 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
     mlp: Any = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
         router = SampleRouter if runtime.run.find(HdpConfig) is None else DocumentRouter
-        experts = replace(mlp.keywords["submodules"], router=partial(router, runtime=runtime))
-        layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": experts})
+        modules = replace(mlp.keywords["submodules"], router=partial(router, runtime=runtime))
+        if not has_engine:
+            experts: Any = modules.experts
+            products = replace(experts.keywords["submodules"], linear_fc2=ExpertRowParallelLinear)
+            modules.experts = partial(experts.func, *experts.args, **{**experts.keywords, "submodules": products})
+        layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": modules})
     if has_engine:
         return
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm

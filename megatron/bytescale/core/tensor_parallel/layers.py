@@ -1,0 +1,20 @@
+"""Megatron's linear layers, where one of them cannot train as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+
+class ExpertRowParallelLinear(RowParallelLinear):
+    """Megatron's down-projection of an expert, [..., in] to [..., out], to whose output biases can be added in place.
+
+    Megatron's experts add theirs so. Where a rank has all experts and all of each, its layer sums up over one rank,
+    which returns a view that autograd lets nobody change. Here it does not; it never communicates more than Megatron's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.is_expert, "others leave their biases to what follows"
+        self.explicit_expert_comm |= self.tp_group.size() == 1
