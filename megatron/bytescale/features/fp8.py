@@ -15,6 +15,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, Final
 
 from bytescale_ext.config.run import RunConfig
+from bytescale_ext.plan.cost.model_shape import ModelShape
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -44,8 +45,26 @@ def fp8_rows(args: Any) -> int:
 
 
 def resolve(args: Any, run: RunConfig) -> str:
-    """Return the recipe."""
+    """Return the recipe. Raises ValueError for a model whose matrices FP8 products do not take."""
+    check_widths(run.shape, run.process.tensor_parallel, fp8_rows(args))
     return str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
+
+
+def check_widths(shape: ModelShape, tensor_parallel: int, multiple: int) -> None:
+    """Raise ValueError unless both sides of each weight of a dense layer are multiples on each tensor-parallel rank."""
+    widths = {"--hidden-size": shape.hidden, "--ffn-hidden-size": shape.ffn_hidden / tensor_parallel}
+    if shape.latent is None:
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        widths["--kv-channels x --num-attention-heads"] = shape.num_heads * shape.head_dim / tensor_parallel
+        widths["--kv-channels x (--num-attention-heads + 2 x --num-query-groups)"] = (
+            heads * shape.head_dim / tensor_parallel
+        )
+    for name, width in widths.items():
+        if width % multiple:
+            raise ValueError(
+                f"--fp8-format needs widths of layers in multiples of {multiple} on each tensor-parallel rank, and "
+                f"{name} is {width:g} there: change it, or use bf16"
+            )
 
 
 def build(training: Training, runtime: Runtime) -> Training:

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
-from megatron.bytescale.features.fp8 import FP8, RECIPES, REFUSALS, check_engine, fp8_rows, resolve
+from megatron.bytescale.features.fp8 import FP8, RECIPES, REFUSALS, check_engine, check_widths, fp8_rows, resolve
 from tests.bytescale.arguments.resolving import checked, refused
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN
@@ -92,7 +94,8 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     from megatron.bytescale.arguments.resolve import resolve as resolve_run
     from megatron.bytescale.features import hdp
 
-    words = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
+    words = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128 --hidden-size 256".split()
+    words += ["--ffn-hidden-size", "512"]
     args = checked(8, [*COMMON, *words])
     run = resolve_run(args)
     found: dict[str, Any] = {"none": (fp8_rows(args), hdp.resolve(args, run).rows_multiple)}
@@ -109,6 +112,30 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     except ValueError as error:
         found["no multiple"] = str(error)
     return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "multiple", "name"),
+    [
+        ({}, 2, 16, None),
+        ({"hidden": 72}, 1, 16, "--hidden-size is 72"),
+        ({}, 4, 32, "--ffn-hidden-size is 48"),
+        ({"num_heads": 3, "head_dim": 8}, 1, 16, "--kv-channels x --num-attention-heads is 24"),
+        ({"num_kv_heads": 1, "head_dim": 8}, 1, 16, None),
+        ({"num_kv_heads": 1, "head_dim": 4}, 1, 16, "+ 2 x --num-query-groups) is 24"),
+        ({"num_kv_heads": 1, "head_dim": 4, "latent": LatentShape(0, 16, 2, 4)}, 1, 16, None),
+    ],
+)
+def test_widths_that_products_do_not_take_are_refused(
+    changes: dict[str, Any], ranks: int, multiple: int, name: str | None
+) -> None:
+    shape = replace(ModelShape(2, 64, 4, 2, 16, 192, True, 128), **changes)
+    if name is None:
+        check_widths(shape, ranks, multiple)
+        return
+    with pytest.raises(ValueError, match="--fp8-format needs widths of layers in multiples") as refusal:
+        check_widths(shape, ranks, multiple)
+    assert name in str(refusal.value)
 
 
 def test_a_device_without_the_recipe_is_refused_with_the_engines_reason() -> None:

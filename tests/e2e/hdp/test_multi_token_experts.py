@@ -6,15 +6,19 @@ It routes every token, also the last ones of a document, which guess nothing; so
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
 from tests.e2e.corpora import documents
 from tests.e2e.hdp.test_moe import (
     AUX,
     EP2,
     EXACT,
+    NUM_EXPERTS,
     SEED,
     SLICES,
     TOLERANCE,
@@ -33,6 +37,11 @@ from tests.e2e.training import HDP
 pytestmark = pytest.mark.ranks
 
 DEPTH = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5".split()
+# The sizes of the model: of its two layers the second has experts, and so has the one of multi-token prediction.
+SHAPE = ModelShape(
+    2, 32, 4, 2, 8, 48, True, 128, num_expert_layers=1, expert_ffn_hidden=2 * 24 + 16, num_experts=NUM_EXPERTS,
+    experts_per_token=2, shared_ffn_hidden=16, later_layers=1, later_experts=True,
+)  # fmt: skip
 # What each is compared with: rings on documents of all lengths; slices, with the auxiliary loss, on documents of which
 # each is a micro-batch, as in one process.
 CASES: dict[str, tuple[int, list[object], list[object]]] = {
@@ -60,6 +69,8 @@ def test_losses_and_gradients_are_those_of_one_process(
     assert min(margins) > 1e-6, "rounding errors may choose other experts: take another SEED"
     expected = gradients(one, Sizes.of([]))[0, 0]
     assert any("mtp" in key and key.endswith("router.weight") for key in expected)
+    shape = replace(SHAPE, vocab=len(expected["output_layer.weight"]))
+    assert sum(one.numel() for one in expected.values()) == num_parameters(shape) + expert_parameters(shape)
     outcome = run(data, many, num_ranks, *HDP, *EXACT, *DEPTH, *losses, *flags, *TWO_STEPS)
     assert outcome.losses == pytest.approx(oracle.losses, rel=TOLERANCE)
     sizes = Sizes.of(flags)
