@@ -11,8 +11,8 @@ from tests.faults.trials import Tried
 BEGIN, END = "<!-- points: begin -->", "<!-- points: end -->"
 
 
-def table(results: Sequence[Tried]) -> str:
-    """Return the table of results: a row of each fault that was tried."""
+def table(results: Sequence[Tried], earlier: str = "") -> str:
+    """Return the table of results; a fault that was not tried keeps its row of an ``earlier`` table."""
     rows = [
         "| fault | points | as wanted | seconds to the end of the last rank (median, most) | went on from iteration |",
         "|---|---|---|---|---|",
@@ -20,7 +20,9 @@ def table(results: Sequence[Tried]) -> str:
     for key, fault in FAULTS.items():
         found = [one for one in results if one.fault == key]
         if not found:
-            rows.append(f"| {fault.text} | not tried | | | |")
+            begin = f"| {fault.text} | "
+            known = (row for row in earlier.splitlines() if row.startswith(begin))
+            rows.append(next(known, f"{begin}not tried | | | |"))
             continue
         ended = [one.end_seconds for one in found if one.end_seconds is not None]
         seconds = f"{median(ended):.1f}, {max(ended):.1f}" if ended else "-" if fault.ends else "goes on"
@@ -31,6 +33,7 @@ def table(results: Sequence[Tried]) -> str:
 
 
 def with_table(page: str, results: Sequence[Tried]) -> str:
-    """Return the page with the table of these results in place of its own."""
+    """Return the page with these results in its table."""
     before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}"
+    earlier, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table(results, earlier)}\n{END}{after}"

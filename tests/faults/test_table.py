@@ -44,7 +44,11 @@ def test_losses_that_must_be_equal(tolerance: float, count: int, tmp_path: Path)
 
 def test_only_the_table_of_a_page_changes() -> None:
     page = f"a\n{BEGIN}\nold\n{END}\nb\n"
-    assert with_table(page, KILLED) == f"a\n{BEGIN}\n{table(KILLED)}\n{END}\nb\n"
+    first = with_table(page, KILLED)
+    assert first == f"a\n{BEGIN}\n{table(KILLED)}\n{END}\nb\n"
+    again = with_table(first, KILLED[2:])
+    assert again == first, "faults that were not tried again keep their rows"
+    assert with_table(first, KILLED[:1]) == first.replace("| 2 | 1 | 1.0, 1.5 | 2, 4 |", "| 1 | 1 | 0.5, 0.5 | 2 |")
 
 
 def test_points_are_the_same_for_the_same_number_and_lie_within_a_run() -> None:
