@@ -21,9 +21,9 @@ class CostModel:
     """Cost of tokens on ranks, in seconds (or FLOPs, or any unit), of some layers in one direction or in both.
 
     A sequence of s tokens on d ranks costs each of them (ByteScale Eq. 3, T(s) = alpha1 s^2 + beta1 s + gamma,
-    divided over the ring, with the ring's exchange of keys and values hidden behind attention, section 7)::
+    divided over the ring, with the ring's exchange of keys and values hidden behind its computing, section 7)::
 
-        max(a s^2 / d, c s (d - 1) / d) + ((h + e) s / d + m) (d - 1) + b s / d    and each micro-batch g once
+        max(a s^2 / d + ((h + e) s / d + m) (d - 1), c s (d - 1) / d) + b s / d    and each micro-batch g once
 
     A ring over several nodes has ``Nodes.hops`` instead of d - 1 beside c.
 
@@ -36,13 +36,13 @@ class CostModel:
     Attributes:
         a: per squared token, causal attention.
         b: per token, everything that is linear in tokens.
-        c: per token whose keys and values a rank receives inside a node, hidden behind attention.
+        c: per token whose keys and values a rank receives inside a node, hidden behind a, e, h and m.
         g: per micro-batch.
-        h: per token whose keys and values a rank receives, never hidden: the cost of merging blocks, starting messages
-            and waiting for them and, where processors move the data themselves, copying. The paper has no such term.
+        h: per token whose keys and values a rank receives: the work of merging blocks, starting messages and, where
+            processors move the data themselves, copying. The paper has no such term.
         nodes: links between nodes are slower; None: all are alike.
-        m: per block of keys and values that a rank receives of a sequence, never hidden: starting its kernels, however
-            few tokens it has. The paper has no such term; it tells short sequences on many ranks.
+        m: per block of keys and values that a rank receives of a sequence: the work of starting its kernels, however
+            few tokens it has. The paper has no such term; it makes short sequences on many ranks slow.
         window: w, the most tokens that a token sees in these layers, itself included.
         window_share: the share of the layers that have a window; a, c, e, h are of all layers, as if none had one.
         e: per token whose keys and values a rank expands from latents (``attention/latent.py``) besides its own: of
@@ -99,9 +99,12 @@ class CostModel:
         """
         received = lengths * (self.hops(widths) if hops is None else hops)
         slower = np.maximum if isinstance(received, np.ndarray) else max  # max is much faster for numbers
-        joined = (self.h + self.e) * (lengths * (widths - 1))
-        full = (slower(self.a * lengths * lengths, self.c * received) + joined) / widths + self.m * (widths - 1)
+        full = slower(self._computing(lengths, widths), self.c * received) / widths
         return self._with_windows(full, lengths, widths) if self.window_share else full
+
+    def _computing(self, lengths: float | Floats, widths: float | Floats) -> float | Floats:
+        """Return what all ranks of a ring compute together, which hides their exchange: one or many, [n]."""
+        return self.a * lengths * lengths + ((self.h + self.e) * lengths + self.m * widths) * (widths - 1)
 
     def _with_windows(self, full: float | Floats, lengths: float | Floats, widths: float | Floats) -> float | Floats:
         """Return the cost of attention where ``full`` is that without windows; arguments as in ``attention_cost``."""
@@ -114,8 +117,8 @@ class CostModel:
         return cost if isinstance(full, np.ndarray) else float(cost)
 
     def exposed_exchange(self, lengths: Floats, widths: Floats, hops: Floats) -> Floats:
-        """Return the part of ``attention_cost`` that is exchange not hidden behind attention: [n], as the arguments."""
-        full = np.maximum(0.0, self.c * lengths * hops - self.a * lengths * lengths) / widths
+        """Return the part of ``attention_cost`` that is exchange not hidden behind computing: [n], as the arguments."""
+        full = np.maximum(0.0, self.c * lengths * hops - self._computing(lengths, widths)) / widths
         share = self.limited_share(lengths)
         return np.asarray((1.0 - share) * full + share * self.c * self.window_received(lengths, widths))
 

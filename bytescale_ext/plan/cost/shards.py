@@ -94,7 +94,7 @@ class ShardTable:
         return np.asarray(cost.g + np.bincount(self.rows, weights=shards, minlength=self.num_rows))
 
     def row_exposed(self, cost: CostModel) -> Floats:
-        """Return the part of ``row_costs`` that is ring exchange not hidden behind attention: [num_rows]."""
+        """Return the part of ``row_costs`` that is ring exchange not hidden behind computing: [num_rows]."""
         lengths, widths = self.lengths.astype(np.float64), self.widths.astype(np.float64)
         beyond = cost.exposed_exchange(lengths, widths, self.hops(cost))
         return np.bincount(self.rows, weights=beyond, minlength=self.num_rows)

@@ -74,7 +74,7 @@ class SliceShares:
         A slice attends to all tokens before it, so on d ranks the keys of the tokens up to its end P' travel round
         once for it; linear work is that of its own tokens::
 
-            max(a (P'^2 - P^2) / d, c P' (d - 1) / d) + (h P' / d + m) (d - 1) + b (P' - P) / d
+            max(a (P'^2 - P^2) / d + (h P' / d + m) (d - 1), c P' (d - 1) / d) + b (P' - P) / d
 
         Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
 
@@ -86,7 +86,7 @@ class SliceShares:
         Layers in which a window limits the sequence receive the keys before each slice's tokens instead
         (``CostModel.window_received``), and these do not hide.
 
-        The second result is the part of the cost that is exchange not hidden behind attention: [n, k].
+        The second result is the part of the cost that is exchange not hidden behind computing: [n, k].
         """
         return self._costs(cost, self.exchanged)
 
@@ -125,12 +125,12 @@ class SliceShares:
         joined = (cost.h * lengths * (widths - 1) / widths)[:, None] * exchanged + cost.m * (widths - 1)[:, None]
         joined += self._expanded(cost)
         if not cost.window_share:
-            exposed = np.maximum(exchange - attention, 0.0)
+            exposed = np.maximum(exchange - attention - joined, 0.0)
         else:
             share, ends = cost.limited_share(lengths)[:, None], np.cumsum(self.tokens, axis=1)
             hiding = (cost.a * lengths * lengths / widths)[:, None] * self.full_squares
             received = cost.window_received(lengths[:, None] * ends, widths[:, None])
-            exposed = (1.0 - share) * np.maximum(exchange - hiding, 0.0) + share * cost.c * received
+            exposed = (1.0 - share) * np.maximum(exchange - hiding - joined, 0.0) + share * cost.c * received
             of_windows = (cost.h + cost.e) * received + cost.m * np.minimum(widths - 1, 2)[:, None]
             joined = (1.0 - share) * joined + share * of_windows
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed

@@ -246,8 +246,8 @@ def report_text(cost: ModelCost, found: Sequence[Prediction]) -> str:
         ("attention, ps per token squared", "a", 1e12),
         ("linear, ns per token", "b", 1e9),
         ("ring, ns per token received", "c", 1e9),
-        ("ring, ns per token, never hidden", "h", 1e9),
-        ("ring, us per block of a sequence", "m", 1e6),
+        ("ring, ns of work per token received", "h", 1e9),
+        ("ring, us of work per block", "m", 1e6),
         ("fixed, us per micro-batch", "g", 1e6),
     ]
     lines = [f"{cost.device}, {cost.dtype}", "", f"{'one layer':<34} {'forward':>12} {'backward':>12}"]

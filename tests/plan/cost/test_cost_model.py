@@ -19,7 +19,7 @@ def test_sequence_cost_by_hand() -> None:
 
 
 def test_a_ring_pays_h_for_what_it_receives() -> None:
-    free, cost = CostModel(a=2.0, b=3.0, c=50.0, g=7.0), CostModel(a=2.0, b=3.0, c=50.0, g=7.0, h=11.0)
+    free, cost = CostModel(a=2.0, b=3.0, c=5.0, g=7.0), CostModel(a=2.0, b=3.0, c=5.0, g=7.0, h=11.0)
     assert cost.sequence_cost(10, 1) == free.sequence_cost(10, 1)
     for length, width in ((10, 2), (100, 2), (100, 5)):
         received = length * (width - 1) / width
@@ -29,6 +29,16 @@ def test_a_ring_pays_h_for_what_it_receives() -> None:
     tokens, widths = np.array([10.0, 100.0, 100.0]), np.array([1.0, 2.0, 5.0])
     one_by_one = [cost.sequence_cost(int(n), int(d)) for n, d in zip(tokens, widths, strict=True)]
     np.testing.assert_allclose(cost.sequence_cost(tokens, widths), one_by_one)
+
+
+def test_exchange_hides_behind_all_that_a_ring_computes() -> None:
+    cost = CostModel(a=2.0, b=3.0, c=50.0, h=1.0, m=4.0)
+    attention, joined, exchange = 2 * 100 / 2, 10 / 2 + 4, 50 * 10 / 2
+    assert cost.attention_cost(10, 2) == exchange > attention + joined
+    faster = replace(cost, c=21.0)
+    assert faster.attention_cost(10, 2) == attention + joined > 21 * 10 / 2 > attention
+    exposed = cost.exposed_exchange(np.array([10.0]), np.array([2.0]), np.array([1.0]))
+    assert exposed.tolist() == [exchange - attention - joined]
 
 
 def test_a_ring_pays_m_for_each_block_however_short() -> None:

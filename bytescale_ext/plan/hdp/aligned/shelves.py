@@ -77,7 +77,7 @@ class RingWork:
         lengths: tokens: [n].
         seconds: work on one rank: [n].
         min_widths: the fewest ranks that memory allows: [n].
-        max_widths: the most ranks over which the exchange still hides behind attention: [n].
+        max_widths: the most ranks over which the exchange still hides behind computing: [n].
         cluster: the ranks.
         ring_seconds: seconds of sequences on each rank of their rings.
     """

@@ -65,12 +65,13 @@ class AlignedStep:
 
     @property
     def hidden_widths(self) -> Ints:
-        """The most ranks of each sequence over which the exchange of each of its slices hides behind attention: [n]."""
-        if not self.cost.c:
-            return np.full(len(self.lengths), self.num_ranks)
+        """The most ranks of each sequence over which the exchange of each of its slices hides behind computing: [n]."""
         stage = self.problem.stage
+        slow = [max(0.0, one.c - one.h - one.e) for one in (stage.forward, stage.backward)]
+        if not any(slow):
+            return np.full(len(self.lengths), self.num_ranks)
         cut = self._cut(self.lengths.astype(np.float64), np.full(len(self.lengths), 2.0))
-        exchange = stage.forward.c * cut.exchanged + stage.backward.c * cut.backward_exchanged(stage)
+        exchange = slow[0] * cut.exchanged + slow[1] * cut.backward_exchanged(stage)
         most = self.lengths * self.cost.a * (cut.full_squares / exchange).min(axis=1) + 1
         return np.minimum(most, self.num_ranks).astype(np.int64)
 

@@ -1,6 +1,6 @@
 """Widths and ranks of rings: moldable tasks on nested runs of ranks.
 
-A ring may be wider than memory requires. As long as its exchange of keys and values hides behind attention, this adds
+A ring may be wider than memory requires. As long as its exchange of keys and values hides behind computing, this adds
 no work. Widths are therefore chosen so that all ranks of a ring are ready at the same time and no rank waits. The ranks
 begin as one run; the longest sequence goes first. It takes the run that is ready first, cuts it into as many equal
 parts as are still wide enough, and uses one whole part. Every later sequence is shorter and needs no more ranks, so it
@@ -36,7 +36,7 @@ def target_widths(problem: Problem, target: float) -> Ints:
     """Return the fewest ranks with which each sequence takes at most ``target`` seconds: [n].
 
     A sequence that takes longer at every width gets the most ranks over which its exchange still hides behind
-    attention, or its fewest ranks. No sequence gets more than a longer one. The problem's longest sequences come first.
+    computing, or its fewest ranks. No sequence gets more than a longer one. The problem's longest sequences come first.
     """
     lengths, cost, most = problem.lengths, problem.cost, problem.num_ranks
     sizes = lengths.astype(np.float64)
@@ -46,16 +46,19 @@ def target_widths(problem: Problem, target: float) -> Ints:
         joining = (cost.h + cost.e) * sizes
         work = cost.a * cost.squares(sizes) + cost.b * sizes - joining
         computing = np.where(joining < seconds, _fewest(work, seconds - joining, cost.m), np.inf)
-        # receiving: ((c + h + e) s / d + m) (d - 1) + b s / d <= seconds; wider helps only while b > c + h + e
-        ring = cost.c + cost.h + cost.e
-        receiving = _fewest((cost.b - ring) * sizes, seconds - ring * sizes, cost.m)
-        receiving = np.where(ring * sizes < seconds, receiving, 0.0)
-        hidden = sizes * cost.a / cost.c + 1 if cost.c else np.full(len(sizes), np.inf)
+        # receiving: c s (d - 1) / d + b s / d <= seconds; wider helps only while b > c
+        ring = cost.c * sizes
+        receiving = np.where(ring < seconds, (cost.b * sizes - ring) / (seconds - ring), 0.0)
+        # it hides behind computing while c s (d - 1) <= a s^2 + ((h + e) s + m d) (d - 1)
+        slow = (cost.c - cost.h - cost.e) * sizes - cost.m
+        room = slow * slow - 4 * cost.m * cost.a * sizes * sizes
+        shown = (slow > 0) & (room >= 0)
+        hidden = np.where(shown, 2 * cost.a * sizes * sizes / (slow + np.sqrt(np.maximum(room, 0.0))) + 1, np.inf)
+        least = np.sqrt(np.maximum(work, 0.0) / cost.m) if cost.m else np.inf  # of work / d + m (d - 1)
     wanted = np.maximum(computing, receiving)
-    unreachable = (wanted > hidden) & ((ring * sizes >= seconds) | (cost.b <= ring))
-    # no width is fast enough where blocks are many: the one with the least of work / d + m (d - 1)
-    wanted = np.where(np.isinf(wanted) & (cost.m > 0.0), np.sqrt(np.maximum(work, 0.0) / max(cost.m, 1e-300)), wanted)
+    unreachable = (wanted > hidden) & ((ring >= seconds) | (cost.b <= cost.c))
     wanted = np.where(unreachable, np.floor(hidden), wanted)
+    wanted = np.where(np.isinf(computing), np.minimum(wanted, least), wanted)
     widths = np.clip(np.ceil(np.minimum(wanted, most)), problem.min_widths, np.minimum(lengths, most)).astype(np.int64)
     return np.asarray(np.minimum.accumulate(widths))
 
