@@ -1,9 +1,11 @@
 """Compare the predicted with the measured step of many strategies of one model, on CPU processes of this machine.
 
-    python scripts/bench/search/truth.py [--ranks 2] [--arms 14] [--json]
+    python scripts/bench/search/truth.py [--ranks 2] [--arms 14] [--rounds 3] [--json]
 
 ``bytescale profile`` measures the model on all ranks at once, ``bytescale search`` scores all strategies with that cost
-file, and the fastest strategies of different kinds, from the fastest to the slowest, are trained as ``--verify`` does.
+file, and the fastest strategies of different kinds, from the fastest to the slowest, are trained as ``--verify`` does:
+several times each, in rounds that go through them forwards and backwards in turn. Strategies whose ranks would run the
+same, as a policy that has nothing to do, count once.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from bytescale_ext.plan.search.case import Task
+from bytescale_ext.plan.search.case import Case, Task
 from bytescale_ext.plan.search.explore import Scored, explore
 from bytescale_ext.plan.search.space import Space
-from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
+from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search.command import task_of
 from megatron.bytescale.cli.search.verify import Verified, correlation, verified, verified_text
@@ -37,7 +40,7 @@ MODEL = (
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
     "--vocab-size 256 --cpu"
 )
-TASK = "--sampler github --context 4K --global-batch-size 16 --device-memory-gb 4 --steps 3"
+TASK = "--sampler github --context 4K --global-batch-size 16 --device-memory-gb 4 --steps 5"
 MOST_TOKENS = 2048
 """Of a micro-batch that is profiled."""
 
@@ -64,6 +67,56 @@ def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
     for one in seen.found:
         found.setdefault(kind(one.strategy), one)
     return list(found.values())
+
+
+def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
+    """Return what the ranks run under a strategy: the same for those that differ in what does not come into play."""
+    case = Case.of(task, strategy)
+    slicings = tuple(case.planner(step).slicing or ONE_SLICE for step in task.steps)
+    slices, keeps_all = case.priced_slices, case.keeps_all
+    if slices is not None:
+        keeps_all = all(slices.of(slicing).keeps_all for slicing in slicings)
+    kept = KEEP if strategy.activations == PRICED and keeps_all else strategy.activations
+    return strategy.tensor_parallel, strategy.stage_layers, strategy.tokens_per_rank, strategy.chunks, slicings, kept
+
+
+def different(task: Task, scored: Sequence[Scored]) -> list[Scored]:
+    """Return the first of those whose ranks run the same."""
+    found: dict[tuple[object, ...], Scored] = {}
+    for one in scored:
+        found.setdefault(executed(task, one.strategy), one)
+    return list(found.values())
+
+
+def in_rounds(trained: Sequence[Sequence[Verified]]) -> tuple[list[Verified], dict[str, float]]:
+    """Return the median of each strategy over the rounds, and how far rounds differ.
+
+    ``trained``: of each round, the strategies in the order of the search. A strategy that fails once has failed. The
+    spread of one is half the range of its times over their median.
+    """
+    rows, spreads = [], []
+    for of_one in zip(*trained, strict=True):
+        failed = [row for row in of_one if row.seconds is None or row.gb is None]
+        seconds = [row.seconds for row in of_one if row.seconds is not None]
+        if failed:
+            rows.append(failed[0])
+            continue
+        middle = statistics.median(seconds)
+        spreads.append((max(seconds) - min(seconds)) / 2 / middle)
+        rows.append(replace(of_one[0], seconds=middle))
+    if not spreads:
+        return rows, {}
+    return rows, {"median_spread": statistics.median(spreads), "worst_spread": max(spreads)}
+
+
+def train(search: argparse.Namespace, task: Task, scored: Sequence[Scored], rounds: int) -> list[list[Verified]]:
+    """Train all strategies once in each round, in turn forwards and backwards; see ``in_rounds``."""
+    found = []
+    for number in range(rounds):
+        rows = verified(search, task, scored if number % 2 == 0 else scored[::-1])
+        in_order = rows if number % 2 == 0 else rows[::-1]
+        found.append([replace(row, number=place) for place, row in enumerate(in_order, 1)])
+    return found
 
 
 def spread(scored: Sequence[Scored], count: int) -> list[Scored]:
@@ -93,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes, at most one for each core (2)")
     parser.add_argument("--arms", type=int, default=14, metavar="N", help="strategies to train (14)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="trainings of each strategy (3)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args()
     if args.ranks > (os.cpu_count() or 1):
@@ -103,8 +157,9 @@ def main() -> None:
         words = ["search", "--model-flags", MODEL, *TASK.split(), "--gpus", str(args.ranks), "--cost-file", str(cost)]
         search = cli.parse(words)
         task = task_of(search)
-        rows = verified(search, task, spread(fastest_of_kinds(task, Space()), args.arms))
-    found = summary(rows)
+        arms = spread(different(task, fastest_of_kinds(task, Space())), args.arms)
+        rows, spreads = in_rounds(train(search, task, arms, args.rounds))
+    found = summary(rows) | spreads
     if args.json:
         print(json.dumps({"strategies": [asdict(row) for row in rows], "summary": found}))
         return

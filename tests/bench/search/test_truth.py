@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from bytescale_ext.plan.search.space import Space
-from bytescale_ext.plan.search.strategy import FULL, KEEP
+from bytescale_ext.plan.search.case import Case, Unfit
+from bytescale_ext.plan.search.explore import Scored
+from bytescale_ext.plan.search.space import Space, with_budgets
+from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED, Strategy
 from megatron.bytescale.cli.search.verify import Verified
-from scripts.bench.search.truth import fastest_of_kinds, kind, spread, summary
-from tests.plan.search.tasks import random_task
+from scripts.bench.search import truth
+from scripts.bench.search.truth import different, executed, fastest_of_kinds, in_rounds, kind, spread, summary
+from tests.plan.search.tasks import STEPS, random_task, small_task
 
 ROWS = [
     Verified(1, "tp 1", 1.0, 2.0, 1.25, 2.5),
@@ -38,3 +47,45 @@ def test_what_failed_does_not_count() -> None:
 
 def test_without_the_choice_there_is_no_ratio() -> None:
     assert summary(ROWS[2:])["choice_over_best"] is None
+
+
+def budgets(strategy: Strategy) -> Iterator[Strategy]:
+    """Less and less device memory, as long as the policy fits; the host has some."""
+    for device_gb in np.geomspace(1.0, 1e-4, 100).tolist():
+        one = replace(strategy, device_gb=device_gb, host_gb=1.0)
+        with contextlib.suppress(Unfit):
+            Case.of(small_task(), one)
+            yield one
+
+
+def test_a_policy_without_work_is_no_other_strategy() -> None:
+    task = small_task()
+    plain = Strategy(1, (6,), 1024, shares_optimizer=True)
+    idle = replace(plain, activations=PRICED, device_gb=1e3)
+    busy = next(one for one in budgets(idle) if not Case.of(task, one).keeps_all)
+    wide = replace(plain, tokens_per_rank=2048)
+    sliced = with_budgets(task, replace(plain, stage_layers=(3, 3), chooses_slices=True))
+    keys = [executed(task, one) for one in (plain, idle, busy, wide, sliced)]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+    scored = [Scored(one, (), task) for one in (plain, idle, wide, busy, idle)]
+    assert [one.strategy for one in different(task, scored)] == [plain, wide, busy]
+    assert len(keys[4][4]) == len(STEPS)  # type: ignore[arg-type]
+
+
+def test_rounds_go_back_and_forth_and_give_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = []
+
+    def verified(search: object, task: object, scored: Sequence[str]) -> list[Verified]:
+        orders.append(list(scored))
+        seconds = {"a": 1.0 + len(orders) / 10, "b": 2.0, "c": 3.0}
+        return [Verified(place, one, 1.0, 2.0, seconds[one], 2.0) for place, one in enumerate(scored, 1)]
+
+    monkeypatch.setattr(truth, "verified", verified)
+    trained = truth.train(argparse.Namespace(), small_task(), ["a", "b", "c"], 3)  # type: ignore[list-item]
+    assert orders == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+    rows, spreads = in_rounds(trained)
+    assert [(row.number, row.strategy, row.seconds) for row in rows] == [(1, "a", 1.2), (2, "b", 2.0), (3, "c", 3.0)]
+    assert spreads == {"median_spread": 0.0, "worst_spread": pytest.approx(0.1 / 1.2)}
+    failed = [[ROWS[0]], [ROWS[1]]]
+    assert in_rounds(failed) == ([ROWS[1]], {})
