@@ -283,7 +283,7 @@ def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMem
     element = cost.element_bytes
     memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
     if strategy.activations == FULL:
-        memory = memory.recomputing(recomputed_bytes(cost, strategy.chooses_slices), cluster.tokens_per_rank)
+        memory = memory.recomputing(recomputed_bytes(cost, strategy.num_stages > 1), cluster.tokens_per_rank)
     sharing = element, cluster.num_ranks, strategy.shares_optimizer
     return replace(memory, state_bytes=tuple(each.state_bytes(*sharing) for each in parameters_of(cost, strategy)))
 

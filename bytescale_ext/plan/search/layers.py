@@ -75,10 +75,13 @@ def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
     return tuple(found)
 
 
-def recomputed_bytes(cost: ModelCost, in_slices: bool = False) -> float:
-    """Return what a token keeps in a layer that is computed again: its input, and in slices keys for later ones."""
+def recomputed_bytes(cost: ModelCost, in_pipeline: bool = False) -> float:
+    """Return what a token keeps in a layer that is computed again: its input, and in a pipeline the size of its keys.
+
+    Slices keep keys for later ones. Whole micro-batches in flight took at least as much when they were measured.
+    """
     keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
-    return cost.recompute_bytes + (keys if in_slices else 0.0)
+    return cost.recompute_bytes + (keys if in_pipeline else 0.0)
 
 
 def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, device_bytes: float) -> int | None:
@@ -91,7 +94,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
         strategy: its micro-batches run whole.
         device_bytes: of a device.
     """
-    choices = Choice(cost.layer_bytes, 0.0), Choice(recomputed_bytes(cost), cost.forward.b)
+    choices = Choice(cost.layer_bytes, 0.0), Choice(recomputed_bytes(cost, strategy.num_stages > 1), cost.forward.b)
     again = memory.recomputing(choices[1].bytes, strategy.tokens_per_rank)
     most = 0
     for stage, (layers, tokens) in enumerate(zip(memory.num_layers, tokens_in_flight(strategy), strict=True)):
@@ -107,7 +110,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
 
 def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> float:
     """Return the most bytes of a device that runs full micro-batches whole; see ``fewest_recomputed``."""
-    kept, again, layer_bytes = cost.layer_bytes, recomputed_bytes(cost), []
+    kept, again, layer_bytes = cost.layer_bytes, recomputed_bytes(cost, strategy.num_stages > 1), []
     for layers, tokens in zip(memory.num_layers, tokens_in_flight(strategy), strict=True):
         share = min(layers, strategy.recomputed_layers) / layers
         layer_bytes.append(tokens * (share * again + (1 - share) * kept))

@@ -262,8 +262,8 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
     if args.recompute_granularity != "full" or args.recompute_method == "block":
         return memory
-    is_sliced = args.seq1f1b_slices not in (None, 1)
-    kept = tensors[0] + is_sliced * key_value_bytes(run.shape, cost.tensor_parallel, element)  # for later slices
+    keys = key_value_bytes(run.shape, cost.tensor_parallel, element) if len(run.stage_layers) > 1 else 0.0
+    kept = tensors[0] + keys  # as `recomputed_bytes` says
     return memory.recomputing(kept, run.cluster.tokens_per_rank)
 
 

@@ -39,9 +39,11 @@ def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
     assert sum(one.seconds for one in found) == best
 
 
-def test_a_recomputed_layer_keeps_its_input_and_in_slices_its_keys() -> None:
+def test_a_recomputed_layer_keeps_its_input_and_in_pipelines_keys() -> None:
     assert recomputed_bytes(COST) == COST.recompute_bytes
-    assert recomputed_bytes(COST, in_slices=True) == COST.recompute_bytes + 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    assert (
+        recomputed_bytes(COST, in_pipeline=True) == COST.recompute_bytes + 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    )
 
 
 @pytest.mark.parametrize("stage_layers", [(6,), (3, 3), (4, 2)])
