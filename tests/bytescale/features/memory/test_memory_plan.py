@@ -111,7 +111,7 @@ def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> No
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine: use local"),
         ({"fp32_residual_connection": True}, "--fp32-residual-connection: remove it"),
         ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: remove it"),
-        ({"num_experts": 4}, "--num-experts: remove it"),
+        ({"num_experts": 4, "add_bias_linear": False}, "--num-experts: remove it"),
     ],
 )
 def test_steps_that_cannot_be_recorded_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -45,7 +45,7 @@ def test_bad_input(tmp_path: Path) -> None:
         ({"hybrid_data_parallel": True}, "--hybrid-data-parallel: remove it: `bytescale memory-plan` records"),
         ({"memory_plan": Path("plan.json")}, "--memory-plan: remove one of them: a plan is recorded without another"),
         ({"step_batch_size_schedule": "0:2"}, "--step-batch-size-schedule: remove it"),
-        ({"num_experts": 4}, "--num-experts: remove it"),
+        ({"num_experts": 4, "add_bias_linear": False}, "--num-experts: remove it"),
     ],
 )
 def test_steps_that_cannot_be_recorded_are_refused(settings: dict[str, Any], message: str) -> None:
