@@ -25,6 +25,7 @@ import torch
 
 from tests.e2e.corpora import VOCAB
 from tests.e2e.once import once
+from tests.e2e.tested import note
 from tests.harness import run_ranks
 
 MODEL = (
@@ -84,6 +85,8 @@ def train_ranks(num_ranks: int, *flags: object, entry: Callable[[], None] | None
     argv = ["pretrain_gpt_hdp.py", *map(str, flags)]
     outcomes: list[Outcome] = run_ranks(_train, num_ranks, argv, entry)
     assert len({outcome.code for outcome in outcomes}) == 1, outcomes
+    if not outcomes[0].code:
+        note(argv)
     return outcomes
 
 

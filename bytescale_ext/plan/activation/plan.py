@@ -59,9 +59,8 @@ class ActivationPlan:
         """Return the (swapped, kept, recomputed) shares of a tensor in a layer that is not resident."""
         if tensor.kind == "input":
             return self.input_swap, 1.0 - self.input_swap, 0.0
-        if (
-            tensor.kind in ("key", "view") and not self.rebuild_cheap
-        ):  # else it is in the output of a product, which is stored
+        # keys and views are rebuilt, or they are in the output of a product, which is stored
+        if tensor.kind in ("key", "view") and not self.rebuild_cheap:
             return 0.0, 0.0, 1.0
         if tensor.kind == "cheap" and self.rebuild_cheap:
             return 0.0, 0.0, 1.0
