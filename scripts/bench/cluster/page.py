@@ -109,18 +109,19 @@ def head(results: Results) -> str:
     assert results.cost is not None, "nothing was measured"
     eight = Case("byted", 1, 8).topology((1.0, 1.0)).cores_per_rank
     links = matched_links(SPECS[SPEC], results.cost, eight, SCALE).text
+    rounds = max((len(runs) for arms in results.cases().values() for runs in arms.values()), default=1)
     return f"""# Measured on an emulated cluster
 
 This page is written by two commands; do not edit it:
 
-    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick
+    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick --rounds {rounds}
     .venv/bin/python scripts/bench/cluster/page.py
 
 Real Megatron training on one machine ({platform.machine()}), over TCP: each rank has a network namespace with shaped
 links and a share of a core, so the time of a waiting rank is lost, as on a GPU. All arms train the same model on the
 same documents with equal losses. Lengths are published distributions 1:{SCALE} (a context of {CONTEXT:,} tokens stands
 for {CONTEXT * SCALE // 1024}K), about {STEP_TOKENS:,} tokens a step; documents below {SHORTEST} tokens are joined.
-{results.setting["steps"] - 1:g} steps of each run count.
+Each arm runs {rounds} times, every other round in reverse; {results.setting["steps"] - 1:g} steps of each run count.
 
 *matched* links have the ratio of bytes to computing of {SPEC}, *fast* ones are four times as fast, *slow* ones a
 quarter.
