@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ pytestmark = pytest.mark.ranks
 SEQ_LENGTH = 256
 COMMON = [*MODEL, *TRAIN]
 PER_TOKEN = ["--micro-batch-size", 1, "--calculate-per-token-loss"]
+WITHOUT_US = (
+    "import runpy, sys; sys.modules.update(dict.fromkeys(['bytescale_ext', 'megatron.bytescale'])); "
+    "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""Runs a program to which our packages are missing."""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +41,19 @@ def test_full_documents_train_as_megatrons_data_parallelism(sharded: list[str], 
 def test_one_process_trains_without_torchrun(corpus: Path) -> None:
     (alone,) = train_apart([*COMMON, *HDP, "--hdp-tokens-per-rank", SEQ_LENGTH, "--data-path", corpus])
     assert len(alone.losses) == 3
+
+
+def test_checkpoints_load_where_our_package_is_missing(full_documents: Path, tmp_path: Path) -> None:
+    """In plain Megatron, of two trainings that differ in the format alone."""
+    flags = [*COMMON, *HDP, "--hdp-tokens-per-rank", SEQ_LENGTH, "--data-path", full_documents]
+    folders = []
+    for form in ("torch", "torch_dist"):
+        train(2, *flags, "--use-distributed-optimizer", "--ckpt-format", form, "--save", tmp_path / form)
+        folders.append(tmp_path / form / "iter_0000003")
+    program = [sys.executable, "-W", "ignore", "-c", WITHOUT_US, Path(__file__).with_name("stock_load.py"), *folders]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.split()[-1]) < 1e-6
 
 
 def train_and_print_status() -> None:
