@@ -95,7 +95,6 @@ ROWS: dict[str, Has] = {
     "draft heads": given("--draft-heads"),
     "n-gram memory": given("--ngram-layers"),
     "embedding in host memory": given("--embedding-storage"),
-    "memory plan": given("--memory-plan"),
     "evaluation": lambda flags: int(flags.get("--eval-iters", ("0",))[0]) > 0,
 }
 """The same, and what models and data have."""
