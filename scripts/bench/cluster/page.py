@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title  # noqa: E402
-from scripts.bench.cluster.cases import ARMS, CONTEXT, LINKS, SCALE, SHORTEST, STEP_TOKENS, Case  # noqa: E402
+from scripts.bench.cluster.cases import ARMS, CONTEXT, LINKS, QUICK, SCALE, SHORTEST, STEP_TOKENS, Case  # noqa: E402
 from scripts.bench.cluster.figures import (  # noqa: E402
     Arms,
     CaseFigures,
@@ -110,18 +110,22 @@ def head(results: Results) -> str:
     eight = Case("byted", 1, 8).topology((1.0, 1.0)).cores_per_rank
     links = matched_links(SPECS[SPEC], results.cost, eight, SCALE).text
     rounds = max((len(runs) for arms in results.cases().values() for runs in arms.values()), default=1)
+    speed = "sudo .venv/bin/python scripts/bench/cluster/speed.py"
+    named = [f'"{case}"' for case in results.cases() if case not in {str(one.case) for one in QUICK}]
+    more = f"\n    {speed} --cases {' '.join(named)}" if named else ""
     return f"""# Measured on an emulated cluster
 
-This page is written by two commands; do not edit it:
+This page is written by these commands; do not edit it:
 
-    sudo .venv/bin/python scripts/bench/cluster/speed.py --quick --rounds {rounds}
+    {speed} --quick --rounds {rounds}{more}
     .venv/bin/python scripts/bench/cluster/page.py
 
 Real Megatron training on one machine ({platform.machine()}), over TCP: each rank has a network namespace with shaped
 links and a share of a core, so the time of a waiting rank is lost, as on a GPU. All arms train the same model on the
 same documents with equal losses. Lengths are published distributions 1:{SCALE} (a context of {CONTEXT:,} tokens stands
 for {CONTEXT * SCALE // 1024}K), about {STEP_TOKENS:,} tokens a step; documents below {SHORTEST} tokens are joined.
-Each arm runs {rounds} times, every other round in reverse; {results.setting["steps"] - 1:g} steps of each run count.
+Each arm runs up to {rounds} times, every other round in reverse; {results.setting["steps"] - 1:g} steps of each run
+count.
 
 *matched* links have the ratio of bytes to computing of {SPEC}, *fast* ones are four times as fast, *slow* ones a
 quarter.
