@@ -129,7 +129,10 @@ def unseen_rings(max_tokens: int, num_ranks: int) -> tuple[Ring, ...]:
 
 
 def _rings(max_tokens: int, num_ranks: int, packs: Sequence[tuple[int, int]]) -> tuple[Ring, ...]:
-    """Return rings of packs: (sixteenths of ``max_tokens`` for each rank, equal sequences of which they are)."""
+    """Return a ring for each width and pack.
+
+    ``packs``: tokens of each rank, in sixteenths of ``max_tokens``, and the number of equal sequences that they are of.
+    """
     narrowest = next((width for width in range(2, num_ranks) if num_ranks % width == 0), num_ranks)
     widths = sorted({narrowest, num_ranks} - {1})
     return tuple(
@@ -173,14 +176,15 @@ def fit_rings(
     for fit, c, direction in zip(fits, received_seconds, ("forward", "backward"), strict=True):
         least = c / fit.layer.a if has_waits else 0.0
         counted = [one for one in timings if min(one.lengths) >= least * (one.width - 1)]
-        units = [replace(fit, layer=replace(fit.layer, h=1.0)), replace(fit, layer=replace(fit.layer, m=1.0))]
-        if all(len(one.lengths) == 1 for one in counted):
-            del units[1:]
-        known = np.array([fit.seconds(one) for one in counted])
-        features = np.array([[unit.seconds(one) for unit in units] for one in counted]) - known[:, None]
-        seconds = np.array([getattr(one, f"{direction}_seconds") for one in counted])
-        h, m = [*(fit_constants(features, seconds, known).tolist() if counted else ()), 0.0, 0.0][:2]
-        found.append(replace(fit, layer=replace(fit.layer, c=c, h=h, m=m)))
+        constants = {"h": 0.0, "m": 0.0}
+        if counted:
+            names = ("h", "m") if any(len(one.lengths) > 1 for one in counted) else ("h",)
+            units = [replace(fit, layer=replace(fit.layer, **{name: 1.0})) for name in names]  # type: ignore[arg-type]
+            known = np.array([fit.seconds(one) for one in counted])
+            features = np.array([[unit.seconds(one) for unit in units] for one in counted]) - known[:, None]
+            seconds = np.array([getattr(one, f"{direction}_seconds") for one in counted])
+            constants |= dict(zip(names, fit_constants(features, seconds, known).tolist(), strict=True))
+        found.append(replace(fit, layer=replace(fit.layer, c=c, h=constants["h"], m=constants["m"])))
     return found[0], found[1]
 
 

@@ -1,4 +1,4 @@
-"""The site builds in strict mode and has every page, and its links lead where those of the repository do."""
+"""The site builds in strict mode with every page. Its links lead where those in the repository do."""
 
 from __future__ import annotations
 

@@ -121,12 +121,10 @@ class DeviceNeed:
             at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)
             peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))
             if planned:
-                in_backward = share * (min(whole, 1) * running + max(whole - 1, 0) * ahead) + max(
-                    working, share * copies
-                )
+                read = share * max(whole - 1, 0) * ahead
+                in_backward = share * min(whole, 1) * running + read + max(working, share * copies)
                 if load.expert_bytes:  # first the experts run; then theirs are gone, and the layer is read back
-                    before = share * max(whole - 1, 0) * ahead + in_experts
-                    in_backward = max(before, in_backward - moment.running * load.expert_bytes)
+                    in_backward = max(read + in_experts, in_backward - moment.running * load.expert_bytes)
                 peaks.append((always + in_backward, max(0.0, times * planned - share * whole)))
         return cls(tuple(peaks))
 

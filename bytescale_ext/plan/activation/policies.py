@@ -102,9 +102,8 @@ def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
 
 def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
     """Return (input swap, keep, swap) without transfers; the device then holds one whole layer less."""
-    room = DeviceNeed.of(load, resident, moves=False, products=True).most_kept(machine.device_bytes) - load.bytes_of(
-        "input"
-    )
+    need = DeviceNeed.of(load, resident, moves=False, products=True)
+    room = need.most_kept(machine.device_bytes) - load.bytes_of("input")
     return 0.0, _share(room / load.bytes_of(*PRODUCTS)), 0.0
 
 

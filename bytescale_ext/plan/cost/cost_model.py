@@ -41,13 +41,13 @@ class CostModel:
         h: per token whose keys and values a rank receives: the work of merging blocks, starting messages and, where
             processors move the data themselves, copying. The paper has no such term.
         nodes: links between nodes are slower; None: all are alike.
-        m: per block of keys and values that a rank receives of a sequence: the work of starting its kernels, however
-            few tokens it has. The paper has no such term; it makes short sequences on many ranks slow.
         window: w, the most tokens that a token sees in these layers, itself included.
         window_share: the share of the layers that have a window; a, c, e, h are of all layers, as if none had one.
+        m: per block of keys and values that a rank receives of a sequence: the work of starting its kernels, however
+            few tokens it has. The paper has no such term; it makes short sequences on many ranks slow.
         e: per token whose keys and values a rank expands from latents (``attention/latent.py``) besides its own: of
-            other ranks, and in slices those of earlier slices too. Rings wait for the members that take whole shares
-            of the others, not their front parts alone.
+            other ranks, and in slices those of earlier slices too. Some members of a ring take only the front parts
+            of other shares; the ring waits for those that take whole shares, and their work counts.
     """
 
     a: float
@@ -92,7 +92,7 @@ class CostModel:
     def attention_cost(
         self, lengths: float | Floats, widths: float | Floats, hops: float | Floats | None = None
     ) -> float | Floats:
-        """Return the cost of attention on each rank of a ring: the slower of computing and receiving, plus h, e and m.
+        """Return the cost of attention on each rank of a ring: the slower of computing and receiving.
 
         ``lengths`` and ``widths`` are tokens and ranks of one sequence, or of many: [n] each, and so is the result.
         ``hops``: the time of the exchange; by default ``self.hops(widths)``.
@@ -111,8 +111,8 @@ class CostModel:
         tokens, ranks = np.asarray(lengths, dtype=np.float64), np.asarray(widths, dtype=np.float64)
         beyond, share = np.maximum(tokens - self.window, 0.0), self.limited_share(tokens)
         limited = self.a * (tokens * tokens - beyond * beyond) / ranks
-        limited += (self.c + self.h + self.e) * self.window_received(tokens, ranks)
-        limited += self.m * np.minimum(ranks - 1, 2)
+        received = self.window_received(tokens, ranks)
+        limited += self.c * received + self.window_work(received, ranks)
         cost = (1.0 - share) * full + share * limited
         return cost if isinstance(full, np.ndarray) else float(cost)
 
@@ -129,6 +129,13 @@ class CostModel:
     def window_received(self, lengths: Floats, widths: Floats) -> Floats:
         """Return the tokens whose keys a rank receives in a layer with a window: [n], as the arguments."""
         return np.minimum(2.0 * self.window, lengths * (widths - 1) / widths)
+
+    def window_work(self, received: Floats, widths: Floats) -> Floats:
+        """Return the work of joining what a rank receives in a layer with a window: [n], or [n, k] of slices.
+
+        ``received``: tokens; they are of up to two blocks, before the rank's front part and before its back part.
+        """
+        return np.asarray((self.h + self.e) * received + self.m * np.minimum(widths - 1, 2))
 
     @overload
     def sequence_cost(self, lengths: float, widths: float) -> float: ...
@@ -204,7 +211,7 @@ class CostModel:
         return CostModel(*constants, self.nodes, self.window, self.window_share, *more)
 
     def __add__(self, other: CostModel) -> CostModel:
-        """Return the cost of both together; the sum of their exchanges hides behind the sum of their attention."""
+        """Return the cost of both together; the sum of their exchanges hides behind the sum of their computing."""
         constants = (self.a + other.a, self.b + other.b, self.c + other.c, self.g + other.g, self.h + other.h)
         more = self.m + other.m, self.e + other.e
         return CostModel(*constants, self.nodes, self.window, self.window_share, *more)

@@ -160,7 +160,7 @@ def flops_cost(shape: ModelShape) -> CostModel:
 def flops_stage_cost(shape: ModelShape, num_layers: int, has_head: bool = True, tensor_parallel: int = 1) -> StageCost:
     """Return the FLOPs of a pipeline stage of ``num_layers`` layers, with the output layer or without.
 
-    They are those of all ``tensor_parallel`` ranks that share each layer, with expansions of latents
+    Those of all ``tensor_parallel`` ranks that share a layer count together; expansions of latents are included
     (``with_expansions``).
     """
     vocab, later = (shape.vocab, shape.later_layers) if has_head else (0, 0)

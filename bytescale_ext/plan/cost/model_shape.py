@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -119,9 +120,10 @@ class ModelShape:
             self, num_layers=num_layers, num_expert_layers=experts, num_window_layers=windows, later_layers=0
         )
 
-    def stage(self, num_layers: int, is_last: bool) -> ModelShape:
-        """Return ``part``; the last pipeline stage also has the layers of multi-token prediction."""
-        return replace(self.part(num_layers), later_layers=self.later_layers * is_last)
+    def stages(self, stage_layers: Sequence[int]) -> list[ModelShape]:
+        """Return ``part`` for each pipeline stage; the last one also has the layers of multi-token prediction."""
+        found = [self.part(num_layers) for num_layers in stage_layers]
+        return [*found[:-1], replace(found[-1], later_layers=self.later_layers)]
 
     def with_experts_per_token(self, count: float) -> ModelShape:
         """Return the sizes if ``count`` experts run for a token, on average; shared experts run besides."""

@@ -78,7 +78,8 @@ class SliceShares:
 
         Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
 
-        Where keys are made of latents, a slice expands those of all tokens up to its end, kept or not, besides its own.
+        Where keys are made of latents, a slice expands those of all tokens up to its end, whether keys are kept or not;
+        those of its own tokens count as linear work.
         Its front rows and its back rows take the earlier ones of other ranks by themselves (``layouts/layout.py``), so
         these count twice: ``e (P' - (P' - P) / d + P (d - 1) / d)`` more. A sequence on one rank is mostly within a
         slice, so there nothing is added.
@@ -131,8 +132,7 @@ class SliceShares:
             hiding = (cost.a * lengths * lengths / widths)[:, None] * self.full_squares
             received = cost.window_received(lengths[:, None] * ends, widths[:, None])
             exposed = (1.0 - share) * np.maximum(exchange - hiding - joined, 0.0) + share * cost.c * received
-            of_windows = (cost.h + cost.e) * received + cost.m * np.minimum(widths - 1, 2)[:, None]
-            joined = (1.0 - share) * joined + share * of_windows
+            joined = (1.0 - share) * joined + share * cost.window_work(received, widths[:, None])
         return attention + exposed + (cost.b * lengths / widths)[:, None] * self.tokens + joined, exposed
 
     def _expanded(self, cost: CostModel) -> Floats:

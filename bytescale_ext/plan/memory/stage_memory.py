@@ -82,10 +82,8 @@ class StageMemory:
         logits *= 1 if loss_tokens else 1 + shape.later_layers
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
-            stage_parameters(
-                replace(shape.part(layers), later_layers=shape.later_layers), ranks, stage == 0, stage == last
-            )
-            for stage, layers in enumerate(num_layers)
+            stage_parameters(part, ranks, stage == 0, stage == last)
+            for stage, part in enumerate(shape.stages(num_layers))
         )
         return cls(
             layer,
@@ -94,6 +92,13 @@ class StageMemory:
             (working,) * last + (max(working, logits),),
             working,
         )
+
+    def recomputed_bytes(self, input_bytes: float) -> float:
+        """Return what a token keeps in a layer that is computed again: ``input_bytes`` and, in a pipeline, its keys.
+
+        Slices keep keys for later ones; whole micro-batches in flight took at least as much when they were measured.
+        """
+        return input_bytes + (self.layer.keys if len(self.num_layers) > 1 else 0.0)
 
     def recomputing(self, kept_bytes: float, num_tokens: int) -> StageMemory:
         """Return the memory of layers that keep ``kept_bytes`` of a token and are computed again one by one.

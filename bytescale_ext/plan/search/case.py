@@ -21,12 +21,12 @@ from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.experts import coupling
-from bytescale_ext.plan.search.layers import block_bytes, computed_again, recomputed_bytes, tokens_in_flight
+from bytescale_ext.plan.search.layers import block_bytes, computed_again, tokens_in_flight
 from bytescale_ext.plan.search.policy import PricedSlices, PricedStages
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.update import Parameters, Update, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 
 class Unfit(ValueError):
@@ -198,6 +198,10 @@ class Case:
         choice = self.planner.choice
         return choice if isinstance(choice, PricedSlices) else None
 
+    def keeps_all_in(self, slicing: Slicing) -> bool:
+        """Return whether layers keep all activations until their backward pass, in micro-batches sliced like this."""
+        return self.keeps_all if self.priced_slices is None else self.priced_slices.of(slicing).keeps_all
+
     @property
     def bounding_stages(self) -> list[tuple[StageCost, ...]]:
         """Stages from which lower bounds of a step follow; the least of these bounds holds.
@@ -283,7 +287,7 @@ def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMem
     element = cost.element_bytes
     memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
     if strategy.activations == FULL:
-        memory = memory.recomputing(recomputed_bytes(cost, strategy.num_stages > 1), cluster.tokens_per_rank)
+        memory = memory.recomputing(memory.recomputed_bytes(cost.recompute_bytes), cluster.tokens_per_rank)
     sharing = element, cluster.num_ranks, strategy.shares_optimizer
     return replace(memory, state_bytes=tuple(each.state_bytes(*sharing) for each in parameters_of(cost, strategy)))
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import key_value_bytes
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.actions import num_warm_up
 from bytescale_ext.plan.search.strategy import Strategy
@@ -75,15 +74,6 @@ def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
     return tuple(found)
 
 
-def recomputed_bytes(cost: ModelCost, in_pipeline: bool = False) -> float:
-    """Return what a token keeps in a layer that is computed again: its input, and in a pipeline the size of its keys.
-
-    Slices keep keys for later ones. Whole micro-batches in flight took at least as much when they were measured.
-    """
-    keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
-    return cost.recompute_bytes + (keys if in_pipeline else 0.0)
-
-
 def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, device_bytes: float) -> int | None:
     """Return how many layers of each stage must be computed again for full micro-batches to fit, or None.
 
@@ -94,7 +84,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
         strategy: its micro-batches run whole.
         device_bytes: of a device.
     """
-    choices = Choice(cost.layer_bytes, 0.0), Choice(recomputed_bytes(cost, strategy.num_stages > 1), cost.forward.b)
+    choices = Choice(cost.layer_bytes, 0.0), Choice(memory.recomputed_bytes(cost.recompute_bytes), cost.forward.b)
     again = memory.recomputing(choices[1].bytes, strategy.tokens_per_rank)
     most = 0
     for stage, (layers, tokens) in enumerate(zip(memory.num_layers, tokens_in_flight(strategy), strict=True)):
@@ -110,7 +100,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
 
 def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> float:
     """Return the most bytes of a device that runs full micro-batches whole; see ``fewest_recomputed``."""
-    kept, again, layer_bytes = cost.layer_bytes, recomputed_bytes(cost, strategy.num_stages > 1), []
+    kept, again, layer_bytes = cost.layer_bytes, memory.recomputed_bytes(cost.recompute_bytes), []
     for layers, tokens in zip(memory.num_layers, tokens_in_flight(strategy), strict=True):
         share = min(layers, strategy.recomputed_layers) / layers
         layer_bytes.append(tokens * (share * again + (1 - share) * kept))

@@ -17,12 +17,11 @@ from bytescale_ext.plan.step.sizes import ONE_SLICE
 def step_bytes(case: Case, lengths: Sequence[int]) -> float:
     """Return the most bytes of a device in a step of these documents.
 
-    Where a policy moves activations, or only some layers are computed again, they are those of full micro-batches.
+    Where a policy moves activations, or only some layers are computed again, micro-batches count as full.
     """
     strategy, plan = case.strategy, case.planner(lengths)
-    slicing, slices = plan.slicing or ONE_SLICE, case.priced_slices
-    keeps_all = case.keeps_all if slices is None else slices.of(slicing).keeps_all
-    if strategy.activations == BLOCK or (strategy.activations == PRICED and not keeps_all):
+    slicing = plan.slicing or ONE_SLICE
+    if strategy.activations == BLOCK or (strategy.activations == PRICED and not case.keeps_all_in(slicing)):
         return case.run(lengths).device_bytes
     group = strategy.num_stages if strategy.chunks > 1 else 1
     counts = micro_batch_counts(plan, strategy.expert_parallel, group)

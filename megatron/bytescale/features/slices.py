@@ -262,9 +262,7 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
     if args.recompute_granularity != "full" or args.recompute_method == "block":
         return memory
-    keys = key_value_bytes(run.shape, cost.tensor_parallel, element) if len(run.stage_layers) > 1 else 0.0
-    kept = tensors[0] + keys  # as `recomputed_bytes` says
-    return memory.recomputing(kept, run.cluster.tokens_per_rank)
+    return memory.recomputing(memory.recomputed_bytes(tensors[0]), run.cluster.tokens_per_rank)
 
 
 def _affordable_tokens(args: Any, run: RunConfig) -> int:

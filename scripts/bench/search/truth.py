@@ -73,9 +73,7 @@ def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
     """Return what the ranks run under a strategy: the same for those that differ in what does not come into play."""
     case = Case.of(task, strategy)
     slicings = tuple(case.planner(step).slicing or ONE_SLICE for step in task.steps)
-    slices, keeps_all = case.priced_slices, case.keeps_all
-    if slices is not None:
-        keeps_all = all(slices.of(slicing).keeps_all for slicing in slicings)
+    keeps_all = all(map(case.keeps_all_in, slicings))
     kept = KEEP if strategy.activations == PRICED and keeps_all else strategy.activations
     return strategy.tensor_parallel, strategy.stage_layers, strategy.tokens_per_rank, strategy.chunks, slicings, kept
 

@@ -42,8 +42,8 @@ SHAPE = ModelShape(
     2, 32, 4, 2, 8, 48, True, 128, num_expert_layers=1, expert_ffn_hidden=2 * 24 + 16, num_experts=NUM_EXPERTS,
     experts_per_token=2, shared_ffn_hidden=16, later_layers=1, later_experts=True,
 )  # fmt: skip
-# What each is compared with: rings on documents of all lengths; slices, with the auxiliary loss, on documents of which
-# each is a micro-batch, as in one process.
+# Rings run documents of all lengths. The auxiliary loss needs the micro-batches of the one process, so the slices that
+# have it run each document as a micro-batch.
 CASES: dict[str, tuple[int, list[object], list[object]]] = {
     "rings": (4, [], EP2),
     "alone": (2, AUX, [*EP2, *SLICES, *WHOLE]),

@@ -58,7 +58,8 @@ def test_layers_of_multi_token_prediction_count_with_their_output_layer() -> Non
     assert linear_flops_per_token(deeper) - linear_flops_per_token(TINY) == 2 * 2 * weights
     assert attention_flops_per_square(deeper) == 2 * attention_flops_per_square(TINY)
     assert deeper.part(1) == TINY.part(1), "a part of the layers is without them"
-    assert (deeper.stage(1, is_last=False), deeper.stage(1, is_last=True).later_layers) == (TINY.part(1), 2)
+    first, last = deeper.stages((1, 1))
+    assert (first, last.later_layers) == (TINY.part(1), 2)
     assert layer_flops_per_token(deeper) == layer_flops_per_token(TINY) == linear_flops_per_token(TINY) / 2 - 8 * 20
 
 

@@ -63,5 +63,6 @@ def test_latent_attention_and_later_layers_have_their_parameters() -> None:
     layer = 4 * 4096**2 + 3 * 4096 * 6 + 16 * 4096 + 2 * 4096
     assert num_parameters(later) - num_parameters(sparse) == layer + 2 * 4096**2 + 3 * 4096
     assert expert_parameters(later) == expert_parameters(sparse) * 9 / 8
-    assert expert_parameters(later.stage(16, is_last=False)) == expert_parameters(sparse) / 2
-    assert expert_parameters(later.stage(16, is_last=True)) == expert_parameters(sparse) * 5 / 8
+    first, last = later.stages((16, 16))
+    assert expert_parameters(first) == expert_parameters(sparse) / 2
+    assert expert_parameters(last) == expert_parameters(sparse) * 5 / 8

@@ -6,10 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 
+from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.search.case import Case, cluster_of, memory_of
-from bytescale_ext.plan.search.layers import Choice, block_bytes, cheapest, fewest_recomputed, recomputed_bytes
+from bytescale_ext.plan.search.layers import Choice, block_bytes, cheapest, fewest_recomputed
 from bytescale_ext.plan.search.space import Space, blocks
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, Strategy
+from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE, small_task
 
 TASK = small_task()
@@ -40,10 +42,10 @@ def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
 
 
 def test_a_recomputed_layer_keeps_its_input_and_in_pipelines_keys() -> None:
-    assert recomputed_bytes(COST) == COST.recompute_bytes
-    assert (
-        recomputed_bytes(COST, in_pipeline=True) == COST.recompute_bytes + 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-    )
+    keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    for stage_layers, more in (((6,), 0), ((3, 3), keys)):
+        memory = StageMemory.of(COST, stage_layers, Cluster(2, 8), 2)
+        assert memory.recomputed_bytes(COST.recompute_bytes) == COST.recompute_bytes + more
 
 
 @pytest.mark.parametrize("stage_layers", [(6,), (3, 3), (4, 2)])

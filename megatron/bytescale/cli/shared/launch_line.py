@@ -246,13 +246,12 @@ class Launch:
     def parameters(self) -> list[float]:
         """Return the parameters of a process of each stage, without experts."""
         run, stages, tensor = self.run, self.run.stage_layers, self.run.process.tensor_parallel
+        last = len(stages) - 1
         ngram, on_device = run.find(NgramConfig), run.find(EmbeddingConfig) is None
         of_memories = [0] * len(stages) if ngram is None else ngram.stage_parameters(run.shape.hidden, stages)
         return [
-            of_memories[stage]
-            + stage_parameters(run.shape.stage(layers, is_last), tensor, not stage and on_device, is_last)
-            for stage, layers in enumerate(stages)
-            for is_last in [stage == len(stages) - 1]
+            of_memories[stage] + stage_parameters(shape, tensor, not stage and on_device, stage == last)
+            for stage, shape in enumerate(run.shape.stages(stages))
         ]
 
     def memory_gb(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:

@@ -29,11 +29,9 @@ def state_bytes(args: Any, run: RunConfig, parameters: Sequence[float]) -> list[
     shares, element = args.use_distributed_optimizer, args.params_dtype.itemsize
     of_dense = parameter_bytes(element, run.cluster.num_ranks if shares else 1)
     of_experts = parameter_bytes(element, holders if shares else 1)
-    last = len(run.stage_layers) - 1
-    shapes = [run.shape.stage(layers, stage == last) for stage, layers in enumerate(run.stage_layers)]
     return [
         {"states": of_dense * dense + of_experts * expert_parameters(shape, tensor, experts)}
-        for dense, shape in zip(parameters, shapes, strict=True)
+        for dense, shape in zip(parameters, run.shape.stages(run.stage_layers), strict=True)
     ]
 
 

@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 class ExpertRowParallelLinear(RowParallelLinear):
     """Megatron's down-projection of an expert, [..., in] to [..., out], to whose output biases can be added in place.
 
-    Megatron's experts add theirs so. Where a rank has all experts and all of each, its layer sums up over one rank,
-    which returns a view that autograd lets nobody change. Here it does not; it never communicates more than Megatron's.
+    Megatron's experts add theirs so. Where a rank has all experts and all of each, Megatron's layer sums up over that
+    one rank and returns a view, which autograd forbids to change in place. This layer leaves that sum out.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
