@@ -70,17 +70,26 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
     )
 
 
-def stage_cost(cost: ModelCost, load: LayerLoad, plan: ActivationPlan, machine: Machine, has_head: bool) -> StageCost:
+def stage_cost(
+    cost: ModelCost, load: LayerLoad, plan: ActivationPlan, machine: Machine, has_head: bool, chunks: int = 1
+) -> StageCost:
     """Return the seconds of a stage under a plan: the model's, what is rebuilt, and copies that nothing hides.
 
-    Rebuilding and copying is charged by the token, as in this load. ``has_head``: the stage has the output layer.
+    Rebuilding and copying is charged by the token, as in this load.
+
+    Args:
+        cost: of the model.
+        load: of all layers of the stage.
+        plan, machine: the plan and its budgets.
+        has_head: the stage, or its chunk, has the output layer.
+        chunks: of which the result is one: virtual stages of the stage, which share its layers and copies evenly.
     """
     predicted = forecast(plan, load, machine)
     planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
     waits = planned * max(0.0, predicted.transfer_seconds - load.forward_seconds)
     longer = predicted.step_seconds - load.num_layers * (load.forward_seconds + load.backward_seconds)
-    stage = cost.stage(load.num_layers, has_head)
-    forward, backward = (CostModel(0.0, seconds / load.num_tokens) for seconds in (waits, longer - waits))
+    stage = cost.stage(load.num_layers // chunks, has_head)
+    forward, backward = (CostModel(0.0, seconds / load.num_tokens / chunks) for seconds in (waits, longer - waits))
     return StageCost(stage.forward + forward, stage.backward + backward, stage.key_read)
 
 

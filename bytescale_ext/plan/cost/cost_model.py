@@ -149,6 +149,15 @@ class CostModel:
         """Return the linear cost of ``num_tokens`` tokens on one rank."""
         return self.b * num_tokens
 
+    def work(self, tokens: float, squares: float) -> float:
+        """Return a cost that sequences do not undercut on all ranks together: without windows, exchange and launches.
+
+        Args:
+            tokens: of all sequences.
+            squares: the sum of the squares of their lengths.
+        """
+        return self.b * tokens + self.a * (1.0 - self.window_share) * squares
+
     def end_of_share(self, lengths: Floats, shares: Floats, widths: Floats) -> Floats:
         """Return the number of first tokens that cost this share of a sequence (Seq1F1B, Sun et al. 2024, section 3.3).
 

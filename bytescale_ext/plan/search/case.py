@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,20 +13,20 @@ from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
-from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
+from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice, full_micro_batches
 from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import expert_parameters, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.experts import coupling
 from bytescale_ext.plan.search.layers import block_bytes, computed_again, tokens_in_flight
 from bytescale_ext.plan.search.policy import PricedSlices, PricedStages
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
-from bytescale_ext.plan.search.update import Parameters, Update, message_seconds, update_of
+from bytescale_ext.plan.search.update import Parameters, Update, end_passes, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 
@@ -149,7 +150,7 @@ class Case:
             whole = _priced(task, strategy, cost, memory).under_policy()
             if whole is None:
                 raise Unfit("device memory")
-            physical = virtual = list(whole.stages)
+            physical, virtual = list(whole.stages), list(whole.virtual)
             full_bytes, keeps_all = (whole.device_bytes, whole.host_bytes), whole.keeps_all
         elif strategy.activations == BLOCK:
             numbers = [min(layers, strategy.recomputed_layers) for layers in strategy.stage_layers]
@@ -164,7 +165,9 @@ class Case:
         slowest = max(physical, key=lambda stage: stage.both.sequence_cost(strategy.tokens_per_rank, 1)).on(nodes)
         choice: SlicingChoice | PricedSlices | None = None
         if strategy.chooses_slices and strategy.activations == PRICED:
-            choice = _checked(PricedSlices(_priced(task, strategy, cost, memory), slowest.both))
+            choice = PricedSlices(_priced(task, strategy, cost, memory), slowest.both)
+            if not choice.fits:
+                raise Unfit("device memory")
         elif strategy.chooses_slices:
             choice = _choice(task, strategy, memory, slowest)
         if choice is None and full_bytes[0] > task.devices.memory_bytes:
@@ -220,9 +223,7 @@ class Case:
 
         ``work``: tokens, and the sum of the squares of the lengths, of each step.
         """
-        both = self.planner.stages[0].both
-        full = both.a * (1.0 - both.window_share)  # windows cost time beside it
-        seconds = sum(both.b * tokens + full * squares for tokens, squares in work)
+        seconds = sum(self.planner.stages[0].both.work(*step) for step in work)
         return seconds / len(work) / self.cluster.num_ranks + self.update.optimizer
 
     def bound(self, lengths: Sequence[int]) -> float:
@@ -230,9 +231,13 @@ class Case:
         bounds = (lower_bounds(lengths, self.cluster, stages).largest for stages in self.bounding_stages)
         return min(bounds) + self.update.optimizer
 
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Return the plan of these documents by the planner of training."""
+        return _planned(self.planner, tuple(lengths))
+
     def run(self, lengths: Sequence[int]) -> StepFigures:
         """Return the figures of a step of these documents: planned by the planner of training, and replayed."""
-        strategy, plan = self.strategy, self.planner(lengths)
+        strategy, plan = self.strategy, self.plan(lengths)
         group = strategy.num_stages if strategy.chunks > 1 else 1
         counts = micro_batch_counts(plan, strategy.expert_parallel, group)
         table = ShardTable.of(plan).with_counts(np.array(counts))
@@ -253,10 +258,16 @@ class Case:
             compute=result.makespan - exposed - idle,
             exposed=exposed,
             idle=idle + in_slots,
-            update=self.update.exposed(*_end_passes(result, slicing.num_slices)),
+            update=self.update.exposed(*end_passes(result, slicing.num_slices)),
             device_bytes=device_bytes,
             host_bytes=host_bytes,
         )
+
+
+@lru_cache(maxsize=64)
+def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
+    """Plan once for strategies that differ in what the planner does not see, as the optimizer or memory to spare."""
+    return planner(lengths)
 
 
 def cluster_of(task: Task, strategy: Strategy) -> Cluster:
@@ -333,18 +344,3 @@ def _choice(task: Task, strategy: Strategy, memory: StageMemory, slowest: StageC
 def _priced(task: Task, strategy: Strategy, cost: ModelCost, memory: StageMemory) -> PricedStages:
     cluster, link = cluster_of(task, strategy), task.devices.link_bytes_per_second
     return PricedStages(strategy, cost, cluster, memory.state_bytes, task.context, link, task.operators)
-
-
-def _checked(slices: PricedSlices) -> PricedSlices:
-    """Return the choice of slices. Raises Unfit where the policy fits in none."""
-    if not slices.fits:
-        raise Unfit("device memory")
-    return slices
-
-
-def _end_passes(result: StageReplay, num_slices: int) -> tuple[float, float]:
-    """Return the shortest first forward pass and last backward pass of any pipeline on one stage, in seconds."""
-    each = result.own_seconds.reshape(-1, num_slices, *result.own_seconds.shape[1:]).sum(axis=1)
-    of_stages = each.sum(axis=2) / result.num_stages
-    stops = np.cumsum(result.counts)
-    return float(of_stages[stops - result.counts, FORWARD].min()), float(of_stages[stops - 1, BACKWARD].min())

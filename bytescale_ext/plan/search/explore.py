@@ -1,5 +1,8 @@
 """Find the fastest strategies: the most promising one is tried on its next step until the best have run all steps.
 
+Strategies come in branches, which are closed at first (``space.py``). The branch with the least bound opens when no
+strategy is more promising; strategies of branches that stay closed are never made.
+
 A strategy's optimistic time is the mean of the steps that it has run and of bounds of those that it has not: first of
 the work alone, which costs next to nothing, then of ``evaluate/bounds.py``. The strategy with the least optimistic time
 goes next. So the first to finish is the fastest of all, the second to finish is the second, and a strategy whose bound
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bytescale_ext.plan.search.case import Case, StepFigures, Task, Unfit
+from bytescale_ext.plan.search.space import Branch
 from bytescale_ext.plan.search.strategy import Strategy
 
 
@@ -66,7 +70,7 @@ class Candidate:
 
     Attributes:
         seconds: optimistic time of as many documents as the largest steps have.
-        number: of the strategy in a size of steps.
+        number: of the branch, of the strategy in it, and of the size of steps.
         case: the strategy.
         task: with the steps.
         scale: steps of this size for one of the largest.
@@ -75,7 +79,7 @@ class Candidate:
     """
 
     seconds: float
-    number: int
+    number: tuple[int, int, int]
     case: Case = field(compare=False)
     task: Task = field(compare=False)
     scale: float = field(compare=False)
@@ -92,14 +96,31 @@ class Candidate:
         return replace(self, steps=steps, seconds=self.scale * float(np.mean(optimistic)))
 
 
+@dataclass(frozen=True, order=True)
+class Closed:
+    """A branch that was not opened; the one with the least bound opens first.
+
+    Attributes:
+        seconds: its bound, of as many documents as the largest steps have.
+        number: of the branch.
+        branch: its strategies.
+    """
+
+    seconds: float
+    number: int
+    branch: Branch = field(compare=False)
+
+
 @dataclass
 class Exploration:
     """How far a search is.
 
     Attributes:
-        unfit: number of strategies that do not fit, by reason.
+        branches: number of branches.
+        closed: those that were not opened, unordered.
+        unfit: number of strategies of open branches that do not fit, by reason.
         needed: the least device memory that a strategy needs that does not fit, and the strategy; None: not known.
-        fitting: number of strategies that fit.
+        fitting: number of strategies of open branches that fit.
         bounded: number of those whose bounds were computed, in each size of steps.
         replayed: number of those that ran at least one step.
         steps_run: steps that strategies ran.
@@ -107,6 +128,8 @@ class Exploration:
         waiting: those that did not, unordered.
     """
 
+    branches: int = 0
+    closed: list[Closed] = field(default_factory=list)
     unfit: Counter[str] = field(default_factory=Counter)
     needed: tuple[float, Strategy] | None = None
     fitting: int = 0
@@ -117,29 +140,53 @@ class Exploration:
     waiting: list[Candidate] = field(default_factory=list)
 
 
-def explore(tasks: Sequence[Task], strategies: Iterable[Strategy], count: int = 10) -> Iterator[Exploration]:
-    """Search the ``count`` fastest strategies; yield at the start, after each bound or step, and at the end.
+@dataclass(frozen=True)
+class _Size:
+    """Steps of one size.
+
+    Attributes:
+        task: with the steps.
+        scale: steps of this size for one of the largest.
+        work: tokens, and the sum of the squares of the lengths, of each step.
+    """
+
+    task: Task
+    scale: float
+    work: list[tuple[float, float]]
+
+    @classmethod
+    def of(cls, task: Task, fewest_steps: int) -> _Size:
+        work = [(float(sum(step)), float(sum(length * length for length in step))) for step in task.steps]
+        return cls(task, len(task.steps) / fewest_steps, work)
+
+
+def explore(
+    tasks: Sequence[Task], branches: Iterable[Branch], count: int = 10, opens_all: bool = False
+) -> Iterator[Exploration]:
+    """Search the ``count`` fastest strategies; yield at the start, after each branch, bound or step, and at the end.
 
     What is yielded is always the same object, so that an interrupted search has what was found.
 
     Args:
         tasks: equal but for their steps, which cut the same documents into steps of several sizes. The documents of
             each size divide among the same ranks, so what fits one fits all. Ties go to the earlier one.
-        strategies: of any of the tasks.
+        branches: of any of the tasks.
         count: how many to find.
+        opens_all: open all branches first, so that all strategies that fit are known.
     """
     seen = Exploration()
     yield seen
-    fewest = min(len(task.steps) for task in tasks)
-    work = [
-        [(float(sum(step)), float(sum(length * length for length in step))) for step in task.steps] for task in tasks
-    ]
-    for case in fitting_cases(tasks[0], strategies, seen):
-        for task, of_steps in zip(tasks, work, strict=True):
-            scale, number = len(task.steps) / fewest, len(seen.waiting)
-            seen.waiting.append(Candidate(scale * case.least_seconds(of_steps), number, case, task, scale))
-    heapq.heapify(seen.waiting)
-    while seen.waiting and len(seen.found) < count:
+    sizes = [_Size.of(task, min(len(task.steps) for task in tasks)) for task in tasks]
+    for branch in branches:
+        bounds = (0.0 if opens_all else size.scale * branch.least_seconds(size.task, size.work) for size in sizes)
+        seen.closed.append(Closed(min(bounds), seen.branches, branch))
+        seen.branches += 1
+    heapq.heapify(seen.closed)
+    while (seen.closed or seen.waiting) and len(seen.found) < count:
+        if _opens(seen):
+            _open(seen, heapq.heappop(seen.closed), sizes)
+            yield seen
+            continue
         one = heapq.heappop(seen.waiting)
         if len(one.steps) == len(one.task.steps):
             seen.found.append(Scored(one.case.strategy, one.steps, one.task))
@@ -150,6 +197,23 @@ def explore(tasks: Sequence[Task], strategies: Iterable[Strategy], count: int = 
         heapq.heappush(seen.waiting, one.after())
         yield seen
     yield seen
+
+
+def _opens(seen: Exploration) -> bool:
+    """Return whether a branch is more promising than all strategies that wait."""
+    if not seen.closed or not seen.waiting:
+        return bool(seen.closed)
+    branch, one = seen.closed[0], seen.waiting[0]
+    return (branch.seconds, branch.number) <= (one.seconds, one.number[0])
+
+
+def _open(seen: Exploration, closed: Closed, sizes: Sequence[_Size]) -> None:
+    """Let the strategies of a branch that fit wait for their first step."""
+    for place, case in enumerate(fitting_cases(sizes[0].task, closed.branch.strategies, seen)):
+        for number, size in enumerate(sizes):
+            seconds = max(closed.seconds, size.scale * case.least_seconds(size.work))
+            one = Candidate(seconds, (closed.number, place, number), case, size.task, size.scale)
+            heapq.heappush(seen.waiting, one)
 
 
 def in_sizes(task: Task, sizes: Sequence[int]) -> list[Task]:

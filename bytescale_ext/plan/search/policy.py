@@ -1,4 +1,4 @@
-"""Stages under the activation policy ``priced``: what they take and hold in whole micro-batches, and in slices.
+"""Stages under the activation policy ``priced``: what they take and hold in whole micro-batches, chunks and slices.
 
 Where the planner chooses the slices of a step under a policy, it chooses as in training: among the slicings in which
 the policy fits on every stage, each at the cost of its slowest stage. A search has many strategies and plans few of
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import chain
 
 from bytescale_ext.plan.activation.forecast import forecast, stage_cost
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings, Machine, full_load
@@ -24,7 +25,7 @@ from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes
-from bytescale_ext.plan.schedule.actions import SliceSchedule, num_warm_up, seq1f1b_schedule
+from bytescale_ext.plan.schedule.actions import SliceSchedule, num_warm_up, seq1f1b_schedule, slice_group_size
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -38,6 +39,7 @@ class UnderPolicy:
     Attributes:
         slicing: of micro-batches, with the longest document whose keys are kept.
         stages: cost of each, in seconds, with what is rebuilt and with copies that nothing hides.
+        virtual: the same of each virtual stage, chunk by chunk.
         device_bytes: the most memory of a device, with the model states.
         host_bytes: the most host memory of a process.
         keeps_all: the policy has nothing to do on any stage.
@@ -45,6 +47,7 @@ class UnderPolicy:
 
     slicing: Slicing
     stages: tuple[StageCost, ...]
+    virtual: tuple[StageCost, ...]
     device_bytes: float
     host_bytes: float
     keeps_all: bool
@@ -86,7 +89,10 @@ class PricedStages:
         """
         assert self.strategy.device_gb is not None, self.strategy
         machine = Machine(self.strategy.device_gb * 1e9, self.strategy.host_gb * 1e9, self.link_bytes_per_second)
-        stages, device_bytes, host_bytes, keeps_all = [], 0.0, 0.0, True
+        last, num_chunks = len(self.state_bytes) - 1, self.strategy.chunks
+        stages: list[StageCost] = []
+        chunks: list[list[StageCost]] = [[] for _ in range(num_chunks)]
+        device_bytes, host_bytes, keeps_all = 0.0, 0.0, True
         for stage, states in enumerate(self.state_bytes):
             how = self.settings(stage, slicing, lengths)
             load = full_load(self.cost, self.cluster.tokens_per_rank, self.context, how, lengths)
@@ -94,16 +100,20 @@ class PricedStages:
             if plan is None:
                 return None
             found = forecast(plan, load, machine)
-            stages.append(stage_cost(self.cost, load, plan, machine, stage == len(self.state_bytes) - 1))
+            of_chunk = partial(stage_cost, self.cost, load, plan, machine)
+            stages.append(of_chunk(stage == last))
+            for number, chunk in enumerate(chunks):
+                chunk.append(of_chunk(stage == last and number == num_chunks - 1, num_chunks))
             device_bytes = max(device_bytes, states + found.device_bytes)
             host_bytes = max(host_bytes, found.host_bytes)
             keeps_all &= plan.is_off
-        return UnderPolicy(slicing, tuple(stages), device_bytes, host_bytes, keeps_all)
+        return UnderPolicy(slicing, tuple(stages), tuple(chain(*chunks)), device_bytes, host_bytes, keeps_all)
 
     def settings(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> LayerSettings:
         """Return how a stage runs its layers; for the arguments see ``under_policy``."""
-        strategy, num_stages = self.strategy, len(self.state_bytes)
-        in_flight = num_warm_up(num_stages, stage, slicing) + 1
+        strategy, num_stages, chunks = self.strategy, len(self.state_bytes), self.strategy.chunks
+        group = slice_group_size(num_stages, slicing.num_slices) if chunks > 1 else 1
+        in_flight = -(-(num_warm_up(num_stages, stage, slicing, chunks, group) + 1) // chunks)
         return LayerSettings(
             num_layers=strategy.stage_layers[stage],
             resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
@@ -112,7 +122,7 @@ class PricedStages:
             sequence_parallel=strategy.tensor_parallel > 1,
             operators=self.operators,
             loss_tokens=strategy.loss_tokens if stage == num_stages - 1 else 0,
-            slices=self._held(stage, slicing, lengths) if slicing.num_slices > 1 else (),
+            slices=self._held(stage, slicing, lengths) if slicing.num_slices > 1 or chunks > 1 else (),
             expert_load=EXPERT_LOAD if strategy.expert_parallel > 1 else 1.0,
             expert_ranks=strategy.expert_parallel,
         )
@@ -120,8 +130,10 @@ class PricedStages:
     def _held(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> tuple[HeldSlices, ...]:
         """Return what a stage holds at most, of full micro-batches and of the longest document that is kept."""
         num_stages, cluster, cost = len(self.state_bytes), self.cluster, self.cost
+        schedule = _schedule(num_stages, replace(slicing, kept_tokens=0), self.strategy.chunks)
+        if slicing.num_slices == 1:  # a micro-batch holds its keys as activations
+            return held_slices(schedule, stage, [cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
         layer = LayerBytes.of(cost.shape, cost.tensor_parallel, cost.element_bytes)
-        schedule = _schedule(num_stages, replace(slicing, kept_tokens=0))
         tokens = [cluster.tokens_per_rank * length / sum(lengths) for length in lengths]
         others = min(slicing.kept_tokens, self.context) * (1 - 1 / cluster.num_ranks)
         return held_slices(schedule, stage, tokens, others, layer)
@@ -177,6 +189,6 @@ class PricedSlices:
 
 
 @lru_cache(maxsize=64)
-def _schedule(num_stages: int, slicing: Slicing) -> SliceSchedule:
+def _schedule(num_stages: int, slicing: Slicing, num_chunks: int) -> SliceSchedule:
     """Return what the stages run; it does not depend on the keys that are kept."""
-    return seq1f1b_schedule(num_stages, MANY_GROUPS * num_stages, slicing)
+    return seq1f1b_schedule(num_stages, MANY_GROUPS * num_stages, slicing, num_chunks)

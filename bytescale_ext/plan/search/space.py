@@ -1,9 +1,9 @@
-"""The strategies that a task allows, as a tree: tensor parallelism, stages, their layers, C, then what else varies."""
+"""The strategies that a task allows, as a tree: tensor parallelism, stages, C and experts, then what else varies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -11,10 +11,11 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.search.balance import balanced_layers
-from bytescale_ext.plan.search.case import Task, Unfit, cluster_of, memory_of
+from bytescale_ext.plan.search.case import Task, Unfit, cluster_of, memory_of, parameters_of
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.layers import fewest_recomputed, tokens_in_flight
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
+from bytescale_ext.plan.search.update import Parameters, update_of
 
 LOSS_TOKENS: Final = 4096
 """Tokens of a chunk of the loss."""
@@ -24,6 +25,41 @@ FEWEST_TOKENS: Final = 1024
 
 MOST_CHUNKS: Final = 4
 """The most virtual stages of a stage that are tried."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Strategies that have tensor parallelism, the number of stages, C and expert parallelism in common.
+
+    Galvatron (Miao et al. 2022, section 3.2) splits its search by tensor parallelism and stages before it looks at
+    layers; a branch also has one C. It stays closed while its bound is above the times of known strategies
+    (``explore.py``).
+
+    Attributes:
+        mesh: what they have in common; its layers keep all activations.
+        strategies: made while they are read, once.
+    """
+
+    mesh: Strategy
+    strategies: Iterable[Strategy]
+
+    def least_seconds(self, task: Task, work: Sequence[tuple[float, float]]) -> float:
+        """Return a time that the mean of steps does not undercut under any of the strategies.
+
+        The slowest stage has its work where layers are spread best, evenly on all ranks, and the optimizer a mean
+        stage's parameters, shared by all ranks.
+
+        Args:
+            task: with the devices.
+            work: tokens, and the sum of the squares of the lengths, of each step.
+        """
+        mesh, cluster = self.mesh, cluster_of(task, self.mesh)
+        cost = strategy_cost(task.cost, mesh, cluster)
+        layer, head = (sum(stage.both.work(*step) for step in work) for stage in (cost.stage(1), cost.stage(0, True)))
+        slowest = slowest_stage(cost.shape.num_layers, mesh.num_stages, layer, head)
+        (whole,) = parameters_of(cost, replace(mesh, stage_layers=(cost.shape.num_layers,)))
+        update = update_of(cost, Parameters(whole.count / mesh.num_stages), cluster, shares_optimizer=True)
+        return slowest / len(work) / cluster.num_ranks + update.optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +86,18 @@ class Space:
 
     def strategies(self, task: Task) -> Iterator[Strategy]:
         """Yield each strategy whose ranks, documents and context fit; memory is not asked."""
+        for branch in self.branches(task):
+            yield from branch.strategies
+
+    def branches(self, task: Task) -> Iterator[Branch]:
+        """Yield the strategies by what they have in common."""
         for one, num_ranks in self._meshes(task):
             for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel):
                 if tokens * num_ranks < task.context:
                     continue
                 for experts in self.expert_parallel or expert_sizes(task, num_ranks):
-                    yield from self._of_mesh(task, replace(one, tokens_per_rank=tokens, expert_parallel=experts))
+                    mesh = replace(one, tokens_per_rank=tokens, expert_parallel=experts)
+                    yield Branch(mesh, self._of_mesh(task, mesh))
 
     def _meshes(self, task: Task) -> Iterator[tuple[Strategy, int]]:
         """Yield tensor parallelism and stages, as a strategy with the largest C, and the HDP ranks that they leave."""
@@ -96,10 +138,10 @@ class Space:
             return
         if "slices" in self.pipelines:
             yield with_budgets(task, replace(strategy, chooses_slices=True))
-        if "virtual" in self.pipelines and len(set(layers)) == 1 and strategy.activations != PRICED:
+        if "virtual" in self.pipelines and len(set(layers)) == 1:
             for chunks in range(2, MOST_CHUNKS + 1):
                 if not layers[0] % chunks:
-                    yield replace(strategy, chunks=chunks)
+                    yield with_budgets(task, replace(strategy, chunks=chunks))
 
 
 def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
@@ -175,3 +217,11 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
 
     found = balanced_layers(num_layers, num_stages, seconds, most_layers)
     return None if found is None else tuple(found)
+
+
+def slowest_stage(num_layers: int, num_stages: int, layer: float, head: float) -> float:
+    """Return the least time of the slowest stage: a layer takes ``layer``, and the last stage ``head`` besides."""
+    if num_stages == 1:
+        return num_layers * layer + head
+    of_last = range(1, num_layers - num_stages + 2)
+    return min(max(-(-(num_layers - last) // (num_stages - 1)) * layer, last * layer + head) for last in of_last)

@@ -19,7 +19,7 @@ def step_bytes(case: Case, lengths: Sequence[int]) -> float:
 
     Where a policy moves activations, or only some layers are computed again, micro-batches count as full.
     """
-    strategy, plan = case.strategy, case.planner(lengths)
+    strategy, plan = case.strategy, case.plan(lengths)
     slicing = plan.slicing or ONE_SLICE
     if strategy.activations == BLOCK or (strategy.activations == PRICED and not case.keeps_all_in(slicing)):
         return case.run(lengths).device_bytes

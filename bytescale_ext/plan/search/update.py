@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.evaluate.replay import StageReplay
 from bytescale_ext.plan.memory.model_states import (
     GRADIENT_BYTES,
     MAIN_PARAMETER_BYTES,
     MOMENT_BYTES,
     parameter_bytes,
 )
+from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD
 from bytescale_ext.plan.search.costs import byte_seconds
 from bytescale_ext.plan.step.sizes import Cluster
 
@@ -88,3 +92,11 @@ def message_seconds(cost: ModelCost, num_tokens: int, is_between_nodes: bool) ->
     slower = cost.slowdown if is_between_nodes else 1.0
     hidden_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
     return num_tokens * hidden_bytes * slower * byte_seconds(cost, one_node)
+
+
+def end_passes(result: StageReplay, num_slices: int) -> tuple[float, float]:
+    """Return the shortest first forward pass and last backward pass of any pipeline on one stage, in seconds."""
+    each = result.own_seconds.reshape(-1, num_slices, *result.own_seconds.shape[1:]).sum(axis=1)
+    of_stages = each.sum(axis=2) / result.num_stages
+    stops = np.cumsum(result.counts)
+    return float(of_stages[stops - result.counts, FORWARD].min()), float(of_stages[stops - 1, BACKWARD].min())

@@ -110,7 +110,7 @@ def compare(task: Task) -> dict[str, Found]:
         width = task.context // case.strategy.tokens_per_rank
         found[name] = Found(f"{case.strategy}, width {width}", seconds_of(case, task), seconds)
     began = time.process_time()
-    *_, seen = explore([task], Space().strategies(task), 1)
+    *_, seen = explore([task], Space().branches(task), 1)
     best = seen.found[0]
     found["search"] = Found(str(best.strategy), best.seconds, time.process_time() - began)
     return found

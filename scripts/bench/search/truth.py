@@ -61,8 +61,7 @@ def kind(strategy: Strategy) -> tuple[object, ...]:
 
 def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
     """Return the fastest strategy of each kind, fastest first."""
-    strategies = list(space.strategies(task))
-    *_, seen = explore([task], strategies, len(strategies))
+    *_, seen = explore([task], space.branches(task), sum(1 for _ in space.strategies(task)))
     found: dict[tuple[object, ...], Scored] = {}
     for one in seen.found:
         found.setdefault(kind(one.strategy), one)
@@ -72,7 +71,7 @@ def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
 def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
     """Return what the ranks run under a strategy: the same for those that differ in what does not come into play."""
     case = Case.of(task, strategy)
-    slicings = tuple(case.planner(step).slicing or ONE_SLICE for step in task.steps)
+    slicings = tuple(case.plan(step).slicing or ONE_SLICE for step in task.steps)
     keeps_all = all(map(case.keeps_all_in, slicings))
     kept = KEEP if strategy.activations == PRICED and keeps_all else strategy.activations
     return strategy.tensor_parallel, strategy.stage_layers, strategy.tokens_per_rank, strategy.chunks, slicings, kept

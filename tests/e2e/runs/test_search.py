@@ -60,6 +60,7 @@ LINES = {
     "slices-priced": replace(
         one_of(tensor_parallel=1, num_stages=2, chooses_slices=True, activations=PRICED), device_gb=2e-4
     ),
+    "virtual-priced": replace(one_of(tensor_parallel=1, num_stages=2, chunks=3, activations=PRICED), device_gb=3e-4),
     "block": replace(one_of(num_stages=2), activations=BLOCK, recomputed_layers=2),
     "experts": one_of(task_of(SPARSE), num_stages=2, expert_parallel=2),
 }
@@ -84,10 +85,10 @@ def test_a_dry_run_says_the_same_of_the_line(name: str, tmp_path: Path) -> None:
         assert found["step"]["slices"] == str(case.planner(LENGTHS).slicing or ONE_SLICE)
     elif strategy.activations != BLOCK:  # the search counts full micro-batches, which the step may not have
         assert most <= figures.device_bytes * (1 + 1e-9)
-    if name == "slices-priced":
+    if name in ("slices-priced", "virtual-priced"):
         assert figures.host_bytes > 0
         assert max(row["host"] for row in rows) * 1e9 == pytest.approx(figures.host_bytes)
-        assert case.planner(LENGTHS).slicing not in (None, ONE_SLICE)
+        assert (case.planner(LENGTHS).slicing in (None, ONE_SLICE)) == (strategy.chunks > 1)
         return
     # A dry run replays without virtual stages, messages, update, recompute and the exchange of tokens.
     if strategy.chunks == strategy.expert_parallel == 1 and strategy.activations not in (BLOCK, FULL):

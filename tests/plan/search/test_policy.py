@@ -88,6 +88,29 @@ def test_settings_of_stages() -> None:
     assert {one.running for one in in_slices.slices} == {256.0}
 
 
+def test_virtual_stages_share_what_a_stage_holds_and_copies() -> None:
+    strategy = replace(PIPED, chooses_slices=False, chunks=3)
+    stages = stages_of(0.008, strategy=strategy)
+    how = stages.settings(0, ONE_SLICE, (1,))
+    assert (how.in_flight, how.resident_layers) == (3, 0)  # seven passes of a third of the layers
+    assert {one.running for one in how.slices} == {1024}
+    assert max(one.tokens for one in how.slices) == pytest.approx(7 / 3 * 1024)
+    found = stages.under_policy()
+    assert found is not None
+    assert not found.keeps_all
+    assert len(found.virtual) == 6
+    for stage, whole in enumerate(found.stages):
+        chunks = found.virtual[stage::2]
+        for one in ("a", "b", "g"):
+            total = sum(getattr(chunk.both, one) for chunk in chunks)
+            assert total == pytest.approx(getattr(whole.both, one)), one
+    assert found.virtual[0] == found.virtual[2] != found.stages[0]
+    kept = stages_of(AMPLE, strategy=strategy).under_policy()
+    assert kept is not None
+    assert kept.keeps_all
+    assert kept.virtual == (*(COST.stage(1),) * 5, COST.stage(1, has_head=True))
+
+
 @pytest.mark.parametrize("device_gb", [AMPLE, SLICED, 5e-4])
 def test_it_fits_where_some_slices_do(device_gb: float) -> None:
     slices, states = slices_of(device_gb), max(stages_of(device_gb).state_bytes)

@@ -19,7 +19,7 @@ def fits(task: Task, space: Space) -> bool:
 
 def test_the_device_memory_that_is_named_suffices() -> None:
     task = small_task(memory_bytes=5e6)
-    *_, seen = explore([task], SPACE.strategies(task))
+    *_, seen = explore([task], SPACE.branches(task))
     texts = remedies(task, SPACE, seen)
     assert re.match(r"0\.\d+ GB of device memory \(tp 1, pp 1, C 1024", texts[0])
     assert seen.needed is not None
@@ -36,7 +36,7 @@ def test_more_devices_and_a_shorter_context() -> None:
         needed.append(min(case.full_bytes[0] for case in fitting_cases(task, space.strategies(task), Exploration())))
     between = sum(needed) / 2
     task = replace(small_task(memory_bytes=between), context=65536)
-    *_, seen = explore([task], space.strategies(task))
+    *_, seen = explore([task], space.branches(task))
     assert seen.found == []
     texts = remedies(task, space, seen)
     assert "a context of 32768 tokens" in texts
@@ -49,7 +49,7 @@ def test_host_memory_helps_a_policy() -> None:
     without = next(size for size in sizes if fits(small_task(memory_bytes=size), space))
     assert with_host < without
     task = small_task(memory_bytes=with_host)
-    *_, seen = explore([task], space.strategies(task))
+    *_, seen = explore([task], space.branches(task))
     (text,) = [text for text in remedies(task, space, seen) if "host memory" in text]
     amount = float(text.split()[0]) * 1e9
     assert fits(small_task(memory_bytes=with_host, host_bytes=amount), space)
@@ -57,6 +57,6 @@ def test_host_memory_helps_a_policy() -> None:
 
 def test_only_device_memory_helps_where_there_is_next_to_none() -> None:
     task = small_task(memory_bytes=1e3)
-    *_, seen = explore([task], SPACE.strategies(task))
+    *_, seen = explore([task], SPACE.branches(task))
     (text,) = remedies(task, SPACE, seen)
     assert "GB of device memory" in text

@@ -2,10 +2,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
+from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.search.case import Task, cluster_of
-from bytescale_ext.plan.search.space import Space, balanced_stages, capacities, expert_sizes, tensor_sizes, with_budgets
+from bytescale_ext.plan.search.explore import Exploration, fitting_cases
+from bytescale_ext.plan.search.space import (
+    Space,
+    balanced_stages,
+    capacities,
+    expert_sizes,
+    slowest_stage,
+    tensor_sizes,
+    with_budgets,
+)
 from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy, parse_strategy
-from tests.plan.search.tasks import COST, SHAPE, SPARSE, small_task
+from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
 
 TASK = small_task()
 
@@ -22,13 +35,13 @@ def test_every_strategy_is_valid_and_none_comes_twice() -> None:
         assert len({getattr(one, name) for one in found}) > (name == "loss_tokens") * 0 + (name != "loss_tokens"), name
 
 
-def test_slices_come_with_and_without_a_policy() -> None:
-    """Virtual stages come without one only."""
+def test_slices_and_virtual_stages_come_with_and_without_a_policy() -> None:
     pipelines = list(Space((1,), (2,), (2048,)).strategies(TASK))
     priced = [one for one in pipelines if one.activations == PRICED]
     assert {one.chooses_slices for one in priced} == {one.chooses_slices for one in pipelines} == {True, False}
     assert all(one.device_gb is not None for one in priced)
-    assert {one.chunks for one in priced} == {1} < {one.chunks for one in pipelines}
+    assert {one.chunks for one in priced} == {one.chunks for one in pipelines} == {1, 3}
+    assert not any(one.chooses_slices for one in pipelines if one.chunks > 1)
     whole = Space((1,), (2,), (2048,), (PRICED,), ("whole",)).strategies(TASK)
     assert not any(one.chooses_slices for one in whole)
 
@@ -93,3 +106,26 @@ def test_ranks_that_share_experts_divide_both() -> None:
     found = list(Space(tensor_parallel=(1,), stages=(2,), tokens_per_rank=(1024,)).strategies(sparse))
     assert {one.expert_parallel for one in found} == {1, 2, 4}
     assert {one.expert_parallel for one in Space(stages=(1,), expert_parallel=(4,)).strategies(sparse)} == {4}
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SPARSE])
+def test_no_strategy_undercuts_the_bound_of_its_branch(shape: ModelShape) -> None:
+    task = replace(TASK, cost=replace(COST, shape=shape, head_forward=2e-6), steps=(STEPS[0][:4], STEPS[1][4:]))
+    task = replace(task, devices=replace(task.devices, count=4))
+    work = [(float(sum(step)), float(sum(length**2 for length in step))) for step in task.steps]
+    space, ratios = Space(tokens_per_rank=(2048,), pipelines=("whole", "virtual")), []
+    for branch in space.branches(task):
+        bound = branch.least_seconds(task, work)
+        for case in fitting_cases(task, branch.strategies, Exploration()):
+            ratios.append(bound / np.mean([case.run(step).seconds for step in task.steps]))
+            assert case.strategy.num_stages == branch.mesh.num_stages
+    assert 0.5 < max(ratios) <= 1.0
+
+
+def test_the_slowest_of_the_best_stages() -> None:
+    """All ways to lay six layers on three stages, of which the last also has the head."""
+    for head in (0.0, 1.5, 4.0):
+        ways = [(one, two, 6 - one - two) for one in range(1, 5) for two in range(1, 6 - one)]
+        every = [max(one * 2.0, two * 2.0, three * 2.0 + head) for one, two, three in ways]
+        assert slowest_stage(6, 3, 2.0, head) == min(every)
+    assert slowest_stage(6, 1, 2.0, 1.5) == 13.5

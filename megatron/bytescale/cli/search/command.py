@@ -19,7 +19,7 @@ from bytescale_ext.plan.search.case import Devices, Task
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.explore import Exploration, Scored, explore, in_sizes
 from bytescale_ext.plan.search.remedies import remedies
-from bytescale_ext.plan.search.space import Space
+from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.strategy import Strategy
 from megatron.bytescale.arguments.operators import operators_of_flags
 from megatron.bytescale.cli.activations import shape_of_flags
@@ -116,8 +116,9 @@ def run(args: argparse.Namespace) -> int:
     if args.explain is not None:
         return explain(args, tasks)
     space = Space()
-    seen = watched(tasks, space.strategies(tasks[0]), max(args.best, args.verify or 0), sys.stderr.isatty())
-    if not seen.fitting + seen.unfit.total():
+    best = max(args.best, args.verify or 0)
+    seen = watched(tasks, space.branches(tasks[0]), best, sys.stderr.isatty(), opens_all=args.plot is not None)
+    if not seen.branches:
         raise ValueError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes "
             f"and stages leave of --gpus {args.gpus}: change one of them"
@@ -132,8 +133,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(args, task, seen)
     if args.json:
-        counts = {"unfit": dict(seen.unfit), "fitting": seen.fitting, "bounded": seen.bounded,
-                  "replayed": seen.replayed, "steps_run": seen.steps_run}  # fmt: skip
+        counts = {"branches": seen.branches, "closed": len(seen.closed), "unfit": dict(seen.unfit),
+                  "fitting": seen.fitting, "bounded": seen.bounded, "replayed": seen.replayed,
+                  "steps_run": seen.steps_run}  # fmt: skip
         found = {"strategies": [asdict(row) for row in rows], "counts": counts}
         print(json.dumps(found | verification(args, task, seen)))
         return 0
@@ -257,8 +259,10 @@ def draw_steps(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(draw_pieces(lengths, args.context, number, seed)) for seed in seeds)
 
 
-def watched(tasks: Sequence[Task], strategies: Iterable[Strategy], best: int, shows: bool) -> Exploration:
-    """Search with a progress bar on standard error; Ctrl-C ends it with what was found so far."""
+def watched(
+    tasks: Sequence[Task], branches: Iterable[Branch], best: int, shows: bool, opens_all: bool = False
+) -> Exploration:
+    """Search with a progress bar on standard error; Ctrl-C ends it with what was found so far. See ``explore``."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -267,7 +271,7 @@ def watched(tasks: Sequence[Task], strategies: Iterable[Strategy], best: int, sh
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
         line = bar.add_task("", total=best)
         try:
-            for seen in explore(tasks, strategies, best):
+            for seen in explore(tasks, branches, best, opens_all):
                 text = f"{len(seen.found)} of {best} found, {seen.steps_run} steps replayed"
                 bar.update(line, completed=len(seen.found), description=text)
         except KeyboardInterrupt:
@@ -288,22 +292,25 @@ def write_script(args: argparse.Namespace, one: Scored, row: Row) -> None:
     args.output.chmod(0o755)
 
 
-def values_of(flag: str, tasks: list[Task]) -> dict[str, tuple[list[Task], list[Strategy]]]:
-    """Return the tasks and the strategies with each value of a flag."""
-    strategies = list(Space().strategies(tasks[0]))
+def values_of(flag: str, tasks: list[Task]) -> dict[str, tuple[list[Task], list[Branch]]]:
+    """Return the tasks and the strategies with each value of a flag, in branches."""
     if flag == BATCH:
-        return {str(task.batch): ([task], strategies) for task in tasks}
-    groups: dict[str, tuple[list[Task], list[Strategy]]] = {}
-    for strategy in strategies:
-        groups.setdefault(CHOICES[flag](strategy), (tasks, []))[1].append(strategy)
+        return {str(task.batch): ([task], list(Space().branches(task))) for task in tasks}
+    groups: dict[str, tuple[list[Task], list[Branch]]] = {}
+    for branch in Space().branches(tasks[0]):
+        of_value: dict[str, list[Strategy]] = {}
+        for strategy in branch.strategies:
+            of_value.setdefault(CHOICES[flag](strategy), []).append(strategy)
+        for value, strategies in of_value.items():
+            groups.setdefault(value, (tasks, []))[1].append(Branch(branch.mesh, strategies))
     return groups
 
 
 def explain(args: argparse.Namespace, tasks: list[Task]) -> int:
     """Print the fastest strategy with each value of one flag. Raises ValueError where nothing fits with any value."""
     found: dict[str, Scored] = {}
-    for value, (of_value, strategies) in values_of(args.explain, tasks).items():
-        seen = watched(of_value, strategies, 1, sys.stderr.isatty())
+    for value, (of_value, branches) in values_of(args.explain, tasks).items():
+        seen = watched(of_value, branches, 1, sys.stderr.isatty())
         if seen.found:
             found[value] = seen.found[0]
         elif not args.json:

@@ -114,6 +114,7 @@ def counts_text(seen: Exploration) -> str:
     num_unfit = seen.unfit.total()
     unfit = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(seen.unfit.items()))
     return (
-        f"{seen.fitting + num_unfit:,} strategies: {num_unfit:,} do not fit ({unfit or 'none'}), {seen.bounded:,} were "
-        f"bounded, {seen.replayed:,} planned and replayed, in {seen.steps_run:,} steps"
+        f"{seen.branches - len(seen.closed):,} of {seen.branches:,} branches (tensor parallelism, stages, C, experts) "
+        f"were opened, with {seen.fitting + num_unfit:,} strategies: {num_unfit:,} do not fit ({unfit or 'none'}), "
+        f"{seen.bounded:,} were bounded, {seen.replayed:,} planned and replayed, in {seen.steps_run:,} steps"
     )

@@ -53,7 +53,8 @@ def test_the_table_lines_up() -> None:
 
 
 def test_counts() -> None:
-    seen = Exploration(fitting=4, bounded=3, replayed=2, steps_run=5)
-    assert counts_text(seen).startswith("4 strategies: 0 do not fit (none), 3 were bounded, 2 planned")
+    seen = Exploration(branches=7, fitting=4, bounded=3, replayed=2, steps_run=5)
+    assert counts_text(seen).startswith("7 of 7 branches")
+    assert "with 4 strategies: 0 do not fit (none), 3 were bounded, 2 planned" in counts_text(seen)
     seen.unfit["device memory"] = 2
     assert "6 strategies: 2 do not fit (2 for device memory)" in counts_text(seen)
