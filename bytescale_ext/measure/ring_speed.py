@@ -19,6 +19,7 @@ from bytescale_ext.parallel.p2p import RingComm
 MESSAGE_BYTES: Final = 1 << 23
 """Size of one message: 8K tokens of a layer with few key heads, and large enough to saturate a network."""
 REPEATS: Final = 8
+_NUMBER_BYTES = 4
 START_SECONDS: Final = 120.0
 
 
@@ -59,34 +60,41 @@ def bytes_per_second_of_nodes(
     return float(slowest[0]), float(slowest[1])
 
 
-def gathered_seconds_per_byte(group: dist.ProcessGroup, device: torch.device, num_bytes: int = MESSAGE_BYTES) -> float:
-    """Return the seconds for each byte that a rank receives when all gather: the best of several tries.
+def collective_seconds_per_byte(
+    group: dist.ProcessGroup, device: torch.device, num_bytes: int = MESSAGE_BYTES
+) -> float:
+    """Return the seconds for each byte that a rank receives in collectives: the best of several tries.
 
+    It is the mean of a gather and of a reduction that scatters, of which tensor parallelism has equally many.
     Collective over all processes, each with its own ``group`` of two or more. All get the time of the slowest.
     """
     size = dist.get_world_size(group)
     received_bytes = num_bytes // size * (size - 1)
-    return _gather_seconds(group, device, num_bytes // size) / received_bytes
+    return _mean_seconds(group, device, num_bytes // size) / received_bytes
 
 
-def gather_latency(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds in which ranks gather a byte of each, as ``gathered_seconds_per_byte`` measures them."""
-    return _gather_seconds(group, device, 1)
+def collective_latency(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds of such a collective with one number of each rank."""
+    return _mean_seconds(group, device, _NUMBER_BYTES)
 
 
-def _gather_seconds(group: dist.ProcessGroup, device: torch.device, own_bytes: int) -> float:
-    """Return the seconds in which ranks gather so many bytes of each: the best of several tries, of the slowest."""
-    size = dist.get_world_size(group)
-    sent = torch.zeros(own_bytes, dtype=torch.uint8, device=device)
-    received = torch.empty(size * own_bytes, dtype=torch.uint8, device=device)
-    fastest = float("inf")
+def _mean_seconds(group: dist.ProcessGroup, device: torch.device, own_bytes: int) -> float:
+    """Return the mean of a gather and a reduction, so many bytes of each rank: the best tries, of the slowest rank."""
+    own = torch.zeros(own_bytes // _NUMBER_BYTES, device=device)
+    every = torch.zeros(dist.get_world_size(group) * len(own), device=device)
+    fastest = [float("inf")] * 2
+    collectives = (
+        lambda: dist.all_gather_into_tensor(every, own, group=group),
+        lambda: dist.reduce_scatter_tensor(own, every, group=group),
+    )
     for _ in range(REPEATS):
-        begun = time.perf_counter()
-        dist.all_gather_into_tensor(received, sent, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        fastest = min(fastest, time.perf_counter() - begun)
-    slowest = torch.tensor(fastest, device=device)
+        for number, collective in enumerate(collectives):
+            begun = time.perf_counter()
+            collective()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            fastest[number] = min(fastest[number], time.perf_counter() - begun)
+    slowest = torch.tensor(sum(fastest) / 2, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 

@@ -13,9 +13,9 @@ from bytescale_ext.measure.ring_speed import (
     REPEATS,
     bytes_per_second_of_nodes,
     bytes_per_second_of_two_processes,
+    collective_latency,
+    collective_seconds_per_byte,
     exchanged_bytes_per_second,
-    gather_latency,
-    gathered_seconds_per_byte,
 )
 from bytescale_ext.parallel.p2p import RingComm
 from tests.harness import run_ranks
@@ -48,16 +48,16 @@ def test_all_ranks_agree_on_the_rates_of_nodes() -> None:
     assert {sent for _, sent in found} == {2 * REPEATS << 12}
 
 
-def gather(rank: int, world: int) -> tuple[float, float]:
+def collectives(rank: int, world: int) -> tuple[float, float]:
     device = torch.device("cpu")
-    return gathered_seconds_per_byte(dist.group.WORLD, device, num_bytes=1 << 12), gather_latency(
+    return collective_seconds_per_byte(dist.group.WORLD, device, num_bytes=1 << 12), collective_latency(
         dist.group.WORLD, device
     )
 
 
 @pytest.mark.ranks
-def test_all_ranks_agree_on_the_time_of_a_gather() -> None:
-    first, second = run_ranks(gather, 2)
+def test_all_ranks_agree_on_the_time_of_collectives() -> None:
+    first, second = run_ranks(collectives, 2)
     assert first == second
     assert all(0 < seconds < 1.0 for seconds in first)
 

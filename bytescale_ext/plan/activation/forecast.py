@@ -103,7 +103,8 @@ class DeviceNeed:
     pass of a planned layer, that layer is whole, and so is the layer that is being read back, but for what is rebuilt
     because it is cheap. Gradients take additional memory, or, before them, the rebuilt rows of a tensor, which are
     copied into it. In slices all layers also hold keys and sums of their gradients, and experts hold what no policy
-    moves, until their own backward pass; swapped keys are on the device in two layers.
+    moves, until their own backward pass; the last stage holds what is behind its layers; swapped keys are on the device
+    in two layers.
 
     Attributes:
         peaks: (bytes, layers) of each.
@@ -125,7 +126,8 @@ class DeviceNeed:
             share, times = moment.running / load.num_tokens, moment.tokens / load.num_tokens
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
-            always = (times - share) * resident * layer + load.num_layers * moment.bytes + moment.read
+            held = load.num_layers * moment.bytes + moment.read + moment.behind
+            always = (times - share) * resident * layer + held
             in_experts = moment.running * load.expert_working_bytes
             at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)
             peaks.append((always + at_loss, max(0.0, times * planned - share * on_its_way)))

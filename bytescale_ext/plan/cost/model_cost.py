@@ -68,6 +68,11 @@ class ModelCost:
     latency: float = 0.0
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return not self.device.startswith("CPU")
+
+    @property
     def element_bytes(self) -> int:
         """Bytes of one element of a parameter or an activation."""
         return 4 if self.dtype == "float32" else 2

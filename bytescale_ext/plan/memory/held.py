@@ -8,7 +8,7 @@ backward pass (``attention/slices.py``). The order of work alone decides what is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -43,6 +43,7 @@ class Held:
             [3, p, num_ranks].
         host_keys: tokens whose keys are in host memory.
         most_tokens: of a rank's longest slice.
+        waiting_tokens: of other slices whose loss waits on the last stage for their backward pass.
     """
 
     tokens: Floats
@@ -51,6 +52,7 @@ class Held:
     parts: Floats
     host_keys: Floats
     most_tokens: float
+    waiting_tokens: float
 
     def host_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of host memory of the device that swaps most keys."""
@@ -58,17 +60,21 @@ class Held:
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the device that takes most, on stages of this memory."""
-        return memory.running(self.most_tokens).most_bytes(self.layer_bytes.max(axis=1).tolist())
+        working = replace(memory, working_bytes=self.working_bytes(memory))
+        return working.most_bytes(self.layer_bytes.max(axis=1).tolist())
+
+    def working_bytes(self, memory: StageMemory) -> tuple[float, ...]:
+        """Return what passes take on each stage, and on the last one what is behind the layers."""
+        *others, last = memory.running(self.most_tokens).working_bytes
+        return (*others, last + self.waiting_tokens * memory.layer.head)
 
     def device_parts(self, memory: StageMemory) -> DeviceParts:
         """Return what the bytes of the device that takes most are."""
-        ranks, memory = self.layer_bytes.argmax(axis=1), memory.running(self.most_tokens)
+        ranks, working = self.layer_bytes.argmax(axis=1), self.working_bytes(memory)
         parts = self.parts * np.array(memory.num_layers)[:, None]
         of_stages = [
             DeviceParts(*parts[:, stage, rank].tolist(), *ends)
-            for stage, (rank, *ends) in enumerate(
-                zip(ranks.tolist(), memory.state_bytes, memory.working_bytes, strict=True)
-            )
+            for stage, (rank, *ends) in enumerate(zip(ranks.tolist(), memory.state_bytes, working, strict=True))
         ]
         return max(of_stages, key=lambda parts: parts.total)
 
@@ -82,7 +88,7 @@ class DeviceParts:
         keys: kept of other ranks, or read back from host memory.
         sums: of key gradients.
         states: parameters, gradients, optimizer states.
-        working: gradients of a layer, or logits.
+        working: gradients of a layer, or logits, and the logits of other slices.
     """
 
     activations: float
@@ -119,6 +125,7 @@ class _Slices:
     def of(cls, table: ShardTable, cost: CostModel, slicing: Slicing) -> _Slices:
         lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
         cut = SliceShares.of(cost, lengths, widths, slicing)
+        shares = np.where((widths == 1)[:, None], local_shares(table, cost, slicing.num_slices), cut.tokens)
         cells = (table.rows[:, None] * slicing.num_slices + np.arange(slicing.num_slices)).ravel()
         of_others = np.where(cut.kept & (widths > 1), lengths - table.tokens, 0.0)
         wholes = (
@@ -128,7 +135,7 @@ class _Slices:
             table.tokens * cut.swapped,
             lengths * cut.swapped,
         )
-        of_slices = [(whole[:, None] * cut.tokens).ravel() for whole in wholes]
+        of_slices = [(whole[:, None] * shares).ravel() for whole in wholes]
         num_cells = table.num_rows * slicing.num_slices
         return cls(*(np.bincount(cells, weights=tokens, minlength=num_cells) for tokens in of_slices))
 
@@ -166,6 +173,7 @@ def held(
     summed, read = slices.summed(slicing.num_slices), slices.read(slicing.num_slices)
     rows = slices.own if memory.rows_multiple == 1 else padded_rows(slices.own, memory.rows_multiple)
     found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
+    most_tokens, with_loss = float(rows.max(initial=0.0)), 0.0
     last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
     for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks):
         if stages is not None and stage not in stages:
@@ -182,8 +190,31 @@ def held(
         peak = of_parts.sum(axis=0).argmax(axis=1)
         parts[:, stage, ranks] = np.take_along_axis(of_parts, peak[None, :, None], axis=2)[:, :, 0]
         found[3, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
+        if stage == num_stages - 1 and slicing.num_slices > 1:
+            waiting = np.cumsum(rows[units] * (forward - backward), axis=1) / num_chunks
+            with_loss = max(with_loss, float(waiting.max()))
     tokens, kept_keys, host_keys, layer_bytes = found
-    return Held(tokens, kept_keys, layer_bytes, parts, host_keys, float(rows.max(initial=0.0)))
+    waiting_tokens = max(0.0, with_loss - most_tokens)
+    return Held(tokens, kept_keys, layer_bytes, parts, host_keys, most_tokens, waiting_tokens)
+
+
+def local_shares(table: ShardTable, cost: CostModel, num_slices: int) -> Floats:
+    """Return the shares of each shard's tokens in the slices of its micro-batch, as if it was on one rank: [n, k].
+
+    The documents of a micro-batch that are on one rank are laid end to end and cut together into slices of equal cost
+    (``schedule/document_slices.py``), so the first slices have more tokens of a long document. What is of rings here
+    has no meaning.
+    """
+    lengths, is_local = table.lengths.astype(np.float64), table.widths == 1
+    work = np.where(is_local, cost.a * cost.squares(lengths) + cost.b * lengths, 0.0)
+    in_order = np.argsort(table.rows, kind="stable")
+    begins, totals = np.zeros(len(work)), np.bincount(table.rows, weights=work, minlength=table.num_rows)
+    begins[in_order] = np.cumsum(work[in_order]) - work[in_order]
+    begins -= (np.cumsum(totals) - totals)[table.rows]
+    targets = totals[table.rows][:, None] * np.arange(1, num_slices) / num_slices
+    shares = np.clip((targets - begins[:, None]) / np.maximum(work, 1e-300)[:, None], 0.0, 1.0)
+    ends = cost.end_of_share(lengths[:, None], shares, np.ones((len(lengths), 1))) / lengths[:, None]
+    return np.diff(ends, axis=1, prepend=0.0, append=1.0)
 
 
 def padded_rows(tokens: Floats, rows_multiple: int) -> Floats:
@@ -216,7 +247,7 @@ def held_slices(
         stage: the stage.
         lengths: tokens of each slice on this rank.
         kept_tokens: of other ranks, whose keys each micro-batch keeps; slices add them in proportion to their tokens.
-        layer: bytes of a token's key and value, and of the sums of their gradients.
+        layer: bytes of a token's key and value, and of the sums of their gradients; ``head`` on the last stage alone.
         is_swapped: the keys are in host memory, but for two layers.
     """
     others = 1.0 + kept_tokens / sum(lengths)
@@ -235,7 +266,8 @@ def held_slices(
         of_keys = share * others * layer.keys * tokens
         on_device, in_host = (0.0, of_keys) if is_swapped else (of_keys, 0.0)
         held_bytes, read = on_device + share * max(before, of_sums), 2 * others * attended * is_swapped
-        found.add(HeldSlices(lengths[index], share * tokens, held_bytes, copies * attended, read, in_host))
+        head = layer.head * max(0.0, share * tokens - lengths[index])
+        found.add(HeldSlices(lengths[index], share * tokens, held_bytes, copies * attended, read, in_host, head))
         tokens -= lengths[index]
     return tuple(sorted(found, key=astuple))
 

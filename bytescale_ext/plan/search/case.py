@@ -144,7 +144,7 @@ class Case:
     def of(cls, task: Task, strategy: Strategy) -> Case:
         """Return the case of a strategy. Raises Unfit where ranks, documents or memory do not suffice."""
         cluster = cluster_of(task, strategy)
-        cost = strategy_cost(task.cost, strategy, cluster)
+        cost = strategy_cost(task.cost, strategy, cluster, task.operators)
         memory, keeps_all = memory_of(cost, strategy, cluster), strategy.activations == KEEP
         if strategy.activations == PRICED and not strategy.chooses_slices:
             whole = _priced(task, strategy, cost, memory).under_policy()
@@ -296,9 +296,12 @@ def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMem
     Under ``BLOCK`` it is that of the layers that keep their activations.
     """
     element = cost.element_bytes
-    memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens)
+    memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens, sequence_parallel=True)
+    if strategy.chunks > 1:
+        memory = memory.with_virtual_stages()
     if strategy.activations == FULL:
-        memory = memory.recomputing(memory.recomputed_bytes(cost.recompute_bytes), cluster.tokens_per_rank)
+        kept = memory.recomputed_bytes(cost.recompute_bytes, strategy.chooses_slices)
+        memory = memory.recomputing(kept, cluster.tokens_per_rank)
     sharing = element, cluster.num_ranks, strategy.shares_optimizer
     return replace(memory, state_bytes=tuple(each.state_bytes(*sharing) for each in parameters_of(cost, strategy)))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, COLLECTIVES_OF_A_LAYER
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
@@ -18,15 +20,22 @@ from bytescale_ext.plan.cost.model_shape import (
 from bytescale_ext.plan.search.strategy import FULL, Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 
+GATHERED_AGAIN: Final = 2
+"""Gathers of a layer's inputs that its backward pass repeats for the gradients of weights (Korthikanti et al. 2022,
+section 4.2.2); on GPUs they hide behind the other products."""
 
-def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> ModelCost:
+
+def scaled_cost(
+    cost: ModelCost, shape: ModelShape, tensor_parallel: int, operators: LayerOperators = FUSED
+) -> ModelCost:
     """Return the cost of a model on the device of ``cost``, with this number of tensor-parallel ranks.
 
     Work grows with its FLOPs, exchange with the bytes of keys, and memory with the bytes of ``layer_tensors`` under
     sequence parallelism. Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et
     al. 2022, section 4.2.2), as long for each byte as the cost says, or as ``COLLECTIVE_BYTES_PER_SECOND``, and each
-    of them ``latency`` besides. Launches of a layer cost what they did. The model and the ranks of ``cost`` give
-    ``cost`` itself.
+    of them ``latency`` besides. On CPU ranks the gathers that a backward pass repeats (``GATHERED_AGAIN``) hide behind
+    nothing. Launches of a layer cost what they did. The model and the ranks of ``cost`` give
+    ``cost`` itself. ``operators``: of a layer, both of which ``cost`` is and of the result.
     """
     if (shape, tensor_parallel) == (cost.shape, cost.tensor_parallel):
         return cost
@@ -34,25 +43,26 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
 
     def sizes(of: ModelShape, ranks: int) -> tuple[float, float, float, float]:
         """Return linear FLOPs of a layer, attention, keys and activations of a token on one rank."""
-        tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, 2, ranks, ranks > 1))
-        tensors += expert_bytes(of, 2, ranks)
+        how = cost.element_bytes, ranks
+        tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, *how, ranks > 1, operators))
+        tensors += expert_bytes(of, *how)
         attention, keys = of.num_heads * of.head_dim / ranks, key_value_numbers(of, ranks)
         return layer_flops_per_token(of) / ranks, attention, keys, tensors
 
     old, new = sizes(cost.shape, cost.tensor_parallel), sizes(shape, tensor_parallel)
     linear, attention, keys, kept = (after / before for after, before in zip(new, old, strict=True))
     element = cost.element_bytes
-    waited = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, cost.tensor_parallel, element) * cost.collective
-    waits = COLLECTIVES_OF_A_LAYER * received_bytes(shape, tensor_parallel, element) * collective
-    more = COLLECTIVES_OF_A_LAYER * cost.latency * ((tensor_parallel > 1) - (cost.tensor_parallel > 1))
+    waited = received_bytes(cost.shape, cost.tensor_parallel, element) * cost.collective
+    waits = received_bytes(shape, tensor_parallel, element) * collective
+    more = cost.latency * ((tensor_parallel > 1) - (cost.tensor_parallel > 1))
 
     expansions = [expansion_flops(*of) / of[1] for of in ((cost.shape, cost.tensor_parallel), (shape, tensor_parallel))]
     expanded = expansions[1] / expansions[0] if expansions[0] else 0.0
 
-    def of_pass(one: CostModel) -> CostModel:
-        products, launches = max(0.0, one.b - waited) * linear, max(0.0, one.g + more)
+    def of_pass(one: CostModel, collectives: int) -> CostModel:
+        products, launches = max(0.0, one.b - collectives * waited) * linear, max(0.0, one.g + collectives * more)
         moved = replace(one, c=one.c * keys, h=one.h * keys, e=one.e * expanded)
-        return replace(moved, a=one.a * attention, b=products + waits, g=launches)
+        return replace(moved, a=one.a * attention, b=products + collectives * waits, g=launches)
 
     fewer = cost.tensor_parallel / tensor_parallel
     head = shape.hidden * shape.vocab / (cost.shape.hidden * cost.shape.vocab) * fewer
@@ -60,8 +70,8 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
         cost,
         shape=shape,
         tensor_parallel=tensor_parallel,
-        forward=of_pass(cost.forward),
-        backward=of_pass(cost.backward),
+        forward=of_pass(cost.forward, COLLECTIVES_OF_A_LAYER),
+        backward=of_pass(cost.backward, COLLECTIVES_OF_A_LAYER + (0 if cost.on_cuda else GATHERED_AGAIN)),
         head_forward=cost.head_forward * head,
         head_backward=cost.head_backward * head,
         layer_bytes=cost.layer_bytes * kept,
@@ -70,7 +80,9 @@ def scaled_cost(cost: ModelCost, shape: ModelShape, tensor_parallel: int) -> Mod
     )
 
 
-def strategy_cost(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> ModelCost:
+def strategy_cost(
+    cost: ModelCost, strategy: Strategy, cluster: Cluster, operators: LayerOperators = FUSED
+) -> ModelCost:
     """Return the cost of a model under a strategy, from its cost on any number of tensor-parallel ranks.
 
     Ranks that share experts exchange tokens in both passes, and budgets assume that experts get ``EXPERT_LOAD`` times
@@ -78,7 +90,7 @@ def strategy_cost(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> Mode
     output layer again. What the policy ``priced`` and the recompute of some layers take is not in it (``Case.of``), nor
     is what layers keep.
     """
-    cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel)
+    cost = scaled_cost(cost, cost.shape, strategy.tensor_parallel, operators)
     if strategy.expert_parallel > 1:
         seconds, element = exchange_seconds(cost, strategy.expert_parallel, cluster), cost.element_bytes
         loads = [expert_bytes(cost.shape, element, cost.tensor_parallel, load) for load in (EXPERT_LOAD, 1.0)]

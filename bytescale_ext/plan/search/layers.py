@@ -84,7 +84,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
         strategy: its micro-batches run whole.
         device_bytes: of a device.
     """
-    choices = Choice(cost.layer_bytes, 0.0), Choice(memory.recomputed_bytes(cost.recompute_bytes), cost.forward.b)
+    choices = Choice(cost.layer_bytes, 0.0), Choice(cost.recompute_bytes, cost.forward.b)
     again = memory.recomputing(choices[1].bytes, strategy.tokens_per_rank)
     most = 0
     for stage, (layers, tokens) in enumerate(zip(memory.num_layers, tokens_in_flight(strategy), strict=True)):
@@ -100,7 +100,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
 
 def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> float:
     """Return the most bytes of a device that runs full micro-batches whole; see ``fewest_recomputed``."""
-    kept, again, layer_bytes = cost.layer_bytes, memory.recomputed_bytes(cost.recompute_bytes), []
+    kept, again, layer_bytes = cost.layer_bytes, cost.recompute_bytes, []
     for layers, tokens in zip(memory.num_layers, tokens_in_flight(strategy), strict=True):
         share = min(layers, strategy.recomputed_layers) / layers
         layer_bytes.append(tokens * (share * again + (1 - share) * kept))

@@ -24,7 +24,7 @@ from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
-from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, head_bytes
 from bytescale_ext.plan.schedule.actions import SliceSchedule, num_warm_up, seq1f1b_schedule, slice_group_size
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.search.strategy import Strategy
@@ -134,6 +134,9 @@ class PricedStages:
         if slicing.num_slices == 1:  # a micro-batch holds its keys as activations
             return held_slices(schedule, stage, [cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
         layer = LayerBytes.of(cost.shape, cost.tensor_parallel, cost.element_bytes)
+        if stage == num_stages - 1:
+            is_chunked = self.strategy.loss_tokens is not None
+            layer = replace(layer, head=head_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes, is_chunked))
         tokens = [cluster.tokens_per_rank * length / sum(lengths) for length in lengths]
         others = min(slicing.kept_tokens, self.context) * (1 - 1 / cluster.num_ranks)
         return held_slices(schedule, stage, tokens, others, layer)

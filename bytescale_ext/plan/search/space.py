@@ -54,7 +54,7 @@ class Branch:
             work: tokens, and the sum of the squares of the lengths, of each step.
         """
         mesh, cluster = self.mesh, cluster_of(task, self.mesh)
-        cost = strategy_cost(task.cost, mesh, cluster)
+        cost = strategy_cost(task.cost, mesh, cluster, task.operators)
         layer, head = (sum(stage.both.work(*step) for step in work) for stage in (cost.stage(1), cost.stage(0, True)))
         slowest = slowest_stage(cost.shape.num_layers, mesh.num_stages, layer, head)
         (whole,) = parameters_of(cost, replace(mesh, stage_layers=(cost.shape.num_layers,)))
@@ -147,7 +147,7 @@ class Space:
 def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
     """Yield the strategy that computes no more layers again than it must, if those are some and not all."""
     kept, cluster = replace(strategy, activations=KEEP), cluster_of(task, strategy)
-    cost = strategy_cost(task.cost, kept, cluster)
+    cost = strategy_cost(task.cost, kept, cluster, task.operators)
     number = fewest_recomputed(cost, memory_of(cost, kept, cluster), kept, task.devices.memory_bytes)
     if number is not None and 0 < number < max(kept.stage_layers):
         yield replace(kept, activations=BLOCK, recomputed_layers=number)
@@ -185,7 +185,7 @@ def with_budgets(task: Task, strategy: Strategy) -> Strategy:
     if not (strategy.chooses_slices or strategy.activations == PRICED):
         return strategy
     cluster = cluster_of(task, strategy)
-    memory = memory_of(strategy_cost(task.cost, strategy, cluster), strategy, cluster)
+    memory = memory_of(strategy_cost(task.cost, strategy, cluster, task.operators), strategy, cluster)
     left = task.devices.memory_bytes - max(memory.state_bytes)
     host_gb = math.floor(task.devices.host_bytes / 1e6) / 1e3
     return replace(strategy, device_gb=max(0.0, math.floor(left / 1e6) / 1e3), host_gb=host_gb)
@@ -201,7 +201,7 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     if strategy.activations == PRICED:
         strategy = replace(strategy, activations=FULL)
     cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
-    cost = strategy_cost(task.cost, strategy, cluster)
+    cost = strategy_cost(task.cost, strategy, cluster, task.operators)
     lengths = np.array([length for step in task.steps for length in step], dtype=np.float64)
     layer = float(cost.stage(1).both.sequence_cost(lengths, np.ones_like(lengths)).sum())
     head = float((cost.head_forward + cost.head_backward) * lengths.sum())

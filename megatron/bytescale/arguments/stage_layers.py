@@ -15,7 +15,7 @@ from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, Laye
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.evaluate.policy_choice import policy_slicings
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
-from bytescale_ext.plan.memory.stage_memory import LayerBytes
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, head_bytes
 from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
 from megatron.bytescale.arguments.operators import operators_of
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
@@ -81,7 +81,10 @@ def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...
     if len(slices) == 1:  # a micro-batch holds its keys as activations
         return held_slices(schedule, stage, [run.cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
     lengths = [run.cluster.tokens_per_rank * tokens / sum(slices) for tokens in slices]
-    layer = LayerBytes.of(run.shape, run.process.tensor_parallel, args.params_dtype.itemsize)
+    sizes = run.shape, run.process.tensor_parallel, args.params_dtype.itemsize
+    layer = LayerBytes.of(*sizes)
+    if stage == num_stages - 1:
+        layer = replace(layer, head=head_bytes(*sizes, chunked_loss=run.find(LossChunks) is not None))
     on_device, in_host = (min(most, args.seq_length) for most in (slicing.kept_tokens, slicing.swapped_tokens))
     found = held_slices(schedule, stage, lengths, on_device * others, layer)
     if in_host > on_device:

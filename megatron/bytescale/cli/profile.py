@@ -218,7 +218,7 @@ def collective_seconds(subject: Subject) -> tuple[float, float]:
         group, _ = torch.distributed.new_subgroups(node)
     else:
         return 0.0, 0.0
-    return ring_speed.gathered_seconds_per_byte(group, device), ring_speed.gather_latency(group, device)
+    return ring_speed.collective_seconds_per_byte(group, device), ring_speed.collective_latency(group, device)
 
 
 def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:

@@ -256,13 +256,15 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     how = element, cost.tensor_parallel, args.sequence_parallel, operators_of(args, run.process.on_cuda, element)
     tensors = [one.bytes_per_token for one in layer_tensors(run.shape, *how)]
     if run.cost is None:
-        of_experts = expert_bytes(run.shape, element, cost.tensor_parallel, expert_load(args))
-        cost = replace(cost, layer_bytes=sum(tensors) + of_experts)
-    memory = StageMemory.of(cost, run.stage_layers, run.cluster, element, args.chunked_cross_entropy)
+        cost = replace(cost, layer_bytes=sum(tensors) + expert_bytes(run.shape, *how[:2], expert_load(args)))
+    in_loss = args.chunked_cross_entropy
+    memory = StageMemory.of(cost, run.stage_layers, run.cluster, element, in_loss, args.sequence_parallel)
     memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
+    memory = memory.with_virtual_stages() if args.virtual_pipeline_model_parallel_size else memory
     if args.recompute_granularity != "full" or args.recompute_method == "block":
         return memory
-    return memory.recomputing(memory.recomputed_bytes(tensors[0]), run.cluster.tokens_per_rank)
+    kept = memory.recomputed_bytes(tensors[0], sliced=args.seq1f1b_slices not in (None, 1))
+    return memory.recomputing(kept, run.cluster.tokens_per_rank)
 
 
 def _affordable_tokens(args: Any, run: RunConfig) -> int:

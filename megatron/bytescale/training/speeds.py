@@ -14,7 +14,7 @@ from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels.table import Kernel, choose_kernel
 from bytescale_ext.config.memory.activations import ActivationConfig
-from bytescale_ext.measure.ring_speed import gathered_seconds_per_byte
+from bytescale_ext.measure.ring_speed import collective_seconds_per_byte
 from bytescale_ext.measure.speeds import (
     BUDGET_SECONDS,
     Rates,
@@ -93,7 +93,7 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
         return (1.0 / per_byte if per_byte else 0.0), None, 0.0
     collective = 0.0
     if ranks > 1:
-        collective = gathered_seconds_per_byte(parallel_state.get_tensor_model_parallel_group(), device)
+        collective = collective_seconds_per_byte(parallel_state.get_tensor_model_parallel_group(), device)
     rates = rates_of(shape, ranks, lengths, (found[: len(found) // 2], found[len(found) // 2 :]))
     return (1.0 / per_byte if per_byte else 0.0), rates, collective
 

@@ -56,7 +56,7 @@ def seconds(plan: StepPlan) -> float:
 def gigabytes(plan: StepPlan) -> float:
     assert plan.slicing is not None
     most = held(ShardTable.of(plan), plan.slicing, COSTS[0].both, MEMORY)
-    return MEMORY.most_bytes(most.layer_bytes.max(axis=1).tolist()) / 1e9
+    return most.device_bytes(MEMORY) / 1e9
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,7 @@ def test_a_stage_in_the_middle_may_hold_most() -> None:
     choice = SlicingChoice(uneven, 46e9)
     plan = HdpPlanner(CLUSTER, COSTS, balance="pp", choice=choice)(LENGTHS)
     assert plan.slicing is not None
-    most = held(ShardTable.of(plan), plan.slicing, COSTS[0].both, uneven).layer_bytes.max(axis=1).tolist()
-    assert uneven.most_bytes(most) <= 46e9
+    assert held(ShardTable.of(plan), plan.slicing, COSTS[0].both, uneven).device_bytes(uneven) <= 46e9
 
 
 def test_out_of_time_leaves_no_half_chosen_plan() -> None:

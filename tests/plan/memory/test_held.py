@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.memory.held import held, held_slices, padded_rows
-from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
+from bytescale_ext.plan.memory.held import held, held_slices, local_shares, padded_rows
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
+from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
@@ -67,7 +69,7 @@ def local(*tokens: int) -> StepPlan:
     ],
 )
 def test_equal_micro_batches_by_hand(num_stages: int, slicing: Slicing, most: list[int]) -> None:
-    found = held(ShardTable.of(local(*(4,) * 6)), slicing, COST, memory_of(num_stages))
+    found = held(ShardTable.of(local(*(4,) * 6)), slicing, CostModel(a=0.0, b=1.0), memory_of(num_stages))
     assert found.tokens[:, 0].tolist() == most
     assert not found.kept_keys.any()  # no rings
 
@@ -96,9 +98,40 @@ def test_kept_keys_and_sums_by_hand() -> None:
     assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
 
 
+def test_documents_of_a_rank_are_cut_as_the_rule_cuts_them() -> None:
+    random, slicing = np.random.default_rng(0), Slicing(4)
+    for _ in range(20):
+        lengths = tuple(int(length) for length in random.integers(1, 300, 9))
+        plan = plan_of(lengths, ((0, 1, 2, 3), (4,), (5, 6)), ((7, 8),))
+        shares = local_shares(ShardTable.of(plan), COST, 4)
+        assert shares.sum(axis=1) == pytest.approx(1.0)
+        micro_batches = [micro_batch for rank in plan.ranks for micro_batch in rank]
+        rows = ShardTable.of(plan).rows
+        for number, micro_batch in enumerate(micro_batches):
+            cut = SliceRule(slicing, COST)(micro_batch, lengths)
+            tokens = (shares[rows == number] * ShardTable.of(plan).tokens[rows == number][:, None]).sum(axis=0)
+            found = [stop - start for start, stop in map(cut.local_range, range(4))]
+            np.testing.assert_allclose(found, tokens, atol=1.0)
+
+
+def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
+    """Two slices of micro-batches of 8 and 4 tokens; F0.0 F0.1 B0.1 F1.0: at most slices 0.0 and 0.1."""
+    memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0, head=7.0)), state_bytes=(1.0, 2.0))
+    table, even = ShardTable.of(local(8, 4)), CostModel(a=0.0, b=1.0)
+    found = held(table, Slicing(2), even, memory)
+    assert found.waiting_tokens == 4
+    assert found.working_bytes(memory) == (0.0, 4 * 7.0)
+    assert found.device_bytes(memory) == max(1.0 + 10 * found.tokens[0, 0], 2.0 + 4 * 7.0 + 10 * 8)
+    assert held(table, ONE_SLICE, even, memory).waiting_tokens == 0
+    schedule = seq1f1b_schedule(2, 2, Slicing(2))
+    of_last = held_slices(schedule, 1, [4.0, 4.0], 0.0, LayerBytes(0.0, 0.0, 0.0, head=7.0))
+    assert max(one.behind for one in of_last) == 4 * 7.0
+
+
 def test_a_slice_computes_its_layer_again_alone() -> None:
     """Micro-batches of 8 tokens on one stage: what is computed again has 8 tokens, or 4 in two slices."""
-    again = replace(memory_of(1, LayerBytes(10.0, 0.0, 0.0)), layer_working=5.0).recomputing(4.0, 8)
+    passes = PassBytes(8, hidden=0.0, in_mlp=0.0, of_keys=5 / 8, logits=0.0, loss_tokens=np.inf)
+    again = replace(memory_of(1, LayerBytes(10.0, 0.0, 0.0)), passes=passes).recomputing(4.0, 8)
     even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
     layers, states = again.num_layers[0], again.state_bytes[0]
     for slicing, tokens in ((ONE_SLICE, 8), (Slicing(2), 4)):
@@ -148,21 +181,30 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
     num_stages = source.randint(1, 4)
     table = ShardTable.of(plan)
     found = held(table, slicing, COST, memory_of(num_stages))
+    of_ranks = dict(zip(table.seqs.tolist(), local_shares(table, COST, slicing.num_slices), strict=True))
     for rank, micro_batches in enumerate(plan.ranks):
-        shares = [[_share(plan, row, index, slicing) for index in range(slicing.num_slices)] for row in micro_batches]
+        shares = [
+            [_share(plan, row, index, slicing, of_ranks) for index in range(slicing.num_slices)]
+            for row in micro_batches
+        ]
         for stage in range(num_stages):
             walked = _walk(shares, num_stages, stage, slicing) if micro_batches else (0.0,) * 4
             figures = (found.tokens, found.kept_keys, found.layer_bytes, found.host_keys)
             assert [figure[stage, rank] for figure in figures] == pytest.approx(walked)
 
 
-def _share(plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing) -> tuple[float, ...]:
-    """Tokens of a slice: own, of others with keys on the device, of others with sums; swapped own, swapped of all."""
+def _share(
+    plan: StepPlan, micro_batch: MicroBatch, index: int, slicing: Slicing, of_ranks: dict[int, Any]
+) -> tuple[float, ...]:
+    """Tokens of a slice: own, of others with keys on the device, of others with sums; swapped own, swapped of all.
+
+    ``of_ranks``: the shares of sequences that are on one rank.
+    """
     own = kept = with_sums = own_swapped = swapped = 0.0
     for shard in micro_batch.shards:
         length, width = plan.lengths[shard.seq], len(shard.ring)
         cut = SliceShares.of(COST, np.array([float(length)]), np.array([float(width)]), slicing)
-        own += shard.num_tokens * cut.tokens[0, index]
+        own += shard.num_tokens * (cut.tokens[0] if width > 1 else of_ranks[shard.seq])[index]
         if width > 1 and slicing.num_slices > 1 and length <= max(slicing.kept_tokens, slicing.swapped_tokens):
             others = (length - shard.num_tokens) * cut.tokens[0, index]
             with_sums += others if length <= slicing.summed_tokens else 0.0

@@ -9,7 +9,7 @@ import pytest
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.evaluate.schedulers import equal_layers
 from bytescale_ext.plan.memory.model_states import state_bytes
-from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
+from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory, head_bytes
 from bytescale_ext.plan.step.sizes import Cluster
 
 COST = shipped("bytescale_7b")
@@ -51,7 +51,7 @@ def test_a_layer_that_is_computed_again_exists_once() -> None:
     memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
     again = memory.recomputing(kept, tokens)
     assert again.layer.activations == kept
-    assert again.working_bytes[0] == memory.working_bytes[0] + tokens * (COST.layer_bytes - kept)
+    assert again.working_bytes[0] == pytest.approx(memory.working_bytes[0] + tokens * (COST.layer_bytes - kept))
     assert again.working_bytes[-1] == max(memory.working_bytes[-1], again.working_bytes[0])
     assert again.state_bytes == memory.state_bytes
 
@@ -60,8 +60,37 @@ def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
     memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
     again = memory.recomputing(100.0, 8192)
     assert again.running(8192) == again
-    slices = again.running(2048)
-    assert slices.working_bytes[0] == memory.working_bytes[0] + 2048 * (COST.layer_bytes - 100.0)
-    assert slices.working_bytes[-1] == max(memory.working_bytes[-1], slices.working_bytes[0])
+    slices, kept = again.running(2048), memory.running(2048)
+    assert slices.working_bytes[0] == pytest.approx(kept.working_bytes[0] + 2048 * (COST.layer_bytes - 100.0))
+    assert slices.working_bytes[-1] == max(kept.working_bytes[-1], slices.working_bytes[0])
+    assert kept.working_bytes[-1] == memory.working_bytes[-1] / 4  # logits
     assert slices.layer == again.layer
-    assert memory.running(2048) == memory  # gradients of keys are those of whole documents
+
+
+def test_attention_of_a_slice_has_gradients_of_all_keys_before_it() -> None:
+    passes = PassBytes(100, hidden=1.0, in_mlp=4.0, of_keys=2.0, logits=50.0, loss_tokens=20, buffers=1.0)
+    assert passes.of_stages(2, 100) == (3.0 * 100 + 2.0 * 100 + 1, 20 * 50.0 + 1)
+    assert passes.of_stages(2, 10) == (3.0 * 10 + 2.0 * 100 + 1, 10 * 50.0 + 1)
+    assert replace(passes, of_keys=0.0, again=6.0).of_stages(1, 10) == (10 * 50.0 + 1,)
+
+
+def test_tensor_parallel_ranks_gather_into_a_buffer() -> None:
+    two = replace(COST, tensor_parallel=2)
+    with_buffer, without = (StageMemory.of(two, (4, 4), CLUSTER, 2, None, parallel) for parallel in (True, False))
+    assert with_buffer.working_bytes[0] - without.working_bytes[0] == 8192 * COST.shape.hidden * 2
+    one = [StageMemory.of(COST, (4, 4), CLUSTER, 2, None, parallel) for parallel in (True, False)]
+    assert one[0] == one[1]
+
+
+def test_messages_of_virtual_stages_travel_beside_passes() -> None:
+    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    more = memory.with_virtual_stages()
+    messages = 4 * 8192 * COST.shape.hidden * 2
+    assert more.working_bytes == tuple(each + messages for each in memory.working_bytes)
+    assert more.recomputing(100.0, 8192).working_bytes[0] == memory.recomputing(100.0, 8192).working_bytes[0] + messages
+
+
+def test_what_is_behind_the_layers() -> None:
+    shape = COST.shape
+    assert head_bytes(shape, 2, 2, chunked_loss=False) == 4 * shape.hidden + 2 * shape.vocab
+    assert head_bytes(shape, 2, 2, chunked_loss=True) == 4 * shape.hidden

@@ -41,11 +41,11 @@ def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
     assert sum(one.seconds for one in found) == best
 
 
-def test_a_recomputed_layer_keeps_its_input_and_in_pipelines_keys() -> None:
+def test_a_recomputed_layer_keeps_its_input_and_in_slices_keys() -> None:
     keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-    for stage_layers, more in (((6,), 0), ((3, 3), keys)):
-        memory = StageMemory.of(COST, stage_layers, Cluster(2, 8), 2)
-        assert memory.recomputed_bytes(COST.recompute_bytes) == COST.recompute_bytes + more
+    memory = StageMemory.of(COST, (3, 3), Cluster(2, 8), 2)
+    for sliced, more in ((False, 0), (True, keys)):
+        assert memory.recomputed_bytes(COST.recompute_bytes, sliced) == COST.recompute_bytes + more
 
 
 @pytest.mark.parametrize("stage_layers", [(6,), (3, 3), (4, 2)])

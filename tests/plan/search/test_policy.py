@@ -19,7 +19,7 @@ from tests.plan.search.tasks import COST, STEPS, small_task
 LINK = 1e9
 TASK = small_task()
 PIPED = Strategy(1, (3, 3), 1024, shares_optimizer=True, chooses_slices=True, activations=PRICED)
-SLICED, TIGHT, AMPLE = 0.003, 0.006, 0.5
+SLICED, TIGHT, AMPLE = 0.004, 0.006, 0.5
 """Gigabytes in which only slices fit, in which whole micro-batches fit under the policy, and in which all fits."""
 STEP = STEPS[0][:4]
 

@@ -29,6 +29,10 @@ class Layout:
     budget: float = 1.2
     spread: float = 1.0
 
+    def on(self, num_ranks: int) -> Layout:
+        """Return the layout with defaults where so many ranks have no use for a value: one rank has no rings."""
+        return self if num_ranks > 1 else Layout(front=self.front, pack=self.pack)
+
 
 STARTS = (
     *(Layout(num_regions=regions, height=height) for regions in (1, 3) for height in (0.1, 0.03, 0.2)),

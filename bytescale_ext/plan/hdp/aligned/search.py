@@ -56,7 +56,7 @@ def place_pipelined(problem: Problem, should_stop: ShouldStop = None) -> PlacedR
 def _best_layout(step: AlignedStep, should_stop: ShouldStop) -> PlacedRanks:
     """Take the best of some layouts, then change one attribute at a time and keep each improvement."""
     bound = max(step.problem.mean_seconds(), (1 + step.fill) * step.problem.longest_seconds())
-    tries = list(STARTS if step.problem.slicing.num_slices == 1 else SLICED_STARTS)
+    tries = _unseen(STARTS if step.problem.slicing.num_slices == 1 else SLICED_STARTS, step, set())
     (best,) = _timed(step, tries[:1], None)
     work = step.size(best.placed)
     seen = {best.layout}
@@ -75,8 +75,14 @@ def _best_layout(step: AlignedStep, should_stop: ShouldStop) -> PlacedRanks:
             seen.add(timed.layout)
             work += step.size(timed.placed)
             best = min(best, timed, key=lambda timed: timed.seconds)
-        tries = tries or [layout for layout in variations(best.layout) if layout not in seen]
+        tries = tries or _unseen(variations(best.layout), step, seen)
     return best.placed
+
+
+def _unseen(layouts: Sequence[Layout], step: AlignedStep, seen: set[Layout]) -> list[Layout]:
+    """Return the layouts that make a plan of their own and were not seen."""
+    found = dict.fromkeys(layout.on(step.num_ranks) for layout in layouts)
+    return [layout for layout in found if layout not in seen]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +109,8 @@ def _timed(step: AlignedStep, layouts: Sequence[Layout], should_stop: ShouldStop
                 for layout, (placed, _), finish in zip(layouts, built, finishes, strict=True)
             ]
         )
-        if all(np.isinf(one.seconds) for one in found[-1]):  # too large to be timed, so dealing again tells nothing
+        too_large = all(np.isinf(one.seconds) for one in found[-1])
+        if too_large or step.num_ranks == 1:  # dealing again tells nothing
             break
         estimates = [finish - short_seconds for finish, (_, short_seconds) in zip(finishes, built, strict=True)]
     return [min(rounds, key=lambda timed: timed.seconds) for rounds in zip(*found, strict=True)]

@@ -243,10 +243,8 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
     devices = Devices(
         args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     )
-    words, on_cuda = shlex.split(args.model_flags), not cost.device.startswith("CPU")
-    operators = operators_of_flags(
-        args.model_flags, shape.head_dim, on_cuda and "--cpu" not in words, cost.element_bytes
-    )
+    on_cuda = cost.on_cuda and "--cpu" not in shlex.split(args.model_flags)
+    operators = operators_of_flags(args.model_flags, shape.head_dim, on_cuda, cost.element_bytes)
     return Task(cost, devices, args.context, draw_steps(args, batch or args.global_batch_size), operators)
 
 

@@ -272,8 +272,8 @@ class Launch:
         """Return the bytes that each stage holds of the plan, without an activation policy."""
         memory, chunks = stage_memory(self.args, self.run), self.args.virtual_pipeline_model_parallel_size or 1
         found = held(table, cut, self.run.get(HdpConfig).cost.both, memory, chunks)
-        working_bytes, rows = memory.running(found.most_tokens).working_bytes, []
-        for stage, (layers, working) in enumerate(zip(memory.num_layers, working_bytes, strict=True)):
+        rows = []
+        for stage, (layers, working) in enumerate(zip(memory.num_layers, found.working_bytes(memory), strict=True)):
             most = found.parts[:, stage, found.layer_bytes[stage].argmax()] * layers
             rows.append({**dict(zip(("activations", "keys", "sums"), most.tolist(), strict=True)), "working": working})
         return rows

@@ -15,10 +15,13 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
 from bytescale_ext.plan.hdp.aligned import search
-from bytescale_ext.plan.hdp.aligned.build import with_shorts
+from bytescale_ext.plan.hdp.aligned.build import shelve, with_shorts
 from bytescale_ext.plan.hdp.aligned.clock import SlotSeconds, action_waves, run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.aligned.layouts import SLICED_STARTS, STARTS, Layout
 from bytescale_ext.plan.hdp.aligned.shelves import RegionCut, RingWork, cut_regions, fill_shelves
+from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
@@ -210,3 +213,23 @@ def test_without_pipelines_aligned_slots_cost_little() -> None:
     aligned = HdpPlanner(Cluster(16, 64), (STAGE,), balance="pp")(lengths)
     free: StepPlan = HdpPlanner(Cluster(16, 64), (STAGE,), balance="dp")(lengths)
     assert replay_stages(aligned, [STAGE]).makespan <= 1.1 * replay_stages(free, [STAGE]).makespan
+
+
+@pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).two_ahead()])
+def test_one_rank_tries_only_layouts_that_differ(slicing: Slicing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is built once, and none of those that more ranks try first is better."""
+    built: list[Layout] = []
+
+    def noted(step: AlignedStep, layout: Layout) -> Any:
+        built.append(layout)
+        return shelve(step, layout)
+
+    monkeypatch.setattr(search, "shelve", noted)
+    lengths = -np.sort(-sample_lengths("github", 4096, 40_000, seed=1).astype(np.int64))
+    cluster = Cluster(1, 4096)
+    step = AlignedStep(Problem(lengths, np.ones_like(lengths), cluster, (STAGE, STAGE), slicing, aligned=True))
+    placed = search._best_layout(step, None)
+    finishes = run_pipelines(slot_seconds(placed, STAGE, slicing), 2)
+    assert 1 < len(built) == len(set(built)) <= 16
+    for one in search._timed(step, [*STARTS, *SLICED_STARTS], None):
+        assert finishes.max() <= one.seconds * (1 + 1e-9)
