@@ -16,7 +16,17 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.draw.figure import INK, draw_line, hue_colour, new_figure, save, set_title  # noqa: E402
-from scripts.bench.cluster.cases import ARMS, CONTEXT, LINKS, QUICK, SCALE, SHORTEST, STEP_TOKENS, Case  # noqa: E402
+from scripts.bench.cluster.cases import (  # noqa: E402
+    ARMS,
+    CONTEXT,
+    FULL,
+    LINKS,
+    QUICK,
+    SCALE,
+    SHORTEST,
+    STEP_TOKENS,
+    Case,
+)
 from scripts.bench.cluster.figures import (  # noqa: E402
     Arms,
     CaseFigures,
@@ -62,15 +72,15 @@ def targets(cases: Mapping[str, CaseFigures], truth: Truth | None) -> list[Targe
 
     matched = [name for name in cases if Case.parse(name).link == "matched" and Case.parse(name).context == CONTEXT]
     long = [name for name in matched if Case.parse(name).sampler in ("byted", "github")]
-    plain = {arm for arm, one in ARMS.items() if one.num_stages == 1}
-    every = [ratio for arm in plain for ratio in over(arm, list(cases))]
+    others = {arm for arm, one in ARMS.items() if one.num_stages == 1} - {"plain"}  # ours too, often with equal plans
+    every = [ratio for arm in others for ratio in over(arm, list(cases))]
     found = [
         Target("ours over static, Byted and GitHub, matched links, lowest case",
                min(over("static", long), default=None), 2.5),
         Target("ours over naive, matched links, lowest case", min(over("naive", matched), default=None), 1.1),
         Target("ours over Megatron's hybrid plan, matched links, lowest case",
                min(over("hybrid", matched), default=None), 1.1),
-        Target("ours over any arm without pipelines, lowest case", min(every, default=None), 1.0),
+        Target("ours over any other way without pipelines, lowest case", min(every, default=None), 1.0),
     ]  # fmt: skip
     if truth is None:
         return found
@@ -89,19 +99,45 @@ def page(results: Results) -> str:
     figures = {name: case_figures(arms) for name, arms in cases.items()}
     truth = cost_model_truth(cases)
     rows = [one.row for one in targets(figures, truth)]
+    detailed = in_detail(figures)
     parts = [
         head(results),
         "## Targets\n\n| figure | target | reached | |\n|---|---|---|---|\n" + "\n".join(rows),
+        summary(figures),
         "## Speed against links\n\n![Tokens per second against the speed of links](measured/speed.png)",
         "## Where the time goes\n\n![Shares of the ranks' time](measured/time.png)\n\n*Computing* is the processor "
         "time of each rank's main thread over its share of a core, *sending* that of the threads that carry messages, "
         "*other* that of planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the "
         "step, for a barrier.",
         "## Bytes between nodes\n\n![Megabytes that cross nodes in a step](measured/bytes.png)",
-        *(case_section(name, one, results.refused(name)) for name, one in figures.items()),
+        *(case_section(name, one, results.refused(name)) for name, one in detailed.items()),
         cost_section(cases),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def in_detail(figures: Mapping[str, CaseFigures]) -> dict[str, CaseFigures]:
+    """Return the cases that have tables and bars of their own: those with matched links."""
+    return {name: one for name, one in figures.items() if Case.parse(name).link == "matched"}
+
+
+def summary(figures: Mapping[str, CaseFigures]) -> str:
+    """Return one table of all cases: tokens per second of the first arm, and how many times as fast it is."""
+    others = [arm for arm in ARMS if any(arm in list(case["arms"])[1:] for case in figures.values())]
+    lines = [
+        "## All cases",
+        "",
+        "Tokens per second of hybrid data parallelism, and how many times those of each other arm: medians of steps.",
+        "",
+        f"| lengths, nodes x ranks, links | ours | {' | '.join(f'over {arm}' for arm in others)} |",
+        "|---" * (2 + len(others)) + "|",
+    ]
+    for name, case in figures.items():
+        first, *_ = case["arms"].values()
+        over = [case["arms"][arm]["over"] if arm in case["arms"] else None for arm in others]
+        cells = ["" if ratio is None else f"{ratio['median']:.2f}" for ratio in over]
+        lines.append(f"| {name} | {first['tokens_per_second']:,.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def head(results: Results) -> str:
@@ -111,13 +147,18 @@ def head(results: Results) -> str:
     links = matched_links(SPECS[SPEC], results.cost, eight, SCALE).text
     rounds = max((len(runs) for arms in results.cases().values() for runs in arms.values()), default=1)
     speed = "sudo .venv/bin/python scripts/bench/cluster/speed.py"
-    named = [f'"{case}"' for case in results.cases() if case not in {str(one.case) for one in QUICK}]
-    more = f"\n    {speed} --cases {' '.join(named)}" if named else ""
+    there, every, quick = set(results.cases()), *({str(one.case) for one in of} for of in (FULL, QUICK))
+    again = f" --rounds {rounds}" if rounds > 1 else ""
+    commands = [f"{speed} --quick{again}"] if there & quick and (rounds > 1 or not every <= there) else []
+    commands += [speed] if every <= there else []
+    named = [f'"{case}"' for case in results.cases() if case not in quick and not every <= there]
+    commands += [f"{speed} --cases {' '.join(named)}"] if named else []
+    measured = "\n    ".join(commands)
     return f"""# Measured on an emulated cluster
 
 This page is written by these commands; do not edit it:
 
-    {speed} --quick --rounds {rounds}{more}
+    {measured}
     .venv/bin/python scripts/bench/cluster/page.py
 
 Real Megatron training on one machine ({platform.machine()}), over TCP: each rank has a network namespace with shaped
@@ -176,14 +217,17 @@ def cost_section(cases: Mapping[str, Arms]) -> str:
 
 
 def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
-    """Draw tokens per second against the speed of links, for the lengths and clusters with several links."""
+    """Draw tokens per second against the speed of links: for each lengths, the cluster with most links."""
     by_setting: dict[Case, list[Case]] = {}
     for case in map(Case.parse, figures):
         if case.link in LINKS:
             by_setting.setdefault(replace(case, link=""), []).append(case)
     order = sorted(LINKS, key=lambda link: LINKS[link] or float("inf"))
     settings = sorted(by_setting.values(), key=len, reverse=True)
-    chosen = [cases for cases in settings if len(cases) > 1][:3] or settings[:1]
+    of_lengths: dict[str, list[Case]] = {}
+    for cases in settings:
+        of_lengths.setdefault(cases[0].sampler, cases)
+    chosen = [cases for cases in of_lengths.values() if len(cases) > 1] or settings[:1]
     figure, panels = new_figure(5.0 * len(chosen), 4.2, columns=len(chosen))
     for axes, cases in zip(panels, chosen, strict=True):
         cases.sort(key=lambda case: order.index(case.link))
@@ -258,8 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"page.py: error: {error}", file=sys.stderr)
         return 2
     figures = {name: case_figures(arms) for name, arms in results.cases().items()}
-    for name, drawn in (("speed", draw_speed), ("time", draw_time), ("bytes", draw_bytes)):
-        drawn(figures, pictures / f"{name}.png")
+    draw_speed(figures, pictures / "speed.png")
+    draw_time(in_detail(figures), pictures / "time.png")
+    draw_bytes(in_detail(figures), pictures / "bytes.png")
     return 0
 
 

@@ -1,11 +1,15 @@
 """Compare the predicted with the measured step of many strategies of one model, on CPU processes of this machine.
 
     python scripts/bench/search/truth.py [--ranks 2] [--arms 14] [--rounds 3] [--json]
+    sudo .venv/bin/python scripts/bench/search/truth.py --cluster --ranks 8 --rounds 2  # emulated: Linux, root
 
 ``bytescale profile`` measures the model on all ranks at once, ``bytescale search`` scores all strategies with that cost
 file, and the fastest strategies of different kinds, from the fastest to the slowest, are trained as ``--verify`` does:
 several times each, in rounds that go through them forwards and backwards in turn. Strategies whose ranks would run the
 same, as a policy that has nothing to do, count once.
+
+With ``--cluster`` the ranks are those of an emulated cluster (``scripts/cluster/emulate.py``): each has a network
+namespace and a fixed share of a core, so there may be more of them than cores.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from bytescale_ext.measure.cost_file import read_cost, write_cost
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.search.case import Case, Task
 from bytescale_ext.plan.search.explore import Scored, explore
 from bytescale_ext.plan.search.space import Space
@@ -31,9 +37,24 @@ from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search.command import task_of
-from megatron.bytescale.cli.search.verify import Verified, correlation, verified, verified_text
+from megatron.bytescale.cli.search.script import Run
+from megatron.bytescale.cli.search.verify import (
+    Train,
+    Verified,
+    correlation,
+    reason,
+    verified,
+    verified_text,
+    with_metrics,
+)
+from scripts.bench.cluster.cases import CORES_SHARE
+from scripts.bench.cluster.predict import wall_cost
 from scripts.bench.plan.launch import printed_by
+from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
+from scripts.cluster.ranks import Launch, preload
+from scripts.cluster.topology import Topology
 
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -41,8 +62,10 @@ MODEL = (
     "--vocab-size 256 --cpu"
 )
 TASK = "--sampler github --context 4K --global-batch-size 16 --device-memory-gb 4 --steps 5"
+CLUSTER_TASK = "--sampler github --context 8K --global-batch-size 32 --device-memory-gb 4 --steps 4"
 MOST_TOKENS = 2048
 """Of a micro-batch that is profiled."""
+MOST_SECONDS = 900.0
 
 
 def profile(num_ranks: int, output: Path) -> None:
@@ -51,6 +74,40 @@ def profile(num_ranks: int, output: Path) -> None:
     bytescale = str(Path(sys.executable).parent / "bytescale")
     words = ["profile", "--output", str(output), "--max-tokens", str(MOST_TOKENS), "--", *MODEL.split()]
     printed_by([*ranks, "--no-python", bytescale, *words])
+
+
+def profile_cluster(topology: Topology, folder: Path) -> ModelCost:
+    """Measure the model on all ranks of an emulated cluster at once, in wall time. Raises RuntimeError."""
+    words = (
+        "profile",
+        "--output",
+        folder / "cost.json",
+        "--max-tokens",
+        MOST_TOKENS,
+        "--repeats",
+        3,
+        "--",
+        *MODEL.split(),
+    )
+    command = (str(Path(sys.executable).parent / "bytescale"), *map(str, words))
+    launch = Launch(command, folder, "", MOST_SECONDS, is_warm=True)
+    if run(topology, launch).code:
+        raise RuntimeError(f"the profile failed:\n{launch.log(0).read_text(errors='replace')[-2000:]}")
+    return wall_cost(read_cost(folder / "cost.json"), topology)
+
+
+def on_cluster(topology: Topology) -> Train:
+    """Return what trains a strategy on an emulated cluster."""
+
+    def train(of: Run, words: Sequence[str], folder: Path, row: Verified) -> Verified:
+        command = (str(ROOT / "pretrain_gpt_hdp.py"), *of.flags(), *words)
+        launch = Launch(command, folder, BEFORE_TRAINING, MOST_SECONDS, is_warm=True)
+        code = run(topology, launch).code
+        if code:
+            return replace(row, failure=reason(launch.log(0).read_text(errors="replace"), code))
+        return with_metrics(row, folder)
+
+    return train
 
 
 def kind(strategy: Strategy) -> tuple[object, ...]:
@@ -106,11 +163,13 @@ def in_rounds(trained: Sequence[Sequence[Verified]]) -> tuple[list[Verified], di
     return rows, {"median_spread": statistics.median(spreads), "worst_spread": max(spreads)}
 
 
-def train(search: argparse.Namespace, task: Task, scored: Sequence[Scored], rounds: int) -> list[list[Verified]]:
+def train_all(
+    search: argparse.Namespace, task: Task, scored: Sequence[Scored], rounds: int, train: Train | None = None
+) -> list[list[Verified]]:
     """Train all strategies once in each round, in turn forwards and backwards; see ``in_rounds``."""
     found = []
     for number in range(rounds):
-        rows = verified(search, task, scored if number % 2 == 0 else scored[::-1])
+        rows = verified(search, task, scored if number % 2 == 0 else scored[::-1], train)
         in_order = rows if number % 2 == 0 else rows[::-1]
         found.append([replace(row, number=place) for place, row in enumerate(in_order, 1)])
     return found
@@ -144,18 +203,32 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes, at most one for each core (2)")
     parser.add_argument("--arms", type=int, default=14, metavar="N", help="strategies to train (14)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="trainings of each strategy (3)")
+    parser.add_argument("--cluster", action="store_true", help="emulate a cluster of one node with these ranks")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args()
-    if args.ranks > (os.cpu_count() or 1):
-        parser.error(f"--ranks {args.ranks}: predictions are of one core for each, and there are {os.cpu_count()}")
+    cores, train = os.cpu_count() or 1, None
+    topology = Topology(1, args.ranks, cores_per_rank=min(1.0, CORES_SHARE * cores / args.ranks))
+    if args.cluster:
+        try:
+            check_machine(topology)
+        except ValueError as error:
+            parser.error(str(error))
+        preload()
+        train = on_cluster(topology)
+    elif args.ranks > cores:
+        parser.error(f"--ranks {args.ranks}: predictions are of one core for each, and there are {cores}")
     with tempfile.TemporaryDirectory() as folder:
         cost = Path(folder) / "cost.json"
-        profile(args.ranks, cost)
-        words = ["search", "--model-flags", MODEL, *TASK.split(), "--gpus", str(args.ranks), "--cost-file", str(cost)]
+        if args.cluster:
+            write_cost(cost, profile_cluster(topology, Path(folder)))
+        else:
+            profile(args.ranks, cost)
+        given = CLUSTER_TASK if args.cluster else TASK
+        words = ["search", "--model-flags", MODEL, *given.split(), "--gpus", str(args.ranks), "--cost-file", str(cost)]
         search = cli.parse(words)
         task = task_of(search)
         arms = spread(different(task, fastest_of_kinds(task, Space())), args.arms)
-        rows, spreads = in_rounds(train(search, task, arms, args.rounds))
+        rows, spreads = in_rounds(train_all(search, task, arms, args.rounds, train))
     found = summary(rows) | spreads
     if args.json:
         print(json.dumps({"strategies": [asdict(row) for row in rows], "summary": found}))

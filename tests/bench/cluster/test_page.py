@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.cluster.cases import FULL
 from scripts.bench.cluster.page import Target, main, page, targets
 from scripts.bench.cluster.results import Results
 from tests.bench.cluster.samples import SETTING, results_of
@@ -16,14 +17,32 @@ def test_the_page_has_a_table_of_each_case_and_its_pictures(tmp_path: Path) -> N
     output = tmp_path / "measured.md"
     assert main(["--results", str(tmp_path / "results.json"), "--output", str(output)]) == 0
     text = output.read_text()
-    for case in ("byted 2x4 matched", "byted 2x4 slow", "github 1x8 matched"):
+    for case in ("byted 2x4 matched", "github 1x8 matched"):
         assert f"\n## {case}\n" in text
+    assert "## byted 2x4 slow" not in text
+    assert "| lengths, nodes x ranks, links | ours | over naive | over static | over hybrid |" in text
+    assert "| byted 2x4 slow | 20 |  | 4.00 |  |" in text
     assert "| plain data parallelism with packing | refused: it does not fit |" in text
     assert "| static context parallelism over all ranks | 10 | 3.00x (3.00 to 3.00) |" in text
     assert "| byted 2x4 matched | ours | 0.04 | 0.03 | +5.0% |" in text
     for name in ("speed", "time", "bytes"):
         assert f"(measured/{name}.png)" in text
         assert (tmp_path / "measured" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """Of some cases, and of all, once and with a second round of the quick ones."""
+    results, script = results_of(tmp_path / "results.json"), "speed.py"
+    assert [line.partition(script)[2] for line in page(results).splitlines() if script in line] == [" --quick"]
+    results.runs["byted 2x8 matched"] = results.runs["byted 2x4 slow"]
+    lines = [line.partition(script)[2] for line in page(results).splitlines() if script in line]
+    assert lines == [" --quick", ' --cases "byted 2x8 matched"']
+    for one in FULL:
+        results.runs.setdefault(str(one.case), results.runs["byted 2x4 slow"])
+    assert [line.partition(script)[2] for line in page(results).splitlines() if script in line] == [""]
+    results.runs["byted 2x4 matched"]["ours"] *= 2
+    lines = [line.partition(script)[2] for line in page(results).splitlines() if script in line]
+    assert lines == [" --quick --rounds 2", ""]
 
 
 def test_targets_are_met_or_missed(tmp_path: Path) -> None:

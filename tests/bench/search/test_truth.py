@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,13 @@ from bytescale_ext.plan.search.case import Case, Unfit
 from bytescale_ext.plan.search.explore import Scored
 from bytescale_ext.plan.search.space import Space, with_budgets
 from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED, Strategy
+from megatron.bytescale.cli.search.script import Run
 from megatron.bytescale.cli.search.verify import Verified
 from scripts.bench.search import truth
 from scripts.bench.search.truth import different, executed, fastest_of_kinds, in_rounds, kind, spread, summary
+from scripts.cluster.emulate import Ended
+from scripts.cluster.ranks import Launch
+from scripts.cluster.topology import Topology
 from tests.plan.search.tasks import STEPS, random_task, small_task
 
 ROWS = [
@@ -76,16 +82,39 @@ def test_a_policy_without_work_is_no_other_strategy() -> None:
 def test_rounds_go_back_and_forth_and_give_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
 
-    def verified(search: object, task: object, scored: Sequence[str]) -> list[Verified]:
+    def verified(search: object, task: object, scored: Sequence[str], train: None) -> list[Verified]:
         orders.append(list(scored))
         seconds = {"a": 1.0 + len(orders) / 10, "b": 2.0, "c": 3.0}
         return [Verified(place, one, 1.0, 2.0, seconds[one], 2.0) for place, one in enumerate(scored, 1)]
 
     monkeypatch.setattr(truth, "verified", verified)
-    trained = truth.train(argparse.Namespace(), small_task(), ["a", "b", "c"], 3)  # type: ignore[list-item]
+    trained = truth.train_all(argparse.Namespace(), small_task(), ["a", "b", "c"], 3)  # type: ignore[list-item]
     assert orders == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
     rows, spreads = in_rounds(trained)
     assert [(row.number, row.strategy, row.seconds) for row in rows] == [(1, "a", 1.2), (2, "b", 2.0), (3, "c", 3.0)]
     assert spreads == {"median_spread": 0.0, "worst_spread": pytest.approx(0.1 / 1.2)}
     failed = [[ROWS[0]], [ROWS[1]]]
     assert in_rounds(failed) == ([ROWS[1]], {})
+
+
+def test_a_training_on_a_cluster_gives_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Launch] = []
+    code = 0
+
+    def run(topology: Topology, launch: Launch) -> Ended:
+        launches.append(launch)
+        launch.log(0).write_text("ValueError: --lr is missing\n")
+        return Ended(code, None)
+
+    monkeypatch.setattr(truth, "run", run)
+    lines = [{"step_seconds": seconds, "device_peak_megabytes": 250.0} for seconds in (9.0, 1.0, 3.0, 2.0, 9.0)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train = truth.on_cluster(Topology(1, 8))
+    of = Run(["--num-layers", "2"], ["--hybrid-data-parallel"], 4096, 16, None, "float32")
+    row = train(of, ["--lr", "1"], tmp_path, ROWS[0])
+    assert (row.seconds, row.gb) == (2.0, 0.25)
+    assert launches[0].command[0].endswith("pretrain_gpt_hdp.py")
+    assert launches[0].command[1:3] == ("--num-layers", "2")
+    assert launches[0].command[-2:] == ("--lr", "1")
+    code = 1
+    assert "--lr is missing" in train(of, [], tmp_path, ROWS[0]).failure

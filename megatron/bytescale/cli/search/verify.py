@@ -15,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -69,6 +70,10 @@ class Verified:
     failure: str = ""
 
 
+type Train = Callable[[Run, Sequence[str], Path, Verified], Verified]
+"""Trains a run with further flags, whose logs go to a folder, and returns its row with what was measured."""
+
+
 def check_machine(args: argparse.Namespace) -> None:
     """Raise ValueError where this machine cannot run the processes of ``--gpus``."""
     import torch
@@ -100,8 +105,17 @@ def on_cpu(args: argparse.Namespace) -> bool:
     return "--cpu" in shlex.split(args.model_flags) or not torch.cuda.is_available()
 
 
-def verified(args: argparse.Namespace, task: Task, scored: Sequence[Scored]) -> list[Verified]:
-    """Train these strategies one after the other; Ctrl-C ends this after those that are done."""
+def verified(
+    args: argparse.Namespace, task: Task, scored: Sequence[Scored], train: Train | None = None
+) -> list[Verified]:
+    """Train these strategies one after the other; Ctrl-C ends this after those that are done.
+
+    Args:
+        args: of ``bytescale search``.
+        task: what was searched.
+        scored: the strategies.
+        train: trains one; None: by the script that the search writes, on this machine.
+    """
     fullest = max(range(len(task.steps)), key=lambda step: sum(task.steps[step]))
     steps = [task.steps[0], *task.steps, task.steps[fullest]]
     rows = []
@@ -112,13 +126,12 @@ def verified(args: argparse.Namespace, task: Task, scored: Sequence[Scored]) -> 
             print(f"training {number} of {len(scored)}: {one.strategy}", file=sys.stderr)
             of_number = folder / str(number)
             of_number.mkdir()
-            script = of_number / "launch.sh"
             run = Run.of(args, task, one.strategy)
-            script.write_text(script_text(run, args.gpus, args.gpus_per_node, "torchrun", []), encoding="utf-8")
-            command = ["bash", str(script), *flags_of_trial(args, folder / "documents", of_number, len(steps))]
+            words = flags_of_trial(args, folder / "documents", of_number, len(steps))
             gb = step_bytes(Case.of(task, one.strategy), task.steps[fullest]) / 1e9
+            row = Verified(number, str(one.strategy), one.median_seconds, gb)
             try:
-                rows.append(measured(command, of_number, Verified(number, str(one.strategy), one.median_seconds, gb)))
+                rows.append((train or partial(by_script, args))(run, words, of_number, row))
             except KeyboardInterrupt:
                 if not rows:
                     raise
@@ -151,6 +164,13 @@ def flags_of_trial(args: argparse.Namespace, documents: Path, folder: Path, num_
     return [str(word) for word in words]
 
 
+def by_script(args: argparse.Namespace, run: Run, words: Sequence[str], folder: Path, row: Verified) -> Verified:
+    """Run a training by its script, which gets ``words`` as arguments; see ``measured``."""
+    script = folder / "launch.sh"
+    script.write_text(script_text(run, args.gpus, args.gpus_per_node, "torchrun", []), encoding="utf-8")
+    return measured(["bash", str(script), *words], folder, row)
+
+
 def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
     """Run a training and return its row with what ``folder``/metrics.jsonl says, or with why it failed."""
     log = folder / "log.txt"
@@ -165,6 +185,11 @@ def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
             end(process)
     if code:
         return replace(row, failure=reason(log.read_text(encoding="utf-8", errors="replace"), code))
+    return with_metrics(row, folder)
+
+
+def with_metrics(row: Verified, folder: Path) -> Verified:
+    """Return a row with what ``folder``/metrics.jsonl says of its training."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = [step["step_seconds"] for step in steps[1:-1]]
     return replace(row, seconds=statistics.median(timed), gb=steps[-1]["device_peak_megabytes"] / 1e3)
