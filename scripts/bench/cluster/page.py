@@ -146,14 +146,7 @@ def head(results: Results) -> str:
     eight = Case("byted", 1, 8).topology((1.0, 1.0)).cores_per_rank
     links = matched_links(SPECS[SPEC], results.cost, eight, SCALE).text
     rounds = max((len(runs) for arms in results.cases().values() for runs in arms.values()), default=1)
-    speed = "sudo .venv/bin/python scripts/bench/cluster/speed.py"
-    there, every, quick = set(results.cases()), *({str(one.case) for one in of} for of in (FULL, QUICK))
-    again = f" --rounds {rounds}" if rounds > 1 else ""
-    commands = [f"{speed} --quick{again}"] if there & quick and (rounds > 1 or not every <= there) else []
-    commands += [speed] if every <= there else []
-    named = [f'"{case}"' for case in results.cases() if case not in quick and not every <= there]
-    commands += [f"{speed} --cases {' '.join(named)}"] if named else []
-    measured = "\n    ".join(commands)
+    measured = "\n    ".join(commands(results.cases(), rounds))
     return f"""# Measured on an emulated cluster
 
 This page is written by these commands; do not edit it:
@@ -177,6 +170,21 @@ quarter.
 
 What is comparable are ratios within one case. Processor time spent in TCP counts against a rank's share, kernels are
 CPU kernels, and launches cost more beside them than on a GPU."""
+
+
+def commands(cases: Mapping[str, Arms], rounds: int) -> list[str]:
+    """Return what was typed for these cases, of which some arms ran ``rounds`` times."""
+    speed = "sudo .venv/bin/python scripts/bench/cluster/speed.py"
+    of_all, quick = ({str(one.case) for one in of} for of in (FULL, QUICK))
+    again = f" --rounds {rounds}" if rounds > 1 else ""
+    if of_all <= set(cases):
+        first = [speed]
+        named = [case for case, arms in cases.items() if again and max(map(len, arms.values())) == rounds]
+    else:
+        first = [f"{speed} --quick{again}"] if quick & set(cases) else []
+        named, again = [case for case in cases if case not in quick], ""
+    words = " ".join(f'"{case}"' for case in named)
+    return [*first, *([f"{speed} --cases {words}{again}"] if named else [])]
 
 
 def case_section(name: str, figures: CaseFigures, refused: Mapping[str, str]) -> str:
@@ -231,7 +239,8 @@ def draw_speed(figures: Mapping[str, CaseFigures], path: Path) -> None:
     figure, panels = new_figure(5.0 * len(chosen), 4.2, columns=len(chosen))
     for axes, cases in zip(panels, chosen, strict=True):
         cases.sort(key=lambda case: order.index(case.link))
-        for number, arm in enumerate(dict.fromkeys(arm for case in cases for arm in figures[str(case)]["arms"])):
+        arms_there = dict.fromkeys(arm for case in cases for arm in figures[str(case)]["arms"] if arm != "plain")
+        for number, arm in enumerate(arms_there):
             there = [(at, figures[str(case)]["arms"]) for at, case in enumerate(cases)]
             points = [(float(at), arms[arm]["tokens_per_second"]) for at, arms in there if arm in arms]
             draw_line(axes, number, points, arm)
@@ -281,6 +290,7 @@ def _finish_bars(axes: object, names: Sequence[str], label: str) -> None:
     assert isinstance(axes, Axes)
     axes.set_yticks(range(len(names)), list(names), fontsize=8)
     axes.tick_params(axis="y", length=0)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel(label)
 

@@ -42,7 +42,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert [line.partition(script)[2] for line in page(results).splitlines() if script in line] == [""]
     results.runs["byted 2x4 matched"]["ours"] *= 2
     lines = [line.partition(script)[2] for line in page(results).splitlines() if script in line]
-    assert lines == [" --quick --rounds 2", ""]
+    assert lines == ["", ' --cases "byted 2x4 matched" --rounds 2']
 
 
 def test_targets_are_met_or_missed(tmp_path: Path) -> None:
