@@ -82,7 +82,7 @@ def stage_cost(
         load: of all layers of the stage.
         plan, machine: the plan and its budgets.
         has_head: the stage, or its chunk, has the output layer.
-        chunks: of which the result is one: virtual stages of the stage, which share its layers and copies evenly.
+        chunks: virtual stages of the stage; the result is the cost of one, with an even share of layers and copies.
     """
     predicted = forecast(plan, load, machine)
     planned = 0 if plan.is_off else load.num_layers - min(plan.resident_layers, load.num_layers)
@@ -126,7 +126,7 @@ class DeviceNeed:
             share, times = moment.running / load.num_tokens, moment.tokens / load.num_tokens
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
-            held = load.num_layers * moment.bytes + moment.read + moment.behind
+            held = load.num_layers * moment.bytes + moment.read + moment.head
             always = (times - share) * resident * layer + held
             in_experts = moment.running * load.expert_working_bytes
             at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)

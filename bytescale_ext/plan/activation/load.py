@@ -100,7 +100,7 @@ class HeldSlices:
             layer that runs.
         read: bytes of swapped keys in the layer that runs and the one that is read ahead, together.
         in_host: bytes of swapped keys in host memory.
-        behind: bytes behind the last layer, once, of the other slices whose backward pass is still to come.
+        head: bytes behind the last layer, once, of the other slices whose backward pass is still to come.
     """
 
     running: float
@@ -109,7 +109,7 @@ class HeldSlices:
     gathered: float = 0.0
     read: float = 0.0
     in_host: float = 0.0
-    behind: float = 0.0
+    head: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ class CostModel:
         window_share: the share of the layers that have a window; a, c, e, h are of all layers, as if none had one.
         m: per block of keys and values that a rank receives of a sequence: the work of starting its kernels, however
             few tokens it has. The paper has no such term; it makes short sequences on many ranks slow.
-        e: per token whose keys and values a rank expands from latents (``attention/latent.py``) besides its own: of
-            other ranks, and in slices those of earlier slices too. Some members of a ring take only the front parts
-            of other shares; the ring waits for those that take whole shares, and their work counts.
+        e: per token of another rank, or of an earlier slice, whose keys and values a rank expands from latents
+            (``attention/latent.py``). Some ranks of a ring expand only the front parts of the others' shares; the cost
+            is that of ranks that expand whole shares, because the ring waits for them.
     """
 
     a: float

@@ -78,8 +78,8 @@ class SliceShares:
 
         Where all ranks keep the keys of earlier slices, only the slice's own keys travel: P' - P instead of P'.
 
-        Where keys are made of latents, a slice expands those of all tokens up to its end, whether keys are kept or not;
-        those of its own tokens count as linear work.
+        Where keys are made from latents, a slice expands the latents of all tokens up to its end, even if keys are
+        kept. Expanding its own counts as linear work.
         Its front rows and its back rows take the earlier ones of other ranks by themselves (``layouts/layout.py``), so
         these count twice: ``e (P' - (P' - P) / d + P (d - 1) / d)`` more. A sequence on one rank is mostly within a
         slice, so there nothing is added.

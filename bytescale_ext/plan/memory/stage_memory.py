@@ -173,7 +173,8 @@ class StageMemory:
 def head_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int, chunked_loss: bool) -> float:
     """Return what a token holds behind the last layer until its backward pass: two hidden states, and its logits.
 
-    Those are the layer's output and that of the last norm. Logits are in float32; a loss in chunks keeps none.
+    The hidden states are the outputs of the last layer and of the final norm. Logits are float32; a loss in chunks
+    keeps none.
     """
     logits = 0.0 if chunked_loss else SAVED_LOGIT_BYTES * shape.vocab / tensor_parallel * (1 + shape.later_layers)
     return 2.0 * shape.hidden * element_bytes + logits

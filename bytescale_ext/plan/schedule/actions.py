@@ -198,9 +198,10 @@ def work_orders(
     return defer(orders, most_slices(num_stages, slicing))
 
 
-def most_slices(num_stages: int, slicing: Slicing) -> int:
-    """Return the most slices that any stage holds without virtual stages: the first one does."""
-    return num_warm_up(num_stages, 0, slicing) + 1
+def most_slices(num_stages: int, slicing: Slicing, stage: int = 0, num_chunks: int = 1) -> int:
+    """Return the most slices that a stage holds in all its layers, rounded up; no stage holds more than the first."""
+    group = slice_group_size(num_stages, slicing.num_slices) if num_chunks > 1 else 1
+    return -(-(num_warm_up(num_stages, stage, slicing, num_chunks, group) + 1) // num_chunks)
 
 
 def num_warm_up(num_stages: int, stage: int, slicing: Slicing, num_chunks: int = 1, group_size: int = 1) -> int:

@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.schedule.actions import num_warm_up
+from bytescale_ext.plan.schedule.actions import most_slices
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.sizes import Slicing
 
@@ -187,7 +187,7 @@ def affordable_tokens(
         key_bytes: key and value of a token in a layer.
     """
     num_slices = slicing.num_slices
-    freed = (num_stages - _held_slices(num_stages, slicing) / num_slices) * tokens_per_rank * layer_bytes
+    freed = (num_stages - most_slices(num_stages, slicing) / num_slices) * tokens_per_rank * layer_bytes
     freed -= _sum_bytes(num_slices, tokens_per_rank, key_bytes)
     return max(0, int(freed / kept_bytes(num_stages, slicing, 1, key_bytes)))
 
@@ -199,7 +199,7 @@ def kept_bytes(num_stages: int, slicing: Slicing, num_tokens: int, key_bytes: fl
     pass has the sums of their gradients. ``key_bytes``: of a token's key and value, in the layers that are counted.
     """
     num_slices = slicing.num_slices
-    return _held_slices(num_stages, slicing, stage) / num_slices * num_tokens * key_bytes + _sum_bytes(
+    return most_slices(num_stages, slicing, stage) / num_slices * num_tokens * key_bytes + _sum_bytes(
         num_slices, num_tokens, key_bytes
     )
 
@@ -207,10 +207,6 @@ def kept_bytes(num_stages: int, slicing: Slicing, num_tokens: int, key_bytes: fl
 def _sum_bytes(num_slices: int, num_tokens: int, key_bytes: float) -> float:
     """Return the bytes of the sums of key gradients of all slices but the last: float32, of keys in half precision."""
     return 2.0 * (num_slices - 1) / num_slices * num_tokens * key_bytes
-
-
-def _held_slices(num_stages: int, slicing: Slicing, stage: int = 0) -> int:
-    return num_warm_up(num_stages, stage, slicing) + 1
 
 
 def _range(ends: Sequence[int], index: int) -> tuple[int, int]:

@@ -34,24 +34,23 @@ def scaled_cost(
     sequence parallelism. Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et
     al. 2022, section 4.2.2), as long for each byte as the cost says, or as ``COLLECTIVE_BYTES_PER_SECOND``, and each
     of them ``latency`` besides. On CPU ranks the gathers that a backward pass repeats (``GATHERED_AGAIN``) hide behind
-    nothing. Launches of a layer cost what they did. The model and the ranks of ``cost`` give
-    ``cost`` itself. ``operators``: of a layer, both of which ``cost`` is and of the result.
+    nothing. Launches of a layer cost what they did. The model and the ranks of ``cost`` give ``cost`` itself.
+    ``operators``: which operators of a layer are fused, in ``cost`` and in the result.
     """
     if (shape, tensor_parallel) == (cost.shape, cost.tensor_parallel):
         return cost
+    element = cost.element_bytes
     collective = cost.collective or (1.0 / COLLECTIVE_BYTES_PER_SECOND if tensor_parallel > 1 else 0.0)
 
     def sizes(of: ModelShape, ranks: int) -> tuple[float, float, float, float]:
         """Return linear FLOPs of a layer, attention, keys and activations of a token on one rank."""
-        how = cost.element_bytes, ranks
-        tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, *how, ranks > 1, operators))
-        tensors += expert_bytes(of, *how)
+        tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, element, ranks, ranks > 1, operators))
+        tensors += expert_bytes(of, element, ranks)
         attention, keys = of.num_heads * of.head_dim / ranks, key_value_numbers(of, ranks)
         return layer_flops_per_token(of) / ranks, attention, keys, tensors
 
     old, new = sizes(cost.shape, cost.tensor_parallel), sizes(shape, tensor_parallel)
     linear, attention, keys, kept = (after / before for after, before in zip(new, old, strict=True))
-    element = cost.element_bytes
     waited = received_bytes(cost.shape, cost.tensor_parallel, element) * cost.collective
     waits = received_bytes(shape, tensor_parallel, element) * collective
     more = cost.latency * ((tensor_parallel > 1) - (cost.tensor_parallel > 1))

@@ -14,7 +14,7 @@ from functools import lru_cache
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.schedule.actions import num_warm_up
+from bytescale_ext.plan.schedule.actions import most_slices
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 
@@ -110,7 +110,7 @@ def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> flo
 def tokens_in_flight(strategy: Strategy) -> list[int]:
     """Return the tokens whose activations each stage holds at most, in full micro-batches that run whole."""
     stages = range(strategy.num_stages)
-    return [(num_warm_up(strategy.num_stages, one, ONE_SLICE) + 1) * strategy.tokens_per_rank for one in stages]
+    return [most_slices(strategy.num_stages, ONE_SLICE, one) * strategy.tokens_per_rank for one in stages]
 
 
 def computed_again(stage: StageCost, cost: ModelCost, num_layers: int) -> StageCost:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain
 
 from bytescale_ext.plan.activation.forecast import forecast, stage_cost
 from bytescale_ext.plan.activation.load import RESIDENT_LAYERS, HeldSlices, LayerSettings, Machine, full_load
@@ -25,7 +24,7 @@ from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, head_bytes
-from bytescale_ext.plan.schedule.actions import SliceSchedule, num_warm_up, seq1f1b_schedule, slice_group_size
+from bytescale_ext.plan.schedule.actions import SliceSchedule, most_slices, seq1f1b_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -89,9 +88,7 @@ class PricedStages:
         """
         assert self.strategy.device_gb is not None, self.strategy
         machine = Machine(self.strategy.device_gb * 1e9, self.strategy.host_gb * 1e9, self.link_bytes_per_second)
-        last, num_chunks = len(self.state_bytes) - 1, self.strategy.chunks
-        stages: list[StageCost] = []
-        chunks: list[list[StageCost]] = [[] for _ in range(num_chunks)]
+        last, chunks, costs = len(self.state_bytes) - 1, self.strategy.chunks, []
         device_bytes, host_bytes, keeps_all = 0.0, 0.0, True
         for stage, states in enumerate(self.state_bytes):
             how = self.settings(stage, slicing, lengths)
@@ -100,20 +97,20 @@ class PricedStages:
             if plan is None:
                 return None
             found = forecast(plan, load, machine)
-            of_chunk = partial(stage_cost, self.cost, load, plan, machine)
-            stages.append(of_chunk(stage == last))
-            for number, chunk in enumerate(chunks):
-                chunk.append(of_chunk(stage == last and number == num_chunks - 1, num_chunks))
+            costs.append(partial(stage_cost, self.cost, load, plan, machine))
             device_bytes = max(device_bytes, states + found.device_bytes)
             host_bytes = max(host_bytes, found.host_bytes)
             keeps_all &= plan.is_off
-        return UnderPolicy(slicing, tuple(stages), tuple(chain(*chunks)), device_bytes, host_bytes, keeps_all)
+        virtual = stages = tuple(cost(stage == last) for stage, cost in enumerate(costs))
+        if chunks > 1:
+            ends = [(stage, cost, chunk == chunks - 1) for chunk in range(chunks) for stage, cost in enumerate(costs)]
+            virtual = tuple(cost(stage == last and is_end, chunks) for stage, cost, is_end in ends)
+        return UnderPolicy(slicing, stages, virtual, device_bytes, host_bytes, keeps_all)
 
     def settings(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> LayerSettings:
         """Return how a stage runs its layers; for the arguments see ``under_policy``."""
         strategy, num_stages, chunks = self.strategy, len(self.state_bytes), self.strategy.chunks
-        group = slice_group_size(num_stages, slicing.num_slices) if chunks > 1 else 1
-        in_flight = -(-(num_warm_up(num_stages, stage, slicing, chunks, group) + 1) // chunks)
+        in_flight = most_slices(num_stages, slicing, stage, chunks)
         return LayerSettings(
             num_layers=strategy.stage_layers[stage],
             resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,

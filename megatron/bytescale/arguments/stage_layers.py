@@ -16,7 +16,7 @@ from bytescale_ext.plan.activation.tensors import EXPERT_LOAD
 from bytescale_ext.plan.evaluate.policy_choice import policy_slicings
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, head_bytes
-from bytescale_ext.plan.schedule.actions import num_warm_up, seq1f1b_schedule, slice_group_size
+from bytescale_ext.plan.schedule.actions import most_slices, seq1f1b_schedule, slice_group_size
 from megatron.bytescale.arguments.operators import operators_of
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
 
@@ -36,8 +36,7 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
     """Return how a pipeline stage runs its layers, and how many micro-batches or slices it holds at once."""
     virtual, chunks = args.virtual_pipeline_model_parallel_size or 1, run.find(LossChunks)
     slices, num_stages = slicing_of(run), len(run.stage_layers)
-    group = slice_group_size(num_stages, slices.num_slices) if virtual > 1 else 1
-    in_flight = -(-(num_warm_up(num_stages, stage, slices, virtual, group) + 1) // virtual)
+    in_flight = most_slices(num_stages, slices, stage, virtual)
     if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         in_flight = min(in_flight, micro_batches * slices.num_slices)

@@ -127,7 +127,8 @@ def summary(figures: Mapping[str, CaseFigures]) -> str:
     lines = [
         "## All cases",
         "",
-        "Tokens per second of hybrid data parallelism, and how many times those of each other arm: medians of steps.",
+        "*Ours* is the tokens per second of hybrid data parallelism; *over* an arm: how many times as fast ours is.",
+        "All figures are medians of steps.",
         "",
         f"| lengths, nodes x ranks, links | ours | {' | '.join(f'over {arm}' for arm in others)} |",
         "|---" * (2 + len(others)) + "|",
@@ -313,8 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     figures = {name: case_figures(arms) for name, arms in results.cases().items()}
     draw_speed(figures, pictures / "speed.png")
-    draw_time(in_detail(figures), pictures / "time.png")
-    draw_bytes(in_detail(figures), pictures / "bytes.png")
+    detailed = in_detail(figures)
+    draw_time(detailed, pictures / "time.png")
+    draw_bytes(detailed, pictures / "bytes.png")
     return 0
 
 

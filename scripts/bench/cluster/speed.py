@@ -26,6 +26,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,15 +115,17 @@ class Bench:
         return prefix
 
 
-def profile(bench: Bench) -> ModelCost:
-    """Return what ``bytescale profile`` measures on all ranks at once, over unlimited links. Raises RuntimeError."""
-    folder = bench.folder / "profile"
+def profile_ranks(topology: Topology, model: Sequence[str], max_tokens: int, folder: Path) -> ModelCost:
+    """Return what ``bytescale profile`` measures on all ranks of a cluster at once. Raises RuntimeError.
+
+    ``model``: its flags; ``max_tokens``: of a micro-batch.
+    """
     output = folder / "cost.json"
-    words = ("--output", output, "--max-tokens", TOKENS_PER_RANK // 2, "--repeats", 3, "--", *MODEL)
+    words = ("--output", output, "--max-tokens", max_tokens, "--repeats", 3, "--", *model)
     command = (str(Path(sys.executable).parent / "bytescale"), "profile", *map(str, words))
     launch = Launch(command, folder, "", 1800.0, is_warm=True)
     shutil.rmtree(folder, ignore_errors=True)
-    if run(PROFILED.topology((0.0, 0.0)), launch).code:
+    if run(topology, launch).code:
         raise RuntimeError(f"the profile failed:\n{launch.log(0).read_text(errors='replace')[-2000:]}")
     return read_cost(output)
 
@@ -196,7 +199,8 @@ def run_all(bench: Bench, results: Results, planned: tuple[Planned, ...], num_ro
     preload()
     if results.cost is None:
         tell("profile of the ranks")
-        results.cost = profile(bench)
+        unlimited = PROFILED.topology((0.0, 0.0))
+        results.cost = profile_ranks(unlimited, MODEL, TOKENS_PER_RANK // 2, bench.folder / "profile")
         results.write()
     print(matched_links(SPECS[SPEC], results.cost, PROFILED.topology((0.0, 0.0)).cores_per_rank, SCALE).text)
     for one in planned:

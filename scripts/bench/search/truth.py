@@ -8,8 +8,8 @@ file, and the fastest strategies of different kinds, from the fastest to the slo
 several times each, in rounds that go through them forwards and backwards in turn. Strategies whose ranks would run the
 same, as a policy that has nothing to do, count once.
 
-With ``--cluster`` the ranks are those of an emulated cluster (``scripts/cluster/emulate.py``): each has a network
-namespace and a fixed share of a core, so there may be more of them than cores.
+``--cluster`` trains on an emulated cluster (``scripts/cluster/emulate.py``). Each rank has a network namespace and a
+fixed share of a core, so there may be more ranks than cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from bytescale_ext.measure.cost_file import read_cost, write_cost
+from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.search.case import Case, Task
 from bytescale_ext.plan.search.explore import Scored, explore
@@ -49,6 +49,7 @@ from megatron.bytescale.cli.search.verify import (
 )
 from scripts.bench.cluster.cases import CORES_SHARE
 from scripts.bench.cluster.predict import wall_cost
+from scripts.bench.cluster.speed import profile_ranks
 from scripts.bench.plan.launch import printed_by
 from scripts.cluster.emulate import BEFORE_TRAINING, check_machine, run
 from scripts.cluster.ranks import Launch, preload
@@ -78,22 +79,7 @@ def profile(num_ranks: int, output: Path) -> None:
 
 def profile_cluster(topology: Topology, folder: Path) -> ModelCost:
     """Measure the model on all ranks of an emulated cluster at once, in wall time. Raises RuntimeError."""
-    words = (
-        "profile",
-        "--output",
-        folder / "cost.json",
-        "--max-tokens",
-        MOST_TOKENS,
-        "--repeats",
-        3,
-        "--",
-        *MODEL.split(),
-    )
-    command = (str(Path(sys.executable).parent / "bytescale"), *map(str, words))
-    launch = Launch(command, folder, "", MOST_SECONDS, is_warm=True)
-    if run(topology, launch).code:
-        raise RuntimeError(f"the profile failed:\n{launch.log(0).read_text(errors='replace')[-2000:]}")
-    return wall_cost(read_cost(folder / "cost.json"), topology)
+    return wall_cost(profile_ranks(topology, MODEL.split(), MOST_TOKENS, folder), topology)
 
 
 def on_cluster(topology: Topology) -> Train:
@@ -118,7 +104,7 @@ def kind(strategy: Strategy) -> tuple[object, ...]:
 
 def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
     """Return the fastest strategy of each kind, fastest first."""
-    *_, seen = explore([task], space.branches(task), sum(1 for _ in space.strategies(task)))
+    *_, seen = explore([task], space.branches(task), sys.maxsize)
     found: dict[tuple[object, ...], Scored] = {}
     for one in seen.found:
         found.setdefault(kind(one.strategy), one)
@@ -220,7 +206,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cost = Path(folder) / "cost.json"
         if args.cluster:
-            write_cost(cost, profile_cluster(topology, Path(folder)))
+            write_cost(cost, profile_cluster(topology, Path(folder) / "profile"))
         else:
             profile(args.ranks, cost)
         given = CLUSTER_TASK if args.cluster else TASK

@@ -125,7 +125,7 @@ def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
     assert held(table, ONE_SLICE, even, memory).waiting_tokens == 0
     schedule = seq1f1b_schedule(2, 2, Slicing(2))
     of_last = held_slices(schedule, 1, [4.0, 4.0], 0.0, LayerBytes(0.0, 0.0, 0.0, head=7.0))
-    assert max(one.behind for one in of_last) == 4 * 7.0
+    assert max(one.head for one in of_last) == 4 * 7.0
 
 
 def test_a_slice_computes_its_layer_again_alone() -> None:

@@ -123,7 +123,7 @@ def test_no_strategy_undercuts_the_bound_of_its_branch(shape: ModelShape) -> Non
 
 
 def test_the_slowest_of_the_best_stages() -> None:
-    """All ways to lay six layers on three stages, of which the last also has the head."""
+    """Against all ways to split six layers over three stages; the last stage also has the head."""
     for head in (0.0, 1.5, 4.0):
         ways = [(one, two, 6 - one - two) for one in range(1, 5) for two in range(1, 6 - one)]
         every = [max(one * 2.0, two * 2.0, three * 2.0 + head) for one, two, three in ways]
