@@ -10,7 +10,10 @@ from typing import Final
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import WINDOWS, ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
+
+FLAGS: Final = ("shape.gated", "shape.latent.has_norms", "shape.latent.is_plain")
+"""Entries that are true or false."""
 
 SHIPPED: Final = Path(__file__).parent / "costs"
 """Folder of the cost files that come with the package."""
@@ -32,7 +35,10 @@ def read_cost(path: Path | str) -> ModelCost:
         entries = _checked_entries(value, ModelCost, "the file")
         for name in ("forward", "backward"):
             _checked_entries(entries[name], CostModel, name)
-        _check_types(entries, _checked_entries(entries["shape"], ModelShape, "shape"))
+        shape = _checked_entries(entries["shape"], ModelShape, "shape")
+        latent = shape.get("latent")
+        of_latent = {} if latent is None else _checked_entries(latent, LatentShape, "shape.latent")
+        _check_types(entries, shape, of_latent)
         return ModelCost.from_json(entries)
     except ValueError as error:
         raise ValueError(f"cost file {path}: {error}") from None
@@ -54,10 +60,11 @@ def shipped(name: str) -> ModelCost:
 def check_same_model(
     cost: ModelCost, shape: ModelShape, tensor_parallel: int, dtype: str, path: Path | str
 ) -> ModelCost:
-    """Check that costs belong to this model; return them with the number of layers of ``shape``.
+    """Check that costs belong to this model; return them with the number of layers and the vocabulary of ``shape``.
 
-    Costs are per layer with full attention, so the number of layers and their windows may differ. All other sizes that
-    affect the time of a layer or of the head must agree. Costs of layers with experts are for models of such layers.
+    Costs are per layer with full attention, so the number of layers and their windows may differ. Those of the head
+    grow with the vocabulary, which Megatron pads and tokenizers change. All other sizes that affect the time of a layer
+    must agree. Costs of layers with experts are for models of such layers.
 
     Args:
         dtype: parameter type, for example "bfloat16".
@@ -66,7 +73,7 @@ def check_same_model(
     Raises:
         ValueError: sizes differ; the message names them.
     """
-    free = {"num_layers", "num_expert_layers", *WINDOWS}
+    free = {"num_layers", "num_expert_layers", "vocab", *WINDOWS}
     mine = {field.name: getattr(shape, field.name) for field in fields(ModelShape) if field.name not in free}
     mine |= {"tensor_parallel": tensor_parallel, "dtype": dtype}
     theirs = {name: getattr(cost.shape if hasattr(cost.shape, name) else cost, name) for name in mine}
@@ -78,7 +85,8 @@ def check_same_model(
             f"cost file {path} is for another model: {', '.join(differs)}; run `bytescale profile` with this model's "
             f"flags"
         )
-    return replace(cost, shape=shape)
+    heads = shape.vocab / cost.shape.vocab
+    return replace(cost, shape=shape, head_forward=heads * cost.head_forward, head_backward=heads * cost.head_backward)
 
 
 def _checked_entries(value: object, kind: type, where: str) -> dict[str, object]:
@@ -95,17 +103,21 @@ def _checked_entries(value: object, kind: type, where: str) -> dict[str, object]
     return value
 
 
-def _check_types(entries: dict[str, object], shape: dict[str, object]) -> None:
+def _check_types(entries: dict[str, object], shape: dict[str, object], latent: dict[str, object]) -> None:
     """Raise ValueError for a size that is not a whole number or is too small, and for an entry that must be text."""
-    sizes = {f"shape.{name}": size for name, size in shape.items() if name != "gated"}
-    sizes["tensor_parallel"] = entries["tensor_parallel"]
+    found = {f"shape.{name}": size for name, size in shape.items() if name != "latent"}
+    found |= {f"shape.latent.{name}": size for name, size in latent.items()}
+    flags = {name: found.pop(name) for name in FLAGS if name in found}
+    sizes = found | {"tensor_parallel": entries["tensor_parallel"]}
     optional = {f"shape.{field.name}" for field in fields(ModelShape) if field.default is not MISSING}
+    optional.add("shape.latent.query_rank")
     for name, size in sizes.items():
         least = 0 if name in optional else 1
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ValueError(f"{name} is {json.dumps(size)}; it must be a whole number, at least {least}")
-    if not isinstance(shape["gated"], bool):
-        raise ValueError(f"shape.gated is {json.dumps(shape['gated'])}; it must be true or false")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} is {json.dumps(flag)}; it must be true or false")
     for name in ("device", "dtype", "source"):
         if not isinstance(entries[name], str):
             raise ValueError(f"{name} is {json.dumps(entries[name])}; it must be text")

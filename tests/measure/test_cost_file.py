@@ -13,7 +13,7 @@ import pytest
 from bytescale_ext.measure.cost_file import SHIPPED, check_same_model, read_cost, shipped, write_cost
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import LLAMA_7B, ModelShape
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, LatentShape, ModelShape
 
 COST = ModelCost(
     shape=ModelShape(2, 8, 4, 2, 3, 10, True, 20),
@@ -47,6 +47,24 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     write_cost(tmp_path / "cost.json", COST)
     assert read_cost(tmp_path / "cost.json") == COST
     assert read_cost(str(tmp_path / "cost.json")) == COST
+
+
+def test_latents_are_written_and_read_back(tmp_path: Path) -> None:
+    latent = replace(COST, shape=replace(COST.shape, latent=LatentShape(0, 512, 64, 128, has_norms=True)))
+    write_cost(tmp_path / "cost.json", latent)
+    assert read_cost(tmp_path / "cost.json") == latent
+    assert check_same_model(latent, latent.shape, 2, "bfloat16", "cost.json") == latent
+    with pytest.raises(ValueError, match="latent is None there"):
+        check_same_model(COST, latent.shape, 2, "bfloat16", "cost.json")
+
+    def broken_latent(**entries: object) -> str:
+        value = {**latent.to_json()["shape"]["latent"], **entries}  # type: ignore[index]
+        return broken(tmp_path, lambda whole: whole["shape"].update(latent=value))
+
+    assert "shape.latent.key_rank is 0" in broken_latent(key_rank=0)
+    assert "shape.latent.is_plain is 1" in broken_latent(is_plain=1)
+    assert "shape.latent has an unknown entry rank" in broken_latent(rank=1)
+    assert "shape.latent holds a int" in broken(tmp_path, lambda whole: whole["shape"].update(latent=3))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in SHIPPED.glob("*.json")])
@@ -143,7 +161,16 @@ def test_the_same_model_may_have_other_layers() -> None:
     assert cost.whole().forward.a == pytest.approx(80 * COST.forward.a)
 
 
-@pytest.mark.parametrize("field", ["hidden", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden", "gated", "vocab"])
+def test_the_head_costs_as_much_as_its_vocabulary() -> None:
+    """Megatron pads the vocabulary to a multiple that depends on the tensor-parallel ranks."""
+    wider = replace(COST.shape, vocab=3 * COST.shape.vocab)
+    cost = check_same_model(COST, wider, 2, "bfloat16", "cost.json")
+    assert cost.head_forward == pytest.approx(3 * COST.head_forward)
+    assert cost.head_backward == pytest.approx(3 * COST.head_backward)
+    assert replace(cost, shape=COST.shape, head_forward=COST.head_forward, head_backward=COST.head_backward) == COST
+
+
+@pytest.mark.parametrize("field", ["hidden", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden", "gated"])
 def test_another_model_is_refused_by_the_field(field: str) -> None:
     theirs = getattr(COST.shape, field)
     other = replace(COST.shape, **{field: not theirs if field == "gated" else theirs + 1})

@@ -12,6 +12,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.entries import entries_of, from_entries
 from bytescale_ext.plan.cost.model_shape import (
     BACKWARD_PER_FORWARD,
+    LatentShape,
     ModelShape,
     attention_flops_per_square,
     expansion_flops,
@@ -107,9 +108,11 @@ class ModelCost:
     def to_json(self) -> dict[str, object]:
         """Return plain dicts: the format of a cost file. It says nothing about the nodes of a run and about windows."""
         value = asdict(self)
-        for of, names in (("forward", NOT_IN_FILES), ("backward", NOT_IN_FILES), ("shape", (*WINDOWS, "latent"))):
+        for of, names in (("forward", NOT_IN_FILES), ("backward", NOT_IN_FILES), ("shape", WINDOWS)):
             for name in names:
                 del value[of][name]
+        if self.shape.latent is None:
+            del value["shape"]["latent"]
         return value
 
     @classmethod
@@ -117,9 +120,11 @@ class ModelCost:
         """Invert ``to_json``. Raises ValueError, naming an entry that is missing, unknown or negative."""
         try:
             shape = from_entries(ModelShape, value["shape"])
+            if shape.latent is not None:
+                shape = replace(shape, latent=from_entries(LatentShape, shape.latent))
             passes = {name: from_entries(CostModel, value[name]) for name in ("forward", "backward")}
             cost = from_entries(cls, {**value, "shape": shape, **passes})
-            for name in (*NOT_IN_FILES, *WINDOWS, "latent"):
+            for name in (*NOT_IN_FILES, *WINDOWS):
                 if any(name in entries_of(value[one]) for one in ("forward", "backward", "shape")):
                     raise TypeError(f"{name} is no entry")
         except (KeyError, TypeError) as error:

@@ -8,9 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import replay_stages
@@ -24,65 +23,11 @@ from bytescale_ext.plan.search.experts import coupling
 from bytescale_ext.plan.search.layers import block_bytes, computed_again, tokens_in_flight
 from bytescale_ext.plan.search.policy import PricedSlices, PricedStages
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
+from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
 from bytescale_ext.plan.search.update import Parameters, Update, end_passes, message_seconds, update_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
-
-
-class Unfit(ValueError):
-    """A strategy does not fit the task.
-
-    Attributes:
-        needed_bytes: memory of a device with which it would fit; 0 where that is not known, or is not the reason.
-    """
-
-    def __init__(self, reason: str, needed_bytes: float = 0.0) -> None:
-        super().__init__(reason)
-        self.needed_bytes = needed_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """The cluster.
-
-    Attributes:
-        count: devices.
-        per_node: devices of a node.
-        memory_bytes: of a device.
-        host_bytes: host memory of each process, for activations or keys.
-        link_bytes_per_second: between a device and host memory, one way.
-    """
-
-    count: int
-    per_node: int
-    memory_bytes: float
-    host_bytes: float = 0.0
-    link_bytes_per_second: float = LINK_BYTES_PER_SECOND
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is given.
-
-    Attributes:
-        cost: of the model, on any number of tensor-parallel ranks.
-        devices: the cluster.
-        context: the most tokens of a document.
-        steps: lengths of the documents of some steps, equally many in each.
-        operators: of a layer.
-    """
-
-    cost: ModelCost
-    devices: Devices
-    context: int
-    steps: tuple[tuple[int, ...], ...]
-    operators: LayerOperators = FUSED
-
-    @property
-    def batch(self) -> int:
-        """Documents of a step."""
-        return len(self.steps[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +108,13 @@ class Case:
             full_bytes = (_full_bytes(strategy, memory, physical[-1]), 0.0)
         nodes, num_stages = cost.nodes(cluster), strategy.num_stages
         slowest = max(physical, key=lambda stage: stage.both.sequence_cost(strategy.tokens_per_rank, 1)).on(nodes)
-        choice: SlicingChoice | PricedSlices | None = None
-        if strategy.chooses_slices and strategy.activations == PRICED:
-            choice = PricedSlices(_priced(task, strategy, cost, memory), slowest.both)
-            if not choice.fits:
-                raise Unfit("device memory")
-        elif strategy.chooses_slices:
-            choice = _choice(task, strategy, memory, slowest)
+        choice = _choice(task, strategy, cost, memory, slowest) if strategy.chooses_slices else None
         if choice is None and full_bytes[0] > task.devices.memory_bytes:
             raise Unfit("device memory", full_bytes[0])
         planner = HdpPlanner(
             cluster,
             (slowest,) * num_stages,
-            tokens_multiple=strategy.tensor_parallel,
+            tokens_multiple=task.rows_multiple * strategy.tensor_parallel,
             balance=auto_balance(num_stages > 1 or strategy.expert_parallel > 1),
             aligned=strategy.expert_parallel > 1,
             choice=choice,
@@ -237,11 +176,8 @@ class Case:
 
     def run(self, lengths: Sequence[int]) -> StepFigures:
         """Return the figures of a step of these documents: planned by the planner of training, and replayed."""
-        strategy, plan = self.strategy, self.plan(lengths)
-        group = strategy.num_stages if strategy.chunks > 1 else 1
-        counts = micro_batch_counts(plan, strategy.expert_parallel, group)
-        table = ShardTable.of(plan).with_counts(np.array(counts))
-        slicing = plan.slicing or ONE_SLICE
+        strategy = self.strategy
+        table, slicing = self._planned_table(lengths)
         message = self.latency + self.message / slicing.num_slices
         stages, (device_bytes, host_bytes) = self.stages, self.full_bytes
         if self.priced_slices is not None:
@@ -263,31 +199,30 @@ class Case:
             host_bytes=host_bytes,
         )
 
+    def step_bytes(self, lengths: Sequence[int]) -> float:
+        """Return the most bytes of a device in a step of these documents, whose micro-batches need not be full.
+
+        Where a policy moves activations, or only some layers are computed again, micro-batches count as full.
+        """
+        table, slicing = self._planned_table(lengths)
+        activations = self.strategy.activations
+        if activations == BLOCK or (activations == PRICED and not self.keeps_all_in(slicing)):
+            return self.run(lengths).device_bytes
+        most = held(table, slicing, self.planner.stages[0].both, self.memory, self.strategy.chunks)
+        return most.device_bytes(self.memory)
+
+    def _planned_table(self, lengths: Sequence[int]) -> tuple[ShardTable, Slicing]:
+        """Return the shards of the plan of these documents, on ranks that run whole groups, and its slicing."""
+        strategy, plan = self.strategy, self.plan(lengths)
+        group = strategy.num_stages if strategy.chunks > 1 else 1
+        counts = micro_batch_counts(plan, strategy.expert_parallel, group)
+        return ShardTable.of(plan).with_counts(np.array(counts)), plan.slicing or ONE_SLICE
+
 
 @lru_cache(maxsize=64)
 def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
     """Plan once for strategies that differ in what the planner does not see, as the optimizer or memory to spare."""
     return planner(lengths)
-
-
-def cluster_of(task: Task, strategy: Strategy) -> Cluster:
-    """Return the HDP ranks of a strategy. Raises Unfit where they do not divide what they share, or are too few.
-
-    A node holds as many HDP ranks as it has groups of tensor-parallel ranks, if these fill it and the ranks.
-    """
-    devices = task.devices
-    num_ranks, rest = divmod(devices.count, strategy.model_ranks)
-    if rest or not num_ranks:
-        raise Unfit("ranks")
-    if task.batch % num_ranks:
-        raise Unfit("documents")
-    if task.context > num_ranks * strategy.tokens_per_rank:
-        raise Unfit("context")
-    if num_ranks % strategy.expert_parallel:
-        raise Unfit("experts")
-    of_node, rest = divmod(devices.per_node, strategy.tensor_parallel)
-    fills = of_node and not rest and of_node < num_ranks and not num_ranks % of_node
-    return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None)
 
 
 def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMemory:
@@ -333,8 +268,15 @@ def _full_bytes(strategy: Strategy, memory: StageMemory, stage: StageCost) -> fl
     return held(table, ONE_SLICE, stage.both, memory, strategy.chunks).device_bytes(memory)
 
 
-def _choice(task: Task, strategy: Strategy, memory: StageMemory, slowest: StageCost) -> SlicingChoice:
+def _choice(
+    task: Task, strategy: Strategy, cost: ModelCost, memory: StageMemory, slowest: StageCost
+) -> SlicingChoice | PricedSlices:
     """Return what chooses the slices of each step, as training does. Raises Unfit where no slices fit."""
+    if strategy.activations == PRICED:
+        priced = PricedSlices(_priced(task, strategy, cost, memory), slowest.both)
+        if not priced.fits:
+            raise Unfit("device memory")
+        return priced
     assert strategy.device_gb is not None, strategy
     choice = SlicingChoice.within(memory.without_states(), strategy.device_gb * 1e9, strategy.host_gb * 1e9)
     try:

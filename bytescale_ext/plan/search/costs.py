@@ -9,7 +9,7 @@ from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND, COLL
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors, received_bytes
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import ModelCost
+from bytescale_ext.plan.cost.model_cost import ModelCost, with_expansions
 from bytescale_ext.plan.cost.model_shape import (
     ModelShape,
     expansion_flops,
@@ -34,7 +34,8 @@ def scaled_cost(
     sequence parallelism. Tensor-parallel ranks share all of them evenly and wait for their collectives (Korthikanti et
     al. 2022, section 4.2.2), as long for each byte as the cost says, or as ``COLLECTIVE_BYTES_PER_SECOND``, and each
     of them ``latency`` besides. On CPU ranks the gathers that a backward pass repeats (``GATHERED_AGAIN``) hide behind
-    nothing. Launches of a layer cost what they did. The model and the ranks of ``cost`` give ``cost`` itself.
+    nothing. Launches of a layer cost what they did. Latents that ``cost`` does not know cost their expansion for each
+    token that a rank receives, as where they are measured. The model and the ranks of ``cost`` give ``cost`` itself.
     ``operators``: which operators of a layer are fused, in ``cost`` and in the result.
     """
     if (shape, tensor_parallel) == (cost.shape, cost.tensor_parallel):
@@ -46,7 +47,7 @@ def scaled_cost(
         """Return linear FLOPs of a layer, attention, keys and activations of a token on one rank."""
         tensors = sum(tensor.bytes_per_token for tensor in layer_tensors(of, element, ranks, ranks > 1, operators))
         tensors += expert_bytes(of, element, ranks)
-        attention, keys = of.num_heads * of.head_dim / ranks, key_value_numbers(of, ranks)
+        attention, keys = of.num_heads * (of.head_dim + of.value_dim) / ranks, key_value_numbers(of, ranks)
         return layer_flops_per_token(of) / ranks, attention, keys, tensors
 
     old, new = sizes(cost.shape, cost.tensor_parallel), sizes(shape, tensor_parallel)
@@ -57,11 +58,18 @@ def scaled_cost(
 
     expansions = [expansion_flops(*of) / of[1] for of in ((cost.shape, cost.tensor_parallel), (shape, tensor_parallel))]
     expanded = expansions[1] / expansions[0] if expansions[0] else 0.0
+    flop_seconds = max(0.0, cost.forward.b - COLLECTIVES_OF_A_LAYER * waited) / old[0]
+    added = 0.0 if cost.shape.latent is not None else expansions[1] * flop_seconds
 
-    def of_pass(one: CostModel, collectives: int) -> CostModel:
+    def of_pass(one: CostModel, repeated: int) -> CostModel:
+        collectives = COLLECTIVES_OF_A_LAYER + repeated
         products, launches = max(0.0, one.b - collectives * waited) * linear, max(0.0, one.g + collectives * more)
         moved = replace(one, c=one.c * keys, h=one.h * keys, e=one.e * expanded)
         return replace(moved, a=one.a * attention, b=products + collectives * waits, g=launches)
+
+    passes = of_pass(cost.forward, 0), of_pass(cost.backward, 0 if cost.on_cuda else GATHERED_AGAIN)
+    if added:
+        passes = in_rings(*with_expansions(*passes, added))
 
     fewer = cost.tensor_parallel / tensor_parallel
     head = shape.hidden * shape.vocab / (cost.shape.hidden * cost.shape.vocab) * fewer
@@ -69,14 +77,19 @@ def scaled_cost(
         cost,
         shape=shape,
         tensor_parallel=tensor_parallel,
-        forward=of_pass(cost.forward, COLLECTIVES_OF_A_LAYER),
-        backward=of_pass(cost.backward, COLLECTIVES_OF_A_LAYER + (0 if cost.on_cuda else GATHERED_AGAIN)),
+        forward=passes[0],
+        backward=passes[1],
         head_forward=cost.head_forward * head,
         head_backward=cost.head_backward * head,
         layer_bytes=cost.layer_bytes * kept,
         recompute_bytes=cost.recompute_bytes * shape.hidden / cost.shape.hidden * fewer,
         collective=collective,
     )
+
+
+def in_rings(forward: CostModel, backward: CostModel) -> tuple[CostModel, CostModel]:
+    """Return the costs with the expansion of latents among the work for received tokens, as rings are measured."""
+    return replace(forward, h=forward.h + forward.e, e=0.0), replace(backward, h=backward.h + backward.e, e=0.0)
 
 
 def strategy_cost(

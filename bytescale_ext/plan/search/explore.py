@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bytescale_ext.plan.search.case import Case, StepFigures, Task, Unfit
+from bytescale_ext.plan.search.case import Case, StepFigures
 from bytescale_ext.plan.search.space import Branch
 from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.search.task import Task, Unfit
 
 
 @dataclass(frozen=True, slots=True)

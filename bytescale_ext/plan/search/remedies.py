@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from bytescale_ext.plan.search.case import Task
 from bytescale_ext.plan.search.explore import Exploration, fitting_cases
 from bytescale_ext.plan.search.space import Space
+from bytescale_ext.plan.search.task import Task
 
 DOUBLINGS: Final = 3
 """Devices, host memory and shorter contexts are tried up to this many times twice as many."""

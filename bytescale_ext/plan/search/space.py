@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -11,10 +11,11 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.search.balance import balanced_layers
-from bytescale_ext.plan.search.case import Task, Unfit, cluster_of, memory_of, parameters_of
+from bytescale_ext.plan.search.case import memory_of, parameters_of
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.layers import fewest_recomputed, tokens_in_flight
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
+from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
 from bytescale_ext.plan.search.update import Parameters, update_of
 
 LOSS_TOKENS: Final = 4096
@@ -74,6 +75,7 @@ class Space:
         pipelines: of ("whole", "slices", "virtual"), how stages run micro-batches.
         uneven: also stages of unequal layers.
         expert_parallel: sizes; empty: every one that divides the experts of a layer and the HDP ranks.
+        allows: whether training takes a strategy.
     """
 
     tensor_parallel: tuple[int, ...] = ()
@@ -83,6 +85,7 @@ class Space:
     pipelines: tuple[str, ...] = ("whole", "slices", "virtual")
     uneven: bool = True
     expert_parallel: tuple[int, ...] = ()
+    allows: Callable[[Strategy], bool] = lambda strategy: True
 
     def strategies(self, task: Task) -> Iterator[Strategy]:
         """Yield each strategy whose ranks, documents and context fit; memory is not asked."""
@@ -92,7 +95,7 @@ class Space:
     def branches(self, task: Task) -> Iterator[Branch]:
         """Yield the strategies by what they have in common."""
         for one, num_ranks in self._meshes(task):
-            for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel):
+            for tokens in self.tokens_per_rank or capacities(task, num_ranks, one.tensor_parallel * task.rows_multiple):
                 if tokens * num_ranks < task.context:
                     continue
                 for experts in self.expert_parallel or expert_sizes(task, num_ranks):
@@ -120,7 +123,8 @@ class Space:
             one = replace(one, activations=FULL if activations == BLOCK else activations)
             for layers in self._layers(task, one):
                 of_layers = replace(one, stage_layers=layers)
-                yield from blocks(task, of_layers) if activations == BLOCK else self._of_layers(task, of_layers)
+                found = blocks(task, of_layers) if activations == BLOCK else self._of_layers(task, of_layers)
+                yield from filter(self.allows, found)
 
     def _layers(self, task: Task, strategy: Strategy) -> list[tuple[int, ...]]:
         """Return equal stages, if they exist, and stages balanced within the memory, if these differ."""

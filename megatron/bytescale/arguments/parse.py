@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.bytescale import features
@@ -47,15 +50,24 @@ NEEDS = {
 }
 
 
-def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: bool) -> None:
-    """Turn off what this machine cannot run, so that command lines need not.
+def is_installed(module: str) -> bool:
+    """Return whether this machine has a module."""
+    return importlib.util.find_spec(module) is not None
+
+
+def set_device_defaults(
+    args: argparse.Namespace, argv: Sequence[str], on_cpu: bool, has: Callable[[str], bool] = is_installed
+) -> None:
+    """Turn off what the machine of the training cannot run, so that command lines need not.
 
     Without TransformerEngine, use Megatron's own layers; without Apex, no fused kernels; on CPU, gloo in place of NCCL
     and weights made on the CPU. Raises ValueError where TransformerEngine is requested by name but not installed.
+
+    ``has``: whether that machine has a module; default: this one.
     """
 
     def can_use(module: str) -> bool:
-        return not on_cpu and importlib.util.find_spec(module) is not None
+        return not on_cpu and has(module)
 
     if args.transformer_impl == "transformer_engine" and not can_use("transformer_engine"):
         if "--transformer-impl" in argv:
@@ -76,28 +88,66 @@ def set_device_defaults(args: argparse.Namespace, argv: Sequence[str], on_cpu: b
 def parse(
     argv: Sequence[str], on_cpu: bool, settle: Callable[[argparse.Namespace], None] | None = None
 ) -> argparse.Namespace:
-    """Parse with Megatron's parser, check everything, and set Megatron's globals.
+    """Parse with Megatron's parser, check everything, and set Megatron's globals. Once in a process.
 
     ``settle`` changes the parsed arguments before they are checked, as the profile of a training command needs.
 
     Raises ValueError, before anything is built, for what cannot run. Afterwards the tokenizer, timers and writers
     exist.
     """
-    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.arguments import parse_args
     from megatron.training.global_vars import set_global_variables
 
     if any(word.split("=")[0] == "--yaml-cfg" for word in argv):  # it would replace all flags, ours too
         raise ValueError("--yaml-cfg does not work here: give the flags on the command line")
-    with refusals_of_megatron():
+    with refusals_of_megatron(), command_line(argv):
         args = parse_args(add_arguments)
     if settle is not None:
         settle(args)
+    check(args, argv, on_cpu)
+    with refusals_of_megatron():
+        set_global_variables(args)
+    return args
+
+
+def check(
+    args: argparse.Namespace, argv: Sequence[str], on_cpu: bool, has: Callable[[str], bool] = is_installed
+) -> None:
+    """Check parsed arguments, and set those that the device, the features and Megatron decide.
+
+    Args:
+        args: the result of Megatron's parser.
+        argv: what it has parsed.
+        on_cpu: the training runs on CPU.
+        has: see ``set_device_defaults``.
+
+    Raises ValueError for what cannot run.
+    """
+    from megatron.training.arguments import validate_args
+
     check_values(args)
-    set_device_defaults(args, argv, on_cpu)
+    set_device_defaults(args, argv, on_cpu, has)
     features.check(args)
     with refusals_of_megatron():
         validate_args(args)
         for feature in features.enabled(args):
             feature.after_checks(args)
-        set_global_variables(args)
-    return args
+
+
+@functools.cache
+def whole_parser() -> argparse.ArgumentParser:
+    """Return Megatron's parser with our flags, for lines that other processes run; it raises ArgumentError."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    return add_arguments(add_megatron_arguments(parser))
+
+
+@contextlib.contextmanager
+def command_line(argv: Sequence[str]) -> Iterator[None]:
+    """Make this the command line of the process, which Megatron's parser reads."""
+    own, sys.argv = sys.argv, list(argv)
+    try:
+        yield
+    finally:
+        sys.argv = own

@@ -57,6 +57,10 @@ def _check_sizes(args: Any) -> None:
         value = value_of(args, flag)
         if value is not None and not 1 <= value <= MOST:
             raise ValueError(f"{flag} {value} must be at least 1" + (" and at most 2^40" if value > MOST else ""))
+    if args.kv_channels is None and args.hidden_size and args.hidden_size % args.num_attention_heads:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads {args.num_attention_heads}"
+        )
     tokens = args.hdp_tokens_per_rank
     if tokens is not None and tokens > MOST:
         raise ValueError(f"--hdp-tokens-per-rank {tokens} must be at most 2^40")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import POLICIES, make_plan
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import state_bytes
 from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count, size
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
@@ -31,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-flags",
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; unknown flags are ignored, and with --num-experts "
-        "all layers have experts (default: the model of the cost file)",
+        help="Megatron's flags of the model in one quoted string (default: the model of the cost file)",
     )
     parser.add_argument(
         "--cost-file",
@@ -134,54 +132,6 @@ def costs(args: argparse.Namespace) -> ModelCost:
         return cost_of_rates(shape, *(1e12 * rate for rate in args.tflops))
     cost = read_cost(args.cost_file)
     return check_same_model(cost, shape, cost.tensor_parallel, cost.dtype, args.cost_file)
-
-
-def shape_of_flags(flags: str) -> ModelShape:
-    """Read the sizes from a string of Megatron's flags, with its defaults. Raises ValueError for a missing one."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
-    for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
-                 "kv-channels", "vocab-size", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
-                 "moe-shared-expert-intermediate-size"):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--swiglu", action="store_true")
-    try:
-        found, _ = parser.parse_known_args(shlex.split(flags))
-    except argparse.ArgumentError as error:
-        raise ValueError(f"--model-flags: {error}") from None
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if (getattr(found, name) or 0) < 1:
-            raise ValueError(f"--model-flags needs a positive --{name.replace('_', '-')}")
-    ffn = found.ffn_hidden_size or (64 * (found.hidden_size * 8 // 3 // 64) if found.swiglu else 4 * found.hidden_size)
-    heads = found.num_attention_heads
-    check_divides("--hidden-size", found.hidden_size, "--num-attention-heads", 1 if found.kv_channels else heads)
-    check_divides("--num-attention-heads", heads, "--num-query-groups", found.num_query_groups or heads)
-    experts = {}
-    if found.num_experts:
-        chosen, shared = found.moe_router_topk or 2, found.moe_shared_expert_intermediate_size or 0
-        experts = {
-            "num_expert_layers": found.num_layers,
-            "expert_ffn_hidden": chosen * (found.moe_ffn_hidden_size or ffn) + shared,
-            "num_experts": found.num_experts,
-            "experts_per_token": chosen,
-            "shared_ffn_hidden": shared,
-        }
-    return ModelShape(
-        num_layers=found.num_layers,
-        hidden=found.hidden_size,
-        num_heads=heads,
-        num_kv_heads=found.num_query_groups or heads,
-        head_dim=found.kv_channels or found.hidden_size // heads,
-        ffn_hidden=ffn,
-        gated=found.swiglu,
-        vocab=found.vocab_size or 32000,
-        **experts,
-    )
-
-
-def check_divides(flag: str, value: int, divisor_flag: str, divisor: int) -> None:
-    """Raise ValueError if a size of ``--model-flags`` is no multiple of another."""
-    if divisor < 1 or value % divisor:
-        raise ValueError(f"--model-flags: {flag} {value} must be a multiple of {divisor_flag} {divisor}")
 
 
 def load_of(args: argparse.Namespace, cost: ModelCost, length: int) -> LayerLoad:

@@ -22,8 +22,8 @@ from bytescale_ext.plan.memory.passes import plan_step
 from bytescale_ext.plan.memory.placement import plan_memory
 from bytescale_ext.plan.memory.plan import MemoryPlan, Request
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepMemory, StepMemoryJson, StepRecord
-from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.shared.inputs import check_writable, size
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 
 if TYPE_CHECKING:
     from bytescale_ext.activation.trace import AllocationTrace

@@ -131,11 +131,9 @@ def _settled(words: list[str]) -> Any:
     """Return Megatron's checked arguments of a model's flags."""
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron.bytescale.training.profile import command_line
-
     length = words[words.index("--max-position-embeddings") + 1]
     needed = ["--seq-length", length, "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-5"]
-    with parse.refusals_of_megatron(), command_line(["bytescale convert", *words, *needed]):
+    with parse.refusals_of_megatron(), parse.command_line(["bytescale convert", *words, *needed]):
         args = parse_args(parse.add_arguments)
         parse.set_device_defaults(args, words, on_cpu=True)
         validate_args(args)

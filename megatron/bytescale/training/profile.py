@@ -9,12 +9,10 @@ stages, the number of layers) are overridden; all others apply, recomputation in
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -138,8 +136,7 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
     Raises:
         ValueError: a flag that cannot be profiled, or a number of processes that does not fit it.
     """
-    with command_line(["bytescale profile", *flags]):
-        args = parse(sys.argv, on_cpu, partial(_settle, max_tokens=max_tokens))
+    args = parse(["bytescale profile", *flags], on_cpu, partial(_settle, max_tokens=max_tokens))
     _join(args, on_cpu)
     run = resolve(args)
     subject = Subject(args, Runtime(run, StepClock(run.process.on_cuda, time.process_time)), run.shape)
@@ -170,16 +167,6 @@ def _settle(args: argparse.Namespace, max_tokens: int) -> None:
     args.seq_length = args.hdp_tokens_per_rank
     args.max_position_embeddings = max(args.max_position_embeddings or 0, args.seq_length)
     args.lr = args.lr or 1e-4
-
-
-@contextlib.contextmanager
-def command_line(argv: list[str]) -> Iterator[None]:
-    """Megatron's parser reads ``sys.argv``."""
-    own, sys.argv = sys.argv, argv
-    try:
-        yield
-    finally:
-        sys.argv = own
 
 
 def _join(args: argparse.Namespace, on_cpu: bool) -> None:

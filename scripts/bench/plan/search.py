@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
-from bytescale_ext.plan.search.case import Case, Devices, Task, Unfit
+from bytescale_ext.plan.search.case import Case
 from bytescale_ext.plan.search.explore import explore
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import FULL, KEEP, Strategy
+from bytescale_ext.plan.search.task import Devices, Task, Unfit
 from megatron.bytescale.cli.shared.inputs import size
 
 CASES = ("byted 64K", "byted 256K", "github 64K", "github 256K")

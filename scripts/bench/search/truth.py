@@ -30,14 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.search.case import Case, Task
+from bytescale_ext.plan.search.case import Case
 from bytescale_ext.plan.search.explore import Scored, explore
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
+from bytescale_ext.plan.search.task import Task
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
-from megatron.bytescale.cli.search.command import task_of
 from megatron.bytescale.cli.search.script import Run
+from megatron.bytescale.cli.search.task import task_of
 from megatron.bytescale.cli.search.verify import (
     Train,
     Verified,

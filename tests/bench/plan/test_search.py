@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from bytescale_ext.plan.search.case import Devices, Task
 from bytescale_ext.plan.search.strategy import FULL, Strategy
+from bytescale_ext.plan.search.task import Devices, Task
 from scripts.bench.plan.search import compare, fitting, fixed_length, recipe, static, task_of, text_of
 from tests.plan.search.tasks import COST, SHAPE
 

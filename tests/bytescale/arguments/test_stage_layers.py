@@ -10,7 +10,7 @@ import pytest
 
 from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
-from megatron.bytescale.arguments.operators import operators_of, operators_of_flags
+from megatron.bytescale.arguments.operators import operators_of
 from tests.bytescale.arguments.resolving import resolved
 from tests.bytescale.features.test_slices import CHOSEN
 from tests.e2e.training import MODEL, TRAIN
@@ -90,30 +90,3 @@ OPERATOR_ARGS = {
 )
 def test_operators_of_arguments(changes: dict[str, object], on_cuda: bool, expected: LayerOperators) -> None:
     assert operators_of(SimpleNamespace(**{**OPERATOR_ARGS, **changes}), on_cuda, 2) == expected
-
-
-OPERATOR_FLAGS = "--swiglu --normalization RMSNorm --position-embedding-type rope --hidden-dropout 0"
-
-
-@pytest.mark.parametrize(
-    ("flags", "on_cuda", "expected"),
-    [
-        (OPERATOR_FLAGS, True, LayerOperators(angles=128)),
-        (OPERATOR_FLAGS, False, LayerOperators(split_norms=True, split_activation=True, angles=128)),
-        (f"{OPERATOR_FLAGS} --no-bias-swiglu-fusion", True, LayerOperators(split_activation=True, angles=128)),
-        (f"{OPERATOR_FLAGS} --transformer-impl transformer_engine", True, LayerOperators(joined_norms=True)),
-        (f"{OPERATOR_FLAGS} --transformer-impl transformer_engine --no-rope-fusion", True,
-         LayerOperators(joined_norms=True, angles=128)),
-        (f"{OPERATOR_FLAGS} --transformer-impl transformer_engine", False,
-         LayerOperators(split_norms=True, split_activation=True, angles=128)),
-        ("--num-layers 2", True, LayerOperators(mask_bytes=1)),
-        ("--num-layers 2", False, LayerOperators(split_activation=True, mask_bytes=4)),
-    ],
-)  # fmt: skip
-def test_operators_of_flags(flags: str, on_cuda: bool, expected: LayerOperators) -> None:
-    assert operators_of_flags(flags, 128, on_cuda, 4) == expected
-
-
-def test_flags_that_cannot_be_read() -> None:
-    with pytest.raises(ValueError, match=r"--model-flags: .*hidden-dropout"):
-        operators_of_flags("--hidden-dropout much", 128, True, 2)

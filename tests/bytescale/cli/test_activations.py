@@ -109,7 +109,7 @@ def test_megatrons_defaults() -> None:
     [
         (["--host-memory-gb", -1], "--host-memory-gb must be at least 0"),
         (["--policy", "best"], "choose one of none, memo"),
-        (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+        (["--model-flags", "--num-layers 2"], "no --hidden-size, --num-attention-heads: give the model"),
         (["--model-flags", "--num-layers two --hidden-size 8 --num-attention-heads 2"], "--num-layers"),
         (["--policy", "memo", "--host-memory-gb", 1], "GB of host memory"),
         (["--device-memory-gb", 1], "it takes .* GB of device memory"),

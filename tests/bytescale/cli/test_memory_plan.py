@@ -61,9 +61,9 @@ def test_plan_of_a_recorded_step(tmp_path: Path) -> None:
         (["--model-flags", "--num-layers 1 --hidden-size 8 --num-attention-heads 1"], "needs at least 2 layers"),
         (
             ["--model-flags", "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --position-embedding-type mrope"],
-            "--model-flags: argument --position-embedding-type",
+            "--position-embedding-type: use rope, yarn, learned_absolute or none",
         ),
-        (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+        (["--model-flags", "--num-layers 2"], "no --hidden-size, --num-attention-heads: give the model"),
         (
             ["--model-flags", "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --num-experts 2"],
             "memory plans are for dense models",

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from bytescale_ext.measure.cost_file import shipped, write_cost
-from bytescale_ext.plan.search.case import Case, Devices, Task
+from bytescale_ext.plan.search.case import Case
 from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, KEEP, PRICED, Strategy
+from bytescale_ext.plan.search.task import Devices, Task
 from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale import cli
-from megatron.bytescale.arguments.operators import operators_of_flags
-from megatron.bytescale.cli.activations import shape_of_flags
+from megatron.bytescale.cli.shared.model_flags import model_of
 from tests.bytescale.cli.shared.test_launch_line import predicted
 from tests.e2e.corpora import documents
 from tests.e2e.training import MODEL, TRAIN
@@ -33,12 +33,11 @@ SPARSE = [*SIZED, *"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24
 
 def task_of(flags: list[str]) -> Task:
     """Return the task of a model of these flags in float32."""
-    shape = replace(shape_of_flags(" ".join(flags)), vocab=128)  # as Megatron pads it
-    scaled = scaled_cost(shipped("h100_7b"), shape, 1)
+    model = model_of(flags, on_cuda=False)
+    scaled = scaled_cost(shipped("h100_7b"), model.shape, 1)
     doubled = {"layer_bytes": 2 * scaled.layer_bytes, "recompute_bytes": 2 * scaled.recompute_bytes}
-    operators = operators_of_flags(" ".join(flags), shape.head_dim, on_cuda=False, element_bytes=4)
     cost = replace(scaled, dtype="float32", **doubled)
-    return Task(cost, Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),), operators)
+    return Task(cost, Devices(8, 8, 1e9, 1e7), 256, (tuple(LENGTHS),), model.operators)
 
 
 TASK = task_of(SIZED)

@@ -9,7 +9,7 @@ import numpy as np
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
-from bytescale_ext.plan.search.case import Devices, Task
+from bytescale_ext.plan.search.task import Devices, Task
 
 SHAPE = ModelShape(
     num_layers=6, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden=128, gated=True, vocab=256

@@ -11,11 +11,11 @@ from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import state_bytes
-from bytescale_ext.plan.search.case import Case, Task, Unfit, cluster_of, memory_of
+from bytescale_ext.plan.search.case import Case, memory_of
 from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.space import with_budgets
-from bytescale_ext.plan.search.step_memory import step_bytes
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
+from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
 from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
@@ -182,7 +182,7 @@ def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
 def test_no_step_takes_more_than_full_micro_batches(strategy: Strategy) -> None:
     case = Case.of(TASK, strategy)
     for step in (STEPS[0], (16,) * 8):
-        found = step_bytes(case, step)
+        found = case.step_bytes(step)
         assert max(case.memory.state_bytes) < found
         if not strategy.chooses_slices and strategy.activations != PRICED:
             assert found <= case.full_bytes[0] * (1 + 1e-9)
@@ -193,9 +193,9 @@ def test_full_micro_batches_take_what_the_search_assumes(strategy: Strategy) -> 
     """A document on all ranks fills the micro-batches; without a second one, a stage has one of them in flight."""
     case = Case.of(TASK, strategy)
     document = case.cluster.num_ranks * 1024
-    assert step_bytes(case, (document,) * 4) == pytest.approx(case.full_bytes[0])
+    assert case.step_bytes((document,) * 4) == pytest.approx(case.full_bytes[0])
     one_less = (strategy.num_stages - 1) * 1024 * COST.layer_bytes * strategy.stage_layers[0]
-    less = case.full_bytes[0] - step_bytes(case, (document,))
+    less = case.full_bytes[0] - case.step_bytes((document,))
     assert 0.8 * one_less <= less <= one_less + 1, "the last stage may then be the fullest"
 
 
@@ -203,8 +203,8 @@ def test_a_policy_without_work_takes_what_layers_take_that_keep_all() -> None:
     plain, policy = (Case.of(TASK, one) for one in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=1e3)))
     assert plain.keeps_all
     assert policy.keeps_all
-    assert step_bytes(policy, STEPS[0]) == step_bytes(plain, STEPS[0])
+    assert policy.step_bytes(STEPS[0]) == plain.step_bytes(STEPS[0])
     sliced = replace(SLICED, device_gb=1e3)
     plain, policy = (Case.of(TASK, one) for one in (sliced, replace(sliced, activations=PRICED)))
     assert not policy.keeps_all
-    assert step_bytes(policy, STEPS[0]) > 0 < step_bytes(plain, STEPS[0])
+    assert policy.step_bytes(STEPS[0]) > 0 < plain.step_bytes(STEPS[0])

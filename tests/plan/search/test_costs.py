@@ -7,8 +7,8 @@ import pytest
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import LLAMA_7B
-from bytescale_ext.plan.search.costs import byte_seconds, exchange_seconds, scaled_cost, strategy_cost
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, LatentShape
+from bytescale_ext.plan.search.costs import byte_seconds, exchange_seconds, in_rings, scaled_cost, strategy_cost
 from bytescale_ext.plan.search.strategy import FULL, Strategy
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE, SPARSE
@@ -37,6 +37,22 @@ def test_other_ranks_and_models_cost_what_their_rates_say(shape: object, before:
     target = LLAMA_7B if shape == LLAMA_7B else WIDE
     known = cost_of_rates(LLAMA_7B, *RATES, tensor_parallel=before)
     assert_same_times(scaled_cost(known, target, after), cost_of_rates(target, *RATES, tensor_parallel=after))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_latents_cost_a_model_without_them_their_expansions(ranks: int) -> None:
+    """Rings are measured with the expansion of what they receive, so it is work for each received token."""
+    target = replace(LLAMA_7B, num_kv_heads=32, head_dim=192, latent=LatentShape(0, 512, 64, 128))
+    found = scaled_cost(cost_of_rates(LLAMA_7B, *RATES), target, ranks)
+    expected = cost_of_rates(target, *RATES, tensor_parallel=ranks)
+    assert expected.forward.e > 0
+    assert_same_times(
+        found,
+        replace(
+            expected, **dict(zip(("forward", "backward"), in_rings(expected.forward, expected.backward), strict=True))
+        ),
+    )
+    assert (found.forward.e, found.backward.e) == (0, 0)
 
 
 def test_exchange_and_memory_scale_with_their_bytes() -> None:

@@ -5,10 +5,11 @@ from functools import cache
 
 import pytest
 
-from bytescale_ext.plan.search.case import Case, Task
+from bytescale_ext.plan.search.case import Case
 from bytescale_ext.plan.search.explore import Exploration, Scored, explore, fitting_cases, in_sizes
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import KEEP, PRICED
+from bytescale_ext.plan.search.task import Task
 from tests.plan.search.tasks import STEPS, random_task, small_task
 
 SMALL = Space(stages=(1,), tokens_per_rank=(1024, 2048), activations=(KEEP,))

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.search.case import Case, cluster_of, memory_of
+from bytescale_ext.plan.search.case import Case, memory_of
 from bytescale_ext.plan.search.layers import Choice, block_bytes, cheapest, fewest_recomputed
 from bytescale_ext.plan.search.space import Space, blocks
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, Strategy
+from bytescale_ext.plan.search.task import cluster_of
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE, small_task
 

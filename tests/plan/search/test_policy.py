@@ -10,9 +10,10 @@ import pytest
 
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
-from bytescale_ext.plan.search.case import Case, Unfit, cluster_of, memory_of
+from bytescale_ext.plan.search.case import Case, memory_of
 from bytescale_ext.plan.search.policy import PricedSlices, PricedStages
 from bytescale_ext.plan.search.strategy import PRICED, Strategy
+from bytescale_ext.plan.search.task import Unfit, cluster_of
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from tests.plan.search.tasks import COST, STEPS, small_task
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from bytescale_ext.plan.search.case import Task
 from bytescale_ext.plan.search.explore import Exploration, explore, fitting_cases
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import KEEP, PRICED
+from bytescale_ext.plan.search.task import Task
 from tests.plan.search.tasks import small_task
 
 SPACE = Space(tensor_parallel=(1,), stages=(1,), tokens_per_rank=(1024,), activations=(KEEP,))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.model_shape import ModelShape
-from bytescale_ext.plan.search.case import Task, cluster_of
+from bytescale_ext.plan.search.case import Case
 from bytescale_ext.plan.search.explore import Exploration, fitting_cases
 from bytescale_ext.plan.search.space import (
     Space,
@@ -17,7 +17,8 @@ from bytescale_ext.plan.search.space import (
     tensor_sizes,
     with_budgets,
 )
-from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy, parse_strategy
+from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED, Strategy, parse_strategy
+from bytescale_ext.plan.search.task import Task, cluster_of
 from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
 
 TASK = small_task()
@@ -65,6 +66,20 @@ def test_capacities_hold_the_context() -> None:
     assert capacities(TASK, 3, 1) == [1366, 2048, 4096]
     assert capacities(TASK, 3, 4) == [1368, 2048, 4096]
     assert capacities(replace(TASK, context=300), 8, 1) == [300]
+
+
+def test_products_take_rows_in_multiples() -> None:
+    """In FP8 on two tensor-parallel ranks each has a multiple of 16 tokens."""
+    task = replace(TASK, rows_multiple=16, context=4000)
+    for strategy in Space(stages=(1,)).strategies(task):
+        assert strategy.tokens_per_rank % (16 * strategy.tensor_parallel) == 0
+    assert Case.of(task, Strategy(2, (6,), 4096)).planner.tokens_multiple == 32
+
+
+def test_only_what_training_takes_is_tried() -> None:
+    allowed = list(Space(allows=lambda one: one.activations == FULL and not one.chooses_slices).strategies(TASK))
+    assert allowed
+    assert allowed == [one for one in Space().strategies(TASK) if one.activations == FULL and not one.chooses_slices]
 
 
 def test_budgets_are_what_states_leave() -> None:

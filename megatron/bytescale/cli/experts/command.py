@@ -13,8 +13,8 @@ from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
 from bytescale_ext.plan.experts.replay import PLACEMENTS, Placing, Replay, replay
 from bytescale_ext.plan.experts.trace import Trace, read_trace
-from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.shared.inputs import check_picture, count
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "experts"
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-flags",
         required=True,
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; unknown flags are ignored",
+        help="Megatron's flags of the model in one quoted string",
     )
     parser.add_argument(
         "--slots", type=count, required=True, metavar="S", help="experts that each rank can hold, replicas included"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy, layout_text
+from bytescale_ext.plan.search.space import LOSS_TOKENS, MOST_CHUNKS
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
+
+EQUAL: Final = "equal stages"
+UNEQUAL: Final = "unequal stages"
 
 CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
     "--tensor-model-parallel-size": lambda one: str(one.tensor_parallel),
     "--pipeline-model-parallel-size": lambda one: str(one.num_stages),
-    "--pipeline-model-parallel-layout": lambda one: (
-        layout_text(one.stage_layers) if len(set(one.stage_layers)) > 1 else "equal stages"
-    ),
+    "--pipeline-model-parallel-layout": lambda one: UNEQUAL if len(set(one.stage_layers)) > 1 else EQUAL,
     "--expert-model-parallel-size": lambda one: str(one.expert_parallel),
     "--num-virtual-stages-per-pipeline-rank": lambda one: str(one.chunks),
     "--hdp-tokens-per-rank": lambda one: str(one.tokens_per_rank),
@@ -24,6 +26,18 @@ CHOICES: Final[Mapping[str, Callable[[Strategy], str]]] = {
     "--chunked-cross-entropy": lambda one: "off" if one.loss_tokens is None else str(one.loss_tokens),
 }
 """Flags that ``--explain`` takes, each with its value in a strategy."""
+
+VALUES: Final[Mapping[str, Sequence[str]]] = {
+    "--pipeline-model-parallel-layout": (EQUAL, UNEQUAL),
+    "--num-virtual-stages-per-pipeline-rank": tuple(map(str, range(1, MOST_CHUNKS + 1))),
+    "--use-distributed-optimizer": ("on", "off"),
+    "--seq1f1b-slices": ("1", "auto"),
+    "--activation-policy": ("none", PRICED),
+    "--recompute-granularity": ("none", FULL),
+    "--recompute-method": ("none", BLOCK, "uniform"),
+    "--chunked-cross-entropy": ("off", str(LOSS_TOKENS)),
+}
+"""Values of the flags that strategies of one branch do not have in common."""
 
 BATCH: Final = "--global-batch-size"
 """A flag that is of a step, not of a strategy; the search varies it where it is left open."""

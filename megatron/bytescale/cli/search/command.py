@@ -5,30 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
 
-from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
 from bytescale_ext.measure.progress import peak_flops
-from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_documents
-from bytescale_ext.plan.search.case import Devices, Task
-from bytescale_ext.plan.search.costs import scaled_cost
-from bytescale_ext.plan.search.explore import Exploration, Scored, explore, in_sizes
+from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
+from bytescale_ext.plan.search.explore import Exploration, Scored, explore
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Branch, Space
-from bytescale_ext.plan.search.strategy import Strategy
-from megatron.bytescale.arguments.operators import operators_of_flags
-from megatron.bytescale.cli.activations import shape_of_flags
-from megatron.bytescale.cli.plan import draw_pieces, read_lengths
-from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED
-from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
+from bytescale_ext.plan.search.task import Task
+from megatron.bytescale.cli.search.choices import BATCH, CHOICES, DECIDED, VALUES
+from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text, write_costs
 from megatron.bytescale.cli.search.table import Row, counts_text, rows_of, table_text
+from megatron.bytescale.cli.search.task import DEVICES, DOCUMENTS_OF_A_DEVICE, tasks_of
+from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
 from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
+from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
 
 NAME = "search"
 HELP = "find the fastest launch line for a model, a cluster and the lengths of documents, and write it"
@@ -36,15 +31,6 @@ EXAMPLE = (
     'bytescale search --model-flags "$MODEL_FLAGS" --sampler byted --context 256K --gpus 64 --device h100 '
     "--device-memory-gb 80 --output launch.sh --global-batch-size 512"
 )
-
-DEVICES: Final = {"h100": "h100_7b"}
-"""Devices whose published timings are shipped, as the costs of a model from which those of others follow."""
-
-DOCUMENTS_OF_A_DEVICE: Final = 8
-"""The most documents of a step for each device, where their number is left open."""
-
-VOCAB_MULTIPLE: Final = 128
-"""Megatron pads the vocabulary to a multiple of this and the tensor-parallel ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,19 +99,14 @@ def run(args: argparse.Namespace) -> int:
     """
     check_options(args)
     tasks = tasks_of(args)
+    trainable = Trainable(args.model_flags, tasks[0])
+    space = Space(allows=trainable)
     if args.explain is not None:
-        return explain(args, tasks)
-    space = Space()
+        return explain(args, tasks, space)
     best = max(args.best, args.verify or 0)
     seen = watched(tasks, space.branches(tasks[0]), best, sys.stderr.isatty(), opens_all=args.plot is not None)
-    if not seen.branches:
-        raise ValueError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes "
-            f"and stages leave of --gpus {args.gpus}: change one of them"
-        )
     if not seen.found:
-        changes = "; ".join(remedies(tasks[0], space, seen)) or "nothing that was tried helps"
-        raise ValueError(f"none of {seen.unfit.total():,} strategies fits; what fits: {changes}")
+        raise ValueError(why_nothing(args, tasks[0], space, seen))
     task = seen.found[0].task
     rows = rows_of(seen.found, peak_flops(task.cost.device))
     if args.output is not None:
@@ -143,13 +124,43 @@ def run(args: argparse.Namespace) -> int:
     print(f"{task.cost.device}: {args.gpus} devices, steps of {sizes} documents; predicted\n")
     print(table_text(rows))
     print(f"\n{counts_text(seen)}")
-    if not task.cost.forward.c:
-        print("the cost file has no exchange between ranks (c is 0), so rings cost nothing here: profile with several")
-    print(f"wrote {args.output}" if args.output else f"flags of the first: {rows[0].flags}", flush=True)
+    for note in [*notes_of(args, task), *(f"not tried: {reason}" for reason in trainable.refused())]:
+        print(note)
+    wrote = args.output and f"wrote {args.output}, and the costs with which it plans in {cost_path(args.output)}"
+    print(wrote or f"flags of the first: {rows[0].flags}", flush=True)
     if args.verify is not None:
         print(f"\nmeasured on this machine, median of {args.steps} steps:\n")
         print(verified_text(verified(args, task, seen.found[: args.verify])))
     return 0
+
+
+def why_nothing(args: argparse.Namespace, task: Task, space: Space, seen: Exploration) -> str:
+    """Return why a search has found nothing, and what to change."""
+    if not seen.branches:
+        return (
+            f"--global-batch-size {args.global_batch_size} is not a multiple of the HDP ranks that tensor sizes and "
+            f"stages leave of --gpus {args.gpus}: change one of them"
+        )
+    assert isinstance(space.allows, Trainable)
+    if not seen.unfit.total():
+        return next(iter(space.allows.refused()), "no strategy is possible")
+    changes = "; ".join(remedies(task, space, seen)) or "nothing that was tried helps"
+    return f"none of {seen.unfit.total():,} strategies fits; what fits: {changes}"
+
+
+def notes_of(args: argparse.Namespace, task: Task) -> list[str]:
+    """Return what a reader of the predictions should know, a line each."""
+    shape, notes = task.cost.shape, []
+    if not task.cost.forward.c:
+        notes.append("the cost file has no exchange between ranks (c is 0), so rings cost nothing here: profile with "
+                     "several")  # fmt: skip
+    if "--vocab-size" not in given_flags(words_of(args.model_flags)):
+        notes.append(f"--model-flags has no --vocab-size: a vocabulary of {shape.vocab:,} is assumed")
+    if 0 < shape.num_expert_layers < shape.num_layers:
+        notes.append("layers with experts count as if they were spread evenly over the layers")
+    if task.rows_multiple > 1 and args.device is not None:
+        notes.append("FP8 counts as bfloat16, of which the published timings are: `bytescale profile` measures it")
+    return notes
 
 
 def verification(args: argparse.Namespace, task: Task, seen: Exploration) -> dict[str, object]:
@@ -185,15 +196,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--host-memory-gb {args.host_memory_gb:g} must be at least 0")
     if args.slowdown is not None and not 1 <= args.slowdown < math.inf:
         raise ValueError(f"--slowdown {args.slowdown:g} must be at least 1")
-    try:
-        words = shlex.split(args.model_flags)
-    except ValueError as error:
-        raise ValueError(f"--model-flags: {error}") from None
-    decided = [word for word in words if word.partition("=")[0] in DECIDED]
+    decided = [word for word in words_of(args.model_flags) if word.partition("=")[0] in DECIDED]
     if decided:
         raise ValueError(f"--model-flags has {decided[0]}, which the search decides: remove it")
-    if any(word.partition("=")[0] == "--moe-layer-freq" for word in words):
-        raise ValueError("--model-flags has --moe-layer-freq: the search takes all layers as equal; remove it")
 
 
 def check_batch(args: argparse.Namespace) -> None:
@@ -209,52 +214,6 @@ def check_batch(args: argparse.Namespace) -> None:
             f"--largest-batch-size {args.largest_batch_size} is less than one document for each of --gpus {args.gpus}: "
             f"give at least {args.gpus}, or {BATCH}"
         )
-
-
-def tasks_of(args: argparse.Namespace) -> list[Task]:
-    """Return the task of the options in each size of steps, ascending: the given one, or those that are tried.
-
-    They are powers of two for each device, up to the largest, and have the same documents. Raises ValueError as
-    ``task_of``.
-    """
-    if args.global_batch_size is not None:
-        return [task_of(args)]
-    of_device = args.largest_batch_size // args.gpus if args.largest_batch_size else DOCUMENTS_OF_A_DEVICE
-    sizes = [args.gpus << power for power in range(of_device.bit_length())]
-    return in_sizes(task_of(args, sizes[-1]), sizes)
-
-
-def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
-    """Return the task of the options, with steps of ``batch`` documents or the given ones.
-
-    Raises:
-        ValueError: another model, a bad file, or too few documents.
-    """
-    shape = shape_of_flags(args.model_flags)
-    if args.cost_file is not None:
-        cost = read_cost(args.cost_file)
-        if 0 < cost.shape.vocab - shape.vocab < VOCAB_MULTIPLE * cost.tensor_parallel:  # padded, as Megatron does
-            shape = replace(shape, vocab=cost.shape.vocab)
-        cost = check_same_model(cost, shape, cost.tensor_parallel, cost.dtype, args.cost_file)
-    else:
-        cost = scaled_cost(shipped(DEVICES[args.device]), shape, 1)
-    if args.slowdown is not None:
-        cost = replace(cost, slowdown=args.slowdown)
-    devices = Devices(
-        args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
-    )
-    on_cuda = cost.on_cuda and "--cpu" not in shlex.split(args.model_flags)
-    operators = operators_of_flags(args.model_flags, shape.head_dim, on_cuda, cost.element_bytes)
-    return Task(cost, devices, args.context, draw_steps(args, batch or args.global_batch_size), operators)
-
-
-def draw_steps(args: argparse.Namespace, number: int) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of the documents of each step, ``number`` of them. Raises ValueError for a bad file."""
-    seeds = range(args.steps)
-    if args.sampler is not None:
-        return tuple(sample_documents(args.sampler, args.context, number, seed) for seed in seeds)
-    lengths = read_lengths(args.lengths)
-    return tuple(tuple(draw_pieces(lengths, args.context, number, seed)) for seed in seeds)
 
 
 def watched(
@@ -279,39 +238,49 @@ def watched(
     return seen
 
 
+def cost_path(script: Path) -> Path:
+    """Return where the costs of a script are."""
+    return script.with_name(f"{script.stem}.cost.json")
+
+
 def write_script(args: argparse.Namespace, one: Scored, row: Row) -> None:
-    """Write the launch script of a strategy."""
+    """Write the launch script of a strategy, and beside it the costs with which it plans."""
     comments = [
         f"{row.strategy}: {row.seconds:.4g} s a step predicted, {row.device_gb:.1f} GB of a device, {row.binds} binds.",
         "Give the flags of data, learning rate and duration as arguments.",
     ]
-    text = script_text(Run.of(args, one.task, one.strategy), args.gpus, args.gpus_per_node, args.launch, comments)
+    write_costs(cost_path(args.output), one.task, one.strategy)
+    run = Run.of(args.model_flags, one.task, one.strategy, cost_path(args.output))
+    text = script_text(run, args.gpus, args.gpus_per_node, args.launch, comments)
     args.output.write_text(text, encoding="utf-8")
     args.output.chmod(0o755)
 
 
-def values_of(flag: str, tasks: list[Task]) -> dict[str, tuple[list[Task], list[Branch]]]:
+def values_of(flag: str, tasks: list[Task], space: Space) -> dict[str, tuple[list[Task], Iterable[Branch]]]:
     """Return the tasks and the strategies with each value of a flag, in branches."""
     if flag == BATCH:
-        return {str(task.batch): ([task], list(Space().branches(task))) for task in tasks}
-    groups: dict[str, tuple[list[Task], list[Branch]]] = {}
-    for branch in Space().branches(tasks[0]):
-        of_value: dict[str, list[Strategy]] = {}
-        for strategy in branch.strategies:
-            of_value.setdefault(CHOICES[flag](strategy), []).append(strategy)
-        for value, strategies in of_value.items():
-            groups.setdefault(value, (tasks, []))[1].append(Branch(branch.mesh, strategies))
-    return groups
+        return {str(task.batch): ([task], space.branches(task)) for task in tasks}
+    in_branch = dict.fromkeys(CHOICES[flag](branch.mesh) for branch in space.branches(tasks[0]))
+    return {value: (tasks, with_value(flag, value, space.branches(tasks[0]))) for value in VALUES.get(flag, in_branch)}
 
 
-def explain(args: argparse.Namespace, tasks: list[Task]) -> int:
+def with_value(flag: str, value: str, branches: Iterable[Branch]) -> Iterator[Branch]:
+    """Yield the strategies with a value of a flag, which all of a branch may have in common."""
+    for branch in branches:
+        if flag in VALUES:
+            yield Branch(branch.mesh, (one for one in branch.strategies if CHOICES[flag](one) == value))
+        elif CHOICES[flag](branch.mesh) == value:
+            yield branch
+
+
+def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
     """Print the fastest strategy with each value of one flag. Raises ValueError where nothing fits with any value."""
     found: dict[str, Scored] = {}
-    for value, (of_value, branches) in values_of(args.explain, tasks).items():
+    for value, (of_value, branches) in values_of(args.explain, tasks, space).items():
         seen = watched(of_value, branches, 1, sys.stderr.isatty())
         if seen.found:
             found[value] = seen.found[0]
-        elif not args.json:
+        elif seen.unfit and not args.json:
             print(f"{args.explain} {value}: nothing fits ({', '.join(sorted(seen.unfit))})")
     if not found:
         raise ValueError(f"nothing fits with any value of {args.explain}; search without --explain says what would")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bytescale_ext.plan.search.case import Task
+from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.plan.search.costs import scaled_cost
 from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.search.task import Task
+from megatron.bytescale.cli.search.task import launched_words
+from megatron.bytescale.cli.shared.model_flags import given_flags
 
 LAUNCHERS: Final = ("torchrun", "slurm")
-
-NEEDED: Final = (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
-"""Flags of the model that hybrid data parallelism needs, and their values where the user gave none."""
 
 _TRAIN: Final = "-m megatron.bytescale.train"
 _LAUNCH: Final = '"${PYTHON:-python3}" -m megatron.bytescale.launch'
@@ -43,12 +43,11 @@ class Run:
     """What the script starts.
 
     Attributes:
-        model_flags: the user's.
+        model_flags: of the model, as the script has them.
         strategy_flags: what the search decided.
         context: the most tokens of a document.
         batch: documents of a step.
-        cost_file: measured costs on as many tensor-parallel ranks as the strategy has; None: there are none.
-        dtype: type of the parameters that the costs are of.
+        cost_file: costs of the strategy; None: training plans by FLOPs.
     """
 
     model_flags: Sequence[str]
@@ -56,26 +55,30 @@ class Run:
     context: int
     batch: int
     cost_file: Path | None
-    dtype: str
 
     @classmethod
-    def of(cls, args: argparse.Namespace, task: Task, strategy: Strategy) -> Run:
-        """Return the run of a strategy on a task; ``args``: of ``bytescale search``."""
-        measured = args.cost_file if strategy.tensor_parallel == task.cost.tensor_parallel else None
-        words = shlex.split(args.model_flags)
-        return cls(words, strategy.flags(), task.context, task.batch, measured, task.cost.dtype)
+    def of(cls, flags: str, task: Task, strategy: Strategy, cost_file: Path | None = None) -> Run:
+        """Return the run of a strategy on a task; ``flags``: of the model, as the user gave them."""
+        words = launched_words(flags, task.cost.dtype)
+        return cls(words, strategy.flags(), task.context, task.batch, cost_file)
 
     def flags(self) -> list[str]:
         """Return the flags of the training. Those of data, optimizer and duration are the user's to add."""
-        given = {word.partition("=")[0] for word in self.model_flags}
-        words = [*self.model_flags, *(word for flag in NEEDED if flag[0] not in given for word in flag)]
-        words += ["--bf16"] if self.dtype == "bfloat16" and "--bf16" not in given else []
-        words += ["--seq-length", str(self.context)]
-        if "--max-position-embeddings" not in given:
+        words = [*self.model_flags, "--seq-length", str(self.context)]
+        if "--max-position-embeddings" not in given_flags(self.model_flags):
             words += ["--max-position-embeddings", str(self.context)]
         words += ["--global-batch-size", str(self.batch)]
         words += [] if self.cost_file is None else ["--cost-file", str(self.cost_file.resolve())]
         return [*words, *self.strategy_flags]
+
+
+def write_costs(path: Path, task: Task, strategy: Strategy) -> None:
+    """Write the cost file with which the training of a strategy plans as the search did.
+
+    It has the costs of the task on the strategy's tensor-parallel ranks. Raises OSError where it cannot be written.
+    """
+    cost = scaled_cost(task.cost, task.cost.shape, strategy.tensor_parallel, task.operators)
+    write_cost(path, cost)
 
 
 def script_text(run: Run, devices: int, per_node: int, launcher: str, comments: Sequence[str]) -> str:

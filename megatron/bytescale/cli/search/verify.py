@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,11 +24,11 @@ import numpy as np
 
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.measure.fit import rank_correlation
-from bytescale_ext.plan.search.case import Case, Task
+from bytescale_ext.plan.search.case import Case
 from bytescale_ext.plan.search.explore import Scored
-from bytescale_ext.plan.search.step_memory import step_bytes
-from megatron.bytescale.cli.activations import shape_of_flags
-from megatron.bytescale.cli.search.script import Run, script_text
+from bytescale_ext.plan.search.task import Task
+from megatron.bytescale.cli.search.script import Run, script_text, write_costs
+from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
 from megatron.bytescale.cli.shared.tables import aligned
 
 SEED: Final = 1234
@@ -102,7 +101,7 @@ def on_cpu(args: argparse.Namespace) -> bool:
     """Return whether trainings run on CPU: there is no GPU, or the flags of the model say so."""
     import torch
 
-    return "--cpu" in shlex.split(args.model_flags) or not torch.cuda.is_available()
+    return "--cpu" in words_of(args.model_flags) or not torch.cuda.is_available()
 
 
 def verified(
@@ -121,14 +120,15 @@ def verified(
     rows = []
     with tempfile.TemporaryDirectory(prefix="bytescale-search-") as name:
         folder = Path(name)
-        write_documents(folder / "documents", steps, min(MOST_IDS, shape_of_flags(args.model_flags).vocab))
+        write_documents(folder / "documents", steps, min(MOST_IDS, task.cost.shape.vocab))
         for number, one in enumerate(scored, 1):
             print(f"training {number} of {len(scored)}: {one.strategy}", file=sys.stderr)
             of_number = folder / str(number)
             of_number.mkdir()
-            run = Run.of(args, task, one.strategy)
-            words = flags_of_trial(args, folder / "documents", of_number, len(steps))
-            gb = step_bytes(Case.of(task, one.strategy), task.steps[fullest]) / 1e9
+            write_costs(of_number / "cost.json", task, one.strategy)
+            run = Run.of(args.model_flags, task, one.strategy, of_number / "cost.json")
+            words = flags_of_trial(args, task, folder / "documents", of_number)
+            gb = Case.of(task, one.strategy).step_bytes(task.steps[fullest]) / 1e9
             row = Verified(number, str(one.strategy), one.median_seconds, gb)
             try:
                 rows.append((train or partial(by_script, args))(run, words, of_number, row))
@@ -151,15 +151,16 @@ def write_documents(prefix: Path, steps: Sequence[Sequence[int]], num_ids: int) 
     write_tokens(prefix, (random.integers(0, num_ids, length) for length in of_rows))
 
 
-def flags_of_trial(args: argparse.Namespace, documents: Path, folder: Path, num_steps: int) -> list[str]:
+def flags_of_trial(args: argparse.Namespace, task: Task, documents: Path, folder: Path) -> list[str]:
     """Return the flags of data and duration, which the script takes as its arguments."""
-    given = {word.partition("=")[0] for word in shlex.split(args.model_flags)}
+    given = given_flags(words_of(args.model_flags))
+    num_steps = 2 + len(task.steps)
     words: list[object] = ["--data-path", documents, "--split", "100,0,0", "--seed", SEED, "--lr", 1e-5]
     words += ["--train-iters", num_steps, "--eval-iters", 0, "--eval-interval", num_steps, "--log-interval", 1]
     words += ["--hdp-log-dir", folder, "--hdp-memory-step", num_steps]
     if "--tokenizer-type" not in given:
         words += ["--tokenizer-type", "NullTokenizer"]
-        words += [] if "--vocab-size" in given else ["--vocab-size", shape_of_flags(args.model_flags).vocab]
+        words += [] if "--vocab-size" in given else ["--vocab-size", task.cost.shape.vocab]
     words += ["--cpu"] if on_cpu(args) else []
     return [str(word) for word in words]
 

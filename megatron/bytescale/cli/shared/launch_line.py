@@ -48,17 +48,14 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
+from megatron.bytescale.cli.shared.model_flags import WRITTEN
 from megatron.bytescale.cli.shared.stage_states import IN_HOST, choice_text, state_bytes
 from megatron.bytescale.features.memory import activations
 from megatron.bytescale.features.memory.activations import cost_in_seconds
 from megatron.bytescale.features.slices import stage_memory
-from megatron.bytescale.training.profile import command_line
 from megatron.bytescale.training.stock import data_prefixes
 
 Floats = npt.NDArray[np.float64]
-
-WRITTEN = ("save", "load", "tensorboard_dir", "hdp_log_dir", "data_cache_path", "record_memory_plan")
-"""Arguments of folders and files that a dry run leaves alone."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +306,7 @@ def prepare(flags: Sequence[str], world_size: int, rank: int, ranks_per_node: in
     """
     local = min(ranks_per_node, world_size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(local))
-    with command_line(["bytescale dry-run", *flags]):
-        args = parse(["bytescale dry-run", *flags], on_cpu, _settle)
+    args = parse(["bytescale dry-run", *flags], on_cpu, _settle)
     run = resolve(args)
     initialize._initialize_distributed(None, None, None)
     return Launch(args, run)

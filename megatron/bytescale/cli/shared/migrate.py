@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import io
 import math
 import re
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megatron.bytescale import features
-from megatron.bytescale.arguments.parse import add_arguments, escape_percent_signs
+from megatron.bytescale.arguments.parse import whole_parser
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
 DONE_BY_PLAN: Final = "the plan decides how documents are packed"
@@ -146,23 +145,11 @@ def _processes(head: list[str]) -> int | None:
     return math.prod(counts.values()) if "--nproc-per-node" in joined else None
 
 
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    """Return Megatron's parser with our flags."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_megatron_arguments(parser)
-    add_arguments(parser)
-    escape_percent_signs(parser)
-    return parser
-
-
 def _parsed(line: _Line) -> argparse.Namespace:
     """Return the arguments of the flags, and note those that Megatron 0.19.2 does not have."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            args, rest = _parser().parse_known_args(line.flags)
+            args, rest = whole_parser().parse_known_args(line.flags)
     except (argparse.ArgumentError, SystemExit) as error:
         raise ValueError(f"--launch: {error}: give the words with values, without variables of a shell") from error
     for word in rest:

@@ -14,8 +14,8 @@ from bytescale_ext.plan.states.moves import Traffic
 from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_MOMENTS, page_bytes_of
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES, pages_on_disk, tiered_host_bytes
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, replay, step_seconds
-from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 from megatron.bytescale.cli.states.computing import add_corpus, auto_choice, check_corpus, hidden_of, hiding_text
 
 NAME = "states"
@@ -31,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-flags",
         required=True,
         metavar="'FLAGS'",
-        help="Megatron's flags of the model in one quoted string; unknown flags are ignored, experts and biases are "
-        "not counted",
+        help="Megatron's flags of the model in one quoted string; experts and biases are not counted",
     )
     parser.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share a layer (1)")
     parser.add_argument("--stages", type=count, default=1, metavar="N", help="pipeline stages of equal layers (1)")

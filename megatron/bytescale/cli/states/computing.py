@@ -16,9 +16,9 @@ from bytescale_ext.plan.states.choice import StageProblem, StateChoice, StatePro
 from bytescale_ext.plan.states.forecast import Room, StateCase
 from bytescale_ext.plan.states.hiding import Hiding, computing_of, hiding
 from bytescale_ext.plan.states.timeline import Speeds
-from megatron.bytescale.cli.activations import shape_of_flags
 from megatron.bytescale.cli.plan import read_lengths
 from megatron.bytescale.cli.shared.inputs import size
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 
 NUM_DRAWN = 4096
 SEED = 1234

@@ -59,7 +59,7 @@ def test_the_least_balanced_layer_is_drawn(words: list[str], tmp_path: Path) -> 
 BAD: list[tuple[list[str], str]] = [
     (["--trace", "none.jsonl"], "none.jsonl: No such file"),
     (["--trace", "/dev/null"], "/dev/null:1: not a line of a trace"),
-    (["--model-flags", "--num-layers 2"], "needs a positive --hidden-size"),
+    (["--model-flags", "--num-layers 2"], "no --hidden-size, --num-attention-heads: give the model"),
     (["--model-flags", MODEL.replace("--num-experts 4", "")], "--model-flags needs --num-experts"),
     (["--model-flags", f"{MODEL} --num-experts 8"], "another model: 4 experts and 1 for each.*has 8 and 1"),
     (["--model-flags", f"{MODEL} --moe-router-topk 2"], "trace is of another model"),

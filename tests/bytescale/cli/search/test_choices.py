@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
-from megatron.bytescale.cli.search.choices import CHOICES, DECIDED
+from megatron.bytescale.cli.search.choices import CHOICES, DECIDED, VALUES
+from tests.plan.search.tasks import small_task
 
 
 def test_every_flag_of_a_strategy_is_decided() -> None:
@@ -28,3 +32,19 @@ def test_values_differ_where_strategies_do() -> None:
     full, block = Strategy(1, (2,), 64, activations=FULL), Strategy(1, (2,), 64, activations=BLOCK, recomputed_layers=1)
     assert [CHOICES["--recompute-granularity"](one) for one in (full, block)] == ["full", "full"]
     assert [CHOICES["--recompute-method"](one) for one in (full, block, other)] == ["uniform", "block", "none"]
+
+
+def test_values_are_those_of_all_strategies() -> None:
+    """Flags without a list of values have one in each branch."""
+    found: dict[str, set[str]] = {flag: set() for flag in CHOICES}
+    task = replace(small_task(memory_bytes=3e6), context=8192)
+    for branch in Space().branches(task):
+        strategies = list(branch.strategies)
+        for flag, value in CHOICES.items():
+            of_branch = {value(one) for one in strategies}
+            found[flag] |= of_branch
+            assert flag in VALUES or of_branch <= {value(branch.mesh)}, flag
+    for flag, values in VALUES.items():
+        assert found[flag] <= set(values), flag
+    assert found["--chunked-cross-entropy"] == {"off", "4096"}
+    assert found["--recompute-method"] == {"none", "uniform"}

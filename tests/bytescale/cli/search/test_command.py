@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from bytescale_ext.measure.cost_file import write_cost
+from bytescale_ext.measure.cost_file import read_cost, write_cost
 from bytescale_ext.plan.search.explore import Exploration
 from bytescale_ext.plan.search.strategy import parse_strategy
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search import command
 from tests.plan.search.tasks import COST
 
-MODEL = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128 --swiglu"
+MODEL = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 128 --swiglu"
+)
 SIZES = ["--model-flags", f"{MODEL} --vocab-size 256", "--context", "4K", "--global-batch-size", "8", "--gpus", "4",
          "--device-memory-gb", "1", "--steps", "2", "--best", "3"]  # fmt: skip
 LINE = ["search", *SIZES, "--sampler", "github", "--device", "h100"]
@@ -53,48 +55,23 @@ def test_json_has_the_figures_of_the_table(capsys: pytest.CaptureFixture[str]) -
     assert json.loads(printed([*LINE, "--json"], capsys)) == found
 
 
-def test_documents_of_a_file_are_cut_at_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "lengths.npy", np.array([9000, 10, 500, 3000]))
-    words = ["search", *SIZES, "--lengths", str(tmp_path / "lengths.npy"), "--device", "h100"]
-    args = cli.parse(words)
-    task = command.task_of(args)
-    assert {length for step in task.steps for length in step} <= {4096, 9000 - 8192, 10, 500, 3000}
-    assert task.batch == 8
-    assert "predicted" in printed(words, capsys)
-
-
-def test_slower_links_between_nodes(tmp_path: Path) -> None:
-    args = cli.parse([*LINE, "--gpus-per-node", "2", "--slowdown", "8"])
-    task = command.task_of(args)
-    assert task.cost.slowdown == 8
-    assert (task.devices.count, task.devices.per_node) == (4, 2)
-
-
 def test_a_script_with_the_measured_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_cost(tmp_path / "cost.json", COST)
     script = tmp_path / "launch.sh"
     words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
-    assert f"wrote {script}" in printed([*words, "--output", str(script)], capsys)
+    beside = tmp_path / "launch.cost.json"
+    assert f"wrote {script}, and the costs with which it plans in {beside}" in printed(
+        [*words, "--output", str(script)], capsys
+    )
     text = script.read_text()
     found = json.loads(printed([*words, "--json"], capsys))["strategies"][0]
     assert found["flags"] in " ".join(text.replace("\\\n", " ").replace("'", "").split())
-    has_one_rank = "--tensor-model-parallel-size 1" in text
-    assert (f"--cost-file {tmp_path}/cost.json" in text) == has_one_rank
+    assert f"--cost-file {beside}" in text
+    assert f"--tensor-model-parallel-size {read_cost(beside).tensor_parallel} " in text
     assert script.stat().st_mode & 0o111
     assert "a step predicted" in text
     text = (printed([*words, "--output", str(script), "--launch", "slurm"], capsys), script.read_text())[1]
     assert "#SBATCH --nodes=1" in text
-
-
-def test_measured_costs_of_a_padded_vocabulary(tmp_path: Path) -> None:
-    """Megatron pads the vocabulary, and cost files have it padded."""
-    write_cost(tmp_path / "cost.json", COST)
-    words = ["search", *SIZES, "--sampler", "github", "--cost-file", str(tmp_path / "cost.json")]
-    words[words.index("--model-flags") + 1] = f"{MODEL} --vocab-size 200"
-    assert command.task_of(cli.parse(words)).cost.shape.vocab == 256
-    words[words.index("--model-flags") + 1] = f"{MODEL} --vocab-size 100"
-    with pytest.raises(ValueError, match="vocab is 256 there and 100 here"):
-        command.task_of(cli.parse(words))
 
 
 def test_costs_without_exchange_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +87,25 @@ def test_explain_has_a_row_for_each_value(capsys: pytest.CaptureFixture[str]) ->
     assert set(found) == {"on", "off"}
     best = json.loads(printed([*LINE, "--json"], capsys))["strategies"][0]
     assert min(row["seconds"] for row in found.values()) == best["seconds"]
+
+
+def test_what_is_assumed_or_not_tried_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    later = " --mtp-num-layers 1 --position-embedding-type rope --num-experts 2 --moe-layer-freq [0,1] --num-layers 2"
+    words = [*LINE, "--model-flags", f"{MODEL}{later}"]
+    lines = printed(words, capsys).splitlines()
+    assert "--model-flags has no --vocab-size: a vocabulary of 32,000 is assumed" in lines
+    assert "layers with experts count as if they were spread evenly over the layers" in lines
+    assert any(line.startswith("not tried: --activation-policy does not work with --mtp-num-layers") for line in lines)
+    engine = "--vocab-size 256 --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe tensorwise"
+    text = printed([*LINE, "--model-flags", f"{MODEL} {engine}"], capsys)
+    assert "FP8 counts as bfloat16, of which the published timings are" in text
+    assert "not tried: --activation-policy does not work with --fp8-format" in text
+
+
+def test_a_model_that_does_not_train_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused([*LINE, "--model-flags", f"{MODEL} --enable-cuda-graph"], capsys)
+    assert "--hybrid-data-parallel does not work with --enable-cuda-graph" in line
+    assert line.count("\n") == 1
 
 
 def open_size(words: list[str]) -> list[str]:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text
+from bytescale_ext.measure.cost_file import read_cost
+from bytescale_ext.plan.search.costs import scaled_cost
+from bytescale_ext.plan.search.strategy import Strategy
+from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text, write_costs
+from tests.plan.search.tasks import small_task
 
-RUN = Run(["--num-layers", "4", "--swiglu"], ["--hdp-tokens-per-rank", "64"], 256, 8, None, "bfloat16")
+RUN = Run(["--num-layers", "4", "--swiglu"], ["--hdp-tokens-per-rank", "64"], 256, 8, None)
 
 
 def words(text: str) -> list[str]:
@@ -19,17 +23,29 @@ def words(text: str) -> list[str]:
 
 def test_flags_of_a_run() -> None:
     assert " ".join(RUN.flags()) == (
-        "--num-layers 4 --swiglu --attention-dropout 0 --hidden-dropout 0 --bf16 --seq-length 256 "
-        "--max-position-embeddings 256 --global-batch-size 8 --hdp-tokens-per-rank 64"
+        "--num-layers 4 --swiglu --seq-length 256 --max-position-embeddings 256 --global-batch-size 8 "
+        "--hdp-tokens-per-rank 64"
     )
 
 
 def test_what_the_user_gave_is_kept(tmp_path: Path) -> None:
-    given = ["--hidden-dropout=0.1", "--bf16", "--max-position-embeddings", "512"]
-    run = Run(given, [], 256, 8, tmp_path / "cost.json", "bfloat16")
-    assert run.flags() == [*given, "--attention-dropout", "0", "--seq-length", "256", "--global-batch-size", "8",
+    given = ["--hidden-dropout=0.1", "--max-position-embeddings", "512"]
+    run = Run(given, [], 256, 8, tmp_path / "cost.json")
+    assert run.flags() == [*given, "--seq-length", "256", "--global-batch-size", "8",
                            "--cost-file", str(tmp_path / "cost.json")]  # fmt: skip
-    assert "--bf16" not in Run([], [], 256, 8, None, "float32").flags()
+    one = Run.of("--hidden-dropout=0.1 --swiglu", small_task(), Strategy(2, (6,), 1024), tmp_path / "cost.json")
+    assert one.model_flags == ["--hidden-dropout=0.1", "--swiglu", "--attention-dropout", "0", "--bf16"]
+    assert (one.context, one.batch) == (4096, 8)
+    assert one.flags()[-len(one.strategy_flags) :] == Strategy(2, (6,), 1024).flags()
+
+
+def test_training_plans_with_the_costs_of_the_search(tmp_path: Path) -> None:
+    task = small_task()
+    for ranks in (1, 2):
+        write_costs(tmp_path / "cost.json", task, Strategy(ranks, (6,), 1024))
+        cost = read_cost(tmp_path / "cost.json")
+        assert cost == scaled_cost(task.cost, task.cost.shape, ranks)
+        assert cost.tensor_parallel == ranks
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -56,9 +72,7 @@ def test_directives_come_first() -> None:
 
 
 def test_words_with_spaces_are_quoted() -> None:
-    run = Run(
-        ["--tensorboard-dir", "a folder"], ["--pipeline-model-parallel-layout", "Et*3|t*1L"], 8, 8, None, "float32"
-    )
+    run = Run(["--tensorboard-dir", "a folder"], ["--pipeline-model-parallel-layout", "Et*3|t*1L"], 8, 8, None)
     text = script_text(run, 1, 8, "torchrun", [])
     assert "--tensorboard-dir 'a folder'" in text
     assert "'Et*3|t*1L'" in text

@@ -13,7 +13,6 @@ from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.data.samples.lengths import read_idx_lengths
 from bytescale_ext.plan.search.case import Case, StepFigures
 from bytescale_ext.plan.search.explore import Scored
-from bytescale_ext.plan.search.step_memory import step_bytes
 from bytescale_ext.plan.search.strategy import Strategy
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search import verify
@@ -86,7 +85,7 @@ def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row.number for row in rows] == [1, 2]
     assert rows[0].predicted_seconds == 1.5
     fullest = max(STEPS, key=sum)
-    assert rows[0].predicted_gb * 1e9 == step_bytes(Case.of(small_task(), scored[0].strategy), fullest)
+    assert rows[0].predicted_gb * 1e9 == Case.of(small_task(), scored[0].strategy).step_bytes(fullest)
     for (command, script), tokens in zip(commands, (1024, 2048), strict=True):
         assert f"--hdp-tokens-per-rank {tokens}" in script
         assert command[command.index("--train-iters") + 1] == "4"

@@ -12,7 +12,8 @@ from megatron.bytescale import cli
 from tests.draw.png import png_size
 
 SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 256"
-SEVEN = ("--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --num-query-groups 8 "
+SEVEN = ("--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+         "--group-query-attention --num-query-groups 8 "
          "--swiglu --vocab-size 32000")  # fmt: skip
 
 

@@ -1,0 +1,87 @@
+"""What is given to a search: the model with its costs, the cluster, and the documents of some steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.step.sizes import Cluster
+
+
+class Unfit(ValueError):
+    """A strategy does not fit the task.
+
+    Attributes:
+        needed_bytes: memory of a device with which it would fit; 0 where that is not known, or is not the reason.
+    """
+
+    def __init__(self, reason: str, needed_bytes: float = 0.0) -> None:
+        super().__init__(reason)
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The cluster.
+
+    Attributes:
+        count: devices.
+        per_node: devices of a node.
+        memory_bytes: of a device.
+        host_bytes: host memory of each process, for activations or keys.
+        link_bytes_per_second: between a device and host memory, one way.
+    """
+
+    count: int
+    per_node: int
+    memory_bytes: float
+    host_bytes: float = 0.0
+    link_bytes_per_second: float = LINK_BYTES_PER_SECOND
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is given.
+
+    Attributes:
+        cost: of the model, on any number of tensor-parallel ranks.
+        devices: the cluster.
+        context: the most tokens of a document.
+        steps: lengths of the documents of some steps, equally many in each.
+        operators: of a layer.
+        rows_multiple: matrix products on one rank take rows in multiples of this.
+    """
+
+    cost: ModelCost
+    devices: Devices
+    context: int
+    steps: tuple[tuple[int, ...], ...]
+    operators: LayerOperators = FUSED
+    rows_multiple: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Documents of a step."""
+        return len(self.steps[0])
+
+
+def cluster_of(task: Task, strategy: Strategy) -> Cluster:
+    """Return the HDP ranks of a strategy. Raises Unfit where they do not divide what they share, or are too few.
+
+    A node holds as many HDP ranks as it has groups of tensor-parallel ranks, if these fill it and the ranks.
+    """
+    devices = task.devices
+    num_ranks, rest = divmod(devices.count, strategy.model_ranks)
+    if rest or not num_ranks:
+        raise Unfit("ranks")
+    if task.batch % num_ranks:
+        raise Unfit("documents")
+    if task.context > num_ranks * strategy.tokens_per_rank:
+        raise Unfit("context")
+    if num_ranks % strategy.expert_parallel:
+        raise Unfit("experts")
+    of_node, rest = divmod(devices.per_node, strategy.tensor_parallel)
+    fills = of_node and not rest and of_node < num_ranks and not num_ranks % of_node
+    return Cluster(num_ranks, strategy.tokens_per_rank, of_node if fills else None)

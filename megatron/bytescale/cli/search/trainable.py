@@ -1,0 +1,72 @@
+"""Which strategies the training of a model takes: Megatron's checks and ours, asked once for each kind of strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.search.task import Task
+from megatron.bytescale.cli.search.script import Run
+from megatron.bytescale.cli.shared.model_flags import FLAG, arguments_of
+
+
+def kind_of(strategy: Strategy) -> tuple[object, ...]:
+    """Return what a strategy chooses, without its sizes."""
+    return (
+        strategy.tensor_parallel > 1,
+        strategy.num_stages > 1,
+        len(set(strategy.stage_layers)) > 1,
+        strategy.chunks > 1,
+        strategy.chooses_slices,
+        strategy.activations,
+        strategy.loss_tokens is not None,
+        strategy.shares_optimizer,
+        strategy.expert_parallel > 1,
+    )
+
+
+@dataclass
+class Trainable:
+    """Tells of a strategy whether the training takes its flags, with those of the model.
+
+    Strategies whose layers keep all activations are asked for each mesh of ranks; what else a strategy chooses is asked
+    once, whatever the mesh and the numbers of tokens and layers.
+
+    Attributes:
+        flags: of the model, as the user gave them.
+        task: what is searched.
+        reasons: why a kind of strategy is refused, by kind; empty: it is not.
+    """
+
+    flags: str
+    task: Task
+    reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def __call__(self, strategy: Strategy) -> bool:
+        """Return whether the training takes a strategy."""
+        mesh = Strategy(
+            strategy.tensor_parallel,
+            strategy.stage_layers,
+            strategy.tokens_per_rank,
+            expert_parallel=strategy.expert_parallel,
+        )
+        ranks = (mesh.tensor_parallel, mesh.num_stages, mesh.expert_parallel)
+        return self._takes(ranks, mesh) and self._takes(kind_of(strategy), strategy)
+
+    def _takes(self, kind: tuple[object, ...], strategy: Strategy) -> bool:
+        if kind not in self.reasons:
+            self.reasons[kind] = self.refusal(strategy)
+        return not self.reasons[kind]
+
+    def refusal(self, strategy: Strategy) -> str:
+        """Return why the training refuses a strategy; empty: it does not."""
+        words = Run.of(self.flags, self.task, strategy).flags()
+        try:
+            arguments_of(words, self.task.cost.on_cuda and "--cpu" not in words, self.task.devices.count)
+        except ValueError as error:
+            return str(error).removeprefix(f"{FLAG}: ")
+        return ""
+
+    def refused(self) -> list[str]:
+        """Return the reasons why strategies were not tried, each once."""
+        return list(dict.fromkeys(filter(None, self.reasons.values())))

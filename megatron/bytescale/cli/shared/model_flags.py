@@ -1,0 +1,153 @@
+"""The model that a string of Megatron's flags describes, read by Megatron's own parser; it may train elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from bytescale_ext.plan.activation.operators import LayerOperators
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from megatron.bytescale.cli.profile import quiet
+
+FLAG: Final = "--model-flags"
+USUAL_VOCAB: Final = 32000
+"""Tokens of the vocabulary, where the flags do not say."""
+
+USUAL_TOKENS: Final = 4096
+"""Tokens of a sequence, where the flags do not say: Megatron's parser wants a number."""
+
+NEEDED: Final = (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
+"""Flags of a model that hybrid data parallelism needs, and their values where the user gave none."""
+
+WRITTEN: Final = ("save", "load", "tensorboard_dir", "hdp_log_dir", "data_cache_path", "record_memory_plan")
+"""Arguments of folders and files that only a training needs."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model before it is built.
+
+    Attributes:
+        shape: its sizes, with the vocabulary as Megatron pads it on one tensor-parallel rank.
+        operators: which operators of a layer are fused.
+        dtype: type of its parameters, for example "bfloat16".
+        rows_multiple: its matrix products take rows in multiples of this: 16 or 32 in FP8.
+    """
+
+    shape: ModelShape
+    operators: LayerOperators
+    dtype: str
+    rows_multiple: int
+
+
+def words_of(flags: str) -> list[str]:
+    """Split flags as a shell does. Raises ValueError."""
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise ValueError(f"{FLAG}: {error}") from None
+
+
+def given_flags(words: Sequence[str]) -> set[str]:
+    """Return the flags among words, without their values."""
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def with_needed(words: Sequence[str]) -> list[str]:
+    """Return the flags of a model with those of ``NEEDED`` that are not given."""
+    given = given_flags(words)
+    return [*words, *(word for flag in NEEDED if flag[0] not in given for word in flag)]
+
+
+def shape_of_flags(flags: str) -> ModelShape:
+    """Return the sizes of a model. Raises ValueError for what training refuses."""
+    return model_of(words_of(flags)).shape
+
+
+def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
+    """Return the model of these flags, as hybrid data parallelism trains it. Raises ValueError for what it refuses.
+
+    ``on_cuda``: it trains on GPUs, with TransformerEngine if the flags name it; else on CPU.
+    """
+    from megatron.bytescale.arguments.model_shape import model_shape  # Megatron takes seconds to import
+    from megatron.bytescale.arguments.operators import operators_of
+    from megatron.bytescale.features.fp8 import fp8_rows
+
+    args = arguments_of([*with_needed(words), "--hybrid-data-parallel"], on_cuda)
+    dtype = args.params_dtype
+    operators = operators_of(args, on_cuda, dtype.itemsize)
+    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), fp8_rows(args))
+
+
+def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1) -> argparse.Namespace:
+    """Return the arguments of a training with hybrid data parallelism and these flags, checked as it would be.
+
+    What a training needs besides its model is filled in where it is missing. No file is read.
+
+    Args:
+        words: the flags.
+        on_cuda: see ``model_of``.
+        processes: of the training.
+
+    Raises:
+        ValueError: what the training would refuse.
+    """
+    from megatron.bytescale.arguments.parse import check, whole_parser
+
+    engine = "transformer_engine"
+    names_engine = engine in words
+    with quiet(), _stood_in():
+        try:
+            args, unknown = whole_parser().parse_known_args(words)
+        except argparse.ArgumentError as error:
+            raise ValueError(f"{FLAG}: {error}") from None
+        if unknown:
+            raise ValueError(f"{FLAG}: Megatron 0.19.2 knows no {unknown[0]}")
+        args.rank, args.world_size = 0, processes
+        _fill(args)
+        try:
+            check(args, words, not on_cuda, lambda module: names_engine and module == engine)
+        except ValueError as error:
+            raise ValueError(f"{FLAG}: {error}") from None
+    return args
+
+
+@contextlib.contextmanager
+def _stood_in() -> Iterator[None]:
+    """Stand in for a GPU that this machine lacks, as Megatron's checks ask for its properties."""
+    import megatron.training.arguments  # noqa: F401  # what it binds stays torch's own
+    import torch
+
+    from megatron.bytescale.cpu import CpuStandIns
+
+    stand_ins = CpuStandIns()
+    try:
+        if not torch.cuda.is_available():
+            stand_ins.install_torch()
+        yield
+    finally:
+        stand_ins.uninstall()
+
+
+def _fill(args: argparse.Namespace) -> None:
+    """Give arguments a value that the flags of a model leave out, and leave files and tokenizers alone."""
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None  # as Megatron's parser does
+    args.seq_length = args.seq_length or USUAL_TOKENS
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    args.hdp_tokens_per_rank = args.hdp_tokens_per_rank or args.seq_length
+    args.global_batch_size = args.global_batch_size or args.world_size
+    args.lr = args.lr or 1e-4
+    if args.train_samples is None:
+        args.train_iters = args.train_iters or 1
+    args.tokenizer_type, args.tokenizer_model = "NullTokenizer", None
+    args.vocab_size = args.vocab_size or USUAL_VOCAB
+    args.padded_vocab_size = calculate_padded_vocab_size(
+        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+    )
+    vars(args).update(dict.fromkeys(WRITTEN))
