@@ -8,7 +8,7 @@ backward pass (``attention/slices.py``). The order of work alone decides what is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import numpy as np
@@ -39,20 +39,16 @@ class Held:
         kept_keys: tokens of other ranks whose keys are held from slice to slice.
         layer_bytes: of both and of the sums of key gradients, in one layer; keys that are read back count in the mean
             of the layers.
-        parts: what these bytes are when they are most: activations, keys of other ranks or read back, sums:
-            [3, p, num_ranks].
         host_keys: tokens whose keys are in host memory.
-        most_tokens: of a rank's longest slice.
-        waiting_tokens: of other slices whose loss waits on the last stage for their backward pass.
+        parts: what the stage takes when that is most, but for model states: activations, keys of other ranks or read
+            back, sums, and what passes take with the losses that wait for theirs: [4, p, num_ranks].
     """
 
     tokens: Floats
     kept_keys: Floats
     layer_bytes: Floats
-    parts: Floats
     host_keys: Floats
-    most_tokens: float
-    waiting_tokens: float
+    parts: Floats
 
     def host_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of host memory of the device that swaps most keys."""
@@ -60,23 +56,20 @@ class Held:
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the device that takes most, on stages of this memory."""
-        working = replace(memory, working_bytes=self.working_bytes(memory))
-        return working.most_bytes(self.layer_bytes.max(axis=1).tolist())
+        return float((self.parts.sum(axis=0).max(axis=1) + np.array(memory.state_bytes)).max())
 
-    def working_bytes(self, memory: StageMemory) -> tuple[float, ...]:
-        """Return what passes take on each stage, and on the last one what is behind the layers."""
-        *others, last = memory.running(self.most_tokens).working_bytes
-        return (*others, last + self.waiting_tokens * memory.layer.head)
+    def stage_parts(self, memory: StageMemory) -> list[DeviceParts]:
+        """Return what the bytes of the device of each stage that takes most are."""
+        found = []
+        for stage, states in enumerate(memory.state_bytes):
+            of_ranks = self.parts[:, stage]
+            activations, keys, sums, working = of_ranks[:, of_ranks.sum(axis=0).argmax()].tolist()
+            found.append(DeviceParts(activations, keys, sums, states, working))
+        return found
 
     def device_parts(self, memory: StageMemory) -> DeviceParts:
         """Return what the bytes of the device that takes most are."""
-        ranks, working = self.layer_bytes.argmax(axis=1), self.working_bytes(memory)
-        parts = self.parts * np.array(memory.num_layers)[:, None]
-        of_stages = [
-            DeviceParts(*parts[:, stage, rank].tolist(), *ends)
-            for stage, (rank, *ends) in enumerate(zip(ranks.tolist(), memory.state_bytes, working, strict=True))
-        ]
-        return max(of_stages, key=lambda parts: parts.total)
+        return max(self.stage_parts(memory), key=lambda parts: parts.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +162,12 @@ def held(
         num_chunks: virtual stages of each.
         stages: the stages of interest, others are left at 0; None: all.
     """
+    memory = memory if slicing.num_slices > 1 else memory.unsliced()
     slices, num_stages, layer = _Slices.of(table, cost, slicing), len(memory.num_layers), memory.layer
     summed, read = slices.summed(slicing.num_slices), slices.read(slicing.num_slices)
     rows = slices.own if memory.rows_multiple == 1 else padded_rows(slices.own, memory.rows_multiple)
-    found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((3, num_stages, table.num_ranks))
-    most_tokens, with_loss = float(rows.max(initial=0.0)), 0.0
+    attended = np.cumsum(rows.reshape(-1, slicing.num_slices), axis=1).ravel()
+    found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((4, num_stages, table.num_ranks))
     last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
     for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks):
         if stages is not None and stage not in stages:
@@ -183,19 +177,38 @@ def held(
         in_host = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
         changes = np.stack((of_own, of_kept, summed[units] * backward, *in_host))
         over_time = np.cumsum(changes, axis=2) / num_chunks
-        of_parts = over_time[:3] * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
-        of_parts[0] -= over_time[4] * layer.keys
-        of_parts[1] += _in_two_layers(read[units]) * layer.keys / memory.num_layers[stage]
-        found[:3, stage, ranks] = over_time[[0, 1, 3]].max(axis=2)
-        peak = of_parts.sum(axis=0).argmax(axis=1)
-        parts[:, stage, ranks] = np.take_along_axis(of_parts, peak[None, :, None], axis=2)[:, :, 0]
-        found[3, stage, ranks] = parts[:, stage, ranks].sum(axis=0)
+        in_layer = over_time[:3] * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
+        in_layer[0] -= over_time[4] * layer.keys
+        in_layer[1] += _in_two_layers(read[units]) * layer.keys / memory.num_layers[stage]
+        found[:, stage, ranks] = [each.max(axis=1) for each in (*over_time[:2], in_layer.sum(axis=0), over_time[3])]
+        passes = _of_passes(memory, stage, rows[units], attended[units], ways)
         if stage == num_stages - 1 and slicing.num_slices > 1:
             waiting = np.cumsum(rows[units] * (forward - backward), axis=1) / num_chunks
-            with_loss = max(with_loss, float(waiting.max()))
-    tokens, kept_keys, host_keys, layer_bytes = found
-    waiting_tokens = max(0.0, with_loss - most_tokens)
-    return Held(tokens, kept_keys, layer_bytes, parts, host_keys, most_tokens, waiting_tokens)
+            passes += layer.head * np.maximum(0.0, waiting - rows[units])
+        in_stage = np.concatenate((in_layer * memory.num_layers[stage], passes[None]))
+        peak = in_stage.sum(axis=0).argmax(axis=1)
+        parts[:, stage, ranks] = np.take_along_axis(in_stage, peak[None, :, None], axis=2)[:, :, 0]
+    tokens, kept_keys, layer_bytes, host_keys = found
+    return Held(tokens, kept_keys, layer_bytes, host_keys, parts)
+
+
+def _of_passes(memory: StageMemory, stage: int, tokens: Floats, attended: Floats, ways: Ints) -> Floats:
+    """Return what passes take besides what is held after each action: its own, or that of the next backward pass.
+
+    A backward pass begins with all that is held after the action before it.
+
+    Args:
+        memory: of the stages.
+        stage: its number.
+        tokens: of the slice of each action: [r, actions], as the result.
+        attended: tokens up to the end of that slice: [r, actions].
+        ways: of the actions: [actions].
+    """
+    forward, backward = memory.working(stage, tokens, attended)
+    own = np.where(ways == FORWARD, forward, np.where(ways == BACKWARD, backward, 0.0))
+    following = np.where(ways == BACKWARD, backward, 0.0)[:, 1:]
+    own[:, :-1] = np.maximum(own[:, :-1], following)
+    return own + memory.buffer_bytes * tokens.max(axis=1, keepdims=True)
 
 
 def local_shares(table: ShardTable, cost: CostModel, num_slices: int) -> Floats:

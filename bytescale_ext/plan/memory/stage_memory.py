@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from bytescale_ext.plan.activation.load import LOGIT_BYTES
 from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_working_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, ModelShape, key_value_bytes
 from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
 from bytescale_ext.plan.step.sizes import Cluster
+
+Floats = npt.NDArray[np.float64]
+
+VIRTUAL_MESSAGES: Final = 4
+"""Messages that exist beside a pass of a virtual stage."""
 
 SAVED_LOGIT_BYTES: Final = 4
 """Of a logit from the loss to its backward pass, in float32."""
@@ -27,12 +35,14 @@ class LayerBytes:
         keys: its key and value.
         key_sums: sums of the gradients of both, over slices.
         head: behind the last layer, once, from its loss to its backward pass (``head_bytes``).
+        only_sliced: the part of ``activations`` that is held in slices alone.
     """
 
     activations: float
     keys: float
     key_sums: float
     head: float = 0.0
+    only_sliced: float = 0.0
 
     @classmethod
     def of(cls, shape: ModelShape, tensor_parallel: int, element_bytes: int, activations: float = 0.0) -> LayerBytes:
@@ -46,13 +56,15 @@ class PassBytes:
     """What a pass takes besides what layers hold from their forward to their backward pass, in bytes.
 
     Attributes:
-        num_tokens: C, to so many tokens the last slice of a micro-batch attends.
+        num_tokens: of a full micro-batch, C.
         hidden: of a hidden state; three exist together in the backward pass of attention.
         in_mlp: of a token of the pass, gradients that exist together in the MLP or in experts.
         of_keys: of a token to which the pass attends, its key and value and their gradients.
         logits: of a token of the pass on the last stage.
         loss_tokens: the most tokens whose logits exist together.
-        buffers: hidden states that outlive passes, of tensor parallelism and of messages.
+        buffer: of a token of the largest pass, a hidden state that outlives passes, of tensor parallelism.
+        message: of a token, its hidden state as it travels between stages.
+        num_messages: of the pass, that exist beside it.
         again: of a token of the pass, in the layer that is computed again.
     """
 
@@ -62,15 +74,33 @@ class PassBytes:
     of_keys: float
     logits: float
     loss_tokens: float
-    buffers: float = 0.0
+    buffer: float = 0.0
+    message: float = 0.0
+    num_messages: int = 0
     again: float = 0.0
 
-    def of_stages(self, num_stages: int, num_tokens: float) -> tuple[float, ...]:
-        """Return the bytes on each stage if the largest pass has ``num_tokens`` tokens."""
-        in_attention = num_tokens * 3 * self.hidden + self.num_tokens * self.of_keys
-        layer = max(num_tokens * self.in_mlp, in_attention) + num_tokens * self.again
-        last = max(layer, min(num_tokens, self.loss_tokens) * self.logits)
-        return tuple(each + self.buffers for each in (*(layer,) * (num_stages - 1), last))
+    def of_loss(self, tokens: Floats) -> Floats:
+        """Return the bytes of the loss of passes with these tokens, [...] both, in both ways."""
+        return np.asarray(np.minimum(tokens, self.loss_tokens) * self.logits)
+
+    def of_backward(self, tokens: Floats, attended: Floats, has_loss: bool) -> Floats:
+        """Return the bytes of backward passes of a stage without the buffer: [...] all.
+
+        Args:
+            tokens: of each pass.
+            attended: tokens up to the end of each, to which it attends.
+            has_loss: it is the last stage.
+        """
+        in_attention = tokens * 3 * self.hidden + attended * self.of_keys
+        layer = np.maximum(tokens * self.in_mlp, in_attention) + tokens * self.again
+        messages = self.num_messages * self.message
+        return np.asarray((np.maximum(layer, self.of_loss(tokens)) if has_loss else layer) + tokens * messages)
+
+    def of_full(self, num_stages: int) -> tuple[float, ...]:
+        """Return the bytes of the backward pass of a full micro-batch on each stage."""
+        full = np.array(self.num_tokens)
+        stages = (self.of_backward(full, full, stage == num_stages - 1) for stage in range(num_stages))
+        return tuple(float(each) + self.num_tokens * self.buffer for each in stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +112,8 @@ class StageMemory:
         num_layers: of each stage.
         state_bytes: of each stage: parameters, gradients, optimizer states.
         working_bytes: of each stage: gradients of the layer that runs its backward pass, with what is computed again,
-            or logits; of full micro-batches, or of the passes given to ``running``.
-        passes: from which ``working_bytes`` follow; None: they are fixed.
+            or logits; of full micro-batches.
+        passes: from which those of other micro-batches follow; None: ``working_bytes`` are of any.
         rows_multiple: activations of each slice are of a multiple of this many rows.
     """
 
@@ -109,6 +139,7 @@ class StageMemory:
         ``loss_tokens``: whose logits exist together; None: those of a whole micro-batch.
         """
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
+        is_shared = sequence_parallel and ranks > 1
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
@@ -119,7 +150,8 @@ class StageMemory:
             of_keys=2 * layer.keys,
             logits=LOGIT_BYTES * shape.vocab / ranks * (1 if loss_tokens else 1 + shape.later_layers),
             loss_tokens=loss_tokens or math.inf,
-            buffers=tokens * tensors[0] * (sequence_parallel and ranks > 1),  # what Megatron gathers; it stays
+            buffer=tensors[0] * is_shared,  # what Megatron gathers; it stays
+            message=tensors[0] / (ranks if is_shared else 1),
         )
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
@@ -130,35 +162,57 @@ class StageMemory:
             replace(layer, head=head_bytes(shape, ranks, element_bytes, loss_tokens is not None)),
             (*num_layers[:-1], num_layers[-1] + shape.later_layers),
             tuple(of_parameter * count for count in parameters),
-            passes.of_stages(len(num_layers), tokens),
+            passes.of_full(len(num_layers)),
             passes,
         )
 
     def with_virtual_stages(self) -> StageMemory:
         """Return the memory of stages that run chunks: messages, two in each direction, travel beside passes."""
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
-        messages = 4 * self.passes.num_tokens * self.passes.hidden
-        passes = replace(self.passes, buffers=self.passes.buffers + messages)
-        return replace(self, passes=passes).running(passes.num_tokens)
+        return self._of(replace(self.passes, num_messages=VIRTUAL_MESSAGES))
 
-    def recomputed_bytes(self, input_bytes: float, sliced: bool) -> float:
-        """Return what a token keeps in a layer that is computed again: ``input_bytes``, and keys for later slices."""
-        return input_bytes + (self.layer.keys if sliced else 0.0)
+    def recomputing(self, input_bytes: float, sliced: bool = False) -> StageMemory:
+        """Return the memory of layers that are computed again one by one.
 
-    def recomputing(self, kept_bytes: float, num_tokens: int) -> StageMemory:
-        """Return the memory of layers that keep ``kept_bytes`` of a token and are computed again one by one.
-
-        ``num_tokens``: of the micro-batch whose layer is computed again.
+        They keep ``input_bytes`` of a token. In slices (``sliced``: micro-batches may run in slices) they also keep its
+        key and value, to which later slices attend.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
-        again = replace(self.passes, again=self.layer.activations - kept_bytes)
-        return replace(self, layer=replace(self.layer, activations=kept_bytes), passes=again).running(num_tokens)
+        keys = self.layer.keys if sliced else 0.0
+        again = replace(self.passes, again=self.layer.activations - input_bytes - keys)
+        layer = replace(self.layer, activations=input_bytes + keys, only_sliced=keys)
+        return replace(self, layer=layer)._of(again)
 
-    def running(self, num_tokens: float) -> StageMemory:
-        """Return the memory where each pass has at most ``num_tokens``."""
-        if self.passes is None:
+    def unsliced(self) -> StageMemory:
+        """Return the memory of micro-batches that run whole."""
+        if not self.layer.only_sliced:
             return self
-        return replace(self, working_bytes=self.passes.of_stages(len(self.num_layers), num_tokens))
+        assert self.passes is not None
+        whole = replace(self.layer, activations=self.layer.activations - self.layer.only_sliced, only_sliced=0.0)
+        return replace(self, layer=whole)._of(replace(self.passes, again=self.passes.again + self.layer.only_sliced))
+
+    def _of(self, passes: PassBytes) -> StageMemory:
+        return replace(self, passes=passes, working_bytes=passes.of_full(len(self.num_layers)))
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Bytes of a token of the largest pass that outlive it."""
+        return 0.0 if self.passes is None else self.passes.buffer
+
+    def working(self, stage: int, tokens: Floats, attended: Floats) -> tuple[Floats, Floats]:
+        """Return the bytes that forward and backward passes of a stage take: [...] all.
+
+        Args:
+            stage: its number.
+            tokens: of each pass.
+            attended: tokens up to the end of each, to which it attends.
+        """
+        has_loss = stage == len(self.num_layers) - 1
+        if self.passes is None:
+            fixed = np.full_like(tokens, self.working_bytes[stage])
+            return fixed, fixed
+        forward = self.passes.of_loss(tokens) if has_loss else np.zeros_like(tokens)
+        return forward, self.passes.of_backward(tokens, attended, has_loss)
 
     def without_states(self) -> StageMemory:
         """Return the memory besides parameters, gradients and optimizer states."""

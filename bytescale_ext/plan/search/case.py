@@ -235,8 +235,7 @@ def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMem
     if strategy.chunks > 1:
         memory = memory.with_virtual_stages()
     if strategy.activations == FULL:
-        kept = memory.recomputed_bytes(cost.recompute_bytes, strategy.chooses_slices)
-        memory = memory.recomputing(kept, cluster.tokens_per_rank)
+        memory = memory.recomputing(cost.recompute_bytes, strategy.chooses_slices)
     sharing = element, cluster.num_ranks, strategy.shares_optimizer
     return replace(memory, state_bytes=tuple(each.state_bytes(*sharing) for each in parameters_of(cost, strategy)))
 

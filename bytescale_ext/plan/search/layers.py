@@ -85,7 +85,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
         device_bytes: of a device.
     """
     choices = Choice(cost.layer_bytes, 0.0), Choice(cost.recompute_bytes, cost.forward.b)
-    again = memory.recomputing(choices[1].bytes, strategy.tokens_per_rank)
+    again = memory.recomputing(choices[1].bytes)
     most = 0
     for stage, (layers, tokens) in enumerate(zip(memory.num_layers, tokens_in_flight(strategy), strict=True)):
         left = device_bytes - memory.state_bytes[stage]
@@ -104,7 +104,7 @@ def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> flo
     for layers, tokens in zip(memory.num_layers, tokens_in_flight(strategy), strict=True):
         share = min(layers, strategy.recomputed_layers) / layers
         layer_bytes.append(tokens * (share * again + (1 - share) * kept))
-    return memory.recomputing(again, strategy.tokens_per_rank).most_bytes(layer_bytes)
+    return memory.recomputing(again).most_bytes(layer_bytes)
 
 
 def tokens_in_flight(strategy: Strategy) -> list[int]:

@@ -263,8 +263,7 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     memory = memory.with_virtual_stages() if args.virtual_pipeline_model_parallel_size else memory
     if args.recompute_granularity != "full" or args.recompute_method == "block":
         return memory
-    kept = memory.recomputed_bytes(tensors[0], sliced=args.seq1f1b_slices not in (None, 1))
-    return memory.recomputing(kept, run.cluster.tokens_per_rank)
+    return memory.recomputing(tensors[0], sliced=args.seq1f1b_slices not in (None, 1))
 
 
 def _affordable_tokens(args: Any, run: RunConfig) -> int:

@@ -39,7 +39,7 @@ def predicted(name: str) -> float:
         stage = StageMemory.of(cost, (SHAPE.num_layers,), Cluster(1, LENGTH), FLOAT_BYTES, LOSS_TOKENS)
         if name == "full recompute":
             kept = tensors[0]
-            stage = stage.recomputing(kept, LENGTH)
+            stage = stage.recomputing(kept)
         return stage.without_states().most_bytes([LENGTH * kept])
     settings = LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS, operators=OPERATORS)
     return forecast(

@@ -119,10 +119,9 @@ def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0, head=7.0)), state_bytes=(1.0, 2.0))
     table, even = ShardTable.of(local(8, 4)), CostModel(a=0.0, b=1.0)
     found = held(table, Slicing(2), even, memory)
-    assert found.waiting_tokens == 4
-    assert found.working_bytes(memory) == (0.0, 4 * 7.0)
+    assert [one.working for one in found.stage_parts(memory)] == [0.0, 4 * 7.0]
     assert found.device_bytes(memory) == max(1.0 + 10 * found.tokens[0, 0], 2.0 + 4 * 7.0 + 10 * 8)
-    assert held(table, ONE_SLICE, even, memory).waiting_tokens == 0
+    assert [one.working for one in held(table, ONE_SLICE, even, memory).stage_parts(memory)] == [0.0, 0.0]
     schedule = seq1f1b_schedule(2, 2, Slicing(2))
     of_last = held_slices(schedule, 1, [4.0, 4.0], 0.0, LayerBytes(0.0, 0.0, 0.0, head=7.0))
     assert max(one.head for one in of_last) == 4 * 7.0
@@ -131,14 +130,38 @@ def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
 def test_a_slice_computes_its_layer_again_alone() -> None:
     """Micro-batches of 8 tokens on one stage: what is computed again has 8 tokens, or 4 in two slices."""
     passes = PassBytes(8, hidden=0.0, in_mlp=0.0, of_keys=5 / 8, logits=0.0, loss_tokens=np.inf)
-    again = replace(memory_of(1, LayerBytes(10.0, 0.0, 0.0)), passes=passes).recomputing(4.0, 8)
+    again = replace(memory_of(1, LayerBytes(10.0, 0.0, 0.0)), passes=passes).recomputing(4.0)
     even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
     layers, states = again.num_layers[0], again.state_bytes[0]
     for slicing, tokens in ((ONE_SLICE, 8), (Slicing(2), 4)):
         found = held(table, slicing, even, again)
-        assert found.most_tokens == tokens
         assert found.device_bytes(again) == states + layers * 4.0 * 8 + 5.0 + tokens * 6.0
         assert found.device_parts(again).working == 5.0 + tokens * 6.0
+
+
+def test_a_pass_adds_to_what_is_held_while_it_runs_by_hand() -> None:
+    """Two stages, micro-batches of 2, 8 and 4 tokens: the first stage runs F0 F1 B0 F2 B1 B2.
+
+    B1 takes most of passes, 8, and finds the micro-batches 1 and 2; the last stage holds one micro-batch at a time.
+    """
+    passes = PassBytes(8, hidden=0.0, in_mlp=5.0, of_keys=0.0, logits=9.0, loss_tokens=6.0, buffer=2.0)
+    memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0)), passes=passes)
+    found = held(ShardTable.of(local(2, 8, 4)), ONE_SLICE, CostModel(a=0.0, b=1.0), memory)
+    layers = memory.num_layers
+    first, last = found.stage_parts(memory)
+    assert (first.activations, first.working) == (layers[0] * 10 * (8 + 4), 8 * 5 + 8 * 2)
+    assert (last.activations, last.working) == (layers[1] * 10 * 8, 6 * 9 + 8 * 2)
+    assert found.device_bytes(memory) == max(first.total, last.total)
+    assert found.device_parts(memory) == max((first, last), key=lambda parts: parts.total)
+
+
+def test_full_recompute_keeps_keys_in_slices_alone() -> None:
+    passes = PassBytes(8, hidden=0.0, in_mlp=0.0, of_keys=0.0, logits=0.0, loss_tokens=np.inf)
+    memory = replace(memory_of(1, LayerBytes(10.0, 3.0, 0.0)), passes=passes).recomputing(4.0, sliced=True)
+    even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
+    for slicing, kept, again in ((ONE_SLICE, 4.0, 6.0 * 8), (Slicing(2), 7.0, 3.0 * 4)):
+        parts = held(table, slicing, even, memory).device_parts(memory)
+        assert (parts.activations, parts.working) == (memory.num_layers[0] * 8 * kept, again)
 
 
 @pytest.mark.parametrize(("multiple", "of_whole", "of_slice"), [(1, 5, 2.5), (4, 8, 4), (16, 16, 16)])
@@ -147,7 +170,6 @@ def test_padding_is_held_as_activations(multiple: int, of_whole: float, of_slice
     memory, table, even = replace(memory_of(1), rows_multiple=multiple), ShardTable.of(local(5)), CostModel(0.0, 1.0)
     found = held(table, ONE_SLICE, even, memory)
     assert found.layer_bytes.tolist() == [[of_whole * 10]]
-    assert found.most_tokens == of_whole
     found = held(table, Slicing(2), even, memory)
     assert found.tokens.tolist() == [[2 * of_slice]]
     assert found.layer_bytes.tolist() == [[2 * of_slice * 10]]  # before the first backward pass

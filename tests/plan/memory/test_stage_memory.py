@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bytescale_ext.measure.cost_file import shipped
@@ -49,7 +50,7 @@ def test_the_fullest_stage_counts() -> None:
 def test_a_layer_that_is_computed_again_exists_once() -> None:
     kept, tokens = 100.0, 8192
     memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
-    again = memory.recomputing(kept, tokens)
+    again = memory.recomputing(kept)
     assert again.layer.activations == kept
     assert again.working_bytes[0] == pytest.approx(memory.working_bytes[0] + tokens * (COST.layer_bytes - kept))
     assert again.working_bytes[-1] == max(memory.working_bytes[-1], again.working_bytes[0])
@@ -58,20 +59,37 @@ def test_a_layer_that_is_computed_again_exists_once() -> None:
 
 def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
     memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
-    again = memory.recomputing(100.0, 8192)
-    assert again.running(8192) == again
-    slices, kept = again.running(2048), memory.running(2048)
-    assert slices.working_bytes[0] == pytest.approx(kept.working_bytes[0] + 2048 * (COST.layer_bytes - 100.0))
-    assert slices.working_bytes[-1] == max(kept.working_bytes[-1], slices.working_bytes[0])
-    assert kept.working_bytes[-1] == memory.working_bytes[-1] / 4  # logits
-    assert slices.layer == again.layer
+    again = memory.recomputing(100.0)
+
+    def working(of: StageMemory, stage: int, tokens: float) -> tuple[float, float]:
+        forward, backward = of.working(stage, np.array([tokens]), np.array([8192.0]))
+        return float(forward[0]), float(backward[0])
+
+    assert working(again, 0, 8192) == (0.0, again.working_bytes[0])
+    assert working(again, 0, 2048)[1] == pytest.approx(working(memory, 0, 2048)[1] + 2048 * (COST.layer_bytes - 100.0))
+    assert working(again, 3, 2048)[1] == max(working(memory, 3, 2048)[1], working(again, 0, 2048)[1])
+    logits = memory.working_bytes[-1] / 4
+    assert working(memory, 3, 2048) == (logits, logits)
+
+
+def test_whole_micro_batches_keep_no_keys_for_later_slices() -> None:
+    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    sliced, whole = memory.recomputing(100.0, sliced=True), memory.recomputing(100.0)
+    assert sliced.layer.activations == 100.0 + memory.layer.keys
+    assert sliced.working_bytes[0] == pytest.approx(whole.working_bytes[0] - 8192 * memory.layer.keys)
+    assert sliced.unsliced() == whole
+    assert whole.unsliced() is whole
 
 
 def test_attention_of_a_slice_has_gradients_of_all_keys_before_it() -> None:
-    passes = PassBytes(100, hidden=1.0, in_mlp=4.0, of_keys=2.0, logits=50.0, loss_tokens=20, buffers=1.0)
-    assert passes.of_stages(2, 100) == (3.0 * 100 + 2.0 * 100 + 1, 20 * 50.0 + 1)
-    assert passes.of_stages(2, 10) == (3.0 * 10 + 2.0 * 100 + 1, 10 * 50.0 + 1)
-    assert replace(passes, of_keys=0.0, again=6.0).of_stages(1, 10) == (10 * 50.0 + 1,)
+    passes = PassBytes(100, hidden=1.0, in_mlp=4.0, of_keys=2.0, logits=50.0, loss_tokens=20, buffer=1.0)
+    tokens, attended = np.array([100.0, 10.0]), np.array([100.0, 60.0])
+    assert passes.of_backward(tokens, attended, has_loss=False).tolist() == [3 * 100 + 2 * 100, 3 * 10 + 2 * 60]
+    assert passes.of_backward(tokens, attended, has_loss=True).tolist() == [20 * 50, 10 * 50]
+    assert passes.of_loss(tokens).tolist() == [20 * 50, 10 * 50]
+    assert passes.of_full(2) == (3 * 100 + 2 * 100 + 100, 20 * 50 + 100)
+    again = replace(passes, of_keys=0.0, again=6.0, message=2.0, num_messages=3)
+    assert again.of_backward(tokens, attended, has_loss=False).tolist() == [100 * (4 + 6 + 6), 10 * (4 + 6 + 6)]
 
 
 def test_tensor_parallel_ranks_gather_into_a_buffer() -> None:
@@ -87,7 +105,7 @@ def test_messages_of_virtual_stages_travel_beside_passes() -> None:
     more = memory.with_virtual_stages()
     messages = 4 * 8192 * COST.shape.hidden * 2
     assert more.working_bytes == tuple(each + messages for each in memory.working_bytes)
-    assert more.recomputing(100.0, 8192).working_bytes[0] == memory.recomputing(100.0, 8192).working_bytes[0] + messages
+    assert more.recomputing(100.0).working_bytes[0] == memory.recomputing(100.0).working_bytes[0] + messages
 
 
 def test_what_is_behind_the_layers() -> None:

@@ -46,7 +46,7 @@ def test_a_recomputed_layer_keeps_its_input_and_in_slices_keys() -> None:
     keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
     memory = StageMemory.of(COST, (3, 3), Cluster(2, 8), 2)
     for sliced, more in ((False, 0), (True, keys)):
-        assert memory.recomputed_bytes(COST.recompute_bytes, sliced) == COST.recompute_bytes + more
+        assert memory.recomputing(COST.recompute_bytes, sliced).layer.activations == COST.recompute_bytes + more
 
 
 @pytest.mark.parametrize("stage_layers", [(6,), (3, 3), (4, 2)])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from bytescale_ext.measure.cost_file import write_cost
-from bytescale_ext.plan.search.costs import scaled_cost
+from bytescale_ext.plan.search.costs import strategy_cost
 from bytescale_ext.plan.search.strategy import Strategy
-from bytescale_ext.plan.search.task import Task
+from bytescale_ext.plan.search.task import Task, cluster_of
 from megatron.bytescale.cli.search.task import launched_words
 from megatron.bytescale.cli.shared.model_flags import given_flags
 
@@ -75,10 +75,11 @@ class Run:
 def write_costs(path: Path, task: Task, strategy: Strategy) -> None:
     """Write the cost file with which the training of a strategy plans as the search did.
 
-    It has the costs of the task on the strategy's tensor-parallel ranks. Raises OSError where it cannot be written.
+    It has the costs of the task on the strategy's tensor-parallel ranks, with what it computes again. Raises OSError
+    where it cannot be written.
     """
-    cost = scaled_cost(task.cost, task.cost.shape, strategy.tensor_parallel, task.operators)
-    write_cost(path, cost)
+    cost = strategy_cost(task.cost, strategy, cluster_of(task, strategy), task.operators)
+    write_cost(path, replace(cost, source=f"{cost.source}; for {strategy}"))
 
 
 def script_text(run: Run, devices: int, per_node: int, launcher: str, comments: Sequence[str]) -> str:

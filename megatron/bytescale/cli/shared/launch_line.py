@@ -268,12 +268,8 @@ class Launch:
     def _held(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:
         """Return the bytes that each stage holds of the plan, without an activation policy."""
         memory, chunks = stage_memory(self.args, self.run), self.args.virtual_pipeline_model_parallel_size or 1
-        found = held(table, cut, self.run.get(HdpConfig).cost.both, memory, chunks)
-        rows = []
-        for stage, (layers, working) in enumerate(zip(memory.num_layers, found.working_bytes(memory), strict=True)):
-            most = found.parts[:, stage, found.layer_bytes[stage].argmax()] * layers
-            rows.append({**dict(zip(("activations", "keys", "sums"), most.tolist(), strict=True)), "working": working})
-        return rows
+        stages = held(table, cut, self.run.get(HdpConfig).cost.both, memory, chunks).stage_parts(memory)
+        return [{name: getattr(one, name) for name in ("activations", "keys", "sums", "working")} for one in stages]
 
     def _under_policy(self, stage: int, cut: Slicing) -> dict[str, float]:
         """Return the bytes of a stage by the forecast of its activation policy, for full micro-batches."""

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bytescale_ext.measure.cost_file import read_cost
-from bytescale_ext.plan.search.costs import scaled_cost
-from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.search.costs import scaled_cost, strategy_cost
+from bytescale_ext.plan.search.strategy import FULL, Strategy
+from bytescale_ext.plan.search.task import cluster_of
 from megatron.bytescale.cli.search.script import LAUNCHERS, Run, script_text, write_costs
 from tests.plan.search.tasks import small_task
 
@@ -41,11 +43,13 @@ def test_what_the_user_gave_is_kept(tmp_path: Path) -> None:
 
 def test_training_plans_with_the_costs_of_the_search(tmp_path: Path) -> None:
     task = small_task()
-    for ranks in (1, 2):
-        write_costs(tmp_path / "cost.json", task, Strategy(ranks, (6,), 1024))
+    for strategy in (Strategy(1, (6,), 1024), Strategy(2, (6,), 1024, activations=FULL, loss_tokens=64)):
+        write_costs(tmp_path / "cost.json", task, strategy)
         cost = read_cost(tmp_path / "cost.json")
-        assert cost == scaled_cost(task.cost, task.cost.shape, ranks)
-        assert cost.tensor_parallel == ranks
+        expected = strategy_cost(task.cost, strategy, cluster_of(task, strategy))
+        assert cost == replace(expected, source=f"{expected.source}; for {strategy}")
+        assert cost.tensor_parallel == strategy.tensor_parallel
+    assert cost.backward.b > cost.forward.b + scaled_cost(task.cost, task.cost.shape, 2).backward.b * 0.999
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
