@@ -55,6 +55,11 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def named_or_installed(argv: Sequence[str]) -> Callable[[str], bool]:
+    """Return whether a machine that a command line is for has a module: this one has it, or the line names it."""
+    return lambda module: module in argv or is_installed(module)
+
+
 def set_device_defaults(
     args: argparse.Namespace, argv: Sequence[str], on_cpu: bool, has: Callable[[str], bool] = is_installed
 ) -> None:
@@ -86,11 +91,15 @@ def set_device_defaults(
 
 
 def parse(
-    argv: Sequence[str], on_cpu: bool, settle: Callable[[argparse.Namespace], None] | None = None
+    argv: Sequence[str],
+    on_cpu: bool,
+    settle: Callable[[argparse.Namespace], None] | None = None,
+    has: Callable[[str], bool] = is_installed,
 ) -> argparse.Namespace:
     """Parse with Megatron's parser, check everything, and set Megatron's globals. Once in a process.
 
-    ``settle`` changes the parsed arguments before they are checked, as the profile of a training command needs.
+    ``settle`` changes the parsed arguments before they are checked, as the profile of a training command needs. For
+    ``has`` see ``set_device_defaults``.
 
     Raises ValueError, before anything is built, for what cannot run. Afterwards the tokenizer, timers and writers
     exist.
@@ -104,7 +113,7 @@ def parse(
         args = parse_args(add_arguments)
     if settle is not None:
         settle(args)
-    check(args, argv, on_cpu)
+    check(args, argv, on_cpu, has)
     with refusals_of_megatron():
         set_global_variables(args)
     return args

@@ -39,7 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument("--sampler", metavar="NAME", help=f"plan lengths of a distribution: {', '.join(SAMPLERS)}")
     parser.add_argument("--seed", type=int, default=1234, help="of the draw (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="after a --: the flags of the training command")
+    parser.add_argument(
+        "flags",
+        nargs="*",
+        metavar="-- FLAGS",
+        help="after a --: the flags of the training command, on GPUs unless --cpu is among them",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     # Imported here because Megatron takes seconds to import, which --help and errors should not.
     from megatron.bytescale import cpu
 
-    on_cpu = cpu.install_if_wanted(args.flags) is not None
+    cpu.install_if_wanted(args.flags)  # also where the line is for GPUs, of which this machine has none
     from megatron.bytescale.cli.shared.launch_line import prepare
 
     with quiet():
-        launch = prepare(args.flags, args.world_size, args.rank, args.ranks_per_node, on_cpu)
+        launch = prepare(args.flags, args.world_size, args.rank, args.ranks_per_node, on_cpu="--cpu" in args.flags)
         drawn = launch.sample(args.sampler, args.seed) if args.sampler else launch.draw(given, args.seed)
         found = launch.plan(drawn)
     print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else text_of(found))

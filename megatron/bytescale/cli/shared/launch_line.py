@@ -45,7 +45,7 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import features
-from megatron.bytescale.arguments.parse import parse
+from megatron.bytescale.arguments.parse import named_or_installed, parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import WRITTEN
@@ -159,7 +159,7 @@ class Launch:
         """Return model, processes and features in words."""
         args, run = self.args, self.run
         tensor, stages = run.process.tensor_parallel, len(run.stage_layers)
-        shape, where = run.shape, "GPUs, as on this machine" if run.process.on_cuda else "CPU, as on this machine"
+        shape, where = run.shape, "GPUs" if run.process.on_cuda else "CPU"
         experts = f", {shape.num_experts} experts in {shape.num_expert_layers} layers" if shape.num_experts else ""
         return {
             "model": f"{(num_parameters(shape) + expert_parameters(shape)) / 1e9:.3g} G parameters, "
@@ -297,12 +297,14 @@ def ring_tokens(table: ShardTable, cost: CostModel, cut: Slicing) -> tuple[Float
 def prepare(flags: Sequence[str], world_size: int, rank: int, ranks_per_node: int, on_cpu: bool) -> Launch:
     """Resolve a launch line as process ``rank`` of ``world_size`` would, and make Megatron's groups. Once in a process.
 
+    ``on_cpu``: the processes run on CPU; otherwise on GPUs, which this machine need not have.
+
     Raises:
         ValueError: what the training command refuses, or a line without documents.
     """
     local = min(ranks_per_node, world_size)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(local))
-    args = parse(["bytescale dry-run", *flags], on_cpu, _settle)
+    args = parse(["bytescale dry-run", *flags], on_cpu, _settle, named_or_installed(flags))
     run = resolve(args)
     initialize._initialize_distributed(None, None, None)
     return Launch(args, run)

@@ -96,10 +96,8 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
     Raises:
         ValueError: what the training would refuse.
     """
-    from megatron.bytescale.arguments.parse import check, whole_parser
+    from megatron.bytescale.arguments.parse import check, named_or_installed, whole_parser
 
-    engine = "transformer_engine"
-    names_engine = engine in words
     with quiet(), _stood_in():
         try:
             args, unknown = whole_parser().parse_known_args(words)
@@ -110,7 +108,7 @@ def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1)
         args.rank, args.world_size = 0, processes
         _fill(args)
         try:
-            check(args, words, not on_cuda, lambda module: names_engine and module == engine)
+            check(args, words, not on_cuda, named_or_installed(words))
         except ValueError as error:
             raise ValueError(f"{FLAG}: {error}") from None
     return args

@@ -158,11 +158,27 @@ def test_the_command_plans_a_thousand_processes(tmp_path: Path) -> None:
     assert "0, 2, ..., 510 (256 ranks)" in text
     assert "512 of " in text
     assert "documents on several nodes in hierarchical rings" in text
+    assert "1,024 tokens each; CPU" in text
     corpus = write_documents(tmp_path / "docs", copies=1)
     words = ["dry-run", "--world-size", "4", "--json", "--", *ONE_STEP, "--data-path", str(corpus), "--cpu"]
     found = json.loads(run_ranks(type_command, 1, words, init_group=False)[0])
     assert found["step"]["documents"].startswith("8 of ")
     assert found["groups"]["HDP"] == [0, 1, 2, 3]
+
+
+def test_a_line_is_for_gpus_unless_it_says_otherwise() -> None:
+    """A machine without GPUs plans for those of a cluster, where norms and SwiGLU are single kernels."""
+    flags = [*ONE_STEP, *"--bf16 --global-batch-size 64 --seq-length 4096 --max-position-embeddings 4096".split()]
+    words = ["dry-run", "--world-size", "64", "--sampler", "github", "--json", "--", *flags]
+    engine = [*words, "--transformer-impl", "transformer_engine"]
+    gpus, with_engine, cpus = (
+        json.loads(run_ranks(type_command, 1, one, init_group=False)[0]) for one in (words, engine, [*words, "--cpu"])
+    )
+    assert all(one["about"]["processes"].endswith("; GPUs") for one in (gpus, with_engine))
+    assert cpus["about"]["processes"].endswith("; CPU")
+    held = [one["memory_gb"][0]["activations"] for one in (with_engine, gpus, cpus)]
+    assert held == sorted(held)
+    assert held[0] < held[-1]
 
 
 def refuse(rank: int, world: int, flags: list[str], world_size: int) -> str:
