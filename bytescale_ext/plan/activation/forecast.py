@@ -104,7 +104,7 @@ class DeviceNeed:
     because it is cheap. Gradients take additional memory, or, before them, the rebuilt rows of a tensor, which are
     copied into it. In slices all layers also hold keys and sums of their gradients, and experts hold what no policy
     moves, until their own backward pass; the last stage holds what is behind its layers; swapped keys are on the device
-    in two layers.
+    in two layers. What tensor-parallel ranks gather and messages of virtual stages are beside all passes.
 
     Attributes:
         peaks: (bytes, layers) of each.
@@ -126,7 +126,7 @@ class DeviceNeed:
             share, times = moment.running / load.num_tokens, moment.tokens / load.num_tokens
             working = load.working_bytes_at(moment)
             whole = min(2 if moves else 1, planned if resident else planned * times / share)
-            held = load.num_layers * moment.bytes + moment.read + moment.head
+            held = load.num_layers * moment.bytes + moment.read + moment.head + moment.running * load.beside_bytes
             always = (times - share) * resident * layer + held
             in_experts = moment.running * load.expert_working_bytes
             at_loss = share * (resident * layer + on_its_way * ahead) + max(working, in_experts, load.head_bytes)

@@ -9,10 +9,13 @@ from typing import Final
 
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import (
+    VIRTUAL_MESSAGES,
     LayerTensor,
     expert_bytes,
     expert_working_bytes,
+    gathered_bytes,
     layer_tensors,
+    message_bytes,
     received_bytes,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
@@ -68,6 +71,7 @@ class LayerSettings:
             mean; empty where ``in_flight`` says it all.
         expert_load: how many times the tokens of an even spread the experts of this rank get.
         expert_ranks: ranks that share the experts of a layer.
+        virtual: the stage runs virtual stages, with messages beside their passes.
     """
 
     num_layers: int | None = None
@@ -80,6 +84,7 @@ class LayerSettings:
     slices: tuple[HeldSlices, ...] = ()
     expert_load: float = 1.0
     expert_ranks: int = 1
+    virtual: bool = False
 
     @property
     def key_host_bytes(self) -> float:
@@ -130,6 +135,7 @@ class LayerLoad:
         seconds_per_received_byte: of the collectives of tensor parallelism.
         expert_bytes: of a token in the experts of a layer. No policy moves them.
         expert_working_bytes: of the gradients of a token in the backward pass of experts.
+        beside_bytes: of a token that runs, hidden states that exist beside its passes.
     """
 
     tensors: tuple[LayerTensor, ...]
@@ -146,6 +152,7 @@ class LayerLoad:
     slices: tuple[HeldSlices, ...] = ()
     expert_bytes: float = 0.0
     expert_working_bytes: float = 0.0
+    beside_bytes: float = 0.0
 
     @property
     def moments(self) -> tuple[HeldSlices, ...]:
@@ -229,6 +236,7 @@ def load_of_tokens(
     ranks = cost.tensor_parallel
     received = COLLECTIVES_OF_A_LAYER * received_bytes(cost.shape, ranks, how.element_bytes)
     collectives = num_tokens * received * cost.collective
+    shared = cost.shape, ranks, how.element_bytes, how.sequence_parallel
     logits = num_tokens if how.loss_tokens is None else min(how.loss_tokens, num_tokens)
     return LayerLoad(
         tensors=layer_tensors(
@@ -252,6 +260,7 @@ def load_of_tokens(
         slices=how.slices,
         expert_bytes=expert_bytes(cost.shape, how.element_bytes, ranks, how.expert_load),
         expert_working_bytes=expert_working_bytes(cost.shape, how.element_bytes, how.expert_ranks > 1, how.expert_load),
+        beside_bytes=gathered_bytes(*shared) + VIRTUAL_MESSAGES * how.virtual * message_bytes(*shared),
     )
 
 

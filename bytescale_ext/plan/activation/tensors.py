@@ -55,6 +55,23 @@ def received_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int =
     return float(shape.hidden * element_bytes * (tensor_parallel - 1) / tensor_parallel)
 
 
+VIRTUAL_MESSAGES: Final = 4
+"""Messages that exist beside a pass of a virtual stage: two in each direction."""
+
+
+def gathered_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int, sequence_parallel: bool) -> float:
+    """Return the bytes of a token in what tensor-parallel ranks gather: its hidden state, in a buffer that stays.
+
+    It is that of the largest pass (Megatron's global memory buffer); without sequence parallelism nothing is gathered.
+    """
+    return float(shape.hidden * element_bytes * (sequence_parallel and tensor_parallel > 1))
+
+
+def message_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int, sequence_parallel: bool) -> float:
+    """Return the bytes of a token in a message between pipeline stages; sequence parallelism shares its tokens."""
+    return float(shape.hidden * element_bytes / (tensor_parallel if sequence_parallel else 1))
+
+
 def layer_tensors(
     shape: ModelShape,
     element_bytes: int = 2,

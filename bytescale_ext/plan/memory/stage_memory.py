@@ -11,16 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.activation.load import LOGIT_BYTES
-from bytescale_ext.plan.activation.tensors import EXPERT_LOAD, expert_working_bytes, layer_tensors
+from bytescale_ext.plan.activation.tensors import (
+    EXPERT_LOAD,
+    VIRTUAL_MESSAGES,
+    expert_working_bytes,
+    gathered_bytes,
+    layer_tensors,
+    message_bytes,
+)
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import KEY_SUM_BYTES, ModelShape, key_value_bytes
 from bytescale_ext.plan.memory.model_states import parameter_bytes, stage_parameters
 from bytescale_ext.plan.step.sizes import Cluster
 
 Floats = npt.NDArray[np.float64]
-
-VIRTUAL_MESSAGES: Final = 4
-"""Messages that exist beside a pass of a virtual stage."""
 
 SAVED_LOGIT_BYTES: Final = 4
 """Of a logit from the loss to its backward pass, in float32."""
@@ -139,7 +143,6 @@ class StageMemory:
         ``loss_tokens``: whose logits exist together; None: those of a whole micro-batch.
         """
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
-        is_shared = sequence_parallel and ranks > 1
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
         in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
@@ -150,8 +153,8 @@ class StageMemory:
             of_keys=2 * layer.keys,
             logits=LOGIT_BYTES * shape.vocab / ranks * (1 if loss_tokens else 1 + shape.later_layers),
             loss_tokens=loss_tokens or math.inf,
-            buffer=tensors[0] * is_shared,  # what Megatron gathers; it stays
-            message=tensors[0] / (ranks if is_shared else 1),
+            buffer=gathered_bytes(shape, ranks, element_bytes, sequence_parallel),
+            message=message_bytes(shape, ranks, element_bytes, sequence_parallel),
         )
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
@@ -167,7 +170,7 @@ class StageMemory:
         )
 
     def with_virtual_stages(self) -> StageMemory:
-        """Return the memory of stages that run chunks: messages, two in each direction, travel beside passes."""
+        """Return the memory of stages that run chunks, with messages beside their passes."""
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         return self._of(replace(self.passes, num_messages=VIRTUAL_MESSAGES))
 

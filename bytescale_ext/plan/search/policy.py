@@ -122,6 +122,7 @@ class PricedStages:
             slices=self._held(stage, slicing, lengths) if slicing.num_slices > 1 or chunks > 1 else (),
             expert_load=EXPERT_LOAD if strategy.expert_parallel > 1 else 1.0,
             expert_ranks=strategy.expert_parallel,
+            virtual=chunks > 1,
         )
 
     def _held(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> tuple[HeldSlices, ...]:

@@ -53,6 +53,7 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
         slices=held,
         expert_load=expert_load(args),
         expert_ranks=ranks_that_share_experts(args),
+        virtual=virtual > 1,
     )
 
 

@@ -258,7 +258,7 @@ def refusal(rank: int, world: int, flags: list[str]) -> str:
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", "--recompute-method block"),
         ("--attention-dropout 0.1", "--attention-dropout > 0"),
         ("--hdp-attention-kernel none", "none"),
-        ("--num-attention-heads 5", "--num-query-groups: make it a divisor"),
+        ("--num-query-groups 3", "--num-query-groups: make it a divisor"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(flags: str, said: str) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bytescale_ext.plan.activation.forecast import DeviceNeed
+from bytescale_ext.plan.activation.load import HeldSlices, LayerSettings, cost_of_rates, layer_load
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from tests.plan.activation.random_loads import load_of
 
 
@@ -19,3 +21,22 @@ def test_device_memory_at_its_two_peaks() -> None:
         for kept in (0.0, 0.1 * layer, 0.9 * layer):
             assert one.most_kept(one.device_bytes(kept)) == pytest.approx(kept, abs=1.0)
         assert one.most_kept(0.5 * one.device_bytes(0.0)) < 0
+
+
+def test_what_is_gathered_and_messages_are_beside_all_passes() -> None:
+    """Of 16 bits: a hidden state that two ranks gather, and in virtual stages four messages of half a state."""
+    cost = cost_of_rates(LLAMA_7B, 1e12, 1e12, 1e12, tensor_parallel=2)
+
+    def need(num_layers: int, **how: bool) -> float:
+        slices = (HeldSlices(2048, 8192, 0.0),)
+        load = layer_load(cost, 8192, how=LayerSettings(num_layers, slices=slices, **how))  # type: ignore[arg-type]
+        return DeviceNeed.of(load, 0, moves=False).device_bytes(0.0)
+
+    shared = need(8, sequence_parallel=True, virtual=True) - need(8, sequence_parallel=True)
+    assert shared == pytest.approx(2048 * 4 * 4096)
+    assert need(8, virtual=True) - need(8) == pytest.approx(2048 * 4 * 2 * 4096)
+    whole, part = (
+        layer_load(cost, 8192, how=LayerSettings(8)),
+        layer_load(cost, 8192, how=LayerSettings(8, 2, 1, 2, True)),
+    )
+    assert (whole.beside_bytes, part.beside_bytes) == (0, 2 * 4096)
