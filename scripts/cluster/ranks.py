@@ -81,6 +81,9 @@ class ForkedRank:
 def preload() -> None:
     """Import torch and Megatron on CPU here, once, so that warm ranks start with them."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)  # torch may have been imported before
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported

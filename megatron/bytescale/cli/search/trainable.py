@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.search.task import Task
@@ -59,7 +59,12 @@ class Trainable:
         return not self.reasons[kind]
 
     def refusal(self, strategy: Strategy) -> str:
-        """Return why the training refuses a strategy; empty: it does not."""
+        """Return why the training refuses strategies of this kind; empty: it does not.
+
+        What memory is left for activations depends on sizes: the search itself asks whether a strategy fits.
+        """
+        if strategy.device_gb is not None:
+            strategy = replace(strategy, device_gb=self.task.devices.memory_bytes / 1e9)
         words = Run.of(self.flags, self.task, strategy).flags()
         try:
             arguments_of(words, self.task.cost.on_cuda and "--cpu" not in words, self.task.devices.count)

@@ -49,6 +49,15 @@ def test_what_training_refuses_is_not_tried() -> None:
     ]
 
 
+def test_a_strategy_without_memory_does_not_speak_for_its_kind() -> None:
+    """Model states may leave nothing to activations on one mesh, and much on another."""
+    flags, task = task_with("--num-layers 4")
+    one = Strategy(1, (4,), 2048, activations=PRICED, device_gb=0.0)
+    takes = Trainable(flags, task)
+    assert takes(one)
+    assert takes(replace(one, device_gb=0.5))
+
+
 def test_a_mesh_that_training_refuses_is_refused_with_all_choices() -> None:
     flags, task = task_with("--num-layers 4 --num-experts 4 --moe-router-topk 2")
     takes = Trainable(f"{flags} --enable-cuda-graph", task)
