@@ -81,16 +81,34 @@ class PolicyChoice:
             OutOfTime: from ``place``.
         """
         last = self.fitting[-1]
-        placed = place(last.of(problem))
+        placed = place(last.kept_of(problem).of(problem), thorough=False)
         if not len(problem.lengths):
             return last.slicing, placed
-        timed = sorted((Timed.of(option.of(problem), placed), number) for number, option in enumerate(self.fitting))
-        found, tried = [one for one, _ in timed], {last.kept_of(problem)}
-        for _, number in timed[:TRIES]:
-            option = self.fitting[number]
-            if option.kept_of(problem) in tried:
-                continue  # it would be placed as before
-            tried.add(option.kept_of(problem))
-            found.append(Timed.of(option.of(problem), place(option.of(problem))))
-        best = min(found)
+        found, tried = self._timed(problem, placed), {last.kept_of(problem)}
+        for _, option in sorted(found, key=_seconds)[:TRIES]:
+            alike = option.kept_of(problem)
+            if alike not in tried:  # else it would be placed as before
+                tried.add(alike)
+                found.append((Timed.of(option.of(problem), place(alike.of(problem), thorough=False)), option))
+        _, option = min(found, key=_seconds)
+        placed = place(option.kept_of(problem).of(problem), thorough=True)
+        found.append((Timed.of(option.of(problem), placed), option))
+        best, _ = min(found, key=_seconds)
         return best.slicing, best.placed
+
+    def _timed(self, problem: Problem, placed: PlacedRanks) -> list[tuple[Timed, PolicyOption]]:
+        """Time a placement in each option; those that keep the keys of the same rings take equally long."""
+        rings = placed.lengths[placed.widths > 1]
+        known: dict[PolicyOption, Timed] = {}
+        found = []
+        for option in self.fitting:
+            longest = int(rings[rings <= option.slicing.kept_tokens].max(initial=0))
+            alike = replace(option, slicing=replace(option.slicing, kept_tokens=longest))
+            if alike not in known:
+                known[alike] = Timed.of(alike.of(problem), placed)
+            found.append((replace(known[alike], slicing=option.slicing), option))
+        return found
+
+
+def _seconds(found: tuple[Timed, PolicyOption]) -> float:
+    return found[0].seconds

@@ -73,33 +73,45 @@ class SlicingChoice:
         """
         longest = int(problem.lengths.max(initial=0))
         first = replace(self.options[-1], kept_tokens=longest)
-        placed = place(replace(problem, slicing=first))
+        placed = place(replace(problem, slicing=first), thorough=False)
         if not longest:
             return first, placed
         found = self._timed_options(problem, placed)
         if min(found).slicing.longest_kept < _longest_ring(placed):  # narrower rings keep fewer keys
-            placed = place(replace(problem, slicing=self.options[-1]))
+            placed = place(replace(problem, slicing=self.options[-1]), thorough=False)
             found += self._timed_options(problem, placed)
         for slicing in list(dict.fromkeys(one.slicing for one in sorted(found)))[:TRIES]:
-            placed = place(replace(problem, slicing=slicing))
-            fitted = self._fitted(problem, _table(problem, placed), slicing)
-            found += [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
-        if (
-            ONE_SLICE in self.options and min(found).slicing.longest_kept < longest
-        ):  # keys that travel again may cost more
-            uncut = replace(problem, slicing=ONE_SLICE)
-            whole = place(uncut)
-            if self._fitted(problem, _table(problem, whole), ONE_SLICE):
-                found.append(Timed.of(uncut, whole))
+            found += self._placed(problem, slicing, place, thorough=False)
+        if ONE_SLICE in self.options and min(found).slicing.longest_kept < longest:  # keys that travel again cost more
+            found += self._placed(problem, ONE_SLICE, place, thorough=False)
+        found += self._placed(problem, min(found).slicing, place, thorough=True)
         best = min(found)
         return best.slicing, best.placed
 
+    def _placed(self, problem: Problem, slicing: Slicing, place: Place, thorough: bool) -> list[Timed]:
+        """Place a step in slices by themselves, with the longest kept keys that fit; nothing where they do not fit."""
+        placed = place(replace(problem, slicing=slicing), thorough)
+        fitted = self._fitted(problem, _table(problem, placed), slicing)
+        return [Timed.of(replace(problem, slicing=one), placed) for one in fitted]
+
     def _timed_options(self, problem: Problem, placed: PlacedRanks) -> list[Timed]:
-        """Time a placement in every option that fits, with its longest kept keys; else in the one that holds least."""
-        table = _table(problem, placed)
-        found = [fitted for option in self.options for fitted in self._fitted(problem, table, option)]
-        found = found or [min(self.options, key=lambda option: self._bytes(problem, table, option))]
-        return [Timed.of(replace(problem, slicing=option), placed) for option in found]
+        """Time a placement in the fastest options that fit, with their longest kept keys.
+
+        An option is fastest with all keys of rings kept, so those that could not be among the fastest are not fitted.
+        Where nothing fits, it is timed in the option that holds least.
+        """
+        table, longest = _table(problem, placed), _longest_ring(placed)
+        all_kept = [replace(option, kept_tokens=longest if option.num_slices > 1 else 0) for option in self.options]
+        found: list[Timed] = []
+        for ideal in sorted(Timed.of(replace(problem, slicing=slicing), placed) for slicing in all_kept):
+            if len(found) >= TRIES and sorted(found)[TRIES - 1].seconds <= ideal.seconds:
+                break
+            for one in self._fitted(problem, table, ideal.slicing):
+                found.append(ideal if one == ideal.slicing else Timed.of(replace(problem, slicing=one), placed))
+        if found:
+            return found
+        least = min(self.options, key=lambda option: self._bytes(problem, table, option))
+        return [Timed.of(replace(problem, slicing=least), placed)]
 
     def _fitted(self, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
         """Return an option with the longest keys that fit: with the sums of their gradients, and without all of them.
@@ -113,9 +125,9 @@ class SlicingChoice:
         fits = partial(self._fits, problem, table)
         option = replace(option, summed_tokens=ALL_SUMS, swapped_tokens=0)
         with_sums = _longest(lengths, lambda most: replace(option, kept_tokens=most), fits)
-        keys = _longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0), fits)
-        if with_sums is None or keys is None or with_sums.kept_tokens == lengths[-1]:
+        if with_sums is None or with_sums.kept_tokens == lengths[-1]:
             return [] if with_sums is None else [with_sums]
+        keys = _longest(lengths, lambda most: replace(option, kept_tokens=most, summed_tokens=0), fits) or with_sums
         found = [with_sums]
         if keys.kept_tokens > with_sums.kept_tokens:
             found.append(_with_longest_sums(keys, lengths, fits))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -176,19 +177,22 @@ def fill_slots(tokens: Ints, work: Floats, owners: Ints, room: Ints, missing_sec
     slots = np.full(len(tokens), -1, dtype=np.int64)
     if not len(tokens):
         return slots
-    in_order = np.argsort(owners, kind="stable")
     counts = np.bincount(owners, minlength=len(room))
-    begins = np.cumsum(counts) - counts
     by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    places = np.empty_like(by_count)
+    places[by_count] = np.arange(len(by_count))
+    by_owner = np.argsort(owners, kind="stable")
+    turns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    in_order = by_owner[np.argsort(turns * len(counts) + places[owners[by_owner]])]  # the first of each owner first
+    stops = np.cumsum(np.bincount(turns)).tolist()
     room, missing = room[by_count], missing_seconds[by_count]
-    for turn in range(int(counts.max())):
-        active = np.arange(int(np.searchsorted(-counts[by_count], -turn)))
-        items = in_order[begins[by_count[active]] + turn]
-        most = np.where(room[active] >= tokens[items, None], missing[active], -np.inf)
+    for start, stop in pairwise([0, *stops]):
+        items, active = in_order[start:stop], np.arange(stop - start)
+        size = tokens[items]
+        most = np.where(room[: len(items)] >= size[:, None], missing[: len(items)], -np.inf)
         chosen = most.argmax(axis=1)
         fits = most[active, chosen] > -np.inf
-        active, items, chosen = active[fits], items[fits], chosen[fits]
-        slots[items] = chosen
-        room[active, chosen] -= tokens[items]
-        missing[active, chosen] -= work[items]
+        slots[items] = np.where(fits, chosen, -1)
+        room[active, chosen] -= np.where(fits, size, 0)
+        missing[active, chosen] -= np.where(fits, work[items], 0.0)
     return slots

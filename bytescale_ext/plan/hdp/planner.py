@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from bytescale_ext.plan.activation.offload import OffloadLimits
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.hdp.algorithm2 import place_algorithm2
-from bytescale_ext.plan.hdp.aligned.search import place_pipelined
+from bytescale_ext.plan.hdp.aligned.search import PipelinedPlacer
 from bytescale_ext.plan.hdp.baselines import place_naive, place_static
 from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.forms import with_forms
@@ -22,40 +22,57 @@ from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
-Place = Callable[[Problem], PlacedRanks]
-"""A planner of one step; pure, equal problems give equal placements."""
+
+class Place(Protocol):
+    """Places one step, in problems that differ in slices and costs; the same calls give the same placements."""
+
+    def __call__(self, problem: Problem, thorough: bool) -> PlacedRanks:
+        """Return a placement; ``thorough``: the best that is found, not one that is found soon."""
+
 
 Choose = Callable[[Problem, Place], tuple[Slicing, PlacedRanks]]
 """Returns the slices of a step, whatever the slicing of its problem, and its placement by the given planner."""
 
 
+def each_by_itself(place: Callable[[Problem, ShouldStop], PlacedRanks]) -> Callable[[ShouldStop], Place]:
+    """Return the placer of a pure function, which places each problem by itself, and always thoroughly."""
+
+    def placer(should_stop: ShouldStop) -> Place:
+        def place_one(problem: Problem, thorough: bool) -> PlacedRanks:
+            return place(problem, should_stop)
+
+        return place_one
+
+    return placer
+
+
 @dataclass(frozen=True, slots=True)
 class PlannerRow:
-    """One planner. To add one, write its ``place`` in a file of this folder and add a row to ``PLANNERS``.
+    """One planner. To add one, write its function in a file of this folder and add a row to ``PLANNERS``.
 
     Attributes:
         name: the choice of ``--hdp-balance`` and ``bytescale plan --balance``.
-        place: places the sequences of a problem on ranks; pure, equal problems give equal placements.
+        placer: returns what places a step, and gives up when it is to stop.
         aligned: it can make aligned slots; a planner that cannot is refused for problems that need them.
         sliced: it plans for slices; the others are given whole micro-batches.
     """
 
     name: str
-    place: Callable[[Problem, ShouldStop], PlacedRanks]
+    placer: Callable[[ShouldStop], Place]
     aligned: bool
     sliced: bool
 
 
-_STATIC: Final = PlannerRow("static", place_static, aligned=True, sliced=False)
+_STATIC: Final = PlannerRow("static", each_by_itself(place_static), aligned=True, sliced=False)
 
 PLANNERS: Final[Mapping[str, PlannerRow]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            PlannerRow("none", place_naive, aligned=True, sliced=False),
-            PlannerRow("dp", place_balanced, aligned=False, sliced=False),
-            PlannerRow("pp", place_pipelined, aligned=True, sliced=True),
-            PlannerRow("bytescale", place_algorithm2, aligned=True, sliced=False),
+            PlannerRow("none", each_by_itself(place_naive), aligned=True, sliced=False),
+            PlannerRow("dp", each_by_itself(place_balanced), aligned=False, sliced=False),
+            PlannerRow("pp", PipelinedPlacer, aligned=True, sliced=True),
+            PlannerRow("bytescale", each_by_itself(place_algorithm2), aligned=True, sliced=False),
             _STATIC,
         )
     }
@@ -144,13 +161,13 @@ class HdpPlanner:
             ValueError: C is not a multiple of ``tokens_multiple``, a sequence is empty, or one does not fit on its
                 ranks (the message names the smallest C that fits).
         """
-        problem = self._problem(lengths, self.static_width)
+        problem, placer = self._problem(lengths, self.static_width), self.row.placer(should_stop)
 
-        def place(problem: Problem) -> PlacedRanks:
-            return self.row.place(problem if self.row.sliced else replace(problem, slicing=ONE_SLICE), should_stop)
+        def place(problem: Problem, thorough: bool) -> PlacedRanks:
+            return placer(problem if self.row.sliced else replace(problem, slicing=ONE_SLICE), thorough)
 
         if self.choice is None:
-            return self._plan(place(problem))
+            return self._plan(place(problem, thorough=True))
         slicing, placed = self.choice(problem, place)
         return self._plan(placed, slicing)
 
@@ -159,7 +176,7 @@ class HdpPlanner:
         problem = self._problem(lengths, None)
         if self.choice is None:
             return self._plan(place_naive(problem))
-        slicing, placed = self.choice(problem, place_naive)
+        slicing, placed = self.choice(problem, each_by_itself(place_naive)(None))
         return self._plan(placed, slicing)
 
     @property

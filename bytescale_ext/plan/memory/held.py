@@ -121,16 +121,20 @@ class _Slices:
         shares = np.where((widths == 1)[:, None], local_shares(table, cost, slicing.num_slices), cut.tokens)
         cells = (table.rows[:, None] * slicing.num_slices + np.arange(slicing.num_slices)).ravel()
         of_others = np.where(cut.kept & (widths > 1), lengths - table.tokens, 0.0)
-        wholes = (
-            table.tokens,
-            of_others * ~cut.swapped,
-            of_others * cut.summed,
-            table.tokens * cut.swapped,
-            lengths * cut.swapped,
-        )
-        of_slices = [(whole[:, None] * shares).ravel() for whole in wholes]
         num_cells = table.num_rows * slicing.num_slices
-        return cls(*(np.bincount(cells, weights=tokens, minlength=num_cells) for tokens in of_slices))
+
+        def of_slices(whole: Floats | Ints) -> Floats:
+            if not whole.any():
+                return np.zeros(num_cells)
+            return np.bincount(cells, (whole[:, None] * shares).ravel(), num_cells)
+
+        return cls(
+            own=of_slices(table.tokens),
+            kept=of_slices(of_others * ~cut.swapped),
+            kept_sums=of_slices(of_others * cut.summed),
+            own_swapped=of_slices(table.tokens * cut.swapped),
+            swapped=of_slices(lengths * cut.swapped),
+        )
 
     def summed(self, num_slices: int) -> Floats:
         """Return by how many tokens the backward pass of each slice changes the tokens that have sums: [slices]."""
@@ -168,19 +172,21 @@ def held(
     rows = slices.own if memory.rows_multiple == 1 else padded_rows(slices.own, memory.rows_multiple)
     attended = np.cumsum(rows.reshape(-1, slicing.num_slices), axis=1).ravel()
     found, parts = np.zeros((4, num_stages, table.num_ranks)), np.zeros((4, num_stages, table.num_ranks))
+    bytes_of_token = np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
+    is_swapped = bool(slices.swapped.any())
     last = WEIGHTS if slicing.zero_bubble else BACKWARD  # until then a slice holds about what its layers saved
-    for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks):
-        if stages is not None and stage not in stages:
-            continue
+    for ranks, stage, units, ways in _orders(table, slicing, num_stages, num_chunks, stages):
         forward, backward = (ways == FORWARD) * 1.0, (ways == BACKWARD) * 1.0
         of_own, of_kept = rows[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
-        in_host = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
-        changes = np.stack((of_own, of_kept, summed[units] * backward, *in_host))
-        over_time = np.cumsum(changes, axis=2) / num_chunks
-        in_layer = over_time[:3] * np.array([layer.activations, layer.keys, layer.key_sums])[:, None, None]
-        in_layer[0] -= over_time[4] * layer.keys
-        in_layer[1] += _in_two_layers(read[units]) * layer.keys / memory.num_layers[stage]
-        found[:, stage, ranks] = [each.max(axis=1) for each in (*over_time[:2], in_layer.sum(axis=0), over_time[3])]
+        over_time = np.cumsum((of_own, of_kept, summed[units] * backward), axis=2) / num_chunks
+        in_layer = over_time * bytes_of_token
+        if is_swapped:
+            changes = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
+            in_host = np.cumsum(changes, axis=2) / num_chunks
+            in_layer[0] -= in_host[1] * layer.keys
+            in_layer[1] += _in_two_layers(read[units]) * layer.keys / memory.num_layers[stage]
+            found[3, stage, ranks] = in_host[0].max(axis=1)
+        found[:3, stage, ranks] = [each.max(axis=1) for each in (*over_time[:2], in_layer.sum(axis=0))]
         passes = _of_passes(memory, stage, rows[units], attended[units], ways)
         if stage == num_stages - 1 and slicing.num_slices > 1:
             waiting = np.cumsum(rows[units] * (forward - backward), axis=1) / num_chunks
@@ -286,12 +292,16 @@ def held_slices(
 
 
 def _orders(
-    table: ShardTable, slicing: Slicing, num_stages: int, num_chunks: int
+    table: ShardTable, slicing: Slicing, num_stages: int, num_chunks: int, stages: Sequence[int] | None
 ) -> Iterator[tuple[Ints, int, Ints, Ints]]:
-    """Yield for ranks with equal counts: ranks [r], stage, slices that it runs [r, actions], the ways [actions]."""
+    """Yield for ranks with equal counts: ranks [r], stage, slices that it runs [r, actions], the ways [actions].
+
+    ``stages``: the stages of interest; None: all.
+    """
     orders = partial(work_orders, num_stages, slicing=slicing, num_chunks=num_chunks)
     for count in np.unique(table.counts[table.counts > 0]).tolist():
         ranks = np.flatnonzero(table.counts == count)
-        for stage, order in enumerate(orders(count)):
-            ways, place, _ = order.T
+        of_stages = orders(count)
+        for stage in range(num_stages) if stages is None else stages:
+            ways, place, _ = of_stages[stage].T
             yield ranks, stage, table.offsets[ranks][:, None] * slicing.num_slices + place, ways

@@ -145,7 +145,6 @@ def seq1f1b_schedule(
     return SliceSchedule(num_stages, num_micro_batches, slicing, num_chunks, group, stages)
 
 
-@lru_cache(maxsize=128)
 def stage_orders(
     num_stages: int,
     num_micro_batches: int,
@@ -157,6 +156,13 @@ def stage_orders(
 
     A unit is a slice of the pipeline: slice j of micro-batch i is unit ``i * k + j``.
     """
+    return _stage_orders(num_stages, num_micro_batches, slicing.order_of_work(), num_chunks, group_size)
+
+
+@lru_cache(maxsize=128)
+def _stage_orders(
+    num_stages: int, num_micro_batches: int, slicing: Slicing, num_chunks: int, group_size: int | None
+) -> tuple[Ints, ...]:
     for name, value in (("stages", num_stages), ("micro-batches", num_micro_batches), ("virtual stages", num_chunks)):
         if value < 1:
             raise ValueError(f"the number of {name} is {value}; it must be at least 1")

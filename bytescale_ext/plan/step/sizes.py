@@ -75,6 +75,10 @@ class Slicing:
         """
         return self.num_slices - 1 + later_stages * self.eager
 
+    def order_of_work(self) -> Slicing:
+        """Return the same slices in the same order, without what does not change it: which keys are kept."""
+        return Slicing(self.num_slices, eager=self.eager, zero_bubble=self.zero_bubble)
+
     def two_ahead(self) -> Slicing:
         """Return the same slices in the eager order."""
         return replace(self, eager=True)

@@ -137,7 +137,7 @@ def arm_of(placed: PlacedRanks, num_stages: int, stage: StageCost, slicing: Slic
     pipelines = []
     for rank in range(placed.num_ranks):
         columns = (forward, backward - weights, weights, tokens)
-        present = ~slots.absent[:, rank]
+        present = np.repeat(~slots.absent[:, rank], slicing.num_slices)
         rows = zip(*(column[present, rank].tolist() for column in columns), strict=True)
         pipelines.append(tuple(Unit(*row) for row in rows))
     return Arm(num_stages, slicing, tuple(units for units in pipelines if units))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption, policy_slicings
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
-from bytescale_ext.plan.hdp.aligned.search import place_pipelined
+from bytescale_ext.plan.evaluate.slicing_choice import Timed
+from bytescale_ext.plan.hdp.aligned.search import PipelinedPlacer
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.check import check_step_plan
@@ -54,9 +56,10 @@ def test_a_step_keeps_the_nodes_of_its_cluster() -> None:
     """The cost of an option is that of one node; a step on several nodes pays for the links between them."""
     seen: list[Problem] = []
 
-    def place(problem: Problem) -> PlacedRanks:
-        seen.append(problem)
-        return place_pipelined(problem, None)
+    def place(problem: Problem, thorough: bool) -> PlacedRanks:
+        if not thorough:
+            seen.append(problem)
+        return PipelinedPlacer()(problem, thorough)
 
     nodes = Nodes(4, 6.0)
     stages = tuple(stage.on(nodes) for stage in COSTS)
@@ -71,9 +74,10 @@ def test_steps_that_are_placed_alike_are_placed_once() -> None:
     """Options that keep keys of longer sequences than the step has differ in nothing but their budgets."""
     seen: list[Problem] = []
 
-    def place(problem: Problem) -> PlacedRanks:
-        seen.append(problem)
-        return place_pipelined(problem, None)
+    def place(problem: Problem, thorough: bool) -> PlacedRanks:
+        if not thorough:
+            seen.append(problem)
+        return PipelinedPlacer()(problem, thorough)
 
     problem = Problem(np.array(LENGTHS), -(-np.array(LENGTHS) // CLUSTER.tokens_per_rank), CLUSTER, COSTS)
     alike = tuple(PolicyOption(Slicing(8, kept), COSTS[-1]) for kept in (60_000, 120_000, 240_000))
@@ -82,6 +86,26 @@ def test_steps_that_are_placed_alike_are_placed_once() -> None:
     assert slicing == alike[0].slicing
     PolicyChoice((*alike, PolicyOption(Slicing(8), COSTS[-1])))(problem, place)
     assert [one.slicing for one in seen[1:]] == [Slicing(8), alike[0].slicing]
+
+
+def test_options_that_keep_the_same_rings_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Slicing] = []
+    of = Timed.of
+
+    def noted(problem: Problem, placed: PlacedRanks) -> Timed:
+        timed.append(problem.slicing)
+        return of(problem, placed)
+
+    monkeypatch.setattr(Timed, "of", noted)
+    problem = Problem(np.array(LENGTHS), -(-np.array(LENGTHS) // CLUSTER.tokens_per_rank), CLUSTER, COSTS)
+    options = tuple(PolicyOption(Slicing(4, kept), COSTS[-1]) for kept in (29_999, 30_000, 59_999, 60_000, 120_000))
+    placed = PipelinedPlacer()(options[-1].of(problem), thorough=False)
+    assert set(placed.lengths[placed.widths > 1].tolist()) >= {60_000, 30_000}
+    found = PolicyChoice(options)._timed(problem, placed)
+    assert [one.slicing for one, _ in found] == [option.slicing for option in options]
+    assert len(timed) == 3
+    for one, option in found:
+        assert one.seconds == pytest.approx(of(option.of(problem), placed).seconds)
 
 
 def test_slicings_under_a_policy() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from bytescale_ext.errors import OutOfTime
@@ -13,9 +14,10 @@ from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import equal_layers, stage_costs
-from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, TRIES, SlicingChoice, Timed, _table
 from bytescale_ext.plan.hdp.aligned import search as pipelines
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.check import check_step_plan
@@ -180,3 +182,28 @@ def test_swapped_keys_fit_in_host_memory() -> None:
     taken = [held(ShardTable.of(plan), plan.slicing or ONE_SLICE, COSTS[0].both, MEMORY).host_bytes(MEMORY)
              for plan in plans]  # fmt: skip
     assert taken[0] <= 0.2e9 < taken[1]
+
+
+@pytest.mark.parametrize("gigabytes", [40.0, 1000.0])
+def test_only_options_that_may_be_fastest_are_fitted(gigabytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest three of a placement are those that fitting all of the options finds."""
+    choice = SlicingChoice(MEMORY, gigabytes * 1e9)
+    lengths = np.array(LENGTHS)
+    problem = Problem(lengths, -(-lengths // CLUSTER.tokens_per_rank), CLUSTER, COSTS, OPTIONS[-1], aligned=True)
+    placed = pipelines.PipelinedPlacer()(problem, thorough=False)
+    fitted: list[Slicing] = []
+    of_option = SlicingChoice._fitted
+
+    def noted(self: SlicingChoice, problem: Problem, table: ShardTable, option: Slicing) -> list[Slicing]:
+        found = of_option(self, problem, table, option)
+        fitted.extend(found)
+        return found
+
+    monkeypatch.setattr(SlicingChoice, "_fitted", noted)
+    found = sorted(choice._timed_options(problem, placed))
+    some, table = len(fitted), _table(problem, placed)
+    every = [one for option in OPTIONS for one in choice._fitted(problem, table, option)]
+    best = sorted(Timed.of(replace(problem, slicing=one), placed) for one in every)
+    assert [one.seconds for one in found[:TRIES]] == pytest.approx([one.seconds for one in best[:TRIES]])
+    assert found[0].slicing == best[0].slicing
+    assert TRIES <= some < len(every)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,3 +117,38 @@ def test_slots_are_filled_by_what_they_miss_and_hold() -> None:
     assert fill_slots(tokens, work, np.ones(4, dtype=np.int64), room, missing).tolist() == [-1] * 4
     assert room.tolist() == [[8, 8], [9, 2]]
     assert fill_slots(tokens[:0], work[:0], tokens[:0], room, missing).tolist() == []
+
+
+def filled_slowly(
+    tokens: list[int],
+    work: list[float],
+    owners: list[int],
+    room: npt.NDArray[np.int64],
+    missing: npt.NDArray[np.float64],
+) -> list[int]:
+    """Fill slots item by item."""
+    room, missing = room.copy(), missing.copy()
+    slots = []
+    for size, seconds, owner in zip(tokens, work, owners, strict=True):
+        lacking = np.where(room[owner] >= size, missing[owner], -np.inf)
+        slot = int(lacking.argmax())
+        if lacking[slot] == -np.inf:
+            slots.append(-1)
+            continue
+        slots.append(slot)
+        room[owner, slot] -= size
+        missing[owner, slot] -= seconds
+    return slots
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 2)), max_size=40), st.integers(0, 1000))
+def test_slots_of_all_owners_are_filled_as_item_by_item(items: list[tuple[int, int]], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tokens, owners = [size for size, _ in items], [owner for _, owner in items]
+    work = random.uniform(0.5, 5.0, len(items))
+    room, missing = random.integers(0, 25, (3, 4)), random.uniform(1.0, 9.0, (3, 4))
+    missing[random.random((3, 4)) < 0.2] = -np.inf
+    sizes, of_items = np.array(tokens, dtype=np.int64), np.array(owners, dtype=np.int64)
+    found = fill_slots(sizes, work, of_items, room, missing)
+    assert found.tolist() == filled_slowly(tokens, work.tolist(), owners, room, missing)

@@ -26,6 +26,12 @@ def test_stages_that_run_two_forwards_ahead():
     assert [[one.extra_warm_up(later) for later in (3, 0)] for one in (plain, ahead)] == [[3, 3], [6, 3]]
 
 
+def test_the_order_of_work_is_that_of_all_slices_whose_keys_alone_differ():
+    slicings = [Slicing(4, 100, eager=True), Slicing(4, 7, eager=True, summed_tokens=5, swapped_tokens=9)]
+    assert {one.order_of_work() for one in slicings} == {Slicing(4, eager=True)}
+    assert Slicing(2, 9, zero_bubble=True).order_of_work() == Slicing(2, zero_bubble=True)
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [

@@ -8,9 +8,10 @@ are numbered slot by slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,64 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSeconds:
+    """Seconds of the slices of placed sequences on each of their ranks, forward and backward.
+
+    Attributes:
+        launch: of a slice without any tokens: [2].
+        alone: of each slice of a sequence on one rank, 0 of the others: [2, n].
+        rings: the sequences on several ranks: [rings].
+        ring_slices: of the slices of each of these, without launches: [2, rings, k].
+    """
+
+    launch: Floats
+    alone: Floats
+    rings: Ints
+    ring_slices: Floats
+
+    @classmethod
+    def of(cls, placed: PlacedRanks, stage: StageCost, slicing: Slicing) -> SequenceSeconds:
+        """Return the seconds of a placement in slices."""
+        rings = np.flatnonzero(placed.widths > 1)
+        alone = alone_seconds(placed.lengths, stage, slicing)
+        alone[:, rings] = 0.0
+        slices = ring_seconds(placed.lengths[rings], placed.widths[rings], stage, slicing)
+        return cls(launch_seconds(stage), alone, rings, slices)
+
+
+def launch_seconds(stage: StageCost) -> Floats:
+    """Return the seconds of a slice without any tokens, forward and backward: [2]."""
+    return np.array([stage.forward.g, stage.backward.g])
+
+
+def alone_seconds(lengths: Ints, stage: StageCost, slicing: Slicing) -> Floats:
+    """Return the seconds of each slice of sequences on one rank, without launches: [2, n].
+
+    All slices of a sequence take equally long. ``lengths``: tokens of each: [n].
+    """
+    sizes = lengths.astype(np.float64)
+    both = [one.a * one.squares(sizes) + one.b * sizes for one in (stage.forward, stage.backward)]
+    return np.array(both) / slicing.num_slices
+
+
+def ring_seconds(lengths: Ints, widths: Ints, stage: StageCost, slicing: Slicing) -> Floats:
+    """Return the seconds of the slices of rings on each of their ranks, without launches: [2, rings, k].
+
+    ``lengths``, ``widths``: tokens and ranks of each: [rings].
+    """
+    cut = SliceShares.of(stage.both, lengths.astype(np.float64), widths.astype(np.float64), slicing)
+    (forward, _), (backward, _) = cut.stage_costs(stage)
+    return np.array((forward, backward))
+
+
+def ring_shards(widths: Ints) -> tuple[Ints, Ints]:
+    """Return the ring of each shard, and its place in the ring: [shards] each; ``widths``: ranks of the rings, [n]."""
+    rings = np.repeat(np.arange(len(widths)), widths)
+    return rings, np.arange(len(rings)) - (np.cumsum(widths) - widths)[rings]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,93 +92,93 @@ class SlotSeconds:
         slicing: how each slot is sliced; k is its number of slices.
         seconds: of each slice on each rank, forward and backward, as slow as its slowest partner:
             [2, slots x k, ranks].
-        absent: the slot is after the rank's last one: [slots x k, ranks].
-        opens: the rank is the first of its coupled group in the slot: [slots x k, ranks].
+        absent: the slot is after the rank's last one: [slots, ranks].
+        opens: the rank is the first of its coupled group in the slot: [slots, ranks].
     """
 
     slicing: Slicing
     seconds: Floats
-    absent: npt.NDArray[np.bool_]
-    opens: npt.NDArray[np.bool_]
+    absent: Bools
+    opens: Bools
 
     @classmethod
-    def side_by_side(cls, plans: Sequence[SlotSeconds]) -> SlotSeconds:
-        """Return plans of one slicing as one plan on the ranks of all, where each rank takes as long as in its own."""
-        shapes = [plan.absent.shape for plan in plans]
-        shape = (max(units for units, _ in shapes), sum(ranks for _, ranks in shapes))
-        seconds, absent, opens = np.zeros((2, *shape)), np.ones(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
-        first = 0
-        for plan, (units, ranks) in zip(plans, shapes, strict=True):
-            own = slice(first, first + ranks)
-            seconds[:, :units, own], absent[:units, own], opens[:units, own] = plan.seconds, plan.absent, plan.opens
-            first += ranks
-        return cls(plans[0].slicing, seconds, absent, opens)
+    def of(cls, placed: PlacedRanks, costs: SequenceSeconds, slicing: Slicing) -> SlotSeconds:
+        """Return the costs of an aligned plan of at least one sequence from those of its sequences.
+
+        All rings of a slot on a rank have the same ranks, and take equally long on each. So the slowest of these is the
+        one whose other sequences take longest.
+        """
+        num_slots, num_ranks, num_slices = int(placed.orders.max()) + 1, placed.num_ranks, slicing.num_slices
+        num_cells = num_slots * num_ranks
+        cells = placed.orders * num_ranks + placed.first_ranks
+        shards, members = ring_shards(placed.widths[costs.rings])
+        of_rings = cells[costs.rings][shards] + members
+        opens, used = np.ones(num_cells, dtype=np.bool_), np.zeros(num_cells, dtype=np.bool_)
+        opens[of_rings[members > 0]] = False
+        used[cells] = used[of_rings] = True
+        absent = ~np.logical_or.accumulate(used.reshape(num_slots, num_ranks)[::-1])[::-1]
+        ways = np.array([[0], [num_cells]])
+        local = np.bincount((cells + ways).ravel(), costs.alone.ravel(), 2 * num_cells).reshape(2, num_cells)
+        slowest = np.maximum.reduceat(local, np.flatnonzero(opens), axis=1)[:, np.cumsum(opens) - 1]
+        whole = (slowest + costs.launch[:, None]).reshape(2, num_slots, 1, num_ranks)
+        seconds = np.repeat(np.where(absent[:, None], 0.0, whole), num_slices, axis=2)
+        slots, ranks = np.divmod(of_rings, num_ranks)
+        for way, slices in zip(seconds, costs.ring_slices, strict=True):
+            np.add.at(way.swapaxes(1, 2), (slots, ranks), slices[shards])
+        units = num_slots * num_slices
+        return cls(slicing, seconds.reshape(2, units, num_ranks), absent, opens.reshape(num_slots, num_ranks))
 
 
 def slot_seconds(placed: PlacedRanks, stage: StageCost, slicing: Slicing) -> SlotSeconds:
     """Return the costs of an aligned plan of at least one sequence on stages of equal cost."""
-    num_slices = slicing.num_slices
-    num_slots = int(placed.orders.max()) + 1
-    num_ranks = placed.num_ranks
-    seqs = np.repeat(np.arange(len(placed.widths)), placed.widths)
-    begins = np.cumsum(placed.widths) - placed.widths
-    ranks = np.repeat(placed.first_ranks - begins, placed.widths) + np.arange(len(seqs))
-    cells = placed.orders[seqs] * num_ranks + ranks
-    labels = np.arange(num_slots * num_ranks)
-    of_ring = seqs[placed.widths[seqs] > 1]
-    labels[cells[placed.widths[seqs] > 1]] = placed.orders[of_ring] * num_ranks + placed.first_ranks[of_ring]
-    is_first = labels == np.arange(num_slots * num_ranks)
-    last = np.full(num_ranks, -1, dtype=np.int64)
-    np.maximum.at(last, ranks, placed.orders[seqs])
-    absent = last < np.arange(num_slots)[:, None]
-    sums = _cell_seconds(placed, seqs, cells, stage, slicing, num_slots * num_ranks)
-    slowest = np.maximum.reduceat(sums, np.flatnonzero(is_first), axis=-1)[..., np.cumsum(is_first) - 1]
-    seconds = np.where(absent[:, None], 0.0, slowest.reshape(2, num_slices, num_slots, num_ranks).swapaxes(1, 2))
-    return SlotSeconds(
-        slicing,
-        seconds.reshape(2, num_slots * num_slices, num_ranks),
-        np.repeat(absent, num_slices, axis=0),
-        np.repeat(is_first.reshape(num_slots, num_ranks), num_slices, axis=0),
-    )
+    return SlotSeconds.of(placed, SequenceSeconds.of(placed, stage, slicing), slicing)
 
 
 def run_pipelines(slots: SlotSeconds, num_stages: int) -> Floats:
     """Return when the last backward of each rank ends: [num_ranks]."""
-    _, num_units, num_ranks = slots.seconds.shape
-    free = np.zeros((num_stages, num_ranks))
-    arrived = np.zeros((num_units, num_ranks))  # end of the latest action of each slice
-    all_alone, all_present = bool(slots.opens.all()), not slots.absent.any()
-    waves = action_waves(num_stages, num_units // slots.slicing.num_slices, slots.slicing)
-    for kinds, units, stages in waves:
-        starts = np.maximum(free[stages], arrived[units])
-        if not all_alone:
-            first = slots.opens[units].ravel()
-            latest = np.maximum.reduceat(starts.ravel(), np.flatnonzero(first))
-            starts = latest[np.cumsum(first) - 1].reshape(starts.shape)
-        stops = starts + slots.seconds[kinds, units]
-        arrived[units] = stops
-        free[stages] = stops if all_present else np.where(slots.absent[units], free[stages], stops)
-    return np.asarray(free.max(axis=0)) if num_units else np.zeros(num_ranks)
+    num_slots, num_ranks = slots.absent.shape
+    waves, num_rows = _waves_in_rows(num_stages, num_slots, slots.slicing.order_of_work())
+    seconds, has_absent = slots.seconds, bool(slots.absent.any())
+    if has_absent:  # a slot that a rank leaves out ends before everything, so it delays nothing
+        seconds = np.where(np.repeat(slots.absent, slots.slicing.num_slices, axis=0), -np.inf, seconds)
+    seconds = seconds.reshape(-1, num_ranks)
+    stops = np.zeros((num_rows, num_ranks))  # of actions
+    free = np.zeros_like(stops) if has_absent else stops  # from when on their stages are
+    groups = _Groups(slots.opens)
+    for wave in waves:
+        before = free.take(wave.earlier, axis=0)
+        starts = groups.latest(np.maximum(before, stops.take(wave.inputs, axis=0)), wave.slots)
+        np.add(starts, seconds.take(wave.costs, axis=0), out=stops[wave.rows])
+        if has_absent:
+            np.maximum(before, stops[wave.rows], out=free[wave.rows])
+    return np.asarray(free[waves[-1].rows].max(axis=0))
 
 
-def _cell_seconds(
-    placed: PlacedRanks, seqs: Ints, cells: Ints, stage: StageCost, slicing: Slicing, num_cells: int
-) -> Floats:
-    """Return the seconds of each rank's own shards of each slot, forward and backward: [2, slices, cells].
+class _Groups:
+    """The coupled groups of the ranks in each slot, worked out once for all slices of a slot."""
 
-    ``seqs``, ``cells``: sequence and cell (slot x ranks + rank) of each shard: [shards].
-    """
-    lengths, widths = placed.lengths.astype(np.float64), placed.widths.astype(np.float64)
-    cut = SliceShares.of(stage.both, lengths, widths, slicing)
-    return np.array(
-        [
-            [cost.g + np.bincount(cells, weights=each[seqs], minlength=num_cells) for each in costs.T]
-            for cost, (costs, _) in zip((stage.forward, stage.backward), cut.stage_costs(stage), strict=True)
-        ]
-    )
+    def __init__(self, opens: Bools) -> None:
+        self._opens, self._alone = opens, opens.all(axis=1).tolist()
+        self._known: dict[tuple[int, ...], tuple[Ints, Ints] | None] = {}
+
+    def latest(self, starts: Floats, slots: tuple[int, ...]) -> Floats:
+        """Return the latest start of each rank's group: [actions, ranks], as ``starts``.
+
+        ``slots``: the slot of each action.
+        """
+        if slots not in self._known:
+            self._known[slots] = self._found(slots)
+        known = self._known[slots]
+        return starts if known is None else np.maximum.reduceat(starts.ravel(), known[0]).take(known[1])
+
+    def _found(self, slots: tuple[int, ...]) -> tuple[Ints, Ints] | None:
+        """Return where each group begins, and the group of each rank, [actions, ranks]; None: all ranks are alone."""
+        if all(self._alone[slot] for slot in slots):
+            return None
+        opens = self._opens[list(slots)]
+        return opens.ravel().nonzero()[0], (opens.cumsum() - 1).reshape(opens.shape)
 
 
-@lru_cache(maxsize=64)
 def action_waves(num_stages: int, num_slots: int, slicing: Slicing) -> tuple[tuple[Ints, Ints, Ints], ...]:
     """Return all actions in waves; the actions of a wave do not depend on each other.
 
@@ -142,3 +201,55 @@ def action_waves(num_stages: int, num_slots: int, slicing: Slicing) -> tuple[tup
         waves.append(wave)
     columns = [np.array(wave, dtype=np.int64).T for wave in waves]
     return tuple((kinds, units, stages) for kinds, units, stages in columns)
+
+
+class _Wave(NamedTuple):
+    """A wave on the clock, which keeps the stop of an action in a row until no later action needs it.
+
+    Attributes:
+        rows: of its actions.
+        inputs: the row of what each action waits for, on another stage: [actions].
+        earlier: the row of the action before each on its stage: [actions].
+        costs: the row of the seconds of each: [actions].
+        slots: the slot of each.
+    """
+
+    rows: slice
+    inputs: Ints
+    earlier: Ints
+    costs: Ints
+    slots: tuple[int, ...]
+
+
+@lru_cache(maxsize=128)
+def _waves_in_rows(num_stages: int, num_slots: int, slicing: Slicing) -> tuple[tuple[_Wave, ...], int]:
+    """Return the waves, and how many rows they use; the last row stays 0, for actions that wait for nothing."""
+    waves, num_units = action_waves(num_stages, num_slots, slicing), num_slots * slicing.num_slices
+    kinds, units, stages = (np.concatenate(column) for column in zip(*waves, strict=True))
+    counts = [len(each) for each, *_ in waves]
+    numbers, places = ring_shards(np.array(counts))
+    actions = numbers * num_stages + places
+    inputs, earlier = _previous(units, actions), _previous(stages, actions)
+    oldest = np.minimum(np.where(inputs < 0, actions, inputs), np.where(earlier < 0, actions, earlier))
+    num_rows = num_stages * (int((numbers - oldest // num_stages).max()) + 1)
+    inputs, earlier = (np.where(each < 0, num_rows, each % num_rows) for each in (inputs, earlier))
+    rows, costs, slots = (
+        (actions % num_rows).tolist(),
+        kinds * num_units + units,
+        (units // slicing.num_slices).tolist(),
+    )
+    found = []
+    for count, stop in zip(counts, accumulate(counts), strict=True):
+        own = slice(stop - count, stop)
+        first = rows[own.start]
+        found.append(_Wave(slice(first, first + count), inputs[own], earlier[own], costs[own], tuple(slots[own])))
+    return tuple(found), num_rows + 1
+
+
+def _previous(owners: Ints, actions: Ints) -> Ints:
+    """Return the action of the same owner before each, or -1: [actions], as the arguments, in running order."""
+    in_order = np.argsort(owners, kind="stable")
+    follows = owners[in_order[1:]] == owners[in_order[:-1]]
+    found = np.full(len(owners), -1)
+    found[in_order[1:][follows]] = actions[in_order[:-1][follows]]
+    return found

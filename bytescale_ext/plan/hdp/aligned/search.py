@@ -7,122 +7,167 @@ slots hold few short sequences, and ranks with tall slots get less work in total
 the lengths: a few dozen layouts are built (``build``) and timed (``clock``), and the fastest is taken.
 
 Slices (Seq1F1B) make fill and drain k times shorter, so a tall slot costs less; but where keys are not kept, each
-slice exchanges the keys of all tokens before it, so rings are narrower.
+slice exchanges the keys of all tokens before it, so rings are narrower. A layout that is good in some slices is often
+good in others, so where a step is placed in several, each search begins with the best layouts of those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from bytescale_ext.plan.hdp.aligned.build import shelve, with_shorts
-from bytescale_ext.plan.hdp.aligned.clock import SlotSeconds, run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.aligned.layouts import SLICED_STARTS, STARTS, Layout, variations
+from bytescale_ext.plan.hdp.aligned.plans import MOST_WORK, LayoutPlan, built_plans, leveled_plans
+from bytescale_ext.plan.hdp.aligned.shelving import Shelver, Shelving
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.deadline import ShouldStop, stop_if
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.placed import PlacedRanks
 
-Floats = npt.NDArray[np.float64]
-
-_MOST_WORK = 30_000_000  # array entries that the search may touch: this bounds its time
-_MOST_LAYOUTS = 32
-_ROUNDS = 2  # times that the short sequences of a layout are dealt
+_MOST_LAYOUTS = 32  # of a search; those that make the same plan count once
+_FEW_LAYOUTS = 5  # of a search that begins with layouts of other searches, until it is to be thorough
 _GOOD = 1.01  # a plan this near to the lower bound ends the search
-_TIMED_RANKS = 256  # about so many ranks of several layouts are timed together, as array operations take long to start
-_MOST_TOGETHER = 8  # layouts that are timed together
+_RANKS_TOGETHER = 1024  # about so many ranks of several plans are timed together: array operations take long to start
+_WORK_TOGETHER = 4_000_000  # array entries that these plans touch
+_LEVELED_RANKS = 128  # about so many ranks of the best plans are leveled together
+_MOST_LEVELED = 8  # plans that are leveled
 
 
-def place_pipelined(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
-    """Place a step in aligned slots for the shortest time of all pipelines."""
-    lengths = problem.lengths
-    if not len(lengths):
-        return PlacedRanks(problem.num_ranks, lengths, lengths, lengths, lengths, aligned=True)
-    ordered, in_order = problem.longest_first()
-    placed = _best_layout(AlignedStep(ordered), should_stop)
-    back = np.argsort(in_order, kind="stable")
-    return replace(
-        placed,
-        lengths=lengths,
-        first_ranks=placed.first_ranks[back],
-        widths=placed.widths[back],
-        orders=placed.orders[back],
-    )
+class PipelinedPlacer:
+    """Places one step in aligned slots for the shortest time of all pipelines.
 
+    It may be called for problems that differ in slices and costs; what it returns depends on those before.
+    """
 
-def _best_layout(step: AlignedStep, should_stop: ShouldStop) -> PlacedRanks:
-    """Take the best of some layouts, then change one attribute at a time and keep each improvement."""
-    bound = max(step.problem.mean_seconds(), (1 + step.fill) * step.problem.longest_seconds())
-    tries = _unseen(STARTS if step.problem.slicing.num_slices == 1 else SLICED_STARTS, step, set())
-    (best,) = _timed(step, tries[:1], None)
-    work = step.size(best.placed)
-    seen = {best.layout}
-    tries = tries[1:]
-    together = min(max(_TIMED_RANKS // step.num_ranks, 1), _MOST_TOGETHER)
+    def __init__(self, should_stop: ShouldStop = None) -> None:
+        self._should_stop = should_stop
+        self._searches: dict[tuple[object, ...], LayoutSearch] = {}
 
-    def is_over() -> bool:
-        return len(seen) >= _MOST_LAYOUTS or work >= _MOST_WORK or best.seconds <= _GOOD * bound
+    def __call__(self, problem: Problem, thorough: bool) -> PlacedRanks:
+        """Return the best placement so far.
 
-    while tries and not is_over():
-        count = min(together, _MOST_LAYOUTS - len(seen))
-        batch, tries = tries[:count], tries[count:]
-        for timed in _timed(step, batch, should_stop):
-            if is_over():
-                break
-            seen.add(timed.layout)
-            work += step.size(timed.placed)
-            best = min(best, timed, key=lambda timed: timed.seconds)
-        tries = tries or _unseen(variations(best.layout), step, seen)
-    return best.placed
-
-
-def _unseen(layouts: Sequence[Layout], step: AlignedStep, seen: set[Layout]) -> list[Layout]:
-    """Return the layouts that make a plan of their own and were not seen."""
-    found = dict.fromkeys(layout.on(step.num_ranks) for layout in layouts)
-    return [layout for layout in found if layout not in seen]
-
-
-@dataclass(frozen=True, eq=False)
-class _Timed:
-    layout: Layout
-    placed: PlacedRanks
-    seconds: float
-
-
-def _timed(step: AlignedStep, layouts: Sequence[Layout], should_stop: ShouldStop) -> list[_Timed]:
-    """Build and time the plans of layouts, then build them again with short sequences moved to ranks that end early."""
-    all_shelved, estimates, found = [], [], []
-    for layout in layouts:
-        stop_if(should_stop)
-        shelved = shelve(step, layout)
-        all_shelved.append(shelved)
-        estimates.append(shelved.loads + layout.peak * step.fill * np.maximum(shelved.tallest, shelved.pack_seconds))
-    for _ in range(_ROUNDS):
-        built = [with_shorts(step, *given) for given in zip(layouts, all_shelved, estimates, strict=True)]
-        finishes = _finishes(step, [placed for placed, _ in built])
-        found.append(
-            [
-                _Timed(layout, placed, float(finish.max()))
-                for layout, (placed, _), finish in zip(layouts, built, finishes, strict=True)
-            ]
+        Args:
+            problem: the step.
+            thorough: search for the best layout; otherwise try those alone that a search begins with.
+        """
+        lengths = problem.lengths
+        if not len(lengths):
+            return PlacedRanks(problem.num_ranks, lengths, lengths, lengths, lengths, aligned=True)
+        ordered, in_order = problem.longest_first()
+        key = (problem.slicing, problem.stages)
+        if key not in self._searches:
+            self._searches[key] = self._begun(AlignedStep(ordered))
+        search = self._searches[key]
+        if thorough:
+            search.complete()
+        placed, back = search.best.placed, np.argsort(in_order, kind="stable")
+        return replace(
+            placed,
+            lengths=lengths,
+            first_ranks=placed.first_ranks[back],
+            widths=placed.widths[back],
+            orders=placed.orders[back],
         )
-        too_large = all(np.isinf(one.seconds) for one in found[-1])
-        if too_large or step.num_ranks == 1:  # dealing again tells nothing
-            break
-        estimates = [finish - short_seconds for finish, (_, short_seconds) in zip(finishes, built, strict=True)]
-    return [min(rounds, key=lambda timed: timed.seconds) for rounds in zip(*found, strict=True)]
+
+    def _begun(self, step: AlignedStep) -> LayoutSearch:
+        """Return a search that has tried the layouts that did best in searches of the same kind, if there are any."""
+        search = LayoutSearch(step, self._should_stop)
+        others = [other for other in self._searches.values() if other.starts == search.starts]
+        if others:
+            search.try_layouts(_best_first(others), _FEW_LAYOUTS)
+        else:
+            search.try_layouts(search.starts, _MOST_LAYOUTS)
+        return search
 
 
-def _finishes(step: AlignedStep, plans: Sequence[PlacedRanks]) -> list[Floats]:
-    """Return when each rank of these plans ends, [num_ranks] each; inf where a plan is too large for any search."""
-    problem, found = step.problem, [np.full(step.num_ranks, np.inf) for _ in plans]
-    timed = [number for number, placed in enumerate(plans) if step.size(placed) <= _MOST_WORK]
-    if timed:
-        slots = [slot_seconds(plans[number], problem.stage, problem.slicing) for number in timed]
-        finish = run_pipelines(SlotSeconds.side_by_side(slots), step.num_stages)
-        for number, of_plan in zip(timed, np.split(finish, len(timed)), strict=True):
-            found[number] = of_plan
-    return found
+def _best_first(searches: Iterable[LayoutSearch]) -> list[Layout]:
+    """Return the layouts of searches by the time of their plans, as a multiple of that of the search's best plan."""
+    plans = [(plan.seconds / search.best.seconds, plan) for search in searches for plan in search.plans]
+    return [plan.shelving.layout for _, plan in sorted(plans, key=lambda pair: pair[0])]
+
+
+class LayoutSearch:
+    """The search for the layout of a step whose plan takes the least time."""
+
+    def __init__(self, step: AlignedStep, should_stop: ShouldStop = None) -> None:
+        self._step, self._should_stop = step, should_stop
+        self._shelver = Shelver(step)
+        self._seen: set[Layout] = set()
+        self._plans: dict[tuple[object, ...], LayoutPlan] = {}  # by the keys of their shelvings
+        self._is_complete = False
+        self._bound = max(step.problem.mean_seconds(), (1 + step.fill) * step.problem.longest_seconds())
+        self._together = max(1, min(_RANKS_TOGETHER // step.num_ranks, _WORK_TOGETHER // step.least_size))
+
+    @property
+    def starts(self) -> tuple[Layout, ...]:
+        """The layouts to try first, unless those that are good in other slices are known."""
+        return STARTS if self._step.problem.slicing.num_slices == 1 else SLICED_STARTS
+
+    @property
+    def plans(self) -> Iterable[LayoutPlan]:
+        """The plans that were built."""
+        return self._plans.values()
+
+    @property
+    def best(self) -> LayoutPlan:
+        """The fastest of at least one plan; of equal ones the first."""
+        return min(self.plans, key=lambda plan: plan.seconds)
+
+    def try_layouts(self, layouts: Iterable[Layout], most: int) -> None:
+        """Build the plans of layouts, at most so many that no layout before has made."""
+        most = min(len(self._plans) + most, _MOST_LAYOUTS)
+        batch: dict[tuple[object, ...], Shelving] = {}
+        for layout in self._unseen(layouts):
+            if self._is_enough or len(self._plans) + len(batch) >= most:
+                break
+            stop_if(self._should_stop)
+            self._seen.add(layout)
+            shelving = self._shelver(layout)
+            if shelving.key not in self._plans:
+                batch[shelving.key] = shelving
+            if len(batch) == self._together:
+                self._build(batch)
+                batch = {}
+        self._build(batch)
+
+    def complete(self) -> None:
+        """Change one attribute of the best layout at a time and keep each improvement; then level the best plans."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        while len(self._plans) < _MOST_LAYOUTS and not self._is_enough:
+            tries = self._unseen(variations(self.best.shelving.layout))
+            if not tries:
+                break
+            self.try_layouts(tries, _MOST_LAYOUTS)
+        if not self._is_enough and self._step.num_ranks > 1:
+            self._level()
+
+    @property
+    def _is_enough(self) -> bool:
+        """Whether the best plan is good, or the search has taken long."""
+        if not self._plans:
+            return False
+        return self.best.seconds <= _GOOD * self._bound or sum(plan.size for plan in self.plans) >= MOST_WORK
+
+    def _unseen(self, layouts: Iterable[Layout]) -> list[Layout]:
+        """Return the layouts that may make a plan of their own and were not seen."""
+        found = dict.fromkeys(layout.on(self._step.num_ranks) for layout in layouts)
+        return [layout for layout in found if layout not in self._seen]
+
+    def _build(self, batch: dict[tuple[object, ...], Shelving]) -> None:
+        """Add the plans of shelvings, as many as it would take one at a time."""
+        plans = built_plans(self._step, list(batch.values())) if batch else []
+        for key, plan in zip(batch, plans, strict=True):
+            if self._is_enough:
+                break
+            self._plans[key] = plan
+
+    def _level(self) -> None:
+        """Level the best plans."""
+        stop_if(self._should_stop)
+        count = min(max(1, _LEVELED_RANKS // self._step.num_ranks), _MOST_LEVELED)
+        keys = sorted(self._plans, key=lambda key: self._plans[key].seconds)[:count]
+        self._plans.update(zip(keys, leveled_plans(self._step, [self._plans[key] for key in keys]), strict=True))

@@ -13,8 +13,8 @@ region (ByteScale section 6.2, insight 1: length levels in separate pipelines)::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,9 @@ from bytescale_ext.plan.step.sizes import Cluster
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-RingSeconds = Callable[[Floats, Floats], Floats]
-"""Seconds of sequences on each rank of their rings, from tokens and widths: [n] each."""
 
-_HALVINGS = 8  # of the interval in which the height of a shelf is sought
+_NONE = np.zeros(0, dtype=np.int64)
+_PARTS = 16  # into which the interval of the height of a shelf is cut, twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +35,45 @@ class Shelf:
     Attributes:
         rings: sequences, by their place among the rings: [n].
         first_ranks, widths: of each ring: [n].
-        seconds: of each ring on each of its ranks: [n].
     """
 
     rings: Ints
     first_ranks: Ints
     widths: Ints
-    seconds: Floats
-
-    @property
-    def height(self) -> float:
-        """Seconds of the longest ring."""
-        return float(self.seconds.max())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Region:
     """Ranks ``first .. stop - 1`` with their shelves, tallest first or nearly so."""
 
     first: int
     stop: int
     shelves: tuple[Shelf, ...]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rings of each shelf."""
+        return [len(shelf.rings) for shelf in self.shelves]
+
+    @cached_property
+    def rings(self) -> Ints:
+        """Rings of all shelves, shelf by shelf: [rings]."""
+        return np.concatenate([_NONE, *(shelf.rings for shelf in self.shelves)])
+
+    @cached_property
+    def first_ranks(self) -> Ints:
+        """First rank of each ring: [rings]."""
+        return np.concatenate([_NONE, *(shelf.first_ranks for shelf in self.shelves)])
+
+    @cached_property
+    def widths(self) -> Ints:
+        """Ranks of each ring: [rings]."""
+        return np.concatenate([_NONE, *(shelf.widths for shelf in self.shelves)])
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Equal of regions that are equal."""
+        return self.first, self.stop, *(one.tobytes() for one in (self.rings, self.first_ranks, self.widths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,7 @@ class RegionCut:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class RingWork:
     """The rings of a step, longest first.
 
@@ -79,25 +96,31 @@ class RingWork:
         min_widths: the fewest ranks that memory allows: [n].
         max_widths: the most ranks over which the exchange still hides behind computing: [n].
         cluster: the ranks.
-        ring_seconds: seconds of sequences on each rank of their rings.
     """
 
-    lengths: Floats
+    lengths: Ints
     seconds: Floats
     min_widths: Ints
     max_widths: Ints
     cluster: Cluster
-    ring_seconds: RingSeconds
 
-    def widths(self, rings: Ints, height: float, num_ranks: int) -> Ints:
-        """Return the ranks of each ring that bring it nearest to this height; wide rings take whole nodes.
+    def widths(self, rings: Ints, heights: float | Floats, num_ranks: int) -> Ints:
+        """Return the ranks of each ring that bring it nearest to a height; wide rings take whole nodes.
 
-        ``rings``: their numbers, [n], as the result; ``num_ranks``: the most ranks of one.
+        Args:
+            rings: their numbers: [n].
+            heights: one, or several: [heights, 1].
+            num_ranks: the most ranks of a ring.
+
+        Returns:
+            [n], or [heights, n].
         """
         node = self.cluster.node_ranks
-        wanted = np.ceil(np.minimum(self.seconds[rings] / height, num_ranks)).astype(np.int64)
-        widths = np.clip(wanted, self.min_widths[rings], self.max_widths[rings])
-        whole = np.minimum(-(-widths // node) * node, np.minimum(num_ranks, self.lengths[rings].astype(np.int64)))
+        wanted = np.ceil(np.minimum(self.seconds[rings] / heights, num_ranks)).astype(np.int64)
+        widths = np.minimum(np.maximum(wanted, self.min_widths[rings]), self.max_widths[rings])
+        if node == self.cluster.num_ranks:
+            return widths
+        whole = np.minimum(-(-widths // node) * node, np.minimum(num_ranks, self.lengths[rings]))
         return np.asarray(np.where(widths > node, whole, widths))
 
 
@@ -108,19 +131,20 @@ def cut_regions(work: RingWork, height: float, budget: float, peak: float, max_r
     ``budget`` seconds, less ``peak`` times the seconds of the longest one; the last region takes the rest.
     """
     num_ranks, node = work.cluster.num_ranks, work.cluster.node_ranks
+    num_rings = len(work.seconds)
+    widths = work.widths(np.arange(num_rings), height, num_ranks).tolist() if max_regions > 1 else []
+    until = np.cumsum(work.seconds)  # seconds of a ring and all longer ones
     regions: list[RegionCut] = []
-    first, begin, num_rings = 0, 0, len(work.seconds)
+    first, begin, taken = 0, 0, 0.0
     while len(regions) + 1 < max_regions and begin < num_rings:
-        width = int(work.widths(np.array([begin]), height, num_ranks)[0])
-        width = max(-(-width // node) * node, width) if node < num_ranks else width
-        room = num_ranks - first - width
+        width = -(-widths[begin] // node) * node if node < num_ranks else widths[begin]
         tallest = float(work.seconds[begin]) / width
         area = width * (budget - peak * tallest)
-        end = begin + max(1, int(np.searchsorted(np.cumsum(work.seconds[begin:]), area, side="right")))
-        if end >= num_rings or room < work.min_widths[end]:
+        end = max(begin + 1, int(until.searchsorted(taken + area, side="right")))
+        if end >= num_rings or num_ranks - first - width < work.min_widths[end]:
             break
         regions.append(RegionCut(first, first + width, begin, end))
-        first, begin = first + width, end
+        first, begin, taken = first + width, end, float(until[end - 1])
     return [*regions, RegionCut(first, num_ranks, begin, num_rings)]
 
 
@@ -128,35 +152,42 @@ def fill_shelves(work: RingWork, cut: RegionCut, height: float) -> Region:
     """Put a region's rings on shelves of at most ``height``; a ring that is always higher gets its own shelf."""
     num_ranks = cut.stop - cut.first
     left = np.arange(cut.begin, cut.end)
+    at_height = work.widths(left, height, num_ranks)
     shelves = []
     while len(left):
-        taken = left[:num_ranks]
-        fitting = int(np.searchsorted(np.cumsum(work.widths(taken, height, num_ranks)), num_ranks, side="right"))
-        taken = taken[: max(fitting, 1)]
+        wanted = at_height[left[:num_ranks] - cut.begin]
+        fitting = max(1, int(wanted.cumsum().searchsorted(num_ranks, side="right")))
+        taken = left[:fitting]
         widths = _level_widths(work, taken, height, num_ranks)
+        if widths is None:
+            widths = np.minimum(wanted[:fitting], num_ranks)
         in_order = np.argsort(-widths, kind="stable")
         firsts = _side_by_side(widths[in_order], num_ranks, work.cluster.node_ranks)
-        placed = in_order[firsts >= 0]
-        rings = taken[placed]
-        costs = work.ring_seconds(work.lengths[rings], widths[placed].astype(np.float64))
-        shelves.append(Shelf(rings, cut.first + firsts[firsts >= 0], widths[placed], costs))
-        left = left[~np.isin(left, rings)]
+        is_placed = firsts >= 0
+        placed = in_order[is_placed]
+        shelves.append(Shelf(taken[placed], cut.first + firsts[is_placed], widths[placed]))
+        waiting = np.ones(len(left), dtype=np.bool_)
+        waiting[placed] = False
+        left = left[waiting]
     return Region(cut.first, cut.stop, tuple(shelves))
 
 
-def _level_widths(work: RingWork, rings: Ints, height: float, num_ranks: int) -> Ints:
-    """Return the widths, [n], of the lowest shelf that holds these rings, [n], side by side on at most all ranks."""
-    low, high = 0.0, height
-    best = np.minimum(work.widths(rings, height, num_ranks), num_ranks)
+def _level_widths(work: RingWork, rings: Ints, height: float, num_ranks: int) -> Ints | None:
+    """Return the widths, [n], of the lowest shelf that holds these rings, [n], side by side on at most all ranks.
+
+    Only heights below ``height`` are tried; None: none of them will do.
+    """
     if len(rings) == 1:
-        return np.asarray(np.minimum(work.widths(rings, height / 16, num_ranks), num_ranks))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        widths = work.widths(rings, middle, num_ranks)
-        if widths.sum() <= num_ranks:
-            best, high = widths, middle
-        else:
-            low = middle
+        return np.minimum(work.widths(rings, height / _PARTS, num_ranks), num_ranks)
+    best, low, part = None, 0.0, height / _PARTS
+    for _ in range(2):
+        heights = low + part * np.arange(1.0, _PARTS)
+        widths = work.widths(rings, heights[:, None], num_ranks)
+        fits = widths.sum(axis=1) <= num_ranks
+        number = int(fits.argmax()) if fits[-1] else len(fits)  # the higher, the narrower
+        if number < len(fits):
+            best = widths[number]
+        low, part = low + number * part, part / _PARTS
     return best
 
 

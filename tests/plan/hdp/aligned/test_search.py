@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,13 @@ from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
-from bytescale_ext.plan.hdp.aligned import search
-from bytescale_ext.plan.hdp.aligned.build import shelve, with_shorts
-from bytescale_ext.plan.hdp.aligned.clock import SlotSeconds, action_waves, run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.aligned import plans, search
+from bytescale_ext.plan.hdp.aligned.build import with_shorts
+from bytescale_ext.plan.hdp.aligned.clock import _waves_in_rows, action_waves, run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.aligned.layouts import SLICED_STARTS, STARTS, Layout
-from bytescale_ext.plan.hdp.aligned.shelves import RegionCut, RingWork, cut_regions, fill_shelves
+from bytescale_ext.plan.hdp.aligned.plans import built_plans, leveled_plans
+from bytescale_ext.plan.hdp.aligned.search import LayoutSearch, PipelinedPlacer
+from bytescale_ext.plan.hdp.aligned.shelving import Shelver, Shelving
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
@@ -64,15 +65,23 @@ def test_the_clock_agrees_with_the_replay(num_stages: int, slicing: Slicing) -> 
         assert clock.max() == pytest.approx(rounded, rel=0.02)
 
 
+def side_by_side(plans: list[PlacedRanks]) -> PlacedRanks:
+    """Return plans as one plan on the ranks of all."""
+    begins = np.cumsum([0, *(plan.num_ranks for plan in plans)]).tolist()
+    firsts = [begin + plan.first_ranks for begin, plan in zip(begins, plans, strict=False)]
+    columns = [np.concatenate([getattr(plan, name) for plan in plans]) for name in ("lengths", "widths", "orders")]
+    return PlacedRanks(begins[-1], columns[0], np.concatenate(firsts), *columns[1:], aligned=True)
+
+
 @pytest.mark.parametrize("slicing", [Slicing(), Slicing(3), Slicing(3, eager=True)])
 def test_plans_side_by_side_end_as_each_by_itself(slicing: Slicing) -> None:
     random = np.random.default_rng(0)
     for num_stages in (1, 2, 5):
-        plans = [random_plan(random, int(random.integers(6, 9)), most) for most in (2, 4, 9)]
-        slots = [slot_seconds(plan.ranks, STAGE, slicing) for plan in plans if isinstance(plan.ranks, PlacedRanks)]
-        alone = [run_pipelines(one, num_stages) for one in slots]
-        together = run_pipelines(SlotSeconds.side_by_side(slots), num_stages)
-        assert len(slots) == 3
+        plans = [random_plan(random, int(random.integers(6, 9)), most).ranks for most in (2, 4, 9)]
+        placed = [plan for plan in plans if isinstance(plan, PlacedRanks)]
+        alone = [run_pipelines(slot_seconds(one, STAGE, slicing), num_stages) for one in placed]
+        together = run_pipelines(slot_seconds(side_by_side(placed), STAGE, slicing), num_stages)
+        assert len(placed) == 3
         np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
@@ -83,8 +92,9 @@ def test_a_plan_too_large_to_time_is_built_once(monkeypatch: pytest.MonkeyPatch)
         built.append(given)
         return with_shorts(*given)
 
-    monkeypatch.setattr(search, "_MOST_WORK", 0)
-    monkeypatch.setattr(search, "with_shorts", counted)
+    monkeypatch.setattr(search, "MOST_WORK", 0)
+    monkeypatch.setattr(plans, "MOST_WORK", 0)
+    monkeypatch.setattr(plans, "with_shorts", counted)
     plan = HdpPlanner(Cluster(4, 1000), (STAGE,) * 2, balance="pp")([900, 1500, 20])
     assert len(built) == 1
     assert sorted(plan.lengths) == [20, 900, 1500]
@@ -95,7 +105,7 @@ def test_layouts_timed_together_give_the_same_plan(monkeypatch: pytest.MonkeyPat
     lengths = [6000, 3500, 2000, *(700,) * 12, *(90,) * 60]
     planner = HdpPlanner(Cluster(8, 1024, 4), (STAGE,) * 3, slicing, balance="pp")
     together = planner(lengths)
-    monkeypatch.setattr(search, "_MOST_TOGETHER", 1)
+    monkeypatch.setattr(search, "_RANKS_TOGETHER", 1)
     assert planner(lengths) == together
 
 
@@ -121,47 +131,6 @@ def test_waves_keep_the_order_of_each_stage(num_stages: int, num_slots: int, sli
     schedule = seq1f1b_schedule(num_stages, num_slots, slicing)
     for lane, actions in zip(lanes, schedule.stages, strict=True):
         assert lane == [tuple(action)[:3] for action in actions]
-
-
-def ring_work(lengths: list[int], capacity: int, most: int, node: int = 64) -> RingWork:
-    """Return rings of at most ``most`` ranks on 64 ranks."""
-    sizes = np.array(lengths, dtype=np.int64)
-    least = -(-sizes // capacity)
-    work, seconds = sizes * (0.01 * sizes + 1.0), CostModel(a=0.01, b=1.0).sequence_cost
-    return RingWork(
-        sizes.astype(np.float64), work, least, np.minimum(2 * least, most), Cluster(64, capacity, node), seconds
-    )
-
-
-@pytest.mark.parametrize("node", [4, 7, 64])
-def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
-    lengths = sorted(np.random.default_rng(0).integers(65, 1500, 80).tolist(), reverse=True)
-    work = ring_work(lengths, 64, 32, node)
-    region = fill_shelves(work, RegionCut(8, 40, 0, 80), 3000.0)
-    assert sorted(ring for shelf in region.shelves for ring in shelf.rings.tolist()) == list(range(80))
-    for shelf in region.shelves:
-        in_order = np.argsort(shelf.first_ranks)
-        ends = (shelf.first_ranks + shelf.widths)[in_order]
-        assert (shelf.first_ranks[in_order][1:] >= ends[:-1]).all()
-        assert shelf.first_ranks.min() >= 8
-        assert ends[-1] <= 40
-        assert (shelf.widths >= work.min_widths[shelf.rings]).all()
-
-
-def test_a_shelf_is_level() -> None:
-    region = fill_shelves(ring_work([800] * 8, 64, 64), RegionCut(0, 64, 0, 8), 3000.0)
-    assert [shelf.widths.tolist() for shelf in region.shelves] == [[16] * 4, [16] * 4]
-
-
-def test_regions_are_apart_and_the_longest_come_first() -> None:
-    work = ring_work([1500, 1400, *[200] * 60], 64, 64, node=8)
-    cuts = cut_regions(work, height=2000.0, budget=2500.0, peak=0.5, max_regions=4)
-    assert len(cuts) > 1
-    assert (cuts[0].first, cuts[0].begin) == (0, 0)
-    assert (cuts[-1].stop, cuts[-1].end) == (64, 62)
-    for one, other in itertools.pairwise(cuts):
-        assert (one.stop, one.end) == (other.first, other.begin)
-        assert one.stop % 8 == 0
 
 
 @pytest.mark.parametrize("num_stages", [4, 8])
@@ -219,17 +188,107 @@ def test_without_pipelines_aligned_slots_cost_little() -> None:
 def test_one_rank_tries_only_layouts_that_differ(slicing: Slicing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is built once, and none of those that more ranks try first is better."""
     built: list[Layout] = []
+    shelved = Shelver.__call__
 
-    def noted(step: AlignedStep, layout: Layout) -> Any:
+    def noted(shelver: Shelver, layout: Layout) -> Shelving:
         built.append(layout)
-        return shelve(step, layout)
+        return shelved(shelver, layout)
 
-    monkeypatch.setattr(search, "shelve", noted)
+    monkeypatch.setattr(Shelver, "__call__", noted)
     lengths = -np.sort(-sample_lengths("github", 4096, 40_000, seed=1).astype(np.int64))
     cluster = Cluster(1, 4096)
     step = AlignedStep(Problem(lengths, np.ones_like(lengths), cluster, (STAGE, STAGE), slicing, aligned=True))
-    placed = search._best_layout(step, None)
-    finishes = run_pipelines(slot_seconds(placed, STAGE, slicing), 2)
+    found = LayoutSearch(step)
+    found.try_layouts(found.starts, 32)
+    found.complete()
+    finishes = run_pipelines(slot_seconds(found.best.placed, STAGE, slicing), 2)
     assert 1 < len(built) == len(set(built)) <= 16
-    for one in search._timed(step, [*STARTS, *SLICED_STARTS], None):
+    for one in built_plans(step, [Shelver(step)(layout) for layout in (*STARTS, *SLICED_STARTS)]):
         assert finishes.max() <= one.seconds * (1 + 1e-9)
+
+
+def random_problem(seed: int, slicing: Slicing = ONE_SLICE, num_stages: int = 3) -> Problem:
+    """A step of long and short sequences on 8 ranks of 1,024 tokens."""
+    random = np.random.default_rng(seed)
+    lengths = np.append(random.integers(1000, 6000, 6), random.integers(20, 900, 60))
+    return Problem(lengths, -(-lengths // 1024), Cluster(8, 1024), (STAGE,) * num_stages, slicing, aligned=True)
+
+
+def makespan(problem: Problem, placed: PlacedRanks) -> float:
+    return float(run_pipelines(slot_seconds(placed, problem.stage, problem.slicing), len(problem.stages)).max())
+
+
+def test_each_plan_is_built_once() -> None:
+    """Layouts that make the plan of another one are recognized, and only plans that differ count."""
+    step = AlignedStep(random_problem(0).longest_first()[0])
+    found = LayoutSearch(step)
+    found.try_layouts([Layout(), Layout(num_regions=2, height=0.1), Layout(height=1e-9), Layout(height=1e-8)], 32)
+    keys = [plan.shelving.key for plan in found.plans]
+    assert 1 <= len(keys) == len(set(keys)) < 4
+    found.try_layouts(found.starts, 2)
+    assert len(set(found.plans)) <= len(keys) + 2
+    found.complete()
+    assert len({plan.shelving.key for plan in found.plans}) == len(list(found.plans)) <= 32
+
+
+def test_leveled_plans_are_not_slower() -> None:
+    gains = []
+    for seed in range(6):
+        step = AlignedStep(random_problem(seed, Slicing(2)).longest_first()[0])
+        built = built_plans(step, [Shelver(step)(layout) for layout in SLICED_STARTS[:4]])
+        leveled = leveled_plans(step, built)
+        for before, after in zip(built, leveled, strict=True):
+            assert after.shelving is before.shelving
+            assert makespan(step.problem, after.placed) == pytest.approx(after.seconds)
+            gains.append(before.seconds / after.seconds)
+    assert min(gains) >= 1 < max(gains)
+
+
+def test_the_next_problem_of_a_step_begins_with_the_best_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a search in other slices it takes a few; without one, those that are known to be good."""
+    built: list[Layout] = []
+    shelved = Shelver.__call__
+
+    def noted(shelver: Shelver, layout: Layout) -> Shelving:
+        built.append(layout)
+        return shelved(shelver, layout)
+
+    monkeypatch.setattr(Shelver, "__call__", noted)
+    first, second, whole = (random_problem(1, slicing) for slicing in (Slicing(8), Slicing(4), ONE_SLICE))
+    place = PipelinedPlacer()
+    quick = place(first, thorough=False)
+    assert built == list(SLICED_STARTS)
+    ordered = AlignedStep(first.longest_first()[0])
+    plans = built_plans(ordered, [Shelver(ordered)(layout) for layout in SLICED_STARTS])
+    best = min(plans, key=lambda plan: plan.seconds)
+    assert makespan(first, quick) == pytest.approx(best.seconds)
+    built.clear()
+    place(second, thorough=False)
+    assert built[0] == best.shelving.layout
+    assert set(built) < set(SLICED_STARTS)
+    built.clear()
+    place(whole, thorough=False)
+    assert built == list(STARTS)
+
+
+def test_a_thorough_placement_is_at_least_as_fast_and_made_once() -> None:
+    for seed in range(4):
+        problem, place = random_problem(seed, Slicing(4)), PipelinedPlacer()
+        quick = place(problem, thorough=False)
+        best = place(problem, thorough=True)
+        assert makespan(problem, best) <= makespan(problem, quick)
+        for again in (place(problem, thorough=True), place(problem, thorough=False)):
+            assert again.orders.tolist() == best.orders.tolist()
+        alone = PipelinedPlacer()(problem, thorough=True)
+        assert alone.first_ranks.tolist() == best.first_ranks.tolist()
+
+
+def test_waves_do_not_depend_on_the_keys_that_are_kept() -> None:
+    plan = random_plan(np.random.default_rng(5), 6, 5)
+    assert isinstance(plan.ranks, PlacedRanks)
+    slicing = Slicing(3, eager=True)
+    run_pipelines(slot_seconds(plan.ranks, STAGE, slicing), 3)
+    known = _waves_in_rows.cache_info()
+    for kept in (10, 100):
+        run_pipelines(slot_seconds(plan.ranks, STAGE, replace(slicing, kept_tokens=kept)), 3)
+    assert _waves_in_rows.cache_info().misses == known.misses
