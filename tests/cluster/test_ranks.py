@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def test_a_warm_rank_runs_a_script_as_a_program(tmp_path: Path, factor: int) -> 
     assert launch.log(0).read_text() == f"['{factor}'] 0 2 __main__\n"
     assert sys.argv[1:] != [str(factor)], "a fork must not change its parent"
     assert leftovers() == []
+
+
+def test_warm_ranks_compute_with_one_thread() -> None:
+    """Ranks that share a core must not wait for threads that have no core."""
+    code = "import torch; torch.set_num_threads(2); from scripts.cluster.ranks import preload; preload()"
+    program = [sys.executable, "-c", f"{code}; print(torch.get_num_threads())"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 def test_ranks_find_what_torchrun_sets() -> None:

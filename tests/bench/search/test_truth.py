@@ -108,7 +108,7 @@ def test_a_training_on_a_cluster_gives_a_row(tmp_path: Path, monkeypatch: pytest
         return Ended(code, None)
 
     monkeypatch.setattr(truth, "run", run)
-    lines = [{"step_seconds": seconds, "device_peak_megabytes": 250.0} for seconds in (9.0, 1.0, 3.0, 2.0, 9.0)]
+    lines = [{"step_seconds": seconds, "device_peak_megabytes": 250.0} for seconds in (9.0, 8.0, 1.0, 3.0, 2.0, 9.0)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     train = truth.on_cluster(Topology(1, 8))
     of = Run(["--num-layers", "2"], ["--hybrid-data-parallel"], 4096, 16, None)

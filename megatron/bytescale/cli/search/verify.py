@@ -1,7 +1,8 @@
 """``bytescale search --verify N``: train the best strategies on this machine, and compare them with their predictions.
 
 Each one is started by the script that the search writes, on documents of random tokens with the lengths of the task's
-steps. One step runs before those that are timed, and one after them, whose memory is measured.
+steps. Two steps run before those that are timed, in which caches fill and planning moves to its own process, and one
+after them, whose memory is measured.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ MOST_IDS: Final = 1 << 16
 
 MOST_SECONDS: Final = 1800.0
 """A training that takes longer is ended."""
+
+STEPS_BEFORE: Final = 2
+"""Steps that are not timed."""
 
 SECONDS_TO_END: Final = 60.0
 RANKS_OF_A_CORE: Final = 4
@@ -116,7 +120,7 @@ def verified(
         train: trains one; None: by the script that the search writes, on this machine.
     """
     fullest = max(range(len(task.steps)), key=lambda step: sum(task.steps[step]))
-    steps = [task.steps[0], *task.steps, task.steps[fullest]]
+    steps = [*[task.steps[0]] * STEPS_BEFORE, *task.steps, task.steps[fullest]]
     rows = []
     with tempfile.TemporaryDirectory(prefix="bytescale-search-") as name:
         folder = Path(name)
@@ -154,7 +158,7 @@ def write_documents(prefix: Path, steps: Sequence[Sequence[int]], num_ids: int) 
 def flags_of_trial(args: argparse.Namespace, task: Task, documents: Path, folder: Path) -> list[str]:
     """Return the flags of data and duration, which the script takes as its arguments."""
     given = given_flags(words_of(args.model_flags))
-    num_steps = 2 + len(task.steps)
+    num_steps = STEPS_BEFORE + len(task.steps) + 1
     words: list[object] = ["--data-path", documents, "--split", "100,0,0", "--seed", SEED, "--lr", 1e-5]
     words += ["--train-iters", num_steps, "--eval-iters", 0, "--eval-interval", num_steps, "--log-interval", 1]
     words += ["--hdp-log-dir", folder, "--hdp-memory-step", num_steps]
@@ -192,7 +196,7 @@ def measured(command: Sequence[str], folder: Path, row: Verified) -> Verified:
 def with_metrics(row: Verified, folder: Path) -> Verified:
     """Return a row with what ``folder``/metrics.jsonl says of its training."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timed = [step["step_seconds"] for step in steps[1:-1]]
+    timed = [step["step_seconds"] for step in steps[STEPS_BEFORE:-1]]
     return replace(row, seconds=statistics.median(timed), gb=steps[-1]["device_peak_megabytes"] / 1e3)
 
 
