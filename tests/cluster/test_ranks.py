@@ -34,6 +34,7 @@ def test_a_warm_rank_runs_a_script_as_a_program(tmp_path: Path, factor: int) -> 
     assert leftovers() == []
 
 
+@pytest.mark.ranks
 def test_warm_ranks_compute_with_one_thread() -> None:
     """Ranks that share a core must not wait for threads that have no core."""
     code = "import torch; torch.set_num_threads(2); from scripts.cluster.ranks import preload; preload()"
