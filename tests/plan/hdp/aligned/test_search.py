@@ -184,9 +184,9 @@ def test_without_pipelines_aligned_slots_cost_little() -> None:
     assert replay_stages(aligned, [STAGE]).makespan <= 1.1 * replay_stages(free, [STAGE]).makespan
 
 
-@pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).two_ahead()])
-def test_one_rank_tries_only_layouts_that_differ(slicing: Slicing, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is built once, and none of those that more ranks try first is better."""
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """The layouts that are shelved from now on, in this order."""
     built: list[Layout] = []
     shelved = Shelver.__call__
 
@@ -195,6 +195,12 @@ def test_one_rank_tries_only_layouts_that_differ(slicing: Slicing, monkeypatch: 
         return shelved(shelver, layout)
 
     monkeypatch.setattr(Shelver, "__call__", noted)
+    return built
+
+
+@pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).two_ahead()])
+def test_one_rank_tries_only_layouts_that_differ(slicing: Slicing, built: list[Layout]) -> None:
+    """Each is built once, and none of those that more ranks try first is better."""
     lengths = -np.sort(-sample_lengths("github", 4096, 40_000, seed=1).astype(np.int64))
     cluster = Cluster(1, 4096)
     step = AlignedStep(Problem(lengths, np.ones_like(lengths), cluster, (STAGE, STAGE), slicing, aligned=True))
@@ -244,16 +250,8 @@ def test_leveled_plans_are_not_slower() -> None:
     assert min(gains) >= 1 < max(gains)
 
 
-def test_the_next_problem_of_a_step_begins_with_the_best_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_problem_of_a_step_begins_with_the_best_layouts(built: list[Layout]) -> None:
     """Of a search in other slices it takes a few; without one, those that are known to be good."""
-    built: list[Layout] = []
-    shelved = Shelver.__call__
-
-    def noted(shelver: Shelver, layout: Layout) -> Shelving:
-        built.append(layout)
-        return shelved(shelver, layout)
-
-    monkeypatch.setattr(Shelver, "__call__", noted)
     first, second, whole = (random_problem(1, slicing) for slicing in (Slicing(8), Slicing(4), ONE_SLICE))
     place = PipelinedPlacer()
     quick = place(first, thorough=False)
