@@ -9,6 +9,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from bytescale_ext.plan.step.table import owned
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -182,7 +184,7 @@ def fill_slots(tokens: Ints, work: Floats, owners: Ints, room: Ints, missing_sec
     places = np.empty_like(by_count)
     places[by_count] = np.arange(len(by_count))
     by_owner = np.argsort(owners, kind="stable")
-    turns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    _, turns = owned(counts)
     in_order = by_owner[np.argsort(turns * len(counts) + places[owners[by_owner]])]  # the first of each owner first
     stops = np.cumsum(np.bincount(turns)).tolist()
     room, missing = room[by_count], missing_seconds[by_count]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, zigzag_bounds
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.table import PlanTable
+from bytescale_ext.plan.step.table import PlanTable, owned
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -52,10 +52,8 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
     @cached_property
     def shards(self) -> tuple[Ints, Ints, Ints]:
         """Rank, micro-batch and seq of every shard, [num_shards] each; by rank, micro-batch, rings first, seq."""
-        seqs = np.repeat(np.arange(len(self.widths)), self.widths)
-        begins = np.cumsum(self.widths) - self.widths
-        ranks = np.repeat(self.first_ranks - begins, self.widths) + np.arange(len(seqs))
-        orders = self.orders[seqs]
+        seqs, members = owned(self.widths)
+        ranks, orders = self.first_ranks[seqs] + members, self.orders[seqs]
         in_order = _sorted_by(ranks, orders, self.widths[seqs] == 1, seqs)
         ranks, orders, seqs = ranks[in_order], orders[in_order], seqs[in_order]
         if self.aligned or not len(seqs):

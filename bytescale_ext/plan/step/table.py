@@ -20,6 +20,15 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
+def owned(counts: Ints) -> tuple[Ints, Ints]:
+    """Return the owner of each item, and its number among the owner's items: [items] each, owner by owner.
+
+    ``counts``: items of each owner: [owners].
+    """
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+
+
 @dataclass(frozen=True, eq=False)
 class PlanTable:
     """Micro-batches (rows) in the order of ranks, their shards in memory order, and the ranges of the shards.
@@ -56,7 +65,7 @@ class PlanTable:
     @cached_property
     def row_indices(self) -> Ints:
         """Which micro-batch of its rank a row is: [rows]."""
-        return np.arange(len(self.row_ranks)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        return owned(self.counts)[1]
 
     @cached_property
     def range_shards(self) -> Ints:

@@ -13,11 +13,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.hdp.aligned.clock import SequenceSeconds, ring_shards
+from bytescale_ext.plan.hdp.aligned.clock import SequenceSeconds
 from bytescale_ext.plan.hdp.aligned.shelving import Shelving
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.packing import deal_by_work, fill_slots
 from bytescale_ext.plan.step.placed import PlacedRanks
+from bytescale_ext.plan.step.table import owned
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -74,7 +75,7 @@ class Shorts:
         seqs: the sequences: [shorts].
         tokens: of each: [shorts].
         work: seconds of each, with its share of launches: [shorts].
-        stops: where those of each layout end: [layouts].
+        stops: the index after the last sequence of each layout: [layouts].
     """
 
     seqs: Ints
@@ -109,7 +110,7 @@ class Shorts:
 
 @dataclass(frozen=True, eq=False)
 class ShelvedRings:
-    """Layouts side by side whose rings are in their slots. Ranks are those of all layouts.
+    """Several layouts side by side: rings are in slots, short sequences are not. The ranks of all layouts count as one.
 
     Attributes:
         rings: what is placed.
@@ -155,7 +156,7 @@ def shelve(step: AlignedStep, shelvings: Sequence[Shelving]) -> ShelvedRings:
             missing[own, of_shelves], room[own, of_shelves] = filled.heights, capacity
             num_regions += 1
     rings = SlottedRings.of(step, shelvings)
-    shards, members = ring_shards(rings.widths)
+    shards, members = owned(rings.widths)
     ranks, slots, seconds = rings.first_ranks[shards] + members, rings.slots[shards], rings.seconds[shards]
     missing[ranks, slots] -= seconds
     room[ranks, slots] = np.maximum(capacity - rings.tokens[shards], 0)
@@ -233,7 +234,7 @@ def compact_slots(firsts: Ints, slots: Ints, widths: Ints, regions: Ints) -> Int
     num_slots = int(slots.max()) + 1
     dense = _numbered(regions[firsts], slots, (int(regions.max()) + 1, num_slots))
     rings = np.flatnonzero(widths > 1)
-    shards, members = ring_shards(widths[rings])
+    shards, members = owned(widths[rings])
     last = np.full(len(regions), -1, dtype=np.int64)
     np.maximum.at(last, firsts[rings][shards] + members, dense[rings][shards])
     free = np.flatnonzero((widths == 1) & (dense > last[firsts]))

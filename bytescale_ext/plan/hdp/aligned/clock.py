@@ -21,6 +21,7 @@ from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.schedule.actions import FORWARD, stage_orders
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Slicing
+from bytescale_ext.plan.step.table import owned
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -78,12 +79,6 @@ def ring_seconds(lengths: Ints, widths: Ints, stage: StageCost, slicing: Slicing
     return np.array((forward, backward))
 
 
-def ring_shards(widths: Ints) -> tuple[Ints, Ints]:
-    """Return the ring of each shard, and its place in the ring: [shards] each; ``widths``: ranks of the rings, [n]."""
-    rings = np.repeat(np.arange(len(widths)), widths)
-    return rings, np.arange(len(rings)) - (np.cumsum(widths) - widths)[rings]
-
-
 @dataclass(frozen=True, eq=False)
 class SlotSeconds:
     """The costs of an aligned plan.
@@ -103,7 +98,7 @@ class SlotSeconds:
 
     @classmethod
     def of(cls, placed: PlacedRanks, costs: SequenceSeconds, slicing: Slicing) -> SlotSeconds:
-        """Return the costs of an aligned plan of at least one sequence from those of its sequences.
+        """Return the costs of an aligned plan of at least one sequence; ``costs``: of its sequences.
 
         All rings of a slot on a rank have the same ranks, and take equally long on each. So the slowest of these is the
         one whose other sequences take longest.
@@ -111,7 +106,7 @@ class SlotSeconds:
         num_slots, num_ranks, num_slices = int(placed.orders.max()) + 1, placed.num_ranks, slicing.num_slices
         num_cells = num_slots * num_ranks
         cells = placed.orders * num_ranks + placed.first_ranks
-        shards, members = ring_shards(placed.widths[costs.rings])
+        shards, members = owned(placed.widths[costs.rings])
         of_rings = cells[costs.rings][shards] + members
         opens, used = np.ones(num_cells, dtype=np.bool_), np.zeros(num_cells, dtype=np.bool_)
         opens[of_rings[members > 0]] = False
@@ -227,7 +222,7 @@ def _waves_in_rows(num_stages: int, num_slots: int, slicing: Slicing) -> tuple[t
     waves, num_units = action_waves(num_stages, num_slots, slicing), num_slots * slicing.num_slices
     kinds, units, stages = (np.concatenate(column) for column in zip(*waves, strict=True))
     counts = [len(each) for each, *_ in waves]
-    numbers, places = ring_shards(np.array(counts))
+    numbers, places = owned(np.array(counts))
     actions = numbers * num_stages + places
     inputs, earlier = _previous(units, actions), _previous(stages, actions)
     oldest = np.minimum(np.where(inputs < 0, actions, inputs), np.where(earlier < 0, actions, earlier))

@@ -83,7 +83,7 @@ class PipelinedPlacer:
 
 
 def _best_first(searches: Iterable[LayoutSearch]) -> list[Layout]:
-    """Return the layouts of searches by the time of their plans, as a multiple of that of the search's best plan."""
+    """Return the layouts of all searches, best first: by the time of a plan over that of the best in its search."""
     plans = [(plan.seconds / search.best.seconds, plan) for search in searches for plan in search.plans]
     return [plan.shelving.layout for _, plan in sorted(plans, key=lambda pair: pair[0])]
 

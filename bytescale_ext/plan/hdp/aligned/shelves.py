@@ -72,7 +72,7 @@ class Region:
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Equal of regions that are equal."""
+        """Regions are equal if their keys are."""
         return self.first, self.stop, *(one.tobytes() for one in (self.rings, self.first_ranks, self.widths))
 
 

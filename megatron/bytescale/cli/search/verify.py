@@ -120,7 +120,7 @@ def verified(
         train: trains one; None: by the script that the search writes, on this machine.
     """
     fullest = max(range(len(task.steps)), key=lambda step: sum(task.steps[step]))
-    steps = [*[task.steps[0]] * STEPS_BEFORE, *task.steps, task.steps[fullest]]
+    steps = [task.steps[0]] * STEPS_BEFORE + [*task.steps, task.steps[fullest]]
     rows = []
     with tempfile.TemporaryDirectory(prefix="bytescale-search-") as name:
         folder = Path(name)
