@@ -11,9 +11,10 @@ Links are given in Gbit/s, or with ``--spec H200-IB --cost-file cost.json``: the
 computing of a real cluster (``spec.py``), for a rank as fast as the cost file says. The arithmetic is printed.
 
 Limits: only ratios within one run can be compared. A rank's share of a core covers both its (CPU) kernels and its TCP
-traffic, so sending is never free. While the processes start (imports, building the model) quotas are off; they are set
-when rank 0 prints ``--quota-after``. At the end one line says where the time of the steps went, without the first and
-the last: computing, sending, waiting (``usage.py``).
+traffic, so sending is never free. What a rank starts, as the process that plans, is outside its share and runs while
+ranks leave cores free, as on the processors beside a GPU. While the processes start (imports, building the model)
+quotas are off; they are set when rank 0 prints ``--quota-after``. At the end one line says where the time of the steps
+went, without the first and the last: computing, sending, waiting (``usage.py``).
 
 Everything is removed at exit, also after errors and signals. What a run that was killed with SIGKILL leaves is removed
 by the next start of the same ``--name``.
@@ -187,6 +188,8 @@ def _watch(topology: Topology, groups: QuotaGroups, launch: Launch, ranks: Seque
     num_steps = 0
     while True:
         codes = [rank.poll() for rank in ranks]
+        for number, rank in enumerate(ranks):
+            groups.release_helpers(number, rank.pid)
         if not is_limited and launch.quota_after in launch.log(0).read_text(errors="replace"):
             groups.limit(topology.cores_per_rank)
             is_limited = True

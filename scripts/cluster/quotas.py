@@ -14,6 +14,9 @@ PERIOD_US = 10_000
 class QuotaGroups:
     """One control group for each rank, under one for the cluster: version 1 (``cpu``) or version 2.
 
+    Beside them is a group of helpers, the processes that ranks start: it has no quota, and gets the time that ranks
+    leave.
+
     Raises:
         ValueError: neither version is mounted with its cpu controller.
     """
@@ -27,6 +30,7 @@ class QuotaGroups:
             raise ValueError(f"no control groups with a cpu controller under {root}: shares of cores need them")
         self.base, self.top = base, base / name
         self.folders = [self.top / str(rank) for rank in range(num_ranks)]
+        self.helpers = self.top / "helpers"
 
     def create(self) -> None:
         """Make the groups, without quotas."""
@@ -35,8 +39,10 @@ class QuotaGroups:
         self.top.mkdir()
         if not self.is_v1:
             (self.top / "cgroup.subtree_control").write_text("+cpu")
-        for folder in self.folders:
+        for folder in (*self.folders, self.helpers):
             folder.mkdir()
+        name, least = ("cpu.shares", 2) if self.is_v1 else ("cpu.weight", 1)
+        (self.helpers / name).write_text(str(least))
 
     def limit(self, cores: float) -> None:
         """Give every rank this much processor time per second."""
@@ -47,6 +53,13 @@ class QuotaGroups:
                 (folder / "cpu.cfs_quota_us").write_text(str(quota))
             else:
                 (folder / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+
+    def release_helpers(self, rank: int, pid: int) -> None:
+        """Move what a rank's process ``pid`` has started to the group of helpers."""
+        for helper in self.processes(rank):
+            if helper != pid:
+                with contextlib.suppress(ProcessLookupError):
+                    (self.helpers / "cgroup.procs").write_text(str(helper))
 
     def processes(self, rank: int) -> list[int]:
         """Return the processes of a rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -19,6 +20,11 @@ from scripts.cluster.quotas import QuotaGroups
 from scripts.cluster.topology import Topology
 
 _MASTER_PORT = "29500"
+_KEEPING = (("MALLOC_TRIM_THRESHOLD_", -1, (1 << 31) - 1), ("MALLOC_MMAP_MAX_", -4, 0))
+"""Variables of the C library (mallopt(3)), their numbers and values, with which it keeps memory that is freed.
+
+A GPU's allocator keeps it too. Otherwise some ranks get new pages from the system in every step, and others do not.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Launch:
 
 class Rank(Protocol):
     """A process that was started."""
+
+    pid: int
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs."""
@@ -81,6 +89,8 @@ class ForkedRank:
 def preload() -> None:
     """Import torch and Megatron on CPU here, once, so that warm ranks start with them."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    for _, number, value in _KEEPING:
+        ctypes.CDLL(None).mallopt(number, value)
     import torch
 
     torch.set_num_threads(1)  # torch may have been imported before
@@ -115,9 +125,10 @@ def start_rank(topology: Topology, groups: QuotaGroups, launch: Launch, rank: in
 
 
 def rank_environment(topology: Topology, rank: int) -> dict[str, str]:
-    """Return what a rank finds in its environment: torchrun's variables, one thread, no GPU."""
+    """Return what a rank finds in its environment: torchrun's variables, one thread, no GPU, freed memory kept."""
     node, place = divmod(rank, topology.ranks_per_node)
     return {
+        **{name: str(value) for name, _, value in _KEEPING},
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": "",

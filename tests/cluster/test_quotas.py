@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,32 @@ def test_quotas_are_written(tmp_path: Path) -> None:
         groups.remove()
 
 
+@needs_cluster
+def test_what_a_rank_starts_leaves_its_group() -> None:
+    groups = QuotaGroups(NAME, 2)
+    groups.create()
+    started = [subprocess.Popen(["sleep", "400"]) for _ in range(2)]
+    rank, helper = (process.pid for process in started)
+    try:
+        for pid in (rank, helper):
+            (groups.folders[1] / "cgroup.procs").write_text(str(pid))
+        groups.release_helpers(1, rank)
+        assert groups.processes(1) == [rank]
+        assert (groups.helpers / "cgroup.procs").read_text().split() == [str(helper)]
+    finally:
+        groups.remove()
+        for process in started:
+            process.kill()
+            process.wait()
+
+
 def test_version_2_groups(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpu io memory\n")
     groups = QuotaGroups("bstest", 2, tmp_path)
     groups.create()
     groups.limit(0.5)
     assert [(folder / "cpu.max").read_text() for folder in groups.folders] == ["5000 10000"] * 2
+    assert (groups.helpers / "cpu.weight").read_text() == "1"
     assert (groups.top / "cgroup.subtree_control").read_text() == "+cpu"
 
 
