@@ -1,8 +1,9 @@
 """Where the time of emulated ranks goes: computing, sending, other threads, waiting; and bytes between nodes.
 
 Processor time is read by thread from ``/proc``: a rank's main thread computes, gloo's threads carry messages, and the
-others plan and load data. A rank with a share of a core cannot do these at once, so in wall time each takes its
-processor time over the share; the rest is waiting. Main threads also copy into sockets, so "sending" is a lower bound.
+others load data, and plan where that takes no process of its own. A rank with a share of a core cannot do these at
+once, so in wall time each takes its processor time over the share; the rest is waiting. Main threads also copy into
+sockets, so "sending" is a lower bound.
 """
 
 from __future__ import annotations
