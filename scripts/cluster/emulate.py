@@ -182,7 +182,10 @@ def run(topology: Topology, launch: Launch) -> Ended:
 
 
 def _watch(topology: Topology, groups: QuotaGroups, launch: Launch, ranks: Sequence[Rank]) -> tuple[Ended, bool]:
-    """Set the shares in time, sample the usage after each step, and return once a rank fails or all have ended."""
+    """Set the shares in time, keep helpers out of them, and sample the usage after each step.
+
+    Returns once a rank fails or all have ended; whether shares were set besides.
+    """
     end, is_limited = time.monotonic() + launch.timeout, False
     samples: list[Sample] = []
     num_steps = 0
