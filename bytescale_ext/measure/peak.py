@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from bytescale_ext.activation.trace import AllocationTrace
+from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.plan.memory.placement import liveness_bound
 
 
@@ -26,7 +27,7 @@ class PeakMeter:
 
         Args:
             on_cuda: the process computes on a GPU.
-            host: tensors of any shape that are host memory; on CPU they do not count.
+            host: tensors of any shape that are host memory; on CPU they do not count, nor do loaded micro-batches.
         """
         self._on_cuda, self._runs = on_cuda, True
         if on_cuda:
@@ -34,7 +35,7 @@ class PeakMeter:
             return
         existing = existing_tensors()
         self._held = {one._cdata: one for one in (tensor.untyped_storage() for tensor in existing)}
-        for tensor in host:
+        for tensor in (*host, *loaded_tensors()):
             self._held.pop(tensor.untyped_storage()._cdata, None)
         self._trace = AllocationTrace([*existing, *host])
         self._trace.__enter__()
@@ -56,3 +57,10 @@ def existing_tensors() -> list[torch.Tensor]:
     """Return the tensors on CPU that Python knows, of all shapes."""
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return [one for one in found if one.device.type == "cpu" and one.layout == torch.strided]
+
+
+def loaded_tensors() -> list[torch.Tensor]:
+    """Return the tensors, of all shapes, of micro-batches that a loader has made: of this step and of steps ahead."""
+    loaded = [one for one in gc.get_objects() if issubclass(type(one), PackedMicroBatch)]
+    values = [getattr(one, entry.name) for one in loaded for entry in fields(one)]
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -4,7 +4,9 @@ import gc
 
 import torch
 
+from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.measure.peak import PeakMeter, existing_tensors
+from bytescale_ext.plan.step.micro_batch import MicroBatch
 
 MEGABYTE = 1 << 20
 
@@ -37,6 +39,16 @@ def test_what_existed_counts_once_and_host_memory_does_not() -> None:
     assert measured(8, []) - before == 32 * MEGABYTE
     assert measured(8, [state]) == before
     assert len(views) == 2
+
+
+def test_loaded_micro_batches_are_host_memory() -> None:
+    before = measured(8, [])
+    ids = torch.zeros(MEGABYTE, dtype=torch.int64)
+    loaded = PackedMicroBatch(ids, ids.clone(), ids.clone(), floats(4), MicroBatch(()), ("here",))
+    assert measured(8, []) == before
+    ids = loaded.tokens.clone()
+    assert measured(8, []) - before == 8 * MEGABYTE
+    assert loaded.num_rows == len(ids)
 
 
 def test_existing_tensors_of_other_devices_are_left_out() -> None:

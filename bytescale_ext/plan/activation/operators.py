@@ -21,8 +21,8 @@ class LayerOperators:
         joined_norms: a norm and the matrix product after it are one module (TransformerEngine).
         split_norms: norms are several operators, as torch's RMSNorm is on CPU.
         split_activation: the activation function of the MLP is several operators.
-        angles: numbers of a token's rotary angles whose cosines and sines are saved, for queries and for keys; 0 where
-            rotary embeddings are a fused kernel or do not exist.
+        angles: numbers of a token's rotary angles; 0 without rotary embeddings.
+        split_angles: rotary embeddings are several operators, which save cosines and sines for queries and for keys.
         qk_norms: queries and keys are normed.
         mask_bytes: of one number in the mask of hidden dropout; 0 without.
     """
@@ -31,8 +31,14 @@ class LayerOperators:
     split_norms: bool = False
     split_activation: bool = False
     angles: int = 0
+    split_angles: bool = False
     qk_norms: bool = False
     mask_bytes: int = 0
+
+    @property
+    def angle_bytes(self) -> float:
+        """Bytes of a token's rotary angles, in float32; all layers of a stage take the same."""
+        return float(FLOAT_BYTES * self.angles)
 
     def norm_bytes(self, numbers: float, element_bytes: int) -> float:
         """Return what a norm of ``numbers`` for each token saves beside its input, in bytes for each token.

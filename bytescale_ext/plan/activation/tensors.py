@@ -155,7 +155,7 @@ def split_tensors(
     each = {
         "normed inputs": 2 * operators.norm_bytes(norms_of, element_bytes),
         "query, key before their norms": of_heads,
-        "rotary angles": 4.0 * operators.angles * element_bytes,
+        "rotary angles": 4.0 * operators.angles * operators.split_angles * element_bytes,
         "dropout masks": 2.0 * norms_of * operators.mask_bytes,
         "activation and gate": 2.0 * inner * element_bytes if shape.gated and operators.split_activation else 0.0,
     }

@@ -37,8 +37,8 @@ class Held:
     Attributes:
         tokens: tokens of the rank whose activations are held; with virtual stages, in all their layers.
         kept_keys: tokens of other ranks whose keys are held from slice to slice.
-        layer_bytes: of both and of the sums of key gradients, in one layer; keys that are read back count in the mean
-            of the layers.
+        layer_bytes: of both and of the sums of key gradients, in one layer; keys that are read back and rotary angles
+            count in the mean of the layers.
         host_keys: tokens whose keys are in host memory.
         parts: what the stage takes when that is most, but for model states: activations, keys of other ranks or read
             back, sums, and what passes take with the losses that wait for theirs: [4, p, num_ranks].
@@ -180,6 +180,7 @@ def held(
         of_own, of_kept = rows[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
         over_time = np.cumsum((of_own, of_kept, summed[units] * backward), axis=2) / num_chunks
         in_layer = over_time * bytes_of_token
+        in_layer[0] += over_time[0] * layer.angles * num_chunks / memory.num_layers[stage]
         if is_swapped:
             changes = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
             in_host = np.cumsum(changes, axis=2) / num_chunks
@@ -188,6 +189,8 @@ def held(
             found[3, stage, ranks] = in_host[0].max(axis=1)
         found[:3, stage, ranks] = [each.max(axis=1) for each in (*over_time[:2], in_layer.sum(axis=0))]
         passes = _of_passes(memory, stage, rows[units], attended[units], ways)
+        if slicing.receives_ahead and stage and memory.passes is not None:
+            passes += memory.passes.message * _of_next_forward(rows[units], ways)
         if stage == num_stages - 1 and slicing.num_slices > 1:
             waiting = np.cumsum(rows[units] * (forward - backward), axis=1) / num_chunks
             passes += layer.head * np.maximum(0.0, waiting - rows[units])
@@ -215,6 +218,19 @@ def _of_passes(memory: StageMemory, stage: int, tokens: Floats, attended: Floats
     following = np.where(ways == BACKWARD, backward, 0.0)[:, 1:]
     own[:, :-1] = np.maximum(own[:, :-1], following)
     return own + memory.buffer_bytes * tokens.max(axis=1, keepdims=True)
+
+
+def _of_next_forward(tokens: Floats, ways: Ints) -> Floats:
+    """Return the tokens of the next forward pass after each action: its input is received meanwhile.
+
+    Args:
+        tokens: of the slice of each action: [r, actions], as the result; 0 where no forward pass follows.
+        ways: of the actions: [actions].
+    """
+    forward = np.flatnonzero(ways == FORWARD)
+    following = np.searchsorted(forward, np.arange(len(ways)), side="right")
+    padded = np.concatenate((tokens[:, forward], np.zeros((len(tokens), 1))), axis=1)
+    return np.asarray(padded[:, following])
 
 
 def local_shares(table: ShardTable, cost: CostModel, num_slices: int) -> Floats:

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.activation.load import LOGIT_BYTES
+from bytescale_ext.plan.activation.load import LOGIT_BYTES, LayerSettings
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.activation.tensors import (
     EXPERT_LOAD,
     VIRTUAL_MESSAGES,
@@ -40,6 +41,7 @@ class LayerBytes:
         key_sums: sums of the gradients of both, over slices.
         head: behind the last layer, once, from its loss to its backward pass (``head_bytes``).
         only_sliced: the part of ``activations`` that is held in slices alone.
+        angles: its rotary angles, which the layers of a (virtual) stage hold together, if they are computed again.
     """
 
     activations: float
@@ -47,6 +49,7 @@ class LayerBytes:
     key_sums: float
     head: float = 0.0
     only_sliced: float = 0.0
+    angles: float = 0.0
 
     @classmethod
     def of(cls, shape: ModelShape, tensor_parallel: int, element_bytes: int, activations: float = 0.0) -> LayerBytes:
@@ -68,7 +71,7 @@ class PassBytes:
         loss_tokens: the most tokens whose logits exist together.
         buffer: of a token of the largest pass, a hidden state that outlives passes, of tensor parallelism.
         message: of a token, its hidden state as it travels between stages.
-        num_messages: of the pass, that exist beside it.
+        num_messages: of the size of the pass, that exist beside it.
         again: of a token of the pass, in the layer that is computed again.
     """
 
@@ -119,6 +122,7 @@ class StageMemory:
             or logits; of full micro-batches.
         passes: from which those of other micro-batches follow; None: ``working_bytes`` are of any.
         rows_multiple: activations of each slice are of a multiple of this many rows.
+        angle_bytes: of a token's rotary angles, which all layers of a stage take in.
     """
 
     layer: LayerBytes
@@ -127,6 +131,7 @@ class StageMemory:
     working_bytes: tuple[float, ...]
     passes: PassBytes | None = None
     rows_multiple: int = 1
+    angle_bytes: float = 0.0
 
     @classmethod
     def of(
@@ -134,27 +139,28 @@ class StageMemory:
         cost: ModelCost,
         num_layers: Sequence[int],
         cluster: Cluster,
-        element_bytes: int = 2,
-        loss_tokens: int | None = None,
-        sequence_parallel: bool = False,
+        how: LayerSettings | None = None,
     ) -> StageMemory:
         """Return the memory of a model whose stages have these layers, with the optimizer shared by all HDP ranks.
 
-        ``loss_tokens``: whose logits exist together; None: those of a whole micro-batch.
+        ``how``: of elements, sequence parallelism, operators and the tokens of a loss, which alone count here.
         """
+        how = how or LayerSettings()
         shape, ranks, tokens = cost.shape, cost.tensor_parallel, cluster.tokens_per_rank
+        element_bytes, sequence_parallel, loss_tokens = how.element_bytes, how.sequence_parallel, how.loss_tokens
         tensors = [tensor.bytes_per_token for tensor in layer_tensors(shape, element_bytes, ranks)]
         layer = LayerBytes.of(shape, ranks, element_bytes, cost.layer_bytes)
+        shared = message_bytes(shape, ranks, element_bytes, sequence_parallel)
         in_experts = expert_working_bytes(shape, element_bytes, exchanged=True, load=EXPERT_LOAD)
         passes = PassBytes(
             tokens,
             hidden=tensors[0],
-            in_mlp=max(max(tensors) + 2 * tensors[0], in_experts),
+            in_mlp=max(max(tensors) + 2 * shared, in_experts),
             of_keys=2 * layer.keys,
             logits=LOGIT_BYTES * shape.vocab / ranks * (1 if loss_tokens else 1 + shape.later_layers),
             loss_tokens=loss_tokens or math.inf,
             buffer=gathered_bytes(shape, ranks, element_bytes, sequence_parallel),
-            message=message_bytes(shape, ranks, element_bytes, sequence_parallel),
+            message=shared,
         )
         of_parameter, last = parameter_bytes(element_bytes, cluster.num_ranks), len(num_layers) - 1
         parameters = (
@@ -162,11 +168,12 @@ class StageMemory:
             for stage, part in enumerate(shape.stages(num_layers))
         )
         return cls(
-            replace(layer, head=head_bytes(shape, ranks, element_bytes, loss_tokens is not None)),
+            replace(layer, head=head_bytes(shape, ranks, element_bytes, loss_tokens is not None, how.operators)),
             (*num_layers[:-1], num_layers[-1] + shape.later_layers),
             tuple(of_parameter * count for count in parameters),
             passes.of_full(len(num_layers)),
             passes,
+            angle_bytes=how.operators.angle_bytes,
         )
 
     def with_virtual_stages(self) -> StageMemory:
@@ -177,13 +184,14 @@ class StageMemory:
     def recomputing(self, input_bytes: float, sliced: bool = False) -> StageMemory:
         """Return the memory of layers that are computed again one by one.
 
-        They keep ``input_bytes`` of a token. In slices (``sliced``: micro-batches may run in slices) they also keep its
-        key and value, to which later slices attend.
+        Args:
+            input_bytes: of a token, that each layer keeps.
+            sliced: micro-batches may run in slices; then layers keep keys and values too, to which later slices attend.
         """
         assert self.passes is not None, f"{self.working_bytes=} are fixed"
         keys = self.layer.keys if sliced else 0.0
         again = replace(self.passes, again=self.layer.activations - input_bytes - keys)
-        layer = replace(self.layer, activations=input_bytes + keys, only_sliced=keys)
+        layer = replace(self.layer, activations=input_bytes + keys, only_sliced=keys, angles=self.angle_bytes)
         return replace(self, layer=layer)._of(again)
 
     def unsliced(self) -> StageMemory:
@@ -221,17 +229,27 @@ class StageMemory:
         """Return the memory besides parameters, gradients and optimizer states."""
         return replace(self, state_bytes=(0.0,) * len(self.num_layers))
 
+    def token_bytes(self, stage: int) -> float:
+        """Return the bytes that a token holds in a layer of a stage, in the mean of its layers."""
+        return self.layer.activations + self.layer.angles / self.num_layers[stage]
+
     def most_bytes(self, layer_bytes: Sequence[float]) -> float:
         """Return the bytes of the stage that takes most; ``layer_bytes``: the most in a layer of each stage."""
         stages = zip(self.state_bytes, self.working_bytes, self.num_layers, layer_bytes, strict=True)
         return max(states + working + layers * each for states, working, layers, each in stages)
 
 
-def head_bytes(shape: ModelShape, tensor_parallel: int, element_bytes: int, chunked_loss: bool) -> float:
+def head_bytes(
+    shape: ModelShape,
+    tensor_parallel: int,
+    element_bytes: int,
+    chunked_loss: bool,
+    operators: LayerOperators = FUSED,
+) -> float:
     """Return what a token holds behind the last layer until its backward pass: two hidden states, and its logits.
 
-    The hidden states are the outputs of the last layer and of the final norm. Logits are float32; a loss in chunks
-    keeps none.
+    The hidden states are the outputs of the last layer and of the final norm, beside which a norm of several
+    ``operators`` saves what it does in a layer. Logits are float32; a loss in chunks keeps none.
     """
     logits = 0.0 if chunked_loss else SAVED_LOGIT_BYTES * shape.vocab / tensor_parallel * (1 + shape.later_layers)
-    return 2.0 * shape.hidden * element_bytes + logits
+    return 2.0 * shape.hidden * element_bytes + operators.norm_bytes(shape.hidden, element_bytes) + logits

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from bytescale_ext.plan.activation.load import LayerSettings
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
@@ -90,7 +92,7 @@ class Case:
         """Return the case of a strategy. Raises Unfit where ranks, documents or memory do not suffice."""
         cluster = cluster_of(task, strategy)
         cost = strategy_cost(task.cost, strategy, cluster, task.operators)
-        memory, keeps_all = memory_of(cost, strategy, cluster), strategy.activations == KEEP
+        memory, keeps_all = memory_of(cost, strategy, cluster, task.operators), strategy.activations == KEEP
         if strategy.activations == PRICED and not strategy.chooses_slices:
             whole = _priced(task, strategy, cost, memory).under_policy()
             if whole is None:
@@ -225,13 +227,16 @@ def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
     return planner(lengths)
 
 
-def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster) -> StageMemory:
+def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster, operators: LayerOperators = FUSED) -> StageMemory:
     """Return the memory of the stages, with the optimizer shared by HDP ranks or whole; ``cost``: of the strategy.
 
-    Under ``BLOCK`` it is that of the layers that keep their activations.
+    Under ``BLOCK`` it is that of the layers that keep their activations. ``operators``: of a layer.
     """
     element = cost.element_bytes
-    memory = StageMemory.of(cost, strategy.stage_layers, cluster, element, strategy.loss_tokens, sequence_parallel=True)
+    how = LayerSettings(
+        element_bytes=element, sequence_parallel=True, operators=operators, loss_tokens=strategy.loss_tokens
+    )
+    memory = StageMemory.of(cost, strategy.stage_layers, cluster, how)
     if strategy.chunks > 1:
         memory = memory.with_virtual_stages()
     if strategy.activations == FULL:
@@ -262,7 +267,8 @@ def _stages(task: Task, cost: ModelCost, stage_layers: Sequence[int]) -> list[St
 def _full_bytes(strategy: Strategy, memory: StageMemory, stage: StageCost) -> float:
     """Return the most bytes of a device whose micro-batches are full and run whole."""
     if strategy.chunks == 1:
-        return memory.most_bytes([tokens * memory.layer.activations for tokens in tokens_in_flight(strategy)])
+        in_flight = enumerate(tokens_in_flight(strategy))
+        return memory.most_bytes([tokens * memory.token_bytes(number) for number, tokens in in_flight])
     table = full_micro_batches(4 * strategy.num_stages, strategy.tokens_per_rank)
     return held(table, ONE_SLICE, stage.both, memory, strategy.chunks).device_bytes(memory)
 

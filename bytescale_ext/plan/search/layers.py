@@ -91,7 +91,7 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
         left = device_bytes - memory.state_bytes[stage]
         if layers * choices[0].bytes * tokens <= left - memory.working_bytes[stage]:
             continue
-        found = cheapest((choices,) * layers, (left - again.working_bytes[stage]) / tokens)
+        found = cheapest((choices,) * layers, (left - again.working_bytes[stage]) / tokens - again.layer.angles)
         if found is None:
             return None
         most = max(most, found.count(choices[1]))
@@ -100,11 +100,12 @@ def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, 
 
 def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> float:
     """Return the most bytes of a device that runs full micro-batches whole; see ``fewest_recomputed``."""
-    kept, again, layer_bytes = cost.layer_bytes, cost.recompute_bytes, []
+    again, layer_bytes = memory.recomputing(cost.recompute_bytes), []
     for layers, tokens in zip(memory.num_layers, tokens_in_flight(strategy), strict=True):
         share = min(layers, strategy.recomputed_layers) / layers
-        layer_bytes.append(tokens * (share * again + (1 - share) * kept))
-    return memory.recomputing(again).most_bytes(layer_bytes)
+        kept = share * cost.recompute_bytes + (1 - share) * cost.layer_bytes
+        layer_bytes.append(tokens * (kept + again.layer.angles / layers))
+    return again.most_bytes(layer_bytes)
 
 
 def tokens_in_flight(strategy: Strategy) -> list[int]:

@@ -134,7 +134,8 @@ class PricedStages:
         layer = LayerBytes.of(cost.shape, cost.tensor_parallel, cost.element_bytes)
         if stage == num_stages - 1:
             is_chunked = self.strategy.loss_tokens is not None
-            layer = replace(layer, head=head_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes, is_chunked))
+            sizes = cost.shape, cost.tensor_parallel, cost.element_bytes
+            layer = replace(layer, head=head_bytes(*sizes, is_chunked, self.operators))
         tokens = [cluster.tokens_per_rank * length / sum(lengths) for length in lengths]
         others = min(slicing.kept_tokens, self.context) * (1 - 1 / cluster.num_ranks)
         return held_slices(schedule, stage, tokens, others, layer)

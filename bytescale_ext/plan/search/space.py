@@ -152,7 +152,7 @@ def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
     """Yield the strategy that computes no more layers again than it must, if those are some and not all."""
     kept, cluster = replace(strategy, activations=KEEP), cluster_of(task, strategy)
     cost = strategy_cost(task.cost, kept, cluster, task.operators)
-    number = fewest_recomputed(cost, memory_of(cost, kept, cluster), kept, task.devices.memory_bytes)
+    number = fewest_recomputed(cost, memory_of(cost, kept, cluster, task.operators), kept, task.devices.memory_bytes)
     if number is not None and 0 < number < max(kept.stage_layers):
         yield replace(kept, activations=BLOCK, recomputed_layers=number)
 
@@ -189,7 +189,8 @@ def with_budgets(task: Task, strategy: Strategy) -> Strategy:
     if not (strategy.chooses_slices or strategy.activations == PRICED):
         return strategy
     cluster = cluster_of(task, strategy)
-    memory = memory_of(strategy_cost(task.cost, strategy, cluster, task.operators), strategy, cluster)
+    cost = strategy_cost(task.cost, strategy, cluster, task.operators)
+    memory = memory_of(cost, strategy, cluster, task.operators)
     left = task.devices.memory_bytes - max(memory.state_bytes)
     host_gb = math.floor(task.devices.host_bytes / 1e6) / 1e3
     return replace(strategy, device_gb=max(0.0, math.floor(left / 1e6) / 1e3), host_gb=host_gb)
@@ -209,10 +210,12 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     lengths = np.array([length for step in task.steps for length in step], dtype=np.float64)
     layer = float(cost.stage(1).both.sequence_cost(lengths, np.ones_like(lengths)).sum())
     head = float((cost.head_forward + cost.head_backward) * lengths.sum())
-    one, two = (memory_of(cost, replace(strategy, stage_layers=(count,) * num_stages), cluster) for count in (1, 2))
+    layers = ((count,) * num_stages for count in (1, 2))
+    one, two = (memory_of(cost, replace(strategy, stage_layers=of), cluster, task.operators) for of in layers)
     for stage, tokens in enumerate(tokens_in_flight(strategy)):
         each = two.state_bytes[stage] - one.state_bytes[stage] + tokens * one.layer.activations
-        left = task.devices.memory_bytes - (2 * one.state_bytes[stage] - two.state_bytes[stage])
+        fixed = 2 * one.state_bytes[stage] - two.state_bytes[stage] + tokens * one.layer.angles
+        left = task.devices.memory_bytes - fixed
         most = max(0, math.floor((left - one.working_bytes[stage]) / each))
         most_layers[stage] = min(most, num_layers - num_stages + 1)
 

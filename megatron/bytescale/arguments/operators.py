@@ -14,13 +14,14 @@ def operators_of(args: Any, on_cuda: bool, element_bytes: int) -> LayerOperators
     on GPUs, and on CPU one of the type of the hidden states.
     """
     engine = args.transformer_impl == "transformer_engine"
-    has_angles = args.position_embedding_type in ("rope", "yarn") and not args.apply_rope_fusion
+    has_angles = args.position_embedding_type in ("rope", "yarn")
     of_head = getattr(args, "qk_pos_emb_head_dim", 64) if args.multi_latent_attention else args.kv_channels
     return LayerOperators(
         joined_norms=engine,
         split_norms=not engine and not on_cuda and args.normalization == "RMSNorm",
         split_activation=not args.bias_swiglu_fusion,
         angles=int(of_head * args.rotary_percent) if has_angles else 0,
+        split_angles=has_angles and not args.apply_rope_fusion,
         qk_norms=args.qk_layernorm and not args.multi_latent_attention,
         mask_bytes=(1 if on_cuda else element_bytes) if args.hidden_dropout > 0 else 0,
     )

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from bytescale_ext.config.hdp import HdpConfig
-from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.memory.activations import SlicedStages
 from bytescale_ext.config.planner import slicing as slicing_of
 from bytescale_ext.config.run import RunConfig
@@ -34,26 +33,34 @@ def sliced_options(args: Any, run: RunConfig, documents: DocumentSliceConfig) ->
 
 def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
     """Return how a pipeline stage runs its layers, and how many micro-batches or slices it holds at once."""
-    virtual, chunks = args.virtual_pipeline_model_parallel_size or 1, run.find(LossChunks)
+    virtual, how = args.virtual_pipeline_model_parallel_size or 1, layer_settings(args, run)
     slices, num_stages = slicing_of(run), len(run.stage_layers)
     in_flight = most_slices(num_stages, slices, stage, virtual)
     if run.find(HdpConfig) is None:  # plans of documents may have any number of micro-batches
         micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         in_flight = min(in_flight, micro_batches * slices.num_slices)
     held = _held_slices(args, run, stage) if slices.num_slices > 1 or virtual > 1 else ()
-    loss_tokens = None if chunks is None else chunks.num_tokens
-    return LayerSettings(
+    return replace(
+        how,
         num_layers=run.stage_layers[stage],
         resident_layers=RESIDENT_LAYERS if in_flight == 1 else 0,
         in_flight=in_flight,
-        element_bytes=args.params_dtype.itemsize,
-        sequence_parallel=args.sequence_parallel,
-        operators=operators_of(args, run.process.on_cuda, args.params_dtype.itemsize),
-        loss_tokens=loss_tokens if stage == num_stages - 1 else 0,
+        loss_tokens=how.loss_tokens if stage == num_stages - 1 else 0,
         slices=held,
         expert_load=expert_load(args),
         expert_ranks=ranks_that_share_experts(args),
         virtual=virtual > 1,
+    )
+
+
+def layer_settings(args: Any, run: RunConfig) -> LayerSettings:
+    """Return how all stages run their layers; the tokens of a loss are those of the last one."""
+    element = args.params_dtype.itemsize
+    return LayerSettings(
+        element_bytes=element,
+        sequence_parallel=args.sequence_parallel,
+        operators=operators_of(args, run.process.on_cuda, element),
+        loss_tokens=args.chunked_cross_entropy,
     )
 
 
@@ -84,7 +91,8 @@ def _held_slices(args: Any, run: RunConfig, stage: int) -> tuple[HeldSlices, ...
     sizes = run.shape, run.process.tensor_parallel, args.params_dtype.itemsize
     layer = LayerBytes.of(*sizes)
     if stage == num_stages - 1:
-        layer = replace(layer, head=head_bytes(*sizes, chunked_loss=run.find(LossChunks) is not None))
+        how = layer_settings(args, run)
+        layer = replace(layer, head=head_bytes(*sizes, how.loss_tokens is not None, how.operators))
     on_device, in_host = (min(most, args.seq_length) for most in (slicing.kept_tokens, slicing.swapped_tokens))
     found = held_slices(schedule, stage, lengths, on_device * others, layer)
     if in_host > on_device:

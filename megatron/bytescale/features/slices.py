@@ -19,8 +19,7 @@ from bytescale_ext.plan.schedule.check_slices import check_slices
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.arguments.operators import operators_of
-from megatron.bytescale.arguments.stage_layers import expert_load, stage_settings
+from megatron.bytescale.arguments.stage_layers import expert_load, layer_settings, stage_settings
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.memory.activations import cost_in_seconds, machine_of
 
@@ -253,12 +252,11 @@ def stage_memory(args: Any, run: RunConfig) -> StageMemory:
     With ``--recompute-method block``, which recomputes some layers only, this is the memory without recomputation.
     """
     cost, element = cost_in_seconds(run), args.params_dtype.itemsize
-    how = element, cost.tensor_parallel, args.sequence_parallel, operators_of(args, run.process.on_cuda, element)
-    tensors = [one.bytes_per_token for one in layer_tensors(run.shape, *how)]
+    sizes, how = (element, cost.tensor_parallel), layer_settings(args, run)
+    tensors = [one.bytes_per_token for one in layer_tensors(run.shape, *sizes, args.sequence_parallel, how.operators)]
     if run.cost is None:
-        cost = replace(cost, layer_bytes=sum(tensors) + expert_bytes(run.shape, *how[:2], expert_load(args)))
-    in_loss = args.chunked_cross_entropy
-    memory = StageMemory.of(cost, run.stage_layers, run.cluster, element, in_loss, args.sequence_parallel)
+        cost = replace(cost, layer_bytes=sum(tensors) + expert_bytes(run.shape, *sizes, expert_load(args)))
+    memory = StageMemory.of(cost, run.stage_layers, run.cluster, how)
     memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
     memory = memory.with_virtual_stages() if args.virtual_pipeline_model_parallel_size else memory
     if args.recompute_granularity != "full" or args.recompute_method == "block":

@@ -65,26 +65,30 @@ OPERATOR_ARGS = {
 @pytest.mark.parametrize(
     ("changes", "on_cuda", "expected"),
     [
-        ({}, True, LayerOperators(angles=32)),
-        ({}, False, LayerOperators(split_norms=True, angles=32)),
-        ({"normalization": "LayerNorm"}, False, LayerOperators(angles=32)),
-        ({"bias_swiglu_fusion": False}, True, LayerOperators(split_activation=True, angles=32)),
+        ({}, True, LayerOperators(angles=32, split_angles=True)),
+        ({}, False, LayerOperators(split_norms=True, angles=32, split_angles=True)),
+        ({"normalization": "LayerNorm"}, False, LayerOperators(angles=32, split_angles=True)),
+        ({"bias_swiglu_fusion": False}, True, LayerOperators(split_activation=True, angles=32, split_angles=True)),
         (
             {"apply_rope_fusion": True, "transformer_impl": "transformer_engine"},
             True,
-            LayerOperators(joined_norms=True),
+            LayerOperators(joined_norms=True, angles=32),
         ),
         ({"position_embedding_type": "none", "qk_layernorm": True}, True, LayerOperators(qk_norms=True)),
-        ({"hidden_dropout": 0.1, "rotary_percent": 1.0}, True, LayerOperators(angles=64, mask_bytes=1)),
+        (
+            {"hidden_dropout": 0.1, "rotary_percent": 1.0},
+            True,
+            LayerOperators(angles=64, split_angles=True, mask_bytes=1),
+        ),
         (
             {"hidden_dropout": 0.1, "rotary_percent": 1.0},
             False,
-            LayerOperators(split_norms=True, angles=64, mask_bytes=2),
+            LayerOperators(split_norms=True, angles=64, split_angles=True, mask_bytes=2),
         ),
         (
             {"multi_latent_attention": True, "qk_pos_emb_head_dim": 16, "rotary_percent": 1.0, "qk_layernorm": True},
             True,
-            LayerOperators(angles=16),
+            LayerOperators(angles=16, split_angles=True),
         ),
     ],
 )

@@ -23,7 +23,7 @@ from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-OPERATORS = LayerOperators(split_norms=True, split_activation=True, angles=SHAPE.head_dim)
+OPERATORS = LayerOperators(split_norms=True, split_activation=True, angles=SHAPE.head_dim, split_angles=True)
 COST = cost_of_rates(SHAPE, 1e12, 1e12, 1e12)
 MORE_PLANS = {
     "no layer resident": ActivationPlan("priced", 0.5, 0.5, 1.0, True),
@@ -33,15 +33,15 @@ MORE_PLANS = {
 
 def predicted(name: str) -> float:
     """Return the bytes of activations at their peak."""
+    settings = LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS, operators=OPERATORS)
     if name in ("all", "full recompute"):
         tensors = [one.bytes_per_token for one in layer_tensors(SHAPE, FLOAT_BYTES, operators=OPERATORS)]
         cost, kept = replace(COST, layer_bytes=sum(tensors)), sum(tensors)
-        stage = StageMemory.of(cost, (SHAPE.num_layers,), Cluster(1, LENGTH), FLOAT_BYTES, LOSS_TOKENS)
+        stage = StageMemory.of(cost, (SHAPE.num_layers,), Cluster(1, LENGTH), settings)
         if name == "full recompute":
             kept = tensors[0]
             stage = stage.recomputing(kept)
         return stage.without_states().most_bytes([LENGTH * kept])
-    settings = LayerSettings(element_bytes=FLOAT_BYTES, loss_tokens=LOSS_TOKENS, operators=OPERATORS)
     return forecast(
         {**PLANS, **MORE_PLANS}[name], layer_load(COST, LENGTH, how=settings), Machine(1e12, 1e12)
     ).device_bytes

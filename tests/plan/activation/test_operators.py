@@ -12,7 +12,7 @@ from bytescale_ext.plan.activation.tensors import layer_tensors, split_tensors
 from bytescale_ext.plan.cost.model_shape import ModelShape
 
 SHAPE = ModelShape(4, 128, 4, 2, 32, 352, True, 256)
-SPLIT = LayerOperators(split_norms=True, split_activation=True, angles=32)
+SPLIT = LayerOperators(split_norms=True, split_activation=True, angles=32, split_angles=True)
 
 
 def bytes_of(operators: LayerOperators, element_bytes: int = 4, shape: ModelShape = SHAPE, ranks: int = 1) -> float:
@@ -23,6 +23,9 @@ def bytes_of(operators: LayerOperators, element_bytes: int = 4, shape: ModelShap
 def test_fused_kernels_save_nothing_in_between() -> None:
     assert split_tensors(SHAPE, FUSED) == ()
     assert FUSED.norm_bytes(128, 4) == 0.0
+    fused = LayerOperators(angles=32)
+    assert split_tensors(SHAPE, fused) == ()
+    assert fused.angle_bytes == 4 * 32
 
 
 @pytest.mark.parametrize(("element_bytes", "expected"), [(4, 12184), (2, 7128)])
@@ -41,6 +44,7 @@ def test_a_layer_on_cpu(element_bytes: int, expected: int) -> None:
         ({"mask_bytes": 1}, 2 * 128),
         ({"split_norms": False}, -2 * (512 + 4)),
         ({"angles": 16}, -4 * 16 * 4),
+        ({"split_angles": False}, -4 * 32 * 4),
         ({"split_activation": False}, -2 * 352 * 4),
         ({"joined_norms": True}, 0),
     ],

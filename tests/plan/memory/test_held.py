@@ -139,6 +139,32 @@ def test_a_slice_computes_its_layer_again_alone() -> None:
         assert found.device_parts(again).working == 5.0 + tokens * 6.0
 
 
+def test_rotary_angles_are_held_once_on_a_stage() -> None:
+    """Micro-batches of 8 tokens on one stage of four layers, or on two virtual stages of two layers each."""
+    layer, even, table = LayerBytes(10.0, 0.0, 0.0), CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
+    memory = replace(memory_of(1, layer), num_layers=(4,))
+    with_angles = replace(memory, layer=replace(layer, angles=3.0))
+    for slicing in (ONE_SLICE, Slicing(2)):
+        more = held(table, slicing, even, with_angles).device_bytes(with_angles)
+        assert more == held(table, slicing, even, memory).device_bytes(memory) + 8 * 3.0
+    virtual = held(table, ONE_SLICE, even, with_angles, num_chunks=2).device_bytes(with_angles)
+    of_layers = held(table, ONE_SLICE, even, memory, num_chunks=2)
+    assert virtual == of_layers.device_bytes(memory) + of_layers.tokens[0, 0] * 2 * 3.0
+
+
+@pytest.mark.parametrize(("eager", "ahead"), [(True, 2.0), (False, 0.0)])
+def test_an_eager_stage_has_received_its_next_input_by_hand(eager: bool, ahead: float) -> None:
+    """Micro-batches of 8 and 4 tokens on two stages; the last runs F0.0 F0.1 B0.1 F1.0 B0.0 and so on.
+
+    B0.1 takes most: slices 0.0 and 0.1 of 4 tokens are held, and slice 1.0 of 2 tokens has arrived.
+    """
+    passes = PassBytes(8, hidden=0.0, in_mlp=5.0, of_keys=0.0, logits=0.0, loss_tokens=np.inf, message=7.0)
+    memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0)), passes=passes)
+    table, slicing = ShardTable.of(local(8, 4)), Slicing(2, eager=eager)
+    last = held(table, slicing, CostModel(a=0.0, b=1.0), memory).stage_parts(memory)[1]
+    assert (last.activations, last.working) == (10 * 8, 4 * 5 + ahead * 7)
+
+
 def test_a_pass_adds_to_what_is_held_while_it_runs_by_hand() -> None:
     """Two stages, micro-batches of 2, 8 and 4 tokens: the first stage runs F0 F1 B0 F2 B1 B2.
 

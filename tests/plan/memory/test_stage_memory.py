@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from bytescale_ext.measure.cost_file import shipped
+from bytescale_ext.plan.activation.load import LayerSettings
+from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.evaluate.schedulers import equal_layers
 from bytescale_ext.plan.memory.model_states import state_bytes
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory, head_bytes
@@ -37,7 +39,10 @@ def test_bytes_of_a_token() -> None:
     assert layer.activations == COST.layer_bytes
     assert layer.keys == 2 * shape.num_kv_heads * shape.head_dim * 2
     assert layer.key_sums == 2 * layer.keys
-    assert StageMemory.of(COST, equal_layers(COST, 4), CLUSTER, element_bytes=4).layer.key_sums == 2 * layer.keys
+    assert (
+        StageMemory.of(COST, equal_layers(COST, 4), CLUSTER, LayerSettings(element_bytes=4)).layer.key_sums
+        == 2 * layer.keys
+    )
 
 
 def test_the_fullest_stage_counts() -> None:
@@ -94,10 +99,11 @@ def test_attention_of_a_slice_has_gradients_of_all_keys_before_it() -> None:
 
 def test_tensor_parallel_ranks_gather_into_a_buffer() -> None:
     two = replace(COST, tensor_parallel=2)
-    with_buffer, without = (StageMemory.of(two, (4, 4), CLUSTER, 2, None, parallel) for parallel in (True, False))
-    assert with_buffer.working_bytes[0] - without.working_bytes[0] == 8192 * COST.shape.hidden * 2
-    one = [StageMemory.of(COST, (4, 4), CLUSTER, 2, None, parallel) for parallel in (True, False)]
-    assert one[0] == one[1]
+    how = [LayerSettings(sequence_parallel=shared) for shared in (True, False)]
+    with_buffer, without = (StageMemory.of(two, (4, 4), CLUSTER, one) for one in how)
+    whole = 8192 * COST.shape.hidden * 2
+    assert with_buffer.working_bytes[0] - without.working_bytes[0] == whole - 2 * whole / 2  # gradients are shared
+    assert StageMemory.of(COST, (4, 4), CLUSTER, how[0]) == StageMemory.of(COST, (4, 4), CLUSTER, how[1])
 
 
 def test_messages_of_virtual_stages_travel_beside_passes() -> None:
@@ -112,3 +118,14 @@ def test_what_is_behind_the_layers() -> None:
     shape = COST.shape
     assert head_bytes(shape, 2, 2, chunked_loss=False) == 4 * shape.hidden + 2 * shape.vocab
     assert head_bytes(shape, 2, 2, chunked_loss=True) == 4 * shape.hidden
+    in_parts = LayerOperators(split_norms=True)
+    assert head_bytes(shape, 2, 4, True, in_parts) == 3 * 4 * shape.hidden + 4
+    how = LayerSettings(element_bytes=4, loss_tokens=512, operators=in_parts)
+    assert StageMemory.of(COST, (4, 4), CLUSTER, how).layer.head == 3 * 4 * shape.hidden + 4
+
+
+def test_angles_are_held_once_where_layers_are_computed_again() -> None:
+    memory = StageMemory.of(COST, (6, 2), CLUSTER, LayerSettings(operators=LayerOperators(angles=128)))
+    again = memory.recomputing(100.0)
+    assert [memory.token_bytes(stage) for stage in (0, 1)] == [COST.layer_bytes] * 2
+    assert [again.num_layers[stage] * again.token_bytes(stage) for stage in (0, 1)] == [600 + 512, 200 + 512]

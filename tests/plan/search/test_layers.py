@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.search.case import Case, memory_of
 from bytescale_ext.plan.search.layers import Choice, block_bytes, cheapest, fewest_recomputed
@@ -44,18 +45,21 @@ def test_the_choice_for_each_layer_is_the_best_of_all(seed: int) -> None:
 
 def test_a_recomputed_layer_keeps_its_input_and_in_slices_keys() -> None:
     keys = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-    memory = StageMemory.of(COST, (3, 3), Cluster(2, 8), 2)
+    memory = StageMemory.of(COST, (3, 3), Cluster(2, 8))
     for sliced, more in ((False, 0), (True, keys)):
         assert memory.recomputing(COST.recompute_bytes, sliced).layer.activations == COST.recompute_bytes + more
 
 
+@pytest.mark.parametrize("operators", [FUSED, LayerOperators(angles=16)])
 @pytest.mark.parametrize("stage_layers", [(6,), (3, 3), (4, 2)])
-def test_as_few_layers_as_the_memory_needs(stage_layers: tuple[int, ...]) -> None:
-    kept = Strategy(1, stage_layers, 1024, shares_optimizer=True)
-    cluster = cluster_of(TASK, kept)
-    memory = memory_of(COST, kept, cluster)
-    full = Case.of(TASK, replace(kept, activations=FULL)).full_bytes[0]
-    whole, seen = Case.of(TASK, kept).full_bytes[0], set()
+def test_as_few_layers_as_the_memory_needs(stage_layers: tuple[int, ...], operators: LayerOperators) -> None:
+    kept, task = Strategy(1, stage_layers, 1024, shares_optimizer=True), replace(TASK, operators=operators)
+    cluster = cluster_of(task, kept)
+    memory = memory_of(COST, kept, cluster, operators)
+    full = Case.of(task, replace(kept, activations=FULL)).full_bytes[0]
+    all_layers = replace(kept, activations=BLOCK, recomputed_layers=max(stage_layers))
+    assert block_bytes(COST, memory, all_layers) == full
+    whole, seen = Case.of(task, kept).full_bytes[0], set()
     for device_bytes in np.linspace(0.9 * full, 1.1 * whole, 60):
         number = fewest_recomputed(COST, memory, kept, device_bytes)
         fitting = [

@@ -39,7 +39,7 @@ def test_the_model_is_read_as_training_reads_it() -> None:
     task = task_of(cli.parse(with_model(LINE, "--window-size 64,0 --mtp-num-layers 1 --position-embedding-type rope")))
     shape = task.cost.shape
     assert (shape.num_window_layers, shape.window_tokens, shape.later_layers) == (1, 64, 1)
-    assert task.operators == LayerOperators(angles=16)
+    assert task.operators == LayerOperators(angles=16, split_angles=True)
     assert (task.cost.dtype, task.rows_multiple) == ("bfloat16", 1)
     assert task_of(cli.parse(with_model(LINE, "--fp16"))).cost.dtype == "float16"
 

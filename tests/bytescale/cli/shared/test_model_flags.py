@@ -54,14 +54,18 @@ def test_experts_windows_latents_and_later_tokens() -> None:
 @pytest.mark.parametrize(
     ("flags", "on_cuda", "expected"),
     [
-        (LLAMA, True, LayerOperators(angles=128)),
-        (LLAMA, False, LayerOperators(split_norms=True, split_activation=True, angles=128)),
-        (f"{LLAMA} --no-bias-swiglu-fusion", True, LayerOperators(split_activation=True, angles=128)),
-        (f"{LLAMA} --transformer-impl transformer_engine", True, LayerOperators(joined_norms=True)),
+        (LLAMA, True, LayerOperators(angles=128, split_angles=True)),
+        (LLAMA, False, LayerOperators(split_norms=True, split_activation=True, angles=128, split_angles=True)),
+        (
+            f"{LLAMA} --no-bias-swiglu-fusion",
+            True,
+            LayerOperators(split_activation=True, angles=128, split_angles=True),
+        ),
+        (f"{LLAMA} --transformer-impl transformer_engine", True, LayerOperators(joined_norms=True, angles=128)),
         (
             f"{LLAMA} --transformer-impl transformer_engine --no-rope-fusion",
             True,
-            LayerOperators(joined_norms=True, angles=128),
+            LayerOperators(joined_norms=True, angles=128, split_angles=True),
         ),
         ("--hidden-dropout 0.1", True, LayerOperators(mask_bytes=1)),
         ("--hidden-dropout 0.1", False, LayerOperators(split_activation=True, mask_bytes=4)),
