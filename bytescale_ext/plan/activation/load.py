@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
@@ -136,6 +136,9 @@ class LayerLoad:
         expert_bytes: of a token in the experts of a layer. No policy moves them.
         expert_working_bytes: of the gradients of a token in the backward pass of experts.
         beside_bytes: of a token that runs, hidden states that exist beside its passes.
+        moments: what a layer holds at each moment at which it may hold most; its experts' tensors count as held bytes.
+        working_bytes: gradients that exist together in a layer's backward pass: one of its widest tensor, and two of
+            its input. The gradient of the activation function's output reuses the memory of that output.
     """
 
     tensors: tuple[LayerTensor, ...]
@@ -153,14 +156,16 @@ class LayerLoad:
     expert_bytes: float = 0.0
     expert_working_bytes: float = 0.0
     beside_bytes: float = 0.0
+    moments: tuple[HeldSlices, ...] = field(init=False, repr=False, compare=False)
+    working_bytes: float = field(init=False, repr=False, compare=False)
 
-    @property
-    def moments(self) -> tuple[HeldSlices, ...]:
-        """What a layer holds at each moment at which it may hold most; its experts' tensors count as held bytes."""
+    def __post_init__(self) -> None:
         held = self.slices or (HeldSlices(self.num_tokens, self.in_flight * self.num_tokens, 0.0),)
-        if not self.expert_bytes:
-            return held
-        return tuple(replace(one, bytes=one.bytes + one.tokens * self.expert_bytes) for one in held)
+        if self.expert_bytes:
+            held = tuple(replace(one, bytes=one.bytes + one.tokens * self.expert_bytes) for one in held)
+        widest = max(tensor.bytes_per_token for tensor in self.tensors)
+        object.__setattr__(self, "moments", held)
+        object.__setattr__(self, "working_bytes", self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token))
 
     @property
     def times_held(self) -> float:
@@ -195,15 +200,6 @@ class LayerLoad:
     def rebuild_seconds_of(self, kind: str, machine: Machine) -> float:
         """Return the seconds to rebuild all tensors of a kind in one layer, for all tokens."""
         return sum(self.rebuild_seconds(tensor, machine) for tensor in self.tensors if tensor.kind == kind)
-
-    @property
-    def working_bytes(self) -> float:
-        """Gradients that exist together in a layer's backward pass: one of its widest tensor, and two of its input.
-
-        The gradient of the activation function's output reuses the memory of that output.
-        """
-        widest = max(tensor.bytes_per_token for tensor in self.tensors)
-        return self.num_tokens * (widest + 2 * self.tensors[0].bytes_per_token)
 
     def working_bytes_at(self, moment: HeldSlices) -> float:
         """Return the gradients that exist together at a moment: in the MLP, or in attention over earlier slices."""

@@ -7,9 +7,10 @@ backward pass (``attention/slices.py``). The order of work alone decides what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
+from operator import attrgetter, ge
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ Floats = npt.NDArray[np.float64]
 
 MANY_GROUPS = 3
 """A pipeline that runs this many groups of micro-batches holds as much as one that runs more."""
+
+_ENTRIES = attrgetter(*(entry.name for entry in fields(HeldSlices)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,7 +307,17 @@ def held_slices(
         head = layer.head * max(0.0, share * tokens - lengths[index])
         found.add(HeldSlices(lengths[index], share * tokens, held_bytes, copies * attended, read, in_host, head))
         tokens -= lengths[index]
-    return tuple(sorted(found, key=astuple))
+    return most_held(found)
+
+
+def most_held(found: Iterable[HeldSlices]) -> tuple[HeldSlices, ...]:
+    """Return the moments beside which no other runs the same slice and holds at least as much of everything."""
+    kept: dict[float, list[HeldSlices]] = {}
+    for one in sorted(found, key=_ENTRIES, reverse=True):
+        others = kept.setdefault(one.running, [])
+        if not any(all(map(ge, _ENTRIES(other), _ENTRIES(one))) for other in others):
+            others.append(one)
+    return tuple(one for of_slice in kept.values() for one in of_slice)
 
 
 def _orders(

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bytescale_ext.plan.activation.forecast import DeviceNeed
+from bytescale_ext.plan.activation.load import HeldSlices
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.memory.held import held, held_slices, local_shares, padded_rows
+from bytescale_ext.plan.memory.held import held, held_slices, local_shares, most_held, padded_rows
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Slicing
+from tests.plan.activation.random_loads import random_load
 
 COST = CostModel(a=0.01, b=1.0)
 BYTES = LayerBytes(10.0, 3.0, 6.0)
@@ -125,6 +129,21 @@ def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
     schedule = seq1f1b_schedule(2, 2, Slicing(2))
     of_last = held_slices(schedule, 1, [4.0, 4.0], 0.0, LayerBytes(0.0, 0.0, 0.0, head=7.0))
     assert max(one.head for one in of_last) == 4 * 7.0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_only_moments_that_no_other_exceeds_count(seed: int) -> None:
+    dice = random.Random(seed)
+    load, moments = random_load(dice), set()
+    for _ in range(40):
+        running = dice.choice((1, load.num_tokens))
+        tokens = dice.randint(load.num_tokens, 4 * load.num_tokens)
+        moments.add(HeldSlices(running, tokens, *(float(dice.randint(0, 3)) for _ in range(5))))
+    kept, whole = most_held(moments), load.bytes_of()
+    assert set(kept) < moments
+    for resident, moves, share in product((0, 2), (True, False), (0.0, 0.5, 1.0)):
+        needs = [DeviceNeed.of(replace(load, slices=tuple(each)), resident, moves) for each in (kept, moments)]
+        assert needs[0].device_bytes(share * whole) == needs[1].device_bytes(share * whole)
 
 
 def test_a_slice_computes_its_layer_again_alone() -> None:
