@@ -36,14 +36,14 @@ class Forecast:
         return self.device_bytes <= machine.device_bytes * slack and self.host_bytes <= machine.host_bytes * slack
 
 
-def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecast:
+def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine, need: DeviceNeed | None = None) -> Forecast:
     """Predict time and memory of one micro-batch.
 
     A swapped layer is written to host memory while the next layer computes, and read back while the next layer runs
     its backward pass (MEMO section 4.1, Fig. 10). Each step takes the longer of the two times: computing and copying.
     With several micro-batches in flight, the last layer of the next one is read while the first layer of this one runs
     backward. With a single one and no resident layers, nothing hides the reading of the last layer. For memory see
-    ``DeviceNeed``.
+    ``DeviceNeed``; ``need``: that of the plan, if it is known.
     """
     transferred = kept = recompute_seconds = 0.0
     for tensor in load.tensors:
@@ -60,7 +60,7 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine) -> Forecas
     copies = 0.0
     if 0.0 < plan.recompute < 1.0 and not plan.rebuild_cheap:
         copies = plan.recompute * load.bytes_of("matrix", "cheap")
-    need = DeviceNeed.of(load, resident, transferred > 0, copies, plan.rebuild_cheap)
+    need = need or DeviceNeed.of(load, resident, transferred > 0, copies, plan.rebuild_cheap)
     return Forecast(
         transfer_seconds=transfer_seconds,
         recompute_seconds=recompute_seconds,

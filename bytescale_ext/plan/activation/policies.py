@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from bytescale_ext.plan.activation.check import check_activation_plan
-from bytescale_ext.plan.activation.forecast import DeviceNeed, forecast
+from bytescale_ext.plan.activation.forecast import DeviceNeed, Forecast, forecast
 from bytescale_ext.plan.activation.load import LayerLoad, Machine
 from bytescale_ext.plan.activation.plan import ActivationPlan
 
@@ -91,29 +91,33 @@ def priced_or_none(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
     keeps_all = ActivationPlan("priced")
     if forecast(keeps_all, load, machine).fits(machine):  # others rebuild at least outputs of norms
         return keeps_all
-    fewest = min(load.resident_layers, load.num_layers)
-    plans = [
-        ActivationPlan("priced", swap, max(0.0, 1.0 - swap - keep), input_swap, True, resident)
-        for resident in range(fewest, load.num_layers)
-        for input_swap, keep, swap in (_unmoved(load, machine, resident), *_corners(load, machine, resident))
-    ]
-    return _fastest(plans, load, machine)
+    found = []
+    for resident in range(min(load.resident_layers, load.num_layers), load.num_layers):
+        unmoved, moved = (DeviceNeed.of(load, resident, moves, products=True) for moves in (False, True))
+        shares = *_unmoved(load, machine, unmoved), *_corners(load, machine, resident, moved)
+        for input_swap, keep, swap in shares:
+            plan = ActivationPlan("priced", swap, max(0.0, 1.0 - swap - keep), input_swap, True, resident)
+            found.append((forecast(plan, load, machine, moved if input_swap or swap else unmoved), plan))
+    return _fastest(found, machine)
 
 
-def _unmoved(load: LayerLoad, machine: Machine, resident: int) -> tuple[float, float, float]:
-    """Return (input swap, keep, swap) without transfers; the device then holds one whole layer less."""
-    need = DeviceNeed.of(load, resident, moves=False, products=True)
-    room = need.most_kept(machine.device_bytes) - load.bytes_of("input")
-    return 0.0, _share(room / load.bytes_of(*PRODUCTS)), 0.0
+def _unmoved(load: LayerLoad, machine: Machine, need: DeviceNeed) -> Iterable[tuple[float, float, float]]:
+    """Yield (input swap, keep, swap) without transfers, if inputs fit; the device then holds one whole layer less."""
+    inputs = load.bytes_of("input")
+    room = need.most_kept(machine.device_bytes) - inputs
+    if room >= -1e-9 * inputs:
+        yield 0.0, _share(room / load.bytes_of(*PRODUCTS)), 0.0
 
 
-def _corners(load: LayerLoad, machine: Machine, resident: int) -> Iterable[tuple[float, float, float]]:
+def _corners(
+    load: LayerLoad, machine: Machine, resident: int, need: DeviceNeed
+) -> Iterable[tuple[float, float, float]]:
     """Yield (input swap, keep, swap) where two or more bounds meet, with ``resident`` layers kept whole."""
-    planned = load.times_held * (load.num_layers - resident)
-    inputs, matrix = load.bytes_of("input"), load.bytes_of(*PRODUCTS)
-    room = DeviceNeed.of(load, resident, moves=True, products=True).most_kept(machine.device_bytes)
+    room = need.most_kept(machine.device_bytes)
     if room < 0:
         return
+    planned = load.times_held * (load.num_layers - resident)
+    inputs, matrix = load.bytes_of("input"), load.bytes_of(*PRODUCTS)
     host, link = machine.host_bytes / planned, machine.link_bytes_per_second
     matrix_seconds = load.rebuild_seconds_of("matrix", machine)
     cheap_seconds = load.rebuild_seconds_of("cheap", machine)
@@ -136,10 +140,9 @@ def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _fastest(plans: list[ActivationPlan], load: LayerLoad, machine: Machine) -> ActivationPlan | None:
+def _fastest(plans: list[tuple[Forecast, ActivationPlan]], machine: Machine) -> ActivationPlan | None:
     """Return the fitting plan with the least predicted time; ties go to the least host memory, then to the first."""
-    fitting = [(forecast(plan, load, machine), plan) for plan in plans]
-    fitting = [(prediction, plan) for prediction, plan in fitting if prediction.fits(machine)]
+    fitting = [(prediction, plan) for prediction, plan in plans if prediction.fits(machine)]
     if not fitting:
         return None
     return min(fitting, key=lambda one: (one[0].step_seconds, one[0].host_bytes))[1]
@@ -201,7 +204,8 @@ def _auto(load: LayerLoad, machine: Machine) -> ActivationPlan | None:
     with contextlib.suppress(ValueError):  # it does not fit; others may
         plans.append(plan_memo(load, machine))
     priced = priced_or_none(load, machine)
-    return _fastest([*plans, *([priced] if priced is not None else [])], load, machine)
+    plans += [] if priced is None else [priced]
+    return _fastest([(forecast(plan, load, machine), plan) for plan in plans], machine)
 
 
 def given_plan(policy: str, swap: float | None, recompute: float | None, resident_layers: int) -> ActivationPlan:

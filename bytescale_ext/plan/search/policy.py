@@ -128,17 +128,17 @@ class PricedStages:
     def _held(self, stage: int, slicing: Slicing, lengths: tuple[int, ...]) -> tuple[HeldSlices, ...]:
         """Return what a stage holds at most, of full micro-batches and of the longest document that is kept."""
         num_stages, cluster, cost = len(self.state_bytes), self.cluster, self.cost
-        schedule = _schedule(num_stages, replace(slicing, kept_tokens=0), self.strategy.chunks)
+        held_by = partial(_held_by, (num_stages, replace(slicing, kept_tokens=0), self.strategy.chunks), stage)
         if slicing.num_slices == 1:  # a micro-batch holds its keys as activations
-            return held_slices(schedule, stage, [cluster.tokens_per_rank], 0.0, LayerBytes(0.0, 0.0, 0.0))
+            return held_by((cluster.tokens_per_rank,), 0.0, LayerBytes(0.0, 0.0, 0.0))
         layer = LayerBytes.of(cost.shape, cost.tensor_parallel, cost.element_bytes)
         if stage == num_stages - 1:
             is_chunked = self.strategy.loss_tokens is not None
             sizes = cost.shape, cost.tensor_parallel, cost.element_bytes
             layer = replace(layer, head=head_bytes(*sizes, is_chunked, self.operators))
-        tokens = [cluster.tokens_per_rank * length / sum(lengths) for length in lengths]
+        tokens = tuple(cluster.tokens_per_rank * length / sum(lengths) for length in lengths)
         others = min(slicing.kept_tokens, self.context) * (1 - 1 / cluster.num_ranks)
-        return held_slices(schedule, stage, tokens, others, layer)
+        return held_by(tokens, others, layer)
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,14 @@ class PricedSlices:
             found = stages.under_policy(slicing, rule.sequence_slices(context, width))
             if found is not None:
                 yield found
+
+
+@lru_cache(maxsize=4096)
+def _held_by(
+    order: tuple[int, Slicing, int], stage: int, lengths: tuple[float, ...], kept_tokens: float, layer: LayerBytes
+) -> tuple[HeldSlices, ...]:
+    """Return ``held_slices`` of a ``_schedule``, once for strategies that differ in what it does not depend on."""
+    return held_slices(_schedule(*order), stage, lengths, kept_tokens, layer)
 
 
 @lru_cache(maxsize=64)
