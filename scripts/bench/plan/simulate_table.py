@@ -318,7 +318,7 @@ def _case_table(score: Scores) -> list[str]:
 
 
 def _spread(values: Sequence[float], digits: int = 3, worst: Callable[[Sequence[float]], float] = max) -> str:
-    return f"{np.mean(values):.{digits}f} ({worst(values):.{digits}f})"
+    return f"{np.mean(values):z.{digits}f} ({worst(values):z.{digits}f})"
 
 
 if __name__ == "__main__":
