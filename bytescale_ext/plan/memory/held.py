@@ -183,7 +183,7 @@ def held(
         of_own, of_kept = rows[units] * (forward - (ways == last)), slices.kept[units] * (forward - backward)
         over_time = np.cumsum((of_own, of_kept, summed[units] * backward), axis=2) / num_chunks
         in_layer = over_time * bytes_of_token
-        in_layer[0] += over_time[0] * layer.angles * num_chunks / memory.num_layers[stage]
+        in_layer[0] += over_time[0] * layer.angles * num_chunks / max(1, memory.num_layers[stage])
         if is_swapped:
             changes = np.stack((slices.swapped[units], slices.own_swapped[units])) * (forward - backward)
             in_host = np.cumsum(changes, axis=2) / num_chunks
@@ -311,7 +311,10 @@ def held_slices(
 
 
 def most_held(found: Iterable[HeldSlices]) -> tuple[HeldSlices, ...]:
-    """Return the moments beside which no other runs the same slice and holds at least as much of everything."""
+    """Return the moments beside which no other runs the same slice and holds at least as much of everything.
+
+    They alone decide what a device needs.
+    """
     kept: dict[float, list[HeldSlices]] = {}
     for one in sorted(found, key=_ENTRIES, reverse=True):
         others = kept.setdefault(one.running, [])

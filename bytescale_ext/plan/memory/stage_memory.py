@@ -231,7 +231,7 @@ class StageMemory:
 
     def token_bytes(self, stage: int) -> float:
         """Return the bytes that a token holds in a layer of a stage, in the mean of its layers."""
-        return self.layer.activations + self.layer.angles / self.num_layers[stage]
+        return self.layer.activations + self.layer.angles / max(1, self.num_layers[stage])
 
     def most_bytes(self, layer_bytes: Sequence[float]) -> float:
         """Return the bytes of the stage that takes most; ``layer_bytes``: the most in a layer of each stage."""

@@ -169,6 +169,8 @@ def test_rotary_angles_are_held_once_on_a_stage() -> None:
     virtual = held(table, ONE_SLICE, even, with_angles, num_chunks=2).device_bytes(with_angles)
     of_layers = held(table, ONE_SLICE, even, memory, num_chunks=2)
     assert virtual == of_layers.device_bytes(memory) + of_layers.tokens[0, 0] * 2 * 3.0
+    empty = replace(with_angles, num_layers=(0,))
+    assert held(table, ONE_SLICE, even, empty).device_bytes(empty) == 0.0
 
 
 @pytest.mark.parametrize(("eager", "ahead"), [(True, 2.0), (False, 0.0)])
