@@ -43,7 +43,7 @@ def forecast(plan: ActivationPlan, load: LayerLoad, machine: Machine, need: Devi
     its backward pass (MEMO section 4.1, Fig. 10). Each step takes the longer of the two times: computing and copying.
     With several micro-batches in flight, the last layer of the next one is read while the first layer of this one runs
     backward. With a single one and no resident layers, nothing hides the reading of the last layer. For memory see
-    ``DeviceNeed``; ``need``: that of the plan, if it is known.
+    ``DeviceNeed``; a caller that knows the plan's gives it as ``need``.
     """
     transferred = kept = recompute_seconds = 0.0
     for tensor in load.tensors:

@@ -54,7 +54,7 @@ def stage_settings(args: Any, run: RunConfig, stage: int) -> LayerSettings:
 
 
 def layer_settings(args: Any, run: RunConfig) -> LayerSettings:
-    """Return how all stages run their layers; the tokens of a loss are those of the last one."""
+    """Return what the layers of all stages have in common, with the tokens of a loss, which only the last one runs."""
     element = args.params_dtype.itemsize
     return LayerSettings(
         element_bytes=element,
