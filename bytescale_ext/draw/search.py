@@ -14,7 +14,7 @@ def draw_strategies(
     """Draw a dot for each strategy, and a line through those that no other one beats in both time and memory.
 
     Args:
-        found: (seconds of a step, GB of a device, name) of strategies that were replayed.
+        found: (seconds of a step, GB of a device, name) of strategies that were replayed to the end.
         bounded: (seconds, GB) that strategies take at least, which were not.
         path: file to write.
         title: title of the picture.
@@ -27,11 +27,12 @@ def draw_strategies(
     figure, (axes,) = new_figure(8.5, 5.0)
     if bounded:
         axes.plot([gb for _, gb in bounded], [seconds for seconds, _ in bounded], linestyle="none", marker=".",
-                  color=FRAME, label="not replayed: at least")  # fmt: skip
+                  color=FRAME, label="not replayed to the end: at least")  # fmt: skip
     axes.plot([gb for _, gb, _ in found], [seconds for seconds, _, _ in found], linestyle="none", marker="o",
               color=BLUE, markeredgecolor=INK, label="replayed")  # fmt: skip
     best = frontier(found)
-    axes.plot([gb for _, gb, _ in best], [seconds for seconds, _, _ in best], color=DARK_BLUE, label="frontier")
+    axes.plot([gb for _, gb, _ in best], [seconds for seconds, _, _ in best], color=DARK_BLUE, drawstyle="steps-post",
+              label="frontier")  # fmt: skip
     seconds, gb, name = best[-1]
     axes.annotate(name, (gb, seconds), xytext=(0, -14), textcoords="offset points", fontsize=9, color=INK, ha="right")
     axes.grid(color=GRID, linewidth=0.8)

@@ -18,6 +18,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
@@ -25,6 +26,9 @@ from bytescale_ext.plan.search.case import Case, StepFigures
 from bytescale_ext.plan.search.space import Branch
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.search.task import Task, Unfit
+
+LEAST_GAIN: Final = 0.01
+"""A strategy is on the frontier if it is faster by this share than all that take no more device memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,3 +243,32 @@ def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration)
             continue
         seen.fitting += 1
         yield case
+
+
+def waiting_whole(seen: Exploration, batch: int) -> list[Candidate]:
+    """Return the strategies with ``batch`` documents a step that did not run all steps, by device memory.
+
+    Those whose planner chooses slices are left out: what they take is known once they are planned.
+    """
+    whole = [one for one in seen.waiting if one.task.batch == batch and not one.case.strategy.chooses_slices]
+    return sorted(whole, key=lambda one: (one.case.full_bytes[0], one))
+
+
+def frontier(seen: Exploration, batch: int) -> Iterator[Candidate | Scored]:
+    """Run steps of strategies that may be on the frontier; yield them after each step, and as ``Scored`` if they are.
+
+    Those that the search has found count as well, but are not yielded. ``batch``: documents of a step.
+    """
+    known = sorted((one.most("device_bytes"), one.seconds) for one in seen.found if one.task.batch == batch)
+    least = float("inf")
+    for one in waiting_whole(seen, batch):
+        while known and known[0][0] <= one.case.full_bytes[0]:
+            least = min(least, known.pop(0)[1])
+        limit = least * (1 - LEAST_GAIN)
+        while one.seconds / one.scale < limit and len(one.steps) < len(one.task.steps):
+            one = one.after()
+            yield one
+        scored = Scored(one.case.strategy, one.steps, one.task)
+        if len(one.steps) == len(one.task.steps) and scored.seconds < limit:
+            least = scored.seconds
+            yield scored

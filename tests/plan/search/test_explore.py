@@ -6,14 +6,24 @@ from functools import cache
 import pytest
 
 from bytescale_ext.plan.search.case import Case
-from bytescale_ext.plan.search.explore import Exploration, Scored, explore, fitting_cases, in_sizes
+from bytescale_ext.plan.search.explore import (
+    LEAST_GAIN,
+    Exploration,
+    Scored,
+    explore,
+    fitting_cases,
+    frontier,
+    in_sizes,
+    waiting_whole,
+)
 from bytescale_ext.plan.search.space import Space
-from bytescale_ext.plan.search.strategy import KEEP, PRICED
+from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED
 from bytescale_ext.plan.search.task import Task
 from tests.plan.search.tasks import STEPS, random_task, small_task
 
 SMALL = Space(stages=(1,), tokens_per_rank=(1024, 2048), activations=(KEEP,))
 PIPED = Space((1,), (1, 2), (1024,), (KEEP,), ("whole", "virtual"))
+MIXED = Space((1, 2), (1, 2), (1024, 2048), (KEEP, FULL), ("whole", "slices"))
 TASK = small_task()
 
 
@@ -131,3 +141,44 @@ def test_figures_over_the_steps() -> None:
     assert scored.seconds == pytest.approx(sum(times) / len(times))
     assert min(times) < scored.slow_seconds <= max(times)
     assert scored.most("device_bytes") == max(step.device_bytes for step in scored.steps)
+
+
+def opened(seed: int) -> Exploration:
+    task = random_task(seed)
+    *_, seen = explore([task], MIXED.branches(task), 2, opens_all=True)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_beats_the_frontier_by_more_than_the_least_gain(seed: int) -> None:
+    seen = opened(seed)
+    if not seen.found:
+        return
+    task = seen.found[0].task
+    on_it = [one for one in frontier(seen, task.batch) if isinstance(one, Scored)]
+    assert [one.seconds for one in on_it] == sorted((one.seconds for one in on_it), reverse=True)
+    known = [(one.most("device_bytes"), one.seconds) for one in (*seen.found, *on_it)]
+    waiting = waiting_whole(seen, task.batch)
+    for one in waiting:
+        steps = tuple(one.case.run(step) for step in task.steps)
+        scored = Scored(one.case.strategy, steps, task)
+        assert scored.most("device_bytes") == pytest.approx(one.case.full_bytes[0])
+        least = min((seconds for most, seconds in known if most <= one.case.full_bytes[0]), default=None)
+        assert least is not None
+        assert least * (1 - LEAST_GAIN) <= scored.seconds
+    strategies = {one.case.strategy for one in waiting}
+    assert {one.strategy for one in on_it} <= strategies
+    assert not any(one.chooses_slices for one in strategies)
+
+
+def test_what_is_slower_for_sure_is_not_replayed() -> None:
+    scored = waiting = 0
+    for seen in map(opened, range(20)):
+        batch = seen.found[0].task.batch if seen.found else 0
+        scored += sum(isinstance(one, Scored) for one in frontier(seen, batch))
+        ran = {one.number for one in frontier(seen, batch) if not isinstance(one, Scored)}
+        waiting += len(waiting_whole(seen, batch)) - len(ran)
+    assert scored > 0
+    assert waiting > 0
+    seen = opened(0)
+    assert list(frontier(seen, 1 + seen.found[0].task.batch)) == []

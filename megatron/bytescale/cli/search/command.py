@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from bytescale_ext.measure.progress import peak_flops
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
-from bytescale_ext.plan.search.explore import Exploration, Scored, explore
+from bytescale_ext.plan.search.explore import Candidate, Exploration, Scored, explore, frontier, waiting_whole
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.task import Task
@@ -238,6 +239,31 @@ def watched(
     return seen
 
 
+def on_frontier(
+    seen: Exploration, batch: int, shows: bool
+) -> tuple[list[Scored], dict[tuple[int, int, int], Candidate]]:
+    """Replay what may be the fastest for its memory, with a progress bar; Ctrl-C ends it. See ``frontier``.
+
+    Returns:
+        What is on the frontier, and all that ran a step, by number.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    found, raised = [], {}
+    columns = (TextColumn("drawing: {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
+        line = bar.add_task("", total=None)
+        with contextlib.suppress(KeyboardInterrupt):
+            for one in frontier(seen, batch):
+                if isinstance(one, Scored):
+                    found.append(one)
+                else:
+                    raised[one.number] = one
+                bar.update(line, description=f"{len(found)} more on the frontier")
+    return found, raised
+
+
 def cost_path(script: Path) -> Path:
     """Return where the costs of a script are."""
     return script.with_name(f"{script.stem}.cost.json")
@@ -296,15 +322,16 @@ def explain(args: argparse.Namespace, tasks: list[Task], space: Space) -> int:
 
 
 def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
-    """Draw the strategies of a search in steps of one size."""
+    """Draw the strategies of a search in steps of one size, once those that may be on the frontier are replayed."""
     from bytescale_ext.draw.search import draw_strategies
 
-    in_size = [one for one in seen.found if one.task.batch == task.batch]
-    found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in in_size]
+    more, raised = on_frontier(seen, task.batch, sys.stderr.isatty())
+    scored = [*(one for one in seen.found if one.task.batch == task.batch), *more]
+    found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in scored]
+    drawn = {one.strategy for one in scored}
+    waiting = (raised.get(one.number, one) for one in waiting_whole(seen, task.batch))
     bounded = [
-        (one.seconds / one.scale, one.case.full_bytes[0] / 1e9)
-        for one in seen.waiting
-        if one.task.batch == task.batch and not one.case.strategy.chooses_slices
+        (one.seconds / one.scale, one.case.full_bytes[0] / 1e9) for one in waiting if one.case.strategy not in drawn
     ]
     title = f"{args.gpus} devices, context {args.context}, {task.batch} documents a step: predicted"
     draw_strategies(found, bounded, args.plot, title)
