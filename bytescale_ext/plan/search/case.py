@@ -230,7 +230,7 @@ def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
 def memory_of(cost: ModelCost, strategy: Strategy, cluster: Cluster, operators: LayerOperators = FUSED) -> StageMemory:
     """Return the memory of the stages, with the optimizer shared by HDP ranks or whole; ``cost``: of the strategy.
 
-    Under ``BLOCK`` it is that of the layers that keep their activations. ``operators``: how those of a layer are built.
+    Under ``BLOCK`` all layers count as if they kept their activations. ``operators``: how those of a layer are built.
     """
     element = cost.element_bytes
     how = LayerSettings(

@@ -91,6 +91,13 @@ class Candidate:
     bounds: tuple[float, ...] = field(compare=False, default=())
     steps: tuple[StepFigures, ...] = field(compare=False, default=())
 
+    @property
+    def scored(self) -> Scored | None:
+        """What it is once it has run all steps; before, None."""
+        if len(self.steps) < len(self.task.steps):
+            return None
+        return Scored(self.case.strategy, self.steps, self.task)
+
     def after(self) -> Candidate:
         """Return the candidate that knows its bounds or, if it does, one more step."""
         if not self.bounds:
@@ -193,8 +200,8 @@ def explore(
             yield seen
             continue
         one = heapq.heappop(seen.waiting)
-        if len(one.steps) == len(one.task.steps):
-            seen.found.append(Scored(one.case.strategy, one.steps, one.task))
+        if one.scored is not None:
+            seen.found.append(one.scored)
             continue
         seen.bounded += not one.bounds
         seen.replayed += bool(one.bounds and not one.steps)
@@ -254,8 +261,8 @@ def waiting_whole(seen: Exploration, batch: int) -> list[Candidate]:
     return sorted(whole, key=lambda one: (one.case.full_bytes[0], one))
 
 
-def frontier(seen: Exploration, batch: int) -> Iterator[Candidate | Scored]:
-    """Run steps of strategies that may be on the frontier; yield them after each step, and as ``Scored`` if they are.
+def run_frontier(seen: Exploration, batch: int) -> Iterator[Candidate]:
+    """Run the strategies of ``waiting_whole`` that may be on the frontier; yield each after each bound or step.
 
     Those that the search has found count as well, but are not yielded. ``batch``: documents of a step.
     """
@@ -264,11 +271,8 @@ def frontier(seen: Exploration, batch: int) -> Iterator[Candidate | Scored]:
     for one in waiting_whole(seen, batch):
         while known and known[0][0] <= one.case.full_bytes[0]:
             least = min(least, known.pop(0)[1])
-        limit = least * (1 - LEAST_GAIN)
-        while one.seconds / one.scale < limit and len(one.steps) < len(one.task.steps):
+        while one.scored is None and one.seconds / one.scale < least * (1 - LEAST_GAIN):
             one = one.after()
             yield one
-        scored = Scored(one.case.strategy, one.steps, one.task)
-        if len(one.steps) == len(one.task.steps) and scored.seconds < limit:
-            least = scored.seconds
-            yield scored
+        if one.scored is not None:
+            least = min(least, one.scored.seconds)

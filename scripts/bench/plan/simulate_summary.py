@@ -69,8 +69,9 @@ def summary(text: str) -> list[str]:
     met, missed = targets.count("| met |"), targets.count("| **missed** |")
     lines = [
         HEADING, "",
-        "*Over static*, *over megatron-hybrid*: how many times faster our plans are. *Time / bound*: at 1, no plan is "
-        "faster. With pipelines the first figure is that of whole micro-batches, the second that of the slices which "
+        "*Over static* and *over megatron-hybrid* say how many times as fast our plans are. Where *time / bound* is 1, "
+        "no plan can be faster. With pipelines the first figure is that of whole micro-batches, the second that of the "
+        "slices which "
         f"the planner chooses within {BUDGET} GB; it may be below 1, because the bound is that of 1F1B. Of "
         f"{met + missed} targets {met} are met; the others are marked below. Times of steps are simulated, "
         "not measured.", "",

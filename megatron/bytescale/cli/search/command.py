@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bytescale_ext.measure.progress import peak_flops
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS
-from bytescale_ext.plan.search.explore import Candidate, Exploration, Scored, explore, frontier, waiting_whole
+from bytescale_ext.plan.search.explore import Candidate, Exploration, Scored, explore, run_frontier, waiting_whole
 from bytescale_ext.plan.search.remedies import remedies
 from bytescale_ext.plan.search.space import Branch, Space
 from bytescale_ext.plan.search.task import Task
@@ -25,6 +26,9 @@ from megatron.bytescale.cli.search.trainable import Trainable
 from megatron.bytescale.cli.search.verify import check_machine, correlation, verified, verified_text
 from megatron.bytescale.cli.shared.inputs import check_picture, check_writable, count, size
 from megatron.bytescale.cli.shared.model_flags import given_flags, words_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 NAME = "search"
 HELP = "find the fastest launch line for a model, a cluster and the lengths of documents, and write it"
@@ -221,12 +225,8 @@ def watched(
     tasks: Sequence[Task], branches: Iterable[Branch], best: int, shows: bool, opens_all: bool = False
 ) -> Exploration:
     """Search with a progress bar on standard error; Ctrl-C ends it with what was found so far. See ``explore``."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("searching"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     seen = Exploration()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
+    with progress_bar("searching", shows) as bar:
         line = bar.add_task("", total=best)
         try:
             for seen in explore(tasks, branches, best, opens_all):
@@ -239,29 +239,24 @@ def watched(
     return seen
 
 
-def on_frontier(
-    seen: Exploration, batch: int, shows: bool
-) -> tuple[list[Scored], dict[tuple[int, int, int], Candidate]]:
-    """Replay what may be the fastest for its memory, with a progress bar; Ctrl-C ends it. See ``frontier``.
-
-    Returns:
-        What is on the frontier, and all that ran a step, by number.
-    """
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn
-
-    found, raised = [], {}
-    columns = (TextColumn("drawing: {task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
+def replayed_frontier(seen: Exploration, batch: int, shows: bool) -> list[Candidate]:
+    """Return ``waiting_whole`` once what may be on the frontier has run, with a progress bar; Ctrl-C ends it."""
+    latest = {one.number: one for one in waiting_whole(seen, batch)}
+    with progress_bar("drawing", shows) as bar, contextlib.suppress(KeyboardInterrupt):
         line = bar.add_task("", total=None)
-        with contextlib.suppress(KeyboardInterrupt):
-            for one in frontier(seen, batch):
-                if isinstance(one, Scored):
-                    found.append(one)
-                else:
-                    raised[one.number] = one
-                bar.update(line, description=f"{len(found)} more on the frontier")
-    return found, raised
+        for one in run_frontier(seen, batch):
+            latest[one.number] = one
+            bar.update(line, description=str(one.case.strategy))
+    return list(latest.values())
+
+
+def progress_bar(what: str, shows: bool) -> Progress:
+    """Return a progress bar on standard error, which goes when it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TimeElapsedColumn
+
+    columns = (what, BarColumn(), "{task.description}", TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows)
 
 
 def cost_path(script: Path) -> Path:
@@ -325,13 +320,10 @@ def plot(args: argparse.Namespace, task: Task, seen: Exploration) -> None:
     """Draw the strategies of a search in steps of one size, once those that may be on the frontier are replayed."""
     from bytescale_ext.draw.search import draw_strategies
 
-    more, raised = on_frontier(seen, task.batch, sys.stderr.isatty())
-    scored = [*(one for one in seen.found if one.task.batch == task.batch), *more]
+    others = replayed_frontier(seen, task.batch, sys.stderr.isatty())
+    scored = [one for one in seen.found if one.task.batch == task.batch]
+    scored += [one.scored for one in others if one.scored is not None]
     found = [(one.seconds, one.most("device_bytes") / 1e9, str(one.strategy)) for one in scored]
-    drawn = {one.strategy for one in scored}
-    waiting = (raised.get(one.number, one) for one in waiting_whole(seen, task.batch))
-    bounded = [
-        (one.seconds / one.scale, one.case.full_bytes[0] / 1e9) for one in waiting if one.case.strategy not in drawn
-    ]
+    bounded = [(one.seconds / one.scale, one.case.full_bytes[0] / 1e9) for one in others if one.scored is None]
     title = f"{args.gpus} devices, context {args.context}, {task.batch} documents a step: predicted"
     draw_strategies(found, bounded, args.plot, title)
