@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -59,10 +59,6 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse(text_of(name))
 
 
-def lines_of(names: list[str]) -> int:
-    return sum(len(text_of(name).splitlines()) for name in names)
-
-
 def functions_of(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function of a file, methods and nested ones too."""
     for node in ast.walk(tree_of(name)):
@@ -112,9 +108,12 @@ def known_module(imported: str) -> str | None:
     return next((module for module in (imported, imported.rpartition(".")[0]) if module in MODULES), None)
 
 
-def imports_at_start(name: str) -> set[str]:
-    """Return the modules of this repository that importing a file imports: not those in functions or for types only."""
-    waiting: list[ast.stmt] = list(tree_of(name).body)
+def runtime_imports(name: str, in_functions: bool) -> set[str]:
+    """Return the modules of this repository that a file imports when it runs: not imports for types only.
+
+    Imports inside functions count only with `in_functions`.
+    """
+    waiting: list[ast.AST] = list(tree_of(name).body)
     found: set[str | None] = set()
     while waiting:
         node = waiting.pop()
@@ -122,25 +121,26 @@ def imports_at_start(name: str) -> set[str]:
             found |= {known_module(module) for module in imported_modules(node)}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             waiting += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += [
+                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)
+            ]
     return {module for module in found if module is not None} - {module_of(name)}
 
 
-def circle_in(arrows: dict[str, set[str]]) -> list[str]:
-    """Return the nodes of one circle of a graph, or [] if it has none."""
-    left = {node: set(targets) for node, targets in arrows.items()}
-    while ends := [node for node, targets in left.items() if not targets & left.keys()]:
-        for node in ends:
-            del left[node]
-    if not left:
-        return []
-    path = [min(left)]
-    while True:
-        following = min(left[path[-1]] & left.keys())
-        if following in path:
-            return path[path.index(following) :]
-        path.append(following)
+def nodes_in_cycles(arrows: Mapping[str, Iterable[str]]) -> set[str]:
+    """Return the nodes of a graph that reach themselves."""
+
+    def reached_from(start: str) -> set[str]:
+        reached: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = set(arrows[waiting.pop()]) - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    return {node for node in arrows if node in reached_from(node)}
 
 
 def room_arrows() -> dict[str, Counter[str]]:
@@ -158,7 +158,7 @@ def room_arrows() -> dict[str, Counter[str]]:
 
 def floors(arrows: dict[str, Counter[str]]) -> dict[str, int]:
     """Return the floor of each room: one above the highest that it imports from, the ground floor is 1."""
-    assert not circle_in({room: set(targets) for room, targets in arrows.items()})
+    assert not nodes_in_cycles(arrows)
     found: dict[str, int] = {}
     while len(found) < len(arrows):
         for room, targets in arrows.items():
