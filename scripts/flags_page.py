@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the parser: every flag of ours, and everything that is refused with what to do instead.
+"""Write docs/reference/flags.md from the parser: our flags, and everything that is refused with its replacement.
 
 python scripts/flags_page.py          # write it
 python scripts/flags_page.py --check  # exit code 1 if it is not up to date
@@ -15,7 +15,7 @@ from megatron.bytescale.arguments.parse import add_arguments
 from megatron.bytescale.arguments.refusals import ALWAYS
 from megatron.bytescale.features import FEATURES, refusals
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "flags.md"
 HEAD = """# Flags
 
 Written by `scripts/flags_page.py` from the parser; do not edit. They stand beside Megatron's own flags, on the command

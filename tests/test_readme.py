@@ -53,7 +53,9 @@ def test_the_citation_names_every_paper_of_the_readme() -> None:
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "flags.md").read_text() == flags_page.page(), "run python scripts/flags_page.py"
+    assert (ROOT / "docs" / "reference" / "flags.md").read_text() == flags_page.page(), (
+        "run python scripts/flags_page.py"
+    )
     named = set(FLAG.findall(flags_page.page()))
     assert our_flags() <= named
     assert REFUSED_FLAGS <= named
@@ -84,9 +86,9 @@ def leads_somewhere(paper: Path, link: str) -> bool:
 
 
 def test_links_to_nothing_are_found() -> None:
-    page = ROOT / "docs" / "recipes.md"
-    assert leads_somewhere(page, "flags.md#refused")
-    assert not any(leads_somewhere(page, link) for link in ("flags.md#accepted", "README.md", "#nothing"))
+    page = ROOT / "docs" / "guide" / "recipes.md"
+    assert leads_somewhere(page, "../reference/flags.md#refused")
+    assert not any(leads_somewhere(page, link) for link in ("../reference/flags.md#accepted", "README.md", "#nothing"))
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.name)

@@ -1,4 +1,4 @@
-"""What was trained together: the runs of a test session, and the table of docs/guide/tested.md that counts them.
+"""What was trained together: the runs of a test session, and the table of docs/results/tested.md that counts them.
 
     BYTESCALE_TESTED=runs/tested.jsonl make test
     .venv/bin/python -m tests.e2e.tested runs/tested.jsonl
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 FILE = "BYTESCALE_TESTED"  # environment variable
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "tested.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "tested.md"
 BEGIN, END = "<!-- tested: begin -->", "<!-- tested: end -->"
 
 Flags = Mapping[str, tuple[str, ...]]

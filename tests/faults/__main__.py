@@ -1,4 +1,4 @@
-"""Try points of all faults, and write the table of docs/reliability.md: python -m tests.faults --points 20.
+"""Try points of all faults, and write the table of docs/results/faults.md: python -m tests.faults --points 20.
 
 What is in the file of results is not tried again. Faults of the network and of the disk need root.
 """
@@ -30,7 +30,7 @@ from tests.faults.points import FAULTS, NUM_RANKS, Point, point_of
 from tests.faults.table import with_table
 from tests.faults.trials import Tried, Undisturbed, try_point, undisturbed
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "faults.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

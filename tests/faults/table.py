@@ -1,4 +1,4 @@
-"""The table of tried points on docs/reliability.md, between two marks of the page."""
+"""The table of tried points on docs/results/faults.md, between two marks of the page."""
 
 from __future__ import annotations
 

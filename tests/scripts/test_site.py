@@ -34,9 +34,13 @@ def test_the_navigation_has_every_page_once() -> None:
 @pytest.mark.parametrize(
     ("address", "text", "expected"),
     [
-        ("index.md", "[a](docs/recipes.md#x) ![b](docs/timeline.png)", "[a](recipes.md#x) ![b](timeline.png)"),
+        (
+            "index.md",
+            "[a](docs/guide/recipes.md#x) ![b](docs/timeline.png)",
+            "[a](guide/recipes.md#x) ![b](timeline.png)",
+        ),
         ("index.md", "[c](CONTRIBUTING.md) [d](LICENSE) [e](#f)", "[c](contributing.md) d [e](#f)"),
-        ("systems/states.md", "[g](../recipes.md) [h](../../scripts/bench/LOG.md)", "[g](../recipes.md) h"),
+        ("guide/states.md", "[g](../results/slices.md) [h](../../scripts/bench/LOG.md)", "[g](../results/slices.md) h"),
         ("guide/faq.md", "[i](../../README.md#data) [j](limits.md)", "[i](../index.md#data) [j](limits.md)"),
         ("guide/faq.md", "[k](https://example.org/a.md)", "[k](https://example.org/a.md)"),
         ("index.md", "```\n[l](LICENSE)\n```\n[m](LICENSE)", "```\n[l](LICENSE)\n```\nm"),

@@ -145,7 +145,7 @@ def wrap_check_checkpoint_args(original: Callable[..., Any], runtime: object) ->
             print_rank_0(
                 f"WARNING: the checkpoint counts {consumed:,} {before}; they count as {now} from now on, and data and "
                 "learning-rate schedule go on after them. Add --finetune to begin anew with its weights "
-                "(docs/recipes.md)."
+                "(docs/guide/recipes.md)."
             )
         return original(checkpoint_args, *args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""Write docs/measured.md and its pictures (docs/measured) from the results of ``speed.py``.
+"""Write docs/results/measured.md and its pictures (docs/results/measured) from the results of ``speed.py``.
 
-.venv/bin/python scripts/bench/cluster/page.py [--results runs/cluster/results.json] [--output docs/measured.md]
+.venv/bin/python scripts/bench/cluster/page.py [--results runs/cluster/results.json] [--output docs/results/measured.md]
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and its pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "cluster" / "results.json", metavar="FILE")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "measured.md", metavar="FILE")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "measured.md", metavar="FILE")
     args = parser.parse_args(argv)
     try:
         results = Results.read(args.results)

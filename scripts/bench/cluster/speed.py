@@ -3,7 +3,7 @@
     sudo .venv/bin/python scripts/bench/cluster/speed.py --quick [--json]         # about 15 minutes on 2 cores
     sudo .venv/bin/python scripts/bench/cluster/speed.py [--rounds 2]             # all cases: hours
     sudo .venv/bin/python scripts/bench/cluster/speed.py --cases "byted 1x8 0.4"  # lengths, nodes x ranks, links
-    .venv/bin/python scripts/bench/cluster/page.py                                # docs/measured.md from the results
+    .venv/bin/python scripts/bench/cluster/page.py                                # writes docs/results/measured.md
 
 Every arm trains the same small model on the same documents in the same steps. Lengths are those of a published
 distribution, 1:32: a context of 16K tokens with C = 2K represents 512K with 64K. Documents of fewer than 128 tokens are

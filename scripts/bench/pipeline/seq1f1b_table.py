@@ -1,4 +1,4 @@
-"""Write the tables of docs/seq1f1b.md: the paper's models under every schedule, simulated beside published figures.
+"""Write the tables of docs/results/slices.md: simulated schedules of the paper's models beside published figures.
 
     .venv/bin/python scripts/bench/pipeline/seq1f1b_table.py [--check]
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 from bytescale_ext.plan.schedule.compare import PAPER_MODELS, SliceModel, compared  # noqa: E402
 from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "seq1f1b.md"
+DOCUMENT = ROOT / "docs" / "results" / "slices.md"
 BEGIN, END = "<!-- tables: scripts/bench/pipeline/seq1f1b_table.py -->", "<!-- end of tables -->"
 NUM_SLICES, NUM_CHUNKS = 4, 2
 MEMORY = {

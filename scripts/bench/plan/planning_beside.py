@@ -3,8 +3,8 @@
     python scripts/bench/plan/planning_beside.py
 
 Launches are torch's additions of 64 numbers on the CPU, one after another in the main thread; the planner makes the
-pipeline plans of docs/performance.md (Byted's lengths, 256K, 64 pipelines of 4 stages in 12 slices). Needs no GPU, two
-cores and a minute.
+pipeline plans of docs/results/simulated.md (Byted's lengths, 256K, 64 pipelines of 4 stages in 12 slices). Needs no
+GPU, two cores and a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planner's own choice of slices within the memory of a device, in the cases of docs/performance.md.
+"""The planner's own choice of slices within the memory of a device, in the cases of docs/results/simulated.md.
 
 Each step of each case is one result, kept as a line of JSON, so that an interrupted run goes on where it ended.
 """
@@ -211,6 +211,6 @@ _TEXT = (
     "the gradients of a layer or the logits. *sums to N* means that ranks keep the sums of key gradients of documents "
     "of up to N tokens; those of longer documents travel home with each slice. *in host memory to N*: of documents of "
     "up to N tokens, keys that are not kept on the device are in host memory, over a link of 55 GB/s "
-    "(`--host-memory-gb`). `docs/seq1f1b.md` says what is "
+    "(`--host-memory-gb`). `docs/results/slices.md` says what is "
     "possible where the target is missed."
 )

@@ -1,4 +1,4 @@
-"""The cases of docs/performance.md: schedulers on steps of published lengths, planning speed, distance from optima."""
+"""The cases of docs/results/simulated.md: steps of published lengths, planning speed, distance from optima."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary and the two figures at the head of docs/performance.md, made from the tables of that page."""
+"""The summary and the two figures at the head of docs/results/simulated.md, made from the tables of that page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAGES = (4, 8)
 BUDGET = 80  # GB
 SCHEDULERS = {"static": "static", "megatron-hybrid": "megatron-hybrid", "bytescale": "the paper's Algorithm 2",
               "ours": "ours"}  # fmt: skip
-FIGURES = ("performance/single.png", "performance/pipelines.png")
+FIGURES = ("simulated/single.png", "simulated/pipelines.png")
 
 
 @dataclass(frozen=True)

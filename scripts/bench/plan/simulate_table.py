@@ -1,4 +1,4 @@
-"""Write docs/performance.md: schedulers against each other, planning speed, gaps to the true optimum.
+"""Write docs/results/simulated.md: schedulers against each other, planning speed, gaps to the true optimum.
 
     python scripts/bench/plan/simulate_table.py
     python scripts/bench/plan/simulate_table.py --only budgets speed      # these sections of the page that is there
@@ -55,7 +55,7 @@ from scripts.bench.plan.simulate_cases import (  # noqa: E402
 )
 from scripts.bench.plan.simulate_summary import draw_figures, with_summary  # noqa: E402
 
-OUT = ROOT / "docs" / "performance.md"
+OUT = ROOT / "docs" / "results" / "simulated.md"
 RESULTS = Path("simulate_budgets.jsonl")
 
 
@@ -88,7 +88,7 @@ def main() -> None:
         "--results", type=Path, default=RESULTS, metavar="FILE",
         help="steps within budgets that have run, a line of JSON each; the others are added (simulate_budgets.jsonl)",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, default=OUT, metavar="FILE", help="page to write (docs/performance.md)")
+    parser.add_argument("--output", type=Path, default=OUT, metavar="FILE", help="page to write (%(default)s)")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.only is not None:
@@ -191,7 +191,7 @@ def page(
     gaps: Sequence[tuple[str, list[float], list[float]]],
     args: argparse.Namespace,
 ) -> str:
-    """Return the text of docs/performance.md."""
+    """Return the text of docs/results/simulated.md."""
     options = "" if args.seeds == 5 else f" --seeds {args.seeds}"
     lines = [
         "# Performance of the planner",
@@ -214,7 +214,7 @@ def page(
         "bound of 1F1B, so that all rows can be compared; *own bound* is relative to the bound of the slices that were "
         "run, where a document may be on several stages at once, but each slice has its own exchange and launches. "
         "*best of all* is our fastest row. Slices of one long sequence, with the models of the Seq1F1B paper, are in "
-        "`docs/seq1f1b.md`.",
+        "`docs/results/slices.md`.",
         "",
         "Each rank keeps the keys of documents up to a certain length from slice to slice (`--hdp-kept-keys`). By "
         f"default, this length is such that a stage takes no more memory than under 1F1B: {_kept_text()}. "

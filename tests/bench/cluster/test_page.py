@@ -1,4 +1,4 @@
-"""docs/measured.md from results: its targets, tables and pictures."""
+"""docs/results/measured.md from results: its targets, tables and pictures."""
 
 from __future__ import annotations
 

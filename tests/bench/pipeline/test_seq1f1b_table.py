@@ -1,4 +1,4 @@
-"""The tables of docs/seq1f1b.md are those that the script writes."""
+"""The tables of docs/results/slices.md are those that the script writes."""
 
 from __future__ import annotations
 

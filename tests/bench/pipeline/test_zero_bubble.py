@@ -17,7 +17,7 @@ from scripts.bench.pipeline import zero_bubble
 from scripts.bench.pipeline.zero_bubble import Unit, step_seconds
 
 STAGE = stage_costs(shipped("bytescale_7b"), 4)[0]
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "seq1f1b.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "results" / "slices.md"
 
 
 def idle_share(num_stages: int, num_micro_batches: int, num_slices: int, unit: Unit) -> float:

@@ -70,7 +70,7 @@ def test_shipped_files_name_their_source_and_their_errors(name: str) -> None:
 
 
 def test_the_documentation_has_their_errors() -> None:
-    text = (SHIPPED.parents[2] / "docs" / "recipes.md").read_text()
+    text = (SHIPPED.parents[2] / "docs" / "results" / "costs.md").read_text()
     rows = re.findall(r"\| ([\d.]+) % \| ([\d.]+) % \|", text)
     parts = re.findall(r"median error ([\d.]+)%, worst ([\d.]+)%", shipped("h100_8b").source)
     assert rows == parts

@@ -1,4 +1,4 @@
-"""The head of docs/performance.md says what its tables say."""
+"""The head of docs/results/simulated.md says what its tables say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.bench.plan.simulate_cases import CASES
 from scripts.bench.plan.simulate_summary import FIGURES, draw_figures, read_figures, with_summary
 from tests.draw.png import png_size
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "results" / "simulated.md"
 TEXT = PAGE.read_text()
 
 

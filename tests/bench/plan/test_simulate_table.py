@@ -1,4 +1,4 @@
-"""Parts of docs/performance.md that are run alone take their place in the page, and leave the rest as it is."""
+"""Parts of docs/results/simulated.md that are run alone take their place in the page, and leave the rest as it is."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_step_counts_once_all_cases_have_run_it() -> None:
 
 @pytest.mark.parametrize(("count", "least"), [(2, 1.14), (3, 1.31), (4, 1.47), (8, 2.12)])
 def test_where_the_longest_keys_travel_again_no_slices_meet_the_target(count: int, least: float) -> None:
-    """The bounds in docs/seq1f1b.md of Byted's lengths at 2M tokens on 4 stages, first step."""
+    """The bounds in docs/results/slices.md of Byted's lengths at 2M tokens on 4 stages, first step."""
     case = next(case for case in CASES if case.name == "byted 2M, 512 ranks")
     lengths = sample_lengths(case.sampler, case.context, case.global_tokens, 0).tolist()
     cluster, stages = Cluster(case.num_ranks, TOKENS_PER_RANK), stage_costs(shipped("bytescale_7b"), 4)

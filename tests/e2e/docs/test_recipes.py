@@ -1,4 +1,4 @@
-"""docs/recipes.md: its launch lines, at small sizes."""
+"""docs/guide/recipes.md: its launch lines, at small sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.training import documents_in_order, record_steps, step_losses, tr
 
 pytestmark = pytest.mark.ranks
 
-PAGE = ROOT / "docs" / "recipes.md"
+PAGE = ROOT / "docs" / "guide" / "recipes.md"
 
 
 def recipe(**places: Path) -> list[str]:

@@ -54,7 +54,7 @@ SLICED_STARTS = (
     Layout(3, height=0.6, before=0.35, front=1.0, peak=0.1, budget=1.0, spread=3.0),
     Layout(6, height=0.05, front=1.0, budget=1.0),
 )
-"""The same with slices; the seeds of those steps are not the seeds of docs/performance.md."""
+"""The same with slices; the seeds of those steps are not the seeds of docs/results/simulated.md."""
 
 
 def variations(layout: Layout) -> list[Layout]:

@@ -2,7 +2,7 @@
 
 Calls Megatron's own output layer and loss for a few tokens at a time, so all their options keep working: tensor and
 sequence parallelism, accumulation of the weight's gradient, scaled logits. Fused kernels of liger-kernel and
-cut-cross-entropy bypass them (docs/activations.md).
+cut-cross-entropy bypass them (docs/guide/activations.md).
 
 Megatron's product runs with a frozen weight, and the weight's gradient is computed here: the products of all chunks are
 added in float32, in place, to Megatron's gradient buffer where there is one. So chunks round the gradient no more than
