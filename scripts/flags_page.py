@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from bytescale_ext.plan.hdp import table
 from megatron.bytescale.arguments.parse import add_arguments
 from megatron.bytescale.arguments.refusals import ALWAYS
 from megatron.bytescale.features import FEATURES, refusals
@@ -21,6 +22,11 @@ HEAD = """# Flags
 Written by `scripts/flags_page.py` from the parser; do not edit. They stand beside Megatron's own flags, on the command
 line of `pretrain_gpt_hdp.py`, `bytescale train` and `torchrun -m megatron.bytescale.train`. Every flag of Megatron is
 honoured, or refused in one line with exit code 2 before anything is built.
+"""
+
+
+PLANNERS_HEAD = """The choices of `--hdp-balance`, of `bytescale plan --balance` and, in addition to others, of
+`bytescale simulate --schedulers`. Pipelines and expert parallelism need aligned slots.
 """
 
 
@@ -46,6 +52,7 @@ def page() -> str:
     for feature in FEATURES:
         parts += [f"## {feature.name}: {feature.summary}\n", f"Switched on by `{feature.flag}`.\n"]
         parts += [flags_table(feature.actions()) if feature.actions() else "That is a flag of Megatron's own.\n"]
+    parts += ["## Planners\n", PLANNERS_HEAD, planners_table()]
     parts += ["## Refused\n", "| flag | with | instead |\n|---|---|---|\n" + "".join(refusal_rows())]
     return "\n".join(parts)
 
@@ -56,6 +63,15 @@ def flags_table(actions: list[argparse.Action]) -> str:
     for action in actions:
         flag = " ".join([action.option_strings[0], *value_of(action)])
         rows.append(f"| `{flag}` | {cell(action.help or '')} |")
+    return "\n".join(rows) + "\n"
+
+
+def planners_table() -> str:
+    """Return a table with a row for each planner."""
+    rows = ["| planner | balances | aligned slots | plans for slices |", "|---|---|---|---|"]
+    for row in table.PLANNERS:
+        can = ["yes" if value else "no" for value in (row.aligned, row.sliced)]
+        rows.append(" | ".join((f"| `{row.name}`", cell(row.summary), *can)) + " |")
     return "\n".join(rows) + "\n"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.hdp.planner import BALANCES, PLANNERS, auto_balance
+from bytescale_ext.plan.hdp.table import auto_balance, planner_names, planner_row
 from bytescale_ext.plan.step.sizes import Cluster
 
 
@@ -21,7 +21,7 @@ class HdpConfig:
         longest_sequence: the longest possible sequence (``--seq-length``).
         rows_multiple: micro-batches, and their slices, are padded at their end to a multiple of this many rows: 16 or
             32 with FP8, else 1, times the tensor-parallel size under sequence parallelism. C is a multiple of it.
-        balance: what the planner balances, one of ``BALANCES``.
+        balance: name of the planner (``plan.hdp.table``).
         num_stages: pipeline stages.
         expert_ranks: HDP ranks that share the experts of a layer (expert parallelism).
         expert_share: the share of routed experts in what is linear in tokens in ``cost``.
@@ -67,9 +67,9 @@ class HdpConfig:
             raise ValueError(f"--hdp-plan-seconds must be positive, got {self.plan_seconds:g}")
         if self.check_plans_every < 1:
             raise ValueError(f"--hdp-check-plans-every must be at least 1, got {self.check_plans_every}")
-        if self.balance not in BALANCES:
-            raise ValueError(f"--hdp-balance {self.balance}: choose one of auto, {', '.join(BALANCES)}")
-        if self.aligned and not PLANNERS[self.balance].aligned:
+        if self.balance not in planner_names():
+            raise ValueError(f"--hdp-balance {self.balance}: choose one of auto, {', '.join(planner_names())}")
+        if self.aligned and not planner_row(self.balance).aligned:
             raise ValueError(
                 f"--hdp-balance {self.balance} does not align slots, and pipelines and expert parallelism need their "
                 f"micro-batches in step: use auto, which is {auto_balance(aligned=True)} there"

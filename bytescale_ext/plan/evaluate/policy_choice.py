@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.evaluate.slicing_choice import TRIES, Timed
-from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.hdp.table import Place
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Slicing
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -20,7 +19,8 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
-from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import auto_balance, planner_names, planner_row
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.check import check_step_plan
@@ -43,8 +43,8 @@ class Scenario:
         context: the most tokens of a sequence; it decides the width of the static mesh.
         stages: cost of each pipeline stage, the slowest one last; one without pipelines.
         memory: device memory of each pipeline stage.
-        slicing: how the schedulers ``SLICED`` slice micro-batches (Seq1F1B); the others run 1F1B.
-        choice: chooses the slicing of each step for them instead.
+        slicing: slices of a micro-batch (Seq1F1B); the schedulers ``UNSLICED`` run 1F1B.
+        choice: chooses the slicing of each step in place of ``slicing``.
     """
 
     cluster: Cluster
@@ -146,14 +146,9 @@ def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     return _outcome(table, one_slice, min(width - 1, 2), time.process_time() - began)
 
 
-def naive(lengths: Sequence[int], scenario: Scenario) -> Outcome:
-    """Plan with ByteScale's Algorithm 1: fewest ranks, tokens balanced, work not."""
-    return _planned(lengths, scenario, "none")
-
-
-def bytescale(lengths: Sequence[int], scenario: Scenario) -> Outcome:
-    """Plan with ByteScale's Algorithm 2 as published."""
-    return _planned(lengths, scenario, "bytescale")
+def planned_by(balance: str) -> Scheduler:
+    """Return the scheduler that runs the planner of this name."""
+    return lambda lengths, scenario: _planned(lengths, scenario, balance)
 
 
 def ours(lengths: Sequence[int], scenario: Scenario) -> Outcome:
@@ -161,11 +156,17 @@ def ours(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     return _planned(lengths, scenario, auto_balance(len(scenario.stages) > 1))
 
 
-SCHEDULERS: Final = MappingProxyType({"static": static, "naive": naive, "bytescale": bytescale, "ours": ours})
-"""Schedulers that need only this package, by name."""
+def schedulers() -> dict[str, Scheduler]:
+    """Return the schedulers that need only this package, by name.
 
-SLICED: Final = ("naive", "bytescale", "ours")
-"""Schedulers whose plans this project can run in slices; the others run on unmodified Megatron."""
+    Each planner of ``plan.hdp.table`` has its own name. "naive" is "none", and "ours" is the planner of "auto".
+    """
+    planners = {name: planned_by(name) for name in planner_names()}
+    return {"static": static, "naive": planned_by("none"), "ours": ours, **planners}
+
+
+UNSLICED: Final = ("static", "megatron-hybrid")
+"""Schedulers that run on unmodified Megatron, without slices; the others run the planners of this project."""
 
 
 def planner_of(scenario: Scenario, balance: str) -> HdpPlanner:
@@ -174,6 +175,8 @@ def planner_of(scenario: Scenario, balance: str) -> HdpPlanner:
 
 
 def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcome:
+    if len(scenario.stages) > 1 and not planner_row(balance).aligned:
+        raise NotApplicable(f"{balance} plans no aligned slots, which pipelines need")
     planner = planner_of(scenario, balance)
     began = time.process_time()
     plan = planner(lengths)

@@ -19,8 +19,8 @@ import numpy as np
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
-from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.hdp.table import Place
 from bytescale_ext.plan.memory.held import Held, held
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.placed import PlacedRanks

@@ -1,90 +1,25 @@
-"""The planner of a step: the table of all planners, and one frozen value that is called with the lengths of a step."""
+"""The planner of a step: one frozen value that is called with the lengths of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Final, Protocol
 
 import numpy as np
 
 from bytescale_ext.plan.activation.offload import OffloadLimits
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.hdp.algorithm2 import place_algorithm2
-from bytescale_ext.plan.hdp.aligned.search import PipelinedPlacer
-from bytescale_ext.plan.hdp.baselines import place_naive, place_static
+from bytescale_ext.plan.hdp.baselines import place_naive
 from bytescale_ext.plan.hdp.deadline import ShouldStop
 from bytescale_ext.plan.hdp.forms import with_forms
-from bytescale_ext.plan.hdp.free.balance import place_balanced
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
+from bytescale_ext.plan.hdp.table import STATIC_MESH, Place, PlannerRow, auto_balance, planner_row, stateless
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
-
-class Place(Protocol):
-    """Places one step, in problems that differ in slices and costs; the same calls give the same placements."""
-
-    def __call__(self, problem: Problem, thorough: bool) -> PlacedRanks:
-        """Return a placement; ``thorough``: the best that is found, not one that is found soon."""
-
-
 Choose = Callable[[Problem, Place], tuple[Slicing, PlacedRanks]]
-"""Returns the slices of a step, whatever the slicing of its problem, and its placement by the given planner."""
-
-
-def each_by_itself(place: Callable[[Problem, ShouldStop], PlacedRanks]) -> Callable[[ShouldStop], Place]:
-    """Return the placer of a pure function, which places each problem by itself, and always thoroughly."""
-
-    def placer(should_stop: ShouldStop) -> Place:
-        def place_one(problem: Problem, thorough: bool) -> PlacedRanks:
-            return place(problem, should_stop)
-
-        return place_one
-
-    return placer
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerRow:
-    """One planner. To add one, write its function in a file of this folder and add a row to ``PLANNERS``.
-
-    Attributes:
-        name: the choice of ``--hdp-balance`` and ``bytescale plan --balance``.
-        placer: returns what places a step, and gives up when it is to stop.
-        aligned: it can make aligned slots; a planner that cannot is refused for problems that need them.
-        sliced: it plans for slices; the others are given whole micro-batches.
-    """
-
-    name: str
-    placer: Callable[[ShouldStop], Place]
-    aligned: bool
-    sliced: bool
-
-
-_STATIC: Final = PlannerRow("static", each_by_itself(place_static), aligned=True, sliced=False)
-
-PLANNERS: Final[Mapping[str, PlannerRow]] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            PlannerRow("none", each_by_itself(place_naive), aligned=True, sliced=False),
-            PlannerRow("dp", each_by_itself(place_balanced), aligned=False, sliced=False),
-            PlannerRow("pp", PipelinedPlacer, aligned=True, sliced=True),
-            PlannerRow("bytescale", each_by_itself(place_algorithm2), aligned=True, sliced=False),
-            _STATIC,
-        )
-    }
-)
-
-BALANCES: Final = tuple(name for name in PLANNERS if name != _STATIC.name)
-"""Planners that are chosen by name; the static mesh is chosen by its width."""
-
-
-def auto_balance(aligned: bool) -> str:
-    """Return the balance planner for a step with aligned slots or without."""
-    return "pp" if aligned else "dp"
+"""Chooses the slicing of a step, and returns it with the placement that the given planner makes for it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +31,7 @@ class HdpPlanner:
         stages: cost of each pipeline stage with its nodes, the slowest one last; one without pipelines.
         slicing: how each stage slices its micro-batches.
         tokens_multiple: micro-batches are padded at their end to a multiple of this; plans count with the mean padding.
-        balance: one of ``BALANCES``.
+        balance: name of a planner in ``table.PLANNERS``.
         aligned: the plan must have aligned slots even without pipelines (expert parallelism).
         static_width: plan static context parallelism of this width instead, to compare with.
         offload: activations may go to host memory within these limits, so that a sequence needs fewer ranks; a plan
@@ -119,8 +54,7 @@ class HdpPlanner:
     expert_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.balance not in BALANCES:
-            raise ValueError(f"balance {self.balance!r} is unknown; choose one of {', '.join(BALANCES)}")
+        planner_row(self.balance)  # refuses an unknown name
         if not self.stages:
             raise ValueError("0 stages: there must be at least 1")
         if self.needs_aligned and not self.row.aligned:
@@ -133,7 +67,7 @@ class HdpPlanner:
     @property
     def row(self) -> PlannerRow:
         """The planner that makes the plans."""
-        return _STATIC if self.static_width is not None else PLANNERS[self.balance]
+        return STATIC_MESH if self.static_width is not None else planner_row(self.balance)
 
     @property
     def needs_aligned(self) -> bool:
@@ -176,7 +110,7 @@ class HdpPlanner:
         problem = self._problem(lengths, None)
         if self.choice is None:
             return self._plan(place_naive(problem))
-        slicing, placed = self.choice(problem, each_by_itself(place_naive)(None))
+        slicing, placed = self.choice(problem, stateless(place_naive)(None))
         return self._plan(placed, slicing)
 
     @property

@@ -16,7 +16,8 @@ from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice, full_micro_batches
-from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import auto_balance
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.memory.model_states import expert_parameters, stage_parameters
 from bytescale_ext.plan.memory.stage_memory import StageMemory

@@ -20,8 +20,8 @@ from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption, policy_slicings
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
-from bytescale_ext.plan.hdp.planner import Place
 from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.hdp.table import Place
 from bytescale_ext.plan.memory.held import MANY_GROUPS, held_slices
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, head_bytes
 from bytescale_ext.plan.schedule.actions import SliceSchedule, most_slices, seq1f1b_schedule

@@ -15,7 +15,8 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import PlanSummary, replay_stages, summarize
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
-from bytescale_ext.plan.hdp.planner import BALANCES, PLANNERS, HdpPlanner, auto_balance
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import auto_balance, planner_help, planner_names
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.show import plan_text
@@ -51,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=size, metavar="S", help="cut longer documents into pieces of S tokens")
     parser.add_argument("--num-sequences", type=size, metavar="K", help="plan K documents of the file (default: all)")
     parser.add_argument("--start", type=int, default=0, metavar="I", help="first document of the file (default: 0)")
-    parser.add_argument(
-        "--balance",
-        metavar="KIND",
-        help=f"planner: {', '.join(BALANCES)}, or auto: pp with pipeline stages, else dp (default)",
-    )
+    parser.add_argument("--balance", metavar="NAME", help=planner_help())
     parser.add_argument(
         "--stages", type=count, default=1, metavar="P", help="pipeline stages; --ranks is the number of pipelines (1)"
     )
@@ -114,12 +111,10 @@ def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
     slicing = slicing_of(args, cost)
     if args.static_width is not None and (args.balance or args.stages > 1):
         raise ValueError("--static-width does not work with --balance and --stages: remove them")
-    kinds = ("auto", *BALANCES)
+    names = ("auto", *planner_names())
     balance = args.balance or "auto"
-    if balance not in kinds:
-        raise ValueError(f"--balance {balance} is unknown; choose one of {', '.join(kinds)}")
-    if args.stages > 1 and balance != "auto" and not PLANNERS[balance].aligned:
-        raise ValueError(f"--balance {balance} is for 1 stage, not {args.stages}; use auto or {auto_balance(True)}")
+    if balance not in names:
+        raise ValueError(f"--balance {balance} is unknown; choose one of {', '.join(names)}")
     cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
     return HdpPlanner(
         cluster,

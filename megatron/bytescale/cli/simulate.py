@@ -16,12 +16,12 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
 from bytescale_ext.plan.evaluate.schedulers import (
-    SCHEDULERS,
-    SLICED,
+    UNSLICED,
     NotApplicable,
     Outcome,
     Scenario,
     Scheduler,
+    schedulers,
     stage_costs,
     static,
 )
@@ -38,10 +38,7 @@ EXAMPLE = (
     "bytescale simulate --sampler github --context 2M --ranks 512 --tokens-per-rank 8K --global-tokens 32M --seeds 5"
 )
 
-ALL: Final[Mapping[str, Scheduler]] = {
-    name: megatron_hybrid if name == "megatron-hybrid" else SCHEDULERS[name]
-    for name in ("static", "megatron-hybrid", "naive", "bytescale", "ours")
-}
+DEFAULTS: Final = ("static", "megatron-hybrid", "naive", "bytescale", "ours")
 _COLUMNS: Final = {
     "makespan_over_bound": ("time / bound", ".3f"),
     "makespan_over_1f1b_bound": ("time / 1F1B bound", ".3f"),
@@ -105,12 +102,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="keep rings of up to N ranks inside nodes of N ranks; links between nodes are as slow as --cost-file says",
     )
-    add_slicing_arguments(parser, f"; {', '.join(SLICED)} run in slices, the others run Megatron's own 1F1B")
+    add_slicing_arguments(parser, f"; {' and '.join(UNSLICED)} run Megatron's own 1F1B, without slices")
     parser.add_argument("--seeds", type=count, default=5, metavar="n", help="steps to draw, with seeds 0 to n-1 (5)")
-    parser.add_argument("--schedulers", default=",".join(ALL), metavar="a,b,c", help="which to compare (%(default)s)")
+    parser.add_argument(
+        "--schedulers",
+        default=",".join(DEFAULTS),
+        metavar="a,b,c",
+        help=f"which of {', '.join(all_schedulers())} to compare (%(default)s)",
+    )
     add_cost_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="F.png", help="draw time over the lower bound")
+
+
+def all_schedulers() -> dict[str, Scheduler]:
+    """Return every scheduler by name, in the order in which the help lists them."""
+    return {"static": static, "megatron-hybrid": megatron_hybrid, **schedulers()}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,9 +127,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an unknown name, sizes that conflict, a bad file.
     """
     names = [name.strip() for name in args.schedulers.split(",")]
-    unknown = [name for name in names if name not in ALL]
+    known = all_schedulers()
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"scheduler {unknown[0]!r} is unknown; choose from {', '.join(ALL)}")
+        raise ValueError(f"scheduler {unknown[0]!r} is unknown; choose from {', '.join(known)}")
     check_picture("--plot", args.plot)
     if args.context > args.ranks * args.tokens_per_rank:
         raise ValueError(
@@ -199,14 +207,15 @@ def compare(scenario: Scenario, steps: Sequence[Sequence[int]], names: Sequence[
     }
     references = outcomes_of(static, scenario, steps)
     result: dict[str, Figures | str] = {}
+    known = all_schedulers()
     for name in names:
-        outcomes = outcomes_of(ALL[name], scenario, steps)
+        outcomes = outcomes_of(known[name], scenario, steps)
         if isinstance(outcomes, str):
             result[name] = outcomes
             continue
         times = [outcome.makespan for outcome in outcomes]
         plain_bounds = bounds[ONE_SLICE]
-        own_bounds = bounds[scenario.slicing if name in SLICED else ONE_SLICE]
+        own_bounds = bounds[ONE_SLICE if name in UNSLICED else scenario.slicing]
         result[name] = {
             "makespan_over_bound": _figure([time / bound for time, bound in zip(times, own_bounds, strict=True)]),
             "makespan_over_1f1b_bound": _figure(

@@ -10,7 +10,7 @@ from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, expert_share, flops_stage_cost
-from bytescale_ext.plan.hdp.planner import BALANCES, auto_balance
+from bytescale_ext.plan.hdp.table import auto_balance, planner_help, planner_names
 from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
 from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
@@ -49,13 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="A step of training is the next documents up to T tokens, however many these are. Steps of evaluation and "
         "Megatron's learning-rate schedule still count --global-batch-size. Default: a step has so many documents.",
     )
-    group.add_argument(
-        "--hdp-balance",
-        choices=["auto", *BALANCES],
-        help="What the planner balances. dp: the work of ranks that run freely; pp: the work of pipelines, and "
-        "of ranks that share experts, slot by slot; auto (default): whichever of these fits; bytescale (Algorithm 2 of "
-        "the paper) and none (tokens alone) are for comparison.",
-    )
+    group.add_argument("--hdp-balance", choices=["auto", *planner_names()], help=planner_help())
     group.add_argument(
         "--hdp-ranks-per-node",
         type=int,

@@ -34,7 +34,8 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
 from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
 from bytescale_ext.plan.evaluate.replay import replay, replay_stages  # noqa: E402
-from bytescale_ext.plan.hdp.planner import BALANCES, HdpPlanner  # noqa: E402
+from bytescale_ext.plan.hdp.planner import HdpPlanner  # noqa: E402
+from bytescale_ext.plan.hdp.table import planner_names  # noqa: E402
 from bytescale_ext.plan.step.plan import StepPlan  # noqa: E402
 from bytescale_ext.plan.step.sizes import Cluster  # noqa: E402
 from scripts.demo import MODEL, num_gpus  # noqa: E402
@@ -258,7 +259,7 @@ def main() -> int:
     parser.add_argument(
         "--num-sequences", type=int, default=32, metavar="N", help="sequences of the step (%(default)s)"
     )
-    parser.add_argument("--balance", choices=BALANCES, default="dp", help="planner (%(default)s)")
+    parser.add_argument("--balance", choices=planner_names(), default="dp", help="planner (%(default)s)")
     parser.add_argument("--repeats", type=int, default=8, metavar="N", help="runs; the fastest counts (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, last line")

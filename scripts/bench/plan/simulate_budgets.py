@@ -24,7 +24,7 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import Scenario, planner_of
 from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
-from bytescale_ext.plan.hdp.planner import auto_balance
+from bytescale_ext.plan.hdp.table import auto_balance
 from bytescale_ext.plan.memory.held import held
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts

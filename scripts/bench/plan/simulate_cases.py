@@ -14,7 +14,8 @@ from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.evaluate.schedulers import Outcome, Scenario, stage_costs
-from bytescale_ext.plan.hdp.planner import HdpPlanner, auto_balance
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import auto_balance
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.simulate import ALL, outcomes_of

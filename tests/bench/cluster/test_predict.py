@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.evaluate.schedulers import Scenario, naive
+from bytescale_ext.plan.evaluate.schedulers import Scenario, planned_by
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
 from scripts.bench.cluster.cases import ARMS, Case
@@ -43,7 +43,7 @@ def test_no_link_is_faster_than_unlimited_ones() -> None:
 def test_a_step_is_the_replay_of_its_plan() -> None:
     scenario = Scenario.of(Cluster(8, 2048, 4, "off"), CASE.context, COST)
     assert predicted_seconds(ARMS["naive"], CASE, LENGTHS, COST) == pytest.approx(
-        naive(LENGTHS, scenario).makespan, rel=0.02
+        planned_by("none")(LENGTHS, scenario).makespan, rel=0.02
     )
 
     found = predicted_seconds(ARMS["hybrid"], CASE, LENGTHS, COST)

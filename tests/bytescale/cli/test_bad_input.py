@@ -54,7 +54,7 @@ CASES: list[tuple[list[str], str]] = [
     ([*PLAN, "--tokens-multiple", "0"], "'0' is not a whole number"),
     ([*PLAN, "--tokens-multiple", "3"], "multiple"),
     ([*PLAN, "--balance", "best"], "choose one of auto, none, dp, pp, bytescale"),
-    ([*PLAN, "--balance", "dp", "--stages", "2"], "dp is for 1 stage, not 2"),
+    ([*PLAN, "--balance", "dp", "--stages", "2"], "dp makes no aligned slots"),
     ([*PLAN, "--stages", "5"], "5 stages do not divide the 32 layers"),
     ([*PLAN, "--stages", "0"], "'0' is not a whole number"),
     ([*PLAN, "--slices", "0", "--stages", "2"], "--slices 0 must be at least 1"),

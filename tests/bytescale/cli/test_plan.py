@@ -13,6 +13,7 @@ import pytest
 
 from bytescale_ext.measure.cost_file import shipped, write_cost
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
+from bytescale_ext.plan.hdp.table import PLANNERS
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from megatron.bytescale.cli import plan as command
@@ -88,7 +89,7 @@ def test_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_of(capsys, *options) == plan_of(capsys, *options, "--balance", "dp")
     assert plan_of(capsys, *options, "--balance", "none") == plan_naive(lengths, 16, 8192)
     assert 1 <= score_of(capsys, *options) < score_of(capsys, *options, "--balance", "none")
-    for balance in ("auto", "pp", "none", "bytescale"):
+    for balance in ("auto", *(row.name for row in PLANNERS if row.aligned)):
         plan = plan_of(capsys, *options, "--stages", 2, "--balance", balance, "--ranks-per-node", 4)
         check_step_plan(plan, lengths)
         assert plan.aligned
@@ -172,7 +173,7 @@ def test_bad_arrays_are_named(tmp_path: Path, array: np.ndarray, words: str) -> 
             "remove them",
         ),
         (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "best"), "choose one of auto, none, dp, pp, bytescale"),
-        (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp is for 1 stage, not 2"),
+        (("--ranks", 9, "--tokens-per-rank", 10, "--balance", "dp", "--stages", 2), "dp makes no aligned slots"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--stages", 5), "5 stages do not divide the 32 layers"),
         (("--ranks", 9, "--tokens-per-rank", 10, "--cost-file", "none.json"), "none.json"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,15 @@ from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.cost.model_cost import flops_stage_cost
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
+from bytescale_ext.plan.hdp import table
+from bytescale_ext.plan.hdp.baselines import place_naive
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import PlannerRow, planner_names, stateless
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.cli import plan, simulate
+from megatron.bytescale.features import hdp
 from megatron.bytescale.features.hdp import slowest_stage
+from scripts import flags_page
 from tests.bytescale.arguments.resolving import refused, resolved
 from tests.config.runs import SHAPE, hdp_of, run_of
 from tests.e2e.training import HDP, MODEL, TRAIN
@@ -53,6 +62,30 @@ def test_parameter_gathers_stay_aligned() -> None:
     """Megatron turns that off without virtual stages; a rank that waits in a ring would then hold back another."""
     words = ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"]
     assert resolved(4, *COMMON, *words).args["align_param_gather"] is True
+
+
+def actions_of(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[str, argparse.Action]:
+    """Return what a command adds to a parser, by option."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {option: action for action in parser._actions for option in action.option_strings}
+
+
+def test_a_new_planner_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag, both commands, the page of flags and the configuration read the table."""
+    assert "even" not in planner_names()
+    row = PlannerRow("even", "nothing that is worth it", stateless(place_naive), aligned=True)
+    monkeypatch.setattr(table, "PLANNERS", (*table.PLANNERS, row))
+    flag = actions_of(hdp.add_arguments)["--hdp-balance"]
+    assert flag.choices == ["auto", *planner_names()]
+    assert planner_names()[-1] == "even"
+    for action in (flag, actions_of(plan.add_arguments)["--balance"]):
+        assert "even: nothing that is worth it" in str(action.help)
+    assert "even" in str(actions_of(simulate.add_arguments)["--schedulers"].help)
+    assert "| `even` | nothing that is worth it | yes | no |" in flags_page.page()
+    config = hdp_of(balance="even", num_stages=2)
+    planner = HdpPlanner(config.cluster, (config.cost,) * 2, balance=config.balance)
+    assert planner([50, 7, 12]) == replace(planner, balance="none")([50, 7, 12])
 
 
 @pytest.mark.ranks

@@ -16,6 +16,7 @@ from bytescale_ext.data.loading.planning import PlanMaker, PlannerInProcess
 from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import planner_names
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 
@@ -76,7 +77,7 @@ def test_other_errors_are_not_taken_for_lack_of_time() -> None:
         PlanMaker(Broken(0), None, 1.0)((1,))
 
 
-@pytest.mark.parametrize("balance", ["none", "dp", "pp", "bytescale"])
+@pytest.mark.parametrize("balance", planner_names())
 def test_every_planner_stops_and_has_a_simple_plan(monkeypatch: pytest.MonkeyPatch, balance: str) -> None:
     cost = CostModel(a=0.01, b=1.0)
     planner = HdpPlanner(Cluster(4, 64), (StageCost(cost, cost),) * (2 if balance == "pp" else 1), balance=balance)

@@ -10,6 +10,7 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.pipeline_limit import least_time, pipeline_limit
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import PLANNERS
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.step.sizes import Cluster
 
@@ -64,7 +65,7 @@ def test_no_plan_is_below_the_limit(sampler: str) -> None:
     lengths = sample_lengths(sampler, 1 << 16, 1 << 19, 3).tolist()
     limit = pipeline_limit(lengths, Cluster(8, 8192), COST, 2)
     assert -(-max(lengths) // 8192) <= limit.width <= 8
-    for balance in ("none", "bytescale", "pp"):
+    for balance in (row.name for row in PLANNERS if row.aligned):
         plan = HdpPlanner(Cluster(8, 8192), (COST,) * 2, balance=balance, aligned=True)(lengths)
         assert limit.seconds <= replay_stages(plan, (COST, COST)).makespan
     sizes = np.array(lengths, dtype=float)

@@ -15,6 +15,7 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import replay, replay_stages
 from bytescale_ext.plan.hdp.forms import with_forms
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import planner_names
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
@@ -64,7 +65,7 @@ def test_without_slower_links_rings_are_plain() -> None:
     assert with_forms(rings, STAGE.on(None), one_node, ONE_SLICE) is rings
 
 
-@pytest.mark.parametrize("balance", ["none", "dp", "pp", "bytescale"])
+@pytest.mark.parametrize("balance", planner_names())
 def test_plans_name_their_forms_and_the_check_knows_nodes(balance: str) -> None:
     planner = HdpPlanner(CLUSTER, (STAGE,), balance=balance, aligned=balance == "pp")
     plan = planner([500, 300, 90, 60, 40, 30, 20, 10])

@@ -9,6 +9,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import BACKWARD, FORWARD, replay_stages
 from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import PLANNERS
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
@@ -157,7 +158,7 @@ def test_the_smallest_deadlock() -> None:
     assert replay_stages(StepPlan(2, 8, (*lengths, 8), aligned, aligned=True), [UNIT] * 2).makespan > 0
 
 
-@pytest.mark.parametrize("balance", ["none", "pp", "bytescale"])
+@pytest.mark.parametrize("balance", [row.name for row in PLANNERS if row.aligned])
 def test_plans_of_the_planner_run(balance: str) -> None:
     random = np.random.default_rng(3)
     for _ in range(10):
