@@ -18,7 +18,7 @@ from megatron.bytescale.faults import named_faults
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
@@ -36,8 +36,8 @@ def main(adapt: Callable[[Training, Runtime], Training] | None = None) -> None:
 
         from megatron.bytescale.arguments.parse import parse
         from megatron.bytescale.arguments.resolve import resolve
+        from megatron.bytescale.build import build
         from megatron.bytescale.runtime import Runtime
-        from megatron.bytescale.training.build import build
         from megatron.bytescale.training.initialize import stand_alone
 
         args = parse(sys.argv, on_cpu)

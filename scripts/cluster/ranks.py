@@ -97,7 +97,15 @@ def preload() -> None:
     from megatron.bytescale import cpu
 
     cpu.install_if_wanted(["--cpu"])  # before Megatron is imported
-    for name in ("train", "training.build", "training.hdp", "training.training", "cli.profile", "training.profile"):
+    for name in (
+        "train",
+        "build",
+        "training.pretrain_arguments",
+        "features.hdp.build",
+        "training.training",
+        "cli.profile",
+        "training.profile",
+    ):
         importlib.import_module(f"megatron.bytescale.{name}")
     gc.collect()
     gc.freeze()  # ranks neither visit nor copy what is here

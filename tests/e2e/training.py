@@ -182,7 +182,7 @@ def plan_in_process(wanted: bool) -> None:
 def train_with(action: Callable[[Any, torch.nn.Module], None]) -> None:
     """An entry (by ``partial``): call ``action(runtime, model)`` in each step of a rank before its first forward."""
     import pretrain_gpt_hdp
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
 
     original = hdp.forward_step
 

@@ -12,27 +12,27 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
-from megatron.bytescale.features.drafts import DRAFTS
-from megatron.bytescale.features.experts.gate import GATE
-from megatron.bytescale.features.experts.placement import EXPERTS
+from megatron.bytescale.features.activations.flags import ACTIVATIONS
+from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN
+from megatron.bytescale.features.drafts.flags import DRAFTS
+from megatron.bytescale.features.experts.flags import EXPERTS
 from megatron.bytescale.features.experts.trace import EXPERT_TRACE
-from megatron.bytescale.features.experts.upcycle import UPCYCLING
 from megatron.bytescale.features.feature import COST_FLAG, Feature
 from megatron.bytescale.features.fp8 import FP8
-from megatron.bytescale.features.hdp import HDP
+from megatron.bytescale.features.gate.flags import GATE
+from megatron.bytescale.features.hdp.flags import HDP
 from megatron.bytescale.features.loss_chunks import LOSS_CHUNKS
-from megatron.bytescale.features.memory.activations import ACTIVATIONS
-from megatron.bytescale.features.memory.embedding import EMBEDDING
-from megatron.bytescale.features.memory.memory_plan import MEMORY_PLAN
-from megatron.bytescale.features.memory.memory_record import MEMORY_RECORD
-from megatron.bytescale.features.memory.ngram import NGRAM
-from megatron.bytescale.features.memory.states import STATES
+from megatron.bytescale.features.memory_record.flags import MEMORY_RECORD
 from megatron.bytescale.features.multi_token import MULTI_TOKEN
 from megatron.bytescale.features.ray import RAY
 from megatron.bytescale.features.sculpt import SCULPT
 from megatron.bytescale.features.sft import SFT
-from megatron.bytescale.features.slices import SLICES
-from megatron.bytescale.features.zero_bubble import ZERO_BUBBLE
+from megatron.bytescale.features.slices.flags import SLICES
+from megatron.bytescale.features.slices.zero_bubble import ZERO_BUBBLE
+from megatron.bytescale.features.states.flags import STATES
+from megatron.bytescale.features.tables.embedding import EMBEDDING
+from megatron.bytescale.features.tables.ngram import NGRAM
+from megatron.bytescale.features.upcycle.flags import UPCYCLING
 
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Patch

@@ -13,7 +13,7 @@ from megatron.bytescale.arguments.refusals import Refusal
 if TYPE_CHECKING:  # flags are added before torch and Megatron are imported
     from megatron.bytescale.registry import Patch
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 
 COST_FLAG: Final = "--cost-file"

@@ -21,7 +21,7 @@ from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 RECIPES: Final = {
     "tensorwise": "is_fp8_available",

@@ -12,7 +12,7 @@ from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

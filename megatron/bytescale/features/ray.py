@@ -11,7 +11,7 @@ from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def resolve(args: Any, run: RunConfig) -> RemoteConfig:
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Load steps from Ray actors in place of Megatron's data sets."""
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
 
     return hdp.load_from_ray(training, runtime)
 

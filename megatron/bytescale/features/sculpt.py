@@ -17,7 +17,7 @@ from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,8 @@ def resolve(args: Any, run: RunConfig) -> SculptConfig:
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Load windows."""
-    from megatron.bytescale.training import hdp, stock
+    from megatron.bytescale.features.hdp import build as hdp
+    from megatron.bytescale.training import stock
 
     if runtime.run.find(HdpConfig) is not None:
         return hdp.train_on_windows(training, runtime)

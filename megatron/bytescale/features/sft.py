@@ -13,7 +13,7 @@ from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def resolve(args: Any, run: RunConfig) -> AnswerLossConfig:
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Load conversations in place of documents."""
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
 
     return hdp.train_on_answers(training, runtime)
 

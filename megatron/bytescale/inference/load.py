@@ -20,7 +20,7 @@ import torch
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale import cpu
 from megatron.bytescale.checkpoints import names_in, to_load
-from megatron.bytescale.features.drafts import config_of
+from megatron.bytescale.features.drafts.flags import config_of
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
     is_folder_of_heads,

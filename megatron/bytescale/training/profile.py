@@ -38,9 +38,9 @@ from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.features.hdp import build as hdp
 from megatron.bytescale.runtime import Runtime
-from megatron.bytescale.training import hdp
-from megatron.bytescale.training.build import stock_training
+from megatron.bytescale.training.pretrain_arguments import stock_training
 
 ASIDE = {
     "sft": False, "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1,

@@ -10,7 +10,7 @@ import numpy as np
 
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_lengths
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.features.slices import flags_of
+from megatron.bytescale.features.slices.flags import flags_of
 from scripts.cluster.topology import Topology
 
 SCALE = 32

@@ -25,7 +25,7 @@ from bytescale_ext.plan.step.sizes import Cluster  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 Ints = npt.NDArray[np.int64]
 
@@ -105,7 +105,7 @@ def use_hybrid_plans(training: Training, runtime: Runtime) -> Training:
     import torch.distributed as dist
 
     from megatron.bytescale.core.parallel_state import hdp_group
-    from megatron.bytescale.training.hdp import dataset_provider
+    from megatron.bytescale.features.hdp.build import dataset_provider
 
     provider = dataset_provider(runtime, planner=HybridPlanner(runtime.run.cluster))
     forward = with_barriers(training.forward_step, runtime, lambda: dist.barrier(hdp_group()))

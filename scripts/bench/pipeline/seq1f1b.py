@@ -46,7 +46,7 @@ from bytescale_ext.plan.schedule.simulate import simulate_slices  # noqa: E402
 from bytescale_ext.plan.schedule.slices import slice_lengths, slice_ranges  # noqa: E402
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing  # noqa: E402
 from megatron.bytescale import features  # noqa: E402
-from megatron.bytescale.features.slices import flags_of  # noqa: E402
+from megatron.bytescale.features.slices.flags import flags_of  # noqa: E402
 from scripts.bench.pipeline.saved_bytes import SavedBytes  # noqa: E402
 from scripts.bench.plan.launch import printed_by  # noqa: E402
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 from rich.console import Console  # noqa: E402
 
 from bytescale_ext.plan.step.sizes import Slicing  # noqa: E402
-from megatron.bytescale.features.slices import flags_of  # noqa: E402
+from megatron.bytescale.features.slices.flags import flags_of  # noqa: E402
 from scripts.bench.plan.launch import printed_by  # noqa: E402
 from scripts.demo import CONTEXT, Demo, build_corpora, num_gpus, read_metrics  # noqa: E402
 

@@ -182,7 +182,7 @@ def measure(subject: Subject, num_documents: int, num_ranks: int, num_steps: int
 def timed_step(runtime: Runtime, model: EmptyModel, batch: StepBatch) -> tuple[float, float]:
     """Return the seconds that are spent once a step, and those of the mean micro-batch."""
     from megatron.bytescale.core.pipeline_parallel.schedules import run_step
-    from megatron.bytescale.training.hdp import forward_step
+    from megatron.bytescale.features.hdp.build import forward_step
 
     passes, began = ForwardPasses(), time.perf_counter()
     run_step(

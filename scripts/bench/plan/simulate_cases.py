@@ -19,7 +19,7 @@ from bytescale_ext.plan.hdp.table import auto_balance
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
-from megatron.bytescale.features.slices import ORDER_FLAG
+from megatron.bytescale.features.slices.flags import ORDER_FLAG
 
 K, M = 1 << 10, 1 << 20
 TOKENS_PER_RANK = 8 * K

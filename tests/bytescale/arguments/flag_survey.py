@@ -157,7 +157,7 @@ def built_parts(args: Any) -> list[Any]:
     """Return each configuration that a training of ours is given."""
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron.bytescale.training.build import stock_training
+    from megatron.bytescale.training.pretrain_arguments import stock_training
 
     model = stock_training(args).model
     container = pretrain_cfg_container_from_args(args, model)

@@ -12,7 +12,7 @@ from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
 from megatron.bytescale.arguments.operators import operators_of
 from tests.bytescale.arguments.resolving import resolved
-from tests.bytescale.features.test_slices import CHOSEN
+from tests.bytescale.features.slices.test_flags import CHOSEN
 from tests.e2e.training import MODEL, TRAIN
 
 

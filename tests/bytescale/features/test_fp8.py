@@ -92,7 +92,7 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     from megatron.core.fp8_utils import get_fp8_align_size
 
     from megatron.bytescale.arguments.resolve import resolve as resolve_run
-    from megatron.bytescale.features import hdp
+    from megatron.bytescale.features.hdp import flags as hdp
 
     words = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128 --hidden-size 256".split()
     words += ["--ffn-hidden-size", "512"]

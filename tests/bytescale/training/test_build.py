@@ -34,7 +34,7 @@ def build(words: list[str], with_documents: bool = False) -> Any:
     from megatron.bytescale.arguments.resolve import resolve
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import stock_training
+    from megatron.bytescale.training.pretrain_arguments import stock_training
 
     sys.argv = ["pretrain_gpt_hdp.py", *words]
     args = parse(sys.argv, on_cpu=True)
@@ -180,9 +180,9 @@ def changed_fields(rank: int, world: int, words: list[str]) -> set[str]:
     cpu.install_if_wanted(["--cpu"])
     from megatron.bytescale.arguments.parse import parse
     from megatron.bytescale.arguments.resolve import resolve
+    from megatron.bytescale.features.hdp.build import use_document_model
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import stock_training
-    from megatron.bytescale.training.hdp import use_document_model
+    from megatron.bytescale.training.pretrain_arguments import stock_training
 
     sys.argv = ["pretrain_gpt_hdp.py", *words]
     args = parse(sys.argv, on_cpu=True)

@@ -137,7 +137,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
     from tests.e2e.preload import STAND_INS
 
     if STAND_INS is not None:  # a rank starts with them, and to them the device is the host

@@ -16,16 +16,16 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.measure import speeds as measured_speeds
 from bytescale_ext.measure.speeds import Rates
 from bytescale_ext.plan.activation.load import cost_of_rates
+from megatron.bytescale.features.activations.build import make_store
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import speeds
-from megatron.bytescale.training.memory.activations import make_store
 from megatron.bytescale.training.speeds import described, measure_speeds
 from tests.harness import run_ranks
 
 
 def run_of(*words: str, **settings: Any) -> RunConfig:
     from megatron.bytescale.arguments.resolve import resolve
-    from tests.bytescale.features.memory.test_activations import MEMO, parsed
+    from tests.bytescale.features.activations.test_flags import MEMO, parsed
 
     run = resolve(parsed(*MEMO, *words, **settings))
     return replace(run, process=replace(run.process, dtype=torch.float32))

@@ -14,7 +14,7 @@ from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.arguments.resolve import resolve
-from tests.bytescale.features.memory.test_activations import parsed
+from tests.bytescale.features.activations.test_flags import parsed
 
 OFFLOAD = ("--activation-policy", "offload", "--host-memory-gb", "2")
 

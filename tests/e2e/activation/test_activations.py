@@ -89,8 +89,8 @@ RUNS = [
 def train_and_digest() -> None:
     """An entry: print a digest of the gradients of each step, as this rank computed them, and what the policy did."""
     import pretrain_gpt_hdp
-    from megatron.bytescale.training import build
-    from megatron.bytescale.training.memory import activations
+    from megatron.bytescale import build
+    from megatron.bytescale.features.activations import build as activations
 
     stores: list[Any] = []
     original_build, original_store = build.build, activations.make_store
@@ -309,7 +309,7 @@ def fail_in_a_step() -> None:
 
     import pretrain_gpt_hdp
     from bytescale_ext.activation.run import Rebuilding
-    from megatron.bytescale.training.memory import activations
+    from megatron.bytescale.features.activations import build as activations
 
     stores: list[Any] = []
     original_store, original_attention = activations.make_store, Rebuilding.attention

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 def train_with_a_quarter_of_the_arena() -> None:
     """An entry: budgets that fit are not enough, as where a tensor is saved that no forecast knows."""
-    from megatron.bytescale.training.memory import activations
+    from megatron.bytescale.features.activations import build as activations
 
     allocate = activations.allocate_arena
     activations.allocate_arena = lambda num_bytes, pinned: allocate(num_bytes // 4, pinned=pinned)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 def main_with_planner(change: Callable[[Any], Any], ranks: Sequence[int]) -> None:
     """An entry (by ``partial``): the planner of some ranks is changed."""
     import pretrain_gpt_hdp
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
 
     original = hdp.planner_of
     if int(os.environ["RANK"]) in ranks:

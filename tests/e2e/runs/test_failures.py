@@ -48,7 +48,7 @@ def poison(rank: int, step: int, runtime: Any, model: Any) -> None:
 
 def poison_with_slow_planner(rank: int, step: int) -> None:
     """An entry: as ``poison``, and every plan but the first is made by a process, which cannot be pickled."""
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
 
     hdp.PlannerInProcess = partial(hdp.PlannerInProcess, slow_seconds=-1.0)
     train_with(partial(poison, rank, step))
@@ -90,7 +90,7 @@ def test_nan_loss_without_reruns_is_an_error_that_names_the_documents(corpus: Pa
 def train_unscanned() -> None:
     """As if a token had gone bad after the scan at start."""
     import pretrain_gpt_hdp
-    from megatron.bytescale.training import hdp
+    from megatron.bytescale.features.hdp import build as hdp
 
     hdp.check_data = lambda *args, **kwargs: None
     pretrain_gpt_hdp.main()

@@ -111,7 +111,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 def train_with_rows(rows: int, num_idle: int) -> None:
     """An entry: pad micro-batches and slices to so many rows on each tensor-parallel rank, as FP8 needs them."""
-    from megatron.bytescale.features import hdp
+    from megatron.bytescale.features.hdp import flags as hdp
 
     hdp.fp8_rows = lambda args: rows
     train_and_record(num_idle)

@@ -50,9 +50,9 @@ from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import WRITTEN
 from megatron.bytescale.cli.shared.stage_states import IN_HOST, choice_text, state_bytes
-from megatron.bytescale.features.memory import activations
-from megatron.bytescale.features.memory.activations import cost_in_seconds
-from megatron.bytescale.features.slices import stage_memory
+from megatron.bytescale.features.activations import flags as activations
+from megatron.bytescale.features.activations.flags import cost_in_seconds
+from megatron.bytescale.features.slices.flags import stage_memory
 from megatron.bytescale.training.stock import data_prefixes
 
 Floats = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.shared.inputs import count
-from megatron.bytescale.features.slices import AUTO, slices_value
+from megatron.bytescale.features.slices.flags import AUTO, slices_value
 
 
 def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = count) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from bytescale_ext.config.memory.states import ResidentStates, StateConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.memory.model_states import expert_parameters, parameter_bytes
-from megatron.bytescale.features.memory.states import cases
+from megatron.bytescale.features.states.flags import cases
 
 IN_HOST: Final = ("host", "pages")
 """Columns of host memory, which the total of a device leaves out: of activations, and of model states."""

@@ -1,1 +1,1 @@
-"""Features of experts: the record of their loads, replicas that follow them, and gates that start dense."""
+"""Replicas of experts that follow their load: their flags, and what they add to the training."""

@@ -15,7 +15,7 @@ from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
-    from megatron.bytescale.training.build import Training
+    from megatron.bytescale.training.pretrain_arguments import Training
 
 FLAG = "--moe-placement-trace"
 
@@ -44,7 +44,7 @@ def resolve(args: Any, run: RunConfig) -> TraceTo:
 
 def build(training: Training, runtime: Runtime) -> Training:
     """Count tokens in each layer of experts, and write the counts when a step ends."""
-    from megatron.bytescale.training.experts.loads import record_loads
+    from megatron.bytescale.features.experts.loads import record_loads
 
     return record_loads(training, runtime)
 

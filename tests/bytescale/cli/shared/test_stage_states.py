@@ -10,8 +10,8 @@ from bytescale_ext.config.memory.states import ResidentStates, StateConfig
 from bytescale_ext.plan.memory.model_states import num_parameters
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.shared.stage_states import IN_HOST, choice_text, state_bytes
-from tests.bytescale.features.memory.test_activations import SHAPE, parsed
-from tests.bytescale.features.memory.test_states import OPTIMIZER
+from tests.bytescale.features.activations.test_flags import SHAPE, parsed
+from tests.bytescale.features.states.test_flags import OPTIMIZER
 
 NOTE = "> bytescale: states auto (why): resident: 2 s\n> bytescale: states auto, what else fits: nothing"
 ARGS = parsed(**OPTIMIZER, expert_tensor_parallel_size=1, expert_model_parallel_size=1)

@@ -83,7 +83,8 @@ def losses(rank: int, world: int) -> None:
     """Megatron divides by the labels given and by micro-batches times slices; slices of any size give the mean."""
     import torch
 
-    from megatron.bytescale.training import slices, stock
+    from megatron.bytescale.features.slices import build as slices
+    from megatron.bytescale.training import stock
 
     def of_labels(mask: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         return (

@@ -12,7 +12,7 @@ from bytescale_ext.config.experts import TraceTo
 from bytescale_ext.plan.experts.trace import TraceHead
 from megatron.bytescale import features
 from megatron.bytescale.arguments.resolve import resolve
-from tests.bytescale.features.memory.test_activations import parsed
+from tests.bytescale.features.activations.test_flags import parsed
 
 EXPERTS = {
     "num_experts": 8, "moe_router_topk": 2, "expert_model_parallel_size": 2, "moe_layer_freq": 1,

@@ -1,0 +1,37 @@
+"""Build a run: the stock training, changed by each feature that is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.bytescale import features
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.values import make_folders
+from megatron.bytescale.checkpoints import use_last_whole
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training import stock
+from megatron.bytescale.training.pretrain_arguments import Training, stock_training
+
+
+def build(args: Any, runtime: Runtime) -> Training:
+    """Return the training of a run: the stock one, then each feature in the table's order. Make its folders at last.
+
+    Raises ValueError for arguments that Megatron refuses, data and checkpoints that cannot be read, kernels that do not
+    fit, and folders that cannot be written.
+    """
+    training = stock_training(args)
+    enabled = features.enabled(args)
+    if enabled and args.load and not args.enable_msc and runtime.run.process.rank == 0:
+        if warning := use_last_whole(Path(args.load), args.ckpt_step):
+            print(warning)
+    for feature in enabled:
+        training = feature.build(training, runtime)
+    if training.dataset_provider is stock.dataset_provider:
+        with refusals_of_megatron():
+            stock.dataset_config(args)
+    make_folders(args)
+    process = runtime.run.process
+    if not process.on_cuda and process.rank == 0:
+        print("> bytescale: training on CPU with gloo; CUDA calls are replaced (megatron/bytescale/cpu.py)")
+    return training

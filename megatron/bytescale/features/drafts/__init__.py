@@ -1,0 +1,1 @@
+"""Draft heads: their flags, and what they add to the training."""

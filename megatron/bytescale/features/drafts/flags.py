@@ -1,0 +1,148 @@
+"""Draft heads on a trained model, learned from whole long documents (Clover, Medusa)."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.drafts import KINDS, LAYERS, DraftConfig
+from bytescale_ext.config.loss_chunks import LossChunks
+from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.refusals import refuse
+from megatron.bytescale.checkpoints import names_in, to_load
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.pretrain_arguments import Training
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of draft heads."""
+    group = parser.add_argument_group("bytescale: draft heads")
+    group.add_argument(
+        "--draft-heads",
+        choices=KINDS,
+        help="Train heads that guess the tokens after the next one, on the model of --pretrained-checkpoint "
+        "(or --load DIR --finetune). clover: each head sees the token that the head before it stands for; medusa: "
+        "independent heads. `bytescale generate` decodes with them. Needs --hybrid-data-parallel.",
+    )
+    group.add_argument("--num-draft-heads", type=int, default=5, metavar="N", help="Heads (5).")
+    group.add_argument(
+        "--draft-layers", type=int, metavar="N", help="Transformer layers below the heads (clover: 2, medusa: 0)."
+    )
+    group.add_argument(
+        "--draft-decay",
+        type=float,
+        default=0.7,
+        metavar="D",
+        help="Weight of a head's loss over that of the head before it (0.7).",
+    )
+    group.add_argument(
+        "--draft-hidden-weight",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="Weight of the heads' difference from the model's hidden states beside their cross entropy (0).",
+    )
+    group.add_argument(
+        "--draft-train-trunk",
+        action="store_true",
+        help="Train the model too, on its own loss and that of the heads; without it the model is frozen.",
+    )
+
+
+def before_checks(args: Any) -> None:
+    """Choose the number of layers. Raises ValueError where there is no trained model."""
+    if args.load is None and args.pretrained_checkpoint is None:
+        raise ValueError("--draft-heads needs a trained model: give its checkpoint as --pretrained-checkpoint DIR")
+    if args.draft_layers is None:
+        args.draft_layers = LAYERS[args.draft_heads]
+
+
+def resolve(args: Any, run: RunConfig) -> DraftConfig:
+    """Return the heads. Raises ValueError for bad numbers, and for a checkpoint to go on from that has no heads."""
+    config = config_of(args)
+    folder = None if args.load is None or args.finetune else to_load(Path(args.load), args.ckpt_step)
+    if folder is None and args.pretrained_checkpoint is not None:
+        if to_load(Path(args.pretrained_checkpoint), args.ckpt_step) is None:
+            raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: there is no checkpoint")
+    elif folder is None and not args.finetune:
+        raise ValueError(f"--load {args.load}: there is no checkpoint, and no --pretrained-checkpoint to begin from")
+    elif folder is not None and not any("draft_heads." in name for name in names_in(folder)):
+        raise ValueError(
+            f"--load {args.load}: this checkpoint has no draft heads to go on with: give it as --pretrained-checkpoint"
+        )
+    return config
+
+
+def config_of(args: Any) -> DraftConfig:
+    """Return the heads that flags describe. Raises ValueError for bad numbers."""
+    return DraftConfig(
+        args.draft_heads,
+        args.num_draft_heads,
+        args.draft_layers,
+        args.draft_decay,
+        getattr(args, "draft_hidden_weight", 0.0),  # which older checkpoints do not have
+        getattr(args, "draft_train_trunk", False),
+    )
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Add heads, and train them alone unless the model is trained too."""
+    from megatron.bytescale.core.models.gpt.draft_loss import add_draft_heads
+    from megatron.bytescale.features.drafts.build import report_drafts
+
+    run = runtime.run
+    config, chunks = run.get(DraftConfig), run.find(LossChunks)
+    add = partial(add_draft_heads, config, None if chunks is None else chunks.num_tokens, runtime)
+    training.model.pre_wrap_hooks.append(add)
+    return training.wrap_forward_step(partial(report_drafts, config))
+
+
+_FROZEN = "remove it, or train the model too: --draft-train-trunk"
+
+
+def _is_cut(args: Any) -> bool:
+    return args.seq1f1b_slices not in (None, 1)
+
+
+REFUSALS = (
+    refuse("--mtp-num-layers", "drafts", "choose one: both guess later tokens"),
+    refuse("--num-experts", "drafts", "train heads of dense models"),
+    refuse("--draft-hidden-weight in slices", "drafts", "remove one: the states to compare with are in the next slice",
+           lambda a: _is_cut(a) and a.draft_hidden_weight),
+    refuse("--hdp-swapped-keys", "drafts", "remove it: keys of heads stay on the device",
+           lambda a: a.hdp_swapped_keys),
+    refuse("--seq1f1b-zero-bubble", "drafts", "remove it: backward passes of heads are not split"),
+    refuse("--memory-plan", "drafts", "remove it: it counts the model without heads"),
+    refuse("--record-memory-plan", "drafts", "remove it: it counts the model without heads"),
+    refuse("--recompute-granularity", "drafts", f"{_FROZEN}; a frozen one saves nothing",
+           lambda a: a.recompute_granularity and not a.draft_train_trunk),
+    refuse("--state-policy", "drafts", "remove it: only the heads have states", lambda a: a.state_policy != "resident"),
+    refuse("--sculpt-windows", "drafts", "train heads on documents"),
+    refuse("--hdp-loader ray", "drafts", "use --hdp-loader local", lambda a: a.hdp_loader == "ray"),
+    refuse("--num-layers-per-virtual-pipeline-stage", "drafts", "remove it: heads train without virtual stages"),
+    refuse("--num-virtual-stages-per-pipeline-rank", "drafts", "remove it: heads train without virtual stages"),
+    refuse("--overlap-param-gather", "drafts", "remove it: only the heads have parameters to gather"),
+    refuse("--use-distributed-optimizer in pipelines", "drafts", f"{_FROZEN}; stages of a frozen one have no states",
+           lambda a: (a.use_distributed_optimizer and a.pipeline_model_parallel_size > 1 and not a.draft_train_trunk)),
+    refuse("--ckpt-format", "drafts", "use torch_dist, from which a model of another layout can be loaded",
+           lambda a: a.ckpt_format != "torch_dist"),
+    refuse("--window-size", "drafts", "train heads of models with full attention"),
+)  # fmt: skip
+
+DRAFTS = Feature(
+    name="drafts",
+    flag="--draft-heads",
+    summary="draft heads on a trained model, for decoding with trees of tokens (Clover, Medusa)",
+    add_arguments=add_arguments,
+    is_on=lambda args: args.draft_heads is not None,
+    resolve=resolve,
+    build=build,
+    before_checks=before_checks,
+    requires=("hdp",),
+    refusals=REFUSALS,
+)

@@ -1,0 +1,125 @@
+"""Replicas of busy experts on ranks with less work (FlexMoE, Nie et al. 2023)."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.experts import PlacementConfig
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
+from bytescale_ext.plan.experts.cost import ExpertCost
+from bytescale_ext.plan.experts.placement import check_slots
+from bytescale_ext.plan.experts.replay import FLEXMOE, PLACEMENTS, Placing
+from megatron.bytescale.arguments.refusals import refuse
+from megatron.bytescale.features.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.pretrain_arguments import Training
+
+FLAG = "--moe-expert-slots"
+TFLOPS = 400.0
+"""Stands for the speed of a rank until it is measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of placement."""
+    group = parser.add_argument_group("bytescale: placement of experts")
+    group.add_argument(
+        FLAG,
+        type=int,
+        metavar="S",
+        help="Experts that each expert-parallel rank can hold. Slots beyond the experts whose home it is hold replicas "
+        "of busy experts of other ranks: their weights come from home in each step and their gradients go back, so "
+        "parameters, optimizers and checkpoints are Megatron's own.",
+    )
+    group.add_argument(
+        "--moe-placement",
+        choices=PLACEMENTS,
+        default=FLEXMOE,
+        help="Which replicas there are. flexmoe (default): a few changes at a time, each of which shortens the "
+        "modelled step; eplb: DeepSeek's placement, made anew each time; static: none, for comparison.",
+    )
+    group.add_argument(
+        "--moe-placement-threshold",
+        type=float,
+        default=1.15,
+        metavar="R",
+        help="flexmoe changes the placement where the busiest rank has more than R times the mean tokens (1.15).",
+    )
+    group.add_argument(
+        "--moe-placement-interval", type=int, default=1, metavar="N", help="Steps from one placement to the next (1)."
+    )
+    group.add_argument(
+        "--moe-placement-speeds",
+        type=float,
+        nargs=2,
+        metavar="SPEED",
+        help="TFLOPs that a rank computes in its experts, and GB that it sends, in a second, for flexmoe's model of a "
+        "step. Default: measured when training starts; with given speeds a run can be repeated exactly.",
+    )
+
+
+def resolve(args: Any, run: RunConfig) -> PlacementConfig:
+    """Return how experts are placed. Raises ValueError for values out of range."""
+    check_slots(FLAG, args.moe_expert_slots, args.num_experts, args.expert_model_parallel_size)
+    if not 1 <= args.moe_placement_threshold < math.inf:
+        raise ValueError(f"--moe-placement-threshold {args.moe_placement_threshold:g} must be at least 1")
+    if args.moe_placement_interval < 1:
+        raise ValueError(f"--moe-placement-interval {args.moe_placement_interval} must be at least 1")
+    tflops, link = args.moe_placement_speeds or (TFLOPS, LINK_BYTES_PER_SECOND / 1e9)
+    if not (0 < tflops < math.inf and 0 < link < math.inf):
+        raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive")
+    cost = ExpertCost.of(run.shape, tflops * 1e12, link * 1e9)
+    placing = Placing(
+        args.moe_placement, args.moe_expert_slots, args.moe_placement_threshold, args.moe_placement_interval, cost
+    )
+    measures = args.moe_placement_speeds is None and args.moe_placement == FLEXMOE  # the others ask for no cost
+    return PlacementConfig(args.num_experts, args.expert_model_parallel_size, placing, measures)
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Hold experts in slots, and place replicas when a step ends."""
+    from megatron.bytescale.features.experts.loads import follow_loads
+
+    return follow_loads(training, runtime)
+
+
+_NO_TOKEN_LOST = "remove it: every token goes to a slot, and none is dropped or padded"
+_LOCAL = "use --transformer-impl local: replicas need experts that are modules of their own"
+REFUSALS = (
+    refuse("--expert-model-parallel-size 1", "experts", "give 2 or more: replicas are on other ranks",
+           lambda a: a.expert_model_parallel_size == 1),
+    refuse("--transformer-impl transformer_engine", "experts", _LOCAL, lambda a: a.transformer_impl != "local"),
+    refuse("--moe-token-dispatcher-type flex", "experts", "use alltoall or allgather",
+           lambda a: a.moe_token_dispatcher_type == "flex"),
+    *(refuse(flag, "experts", _NO_TOKEN_LOST) for flag in (
+        "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
+        "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")),
+    refuse("--moe-router-fusion", "experts", "remove it: slots are filled from the router's own probabilities"),
+    refuse("--moe-router-num-groups", "experts", "remove it: a replica is outside the group of its expert"),
+    refuse("--moe-apply-probs-on-input", "experts"),
+    refuse("--moe-latent-size", "experts"),
+    refuse("--moe-grouped-gemm with biases", "experts", "add --disable-bias-linear: a grouped product has no bias",
+           lambda a: a.moe_grouped_gemm and a.add_bias_linear),
+    refuse("--moe-paged-stash", "experts", "remove it: it stores the activations of homes alone"),
+    refuse("--delay-wgrad-compute", "experts", "remove it: weight gradients of replicas go home in the backward pass"),
+    refuse("gradient accumulation fusion", "experts", "add --no-gradient-accumulation-fusion: gradients of replicas "
+           "are added to a home's before they are accumulated", lambda a: a.gradient_accumulation_fusion),
+    *(refuse(flag, "experts", "use --use-distributed-optimizer") for flag in (
+        "--use-megatron-fsdp", "--use-torch-fsdp2")),
+    refuse("--fp4-format", "experts", "use bf16: replicas have no scaling factors", lambda a: bool(a.fp4)),
+)  # fmt: skip
+
+EXPERTS = Feature(
+    name="experts",
+    flag=FLAG,
+    summary="replicas of busy experts on ranks with less work (FlexMoE)",
+    add_arguments=add_arguments,
+    is_on=lambda args: args.moe_expert_slots is not None,
+    resolve=resolve,
+    build=build,
+    refusals=REFUSALS,
+)

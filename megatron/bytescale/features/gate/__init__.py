@@ -1,0 +1,1 @@
+"""Gates that start dense: their flags, and what they add to the training."""

@@ -1,0 +1,1 @@
+"""Hybrid data parallelism: its flags, and what it adds to the training."""

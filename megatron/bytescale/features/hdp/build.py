@@ -1,0 +1,314 @@
+"""Training on documents: their data, model preparation and forward step, as Megatron takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import print_rank_0
+
+from bytescale_ext.attention.kernels.table import choose_kernel, counting
+from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.config.answers import AnswerLossConfig
+from bytescale_ext.config.drafts import DraftConfig
+from bytescale_ext.config.memory.ngram import NgramConfig
+from bytescale_ext.config.multi_token import MultiTokenConfig
+from bytescale_ext.config.planner import offload_layers, planner_of
+from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.config.sculpt import SculptConfig
+from bytescale_ext.config.slices import DocumentSliceConfig
+from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
+from bytescale_ext.data.loading.planning import PlanMaker, Planner, PlannerInProcess
+from bytescale_ext.data.loading.step import LoaderSettings
+from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
+from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
+from bytescale_ext.data.samples.packed import PackedMicroBatch
+from bytescale_ext.plan.step.check import check_step_plan
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
+from megatron.bytescale.core.datasets.document_dataset import (
+    SampleSource,
+    build_document_datasets,
+    check_labels,
+    check_splits,
+)
+from megatron.bytescale.core.datasets.remote import check_line_file, open_remote, start_remote
+from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
+from megatron.bytescale.core.datasets.window_dataset import build_windows, window_config
+from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
+from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
+from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
+from megatron.bytescale.core.transformer.moe.router import padding_mask
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.pretrain_arguments import Training
+from megatron.bytescale.training.stock import data_prefixes, data_settings, wanted_samples
+
+
+def train_on_documents(training: Training, runtime: Runtime) -> Training:
+    """Give Megatron documents: their data, attention, positions and forward step.
+
+    Raises ValueError for data that cannot be read.
+    """
+    args, run = get_args(), runtime.run
+    check_data(args, is_text=run.find(RemoteConfig) is not None)
+    if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # which check themselves
+        check_labels(check_splits(BlendedMegatronDatasetConfig(**data_settings(args)), wanted_samples(args)))
+    use_document_model(training, runtime)
+    return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
+
+
+def use_document_model(training: Training, runtime: Runtime) -> Training:
+    """Give the model attention and positions of documents, and mark the end of the gradients."""
+    training.model.transformer_layer_spec = document_layer_spec(runtime)
+    training.model.pre_wrap_hooks.append(partial(prepare_model, runtime))
+    return training.wrap_finalize(partial(wrap_finalize_model_grads, runtime=runtime))
+
+
+def load_from_ray(training: Training, runtime: Runtime) -> Training:
+    """Load documents from Ray actors, which start here on process 0. Raises ValueError where they cannot."""
+    args = get_args()
+    remote = open_remote(args, runtime.run.get(RemoteConfig), data_settings(args), wanted_samples(args))
+    make_plan = plan_maker(runtime, planner_of(runtime.run))
+
+    def sources(num_samples: Sequence[int | None]) -> Sequence[RemoteSplit | None]:
+        return start_remote(remote, data_settings(args), num_samples, make_plan)
+
+    return replace(training, dataset_provider=dataset_provider(runtime, sources))
+
+
+def train_on_windows(training: Training, runtime: Runtime) -> Training:
+    """Plan windows, or their documents, in place of the documents of a data set. Raises ValueError for empty splits."""
+    config = runtime.run.get(SculptConfig)
+    windows = window_config(config, data_settings(get_args()))
+    check_splits(windows, wanted_samples(get_args()), windows.num_windows)
+    return replace(training, dataset_provider=dataset_provider(runtime, partial(build_windows, windows)))
+
+
+def train_on_answers(training: Training, runtime: Runtime) -> Training:
+    """Give documents a loss of their answers alone. Raises ValueError for splits without an answer."""
+    config = answer_config(runtime.run.get(AnswerLossConfig).prefixes, data_settings(get_args()))
+    for line in check_answers(check_splits(config, wanted_samples(get_args()))):
+        print_rank_0(line)
+    return replace(training, dataset_provider=dataset_provider(runtime, partial(build_conversations, config)))
+
+
+def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Choose the kernel and join the ring communicator; every process calls it before the model is wrapped in DDP."""
+    run = runtime.run
+    inputs = (runtime.device, run.process.dtype, run.shape.head_dim)
+    kernel, reason, _ = choose_kernel(*inputs, runtime.hdp.kernel, windows=run.shape.window is not None)
+    print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
+    runtime.kernel, runtime.kernel_calls = counting(kernel)
+    runtime.comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
+    args = get_args()
+    if args.hidden_dropout and args.save and not args.data_parallel_random_init:
+        print_rank_0(
+            "> bytescale: checkpoints hold the random state of rank 0 alone, so dropout differs after resuming; "
+            "--data-parallel-random-init saves that of every rank, to resume on as many"
+        )
+    return use_document_positions(model_chunks)
+
+
+def document_sources(num_samples: Sequence[int | None]) -> Sequence[SampleSource | None]:
+    """Return the documents of each split of Megatron's data sets."""
+    config = BlendedMegatronDatasetConfig(**data_settings(get_args()))
+    return build_document_datasets(config, num_samples, lambda: True)
+
+
+def dataset_provider(
+    runtime: Runtime,
+    sources: Callable[[Any], Sequence[SampleSource | RemoteSplit | None]] = document_sources,
+    planner: Planner | None = None,
+) -> Callable[..., Any]:
+    """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split.
+
+    Args:
+        runtime: of this process.
+        sources: returns the samples of each split from the numbers wanted of them.
+        planner: plans the steps in place of the run's own.
+    """
+    planner = planner or planner_of(runtime.run)
+
+    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
+        if vp_stage:  # all chunks run the step that the first chunk's loader returns
+            return None, None, None
+        args = get_args()
+        batch = args.global_batch_size
+        eval_batch = args.eval_global_batch_size or batch
+        places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
+        slices, depths = runtime.run.find(DocumentSliceConfig), runtime.run.find(MultiTokenConfig)
+        drafts = runtime.run.find(DraftConfig)
+        ngram = runtime.run.find(NgramConfig)
+        loaders: list[StepsAhead | None] = []
+        splits = sources(enough_samples(runtime, num_samples))
+        for source, (consumed, size), cyclic in zip(splits, places, (False, True, True), strict=True):
+            settings = LoaderSettings(
+                rank=hdp_rank(),
+                samples_per_step=size,
+                consumed_samples=consumed,
+                first_step=0 if cyclic else args.iteration,
+                cyclic=cyclic,
+                plan_ahead=runtime.hdp.plan_ahead,
+                rows_multiple=runtime.hdp.rows_multiple,
+                vocab_size=args.padded_vocab_size,
+                pin_memory=runtime.clock.on_cuda,
+                slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
+                window=runtime.run.shape.window,
+                schedule=() if cyclic else runtime.hdp.schedule,
+                tokens_per_step=None if cyclic else runtime.hdp.global_tokens,
+                future_tokens=next((one.num_heads for one in (drafts, depths) if one is not None), 0),
+                weighs_future=depths is not None,
+                grams=None if ngram is None else ngram.rule,
+            )
+            loaders.append(None if source is None else step_loader(runtime, source, settings, planner))
+        return tuple(loaders)
+
+    provide.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own token ranges
+    return provide
+
+
+def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Sequence[int | None]:
+    """Return the samples that each split needs, where training steps differ in samples; else what Megatron wants."""
+    args, hdp, answers = get_args(), runtime.hdp, runtime.run.find(AnswerLossConfig)
+    train, *others = num_samples
+    if train and hdp.global_tokens is not None:
+        config = BlendedMegatronDatasetConfig(**data_settings(args))
+        if answers is not None:
+            config = answer_config(answers.prefixes, data_settings(args))
+        left = hdp.global_tokens * (args.train_iters - args.iteration)
+        train = args.consumed_train_samples + samples_that_hold(left, config)
+    if train and hdp.schedule:
+        train += hdp.schedule[-1][1]  # the last step may begin just before the end
+    return [train, *others]
+
+
+def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
+    """Return what plans and checks each step."""
+    hdp = runtime.hdp
+    check = partial(
+        check_step_plan,
+        tokens_multiple=hdp.rows_multiple,
+        num_layers=offload_layers(runtime.run),
+        ranks_per_node=hdp.cluster.ranks_per_node,
+    )
+    return PlanMaker(planner, check, hdp.plan_seconds)
+
+
+def step_loader(
+    runtime: Runtime, source: SampleSource | RemoteSplit, settings: LoaderSettings, planner: Planner
+) -> StepsAhead:
+    """Return the loader of one split for one process of the job."""
+    if isinstance(source, RemoteSplit):
+        is_end = parallel_state.is_pipeline_first_stage(ignore_virtual=True) or parallel_state.is_pipeline_last_stage(
+            ignore_virtual=True
+        )
+        process = runtime.run.process.rank
+        return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
+    loads = None if settings.cyclic else runtime.load_history
+    return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads)
+
+
+def forward_step(runtime: Runtime) -> Callable[..., Any]:
+    """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
+
+    With slices it runs one slice, with the keys and values of earlier slices.
+    """
+
+    def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        index, packed, prefix = next(data_iterator)
+        chunk = unwrap_model(model)
+        if model.training:
+            runtime.clock.mark("forward", index)
+            if not chunk.vp_stage and (prefix is None or not packed.layout.index):
+                # Each micro-batch once on each stage, which is what Megatron's counter divides by.
+                count_sequences(packed.counted_lengths, runtime.device)
+        packed = packed.to(runtime.device)
+        output = model(
+            packed.tokens[None] if chunk.pre_process else None,
+            packed.positions[None],
+            None,
+            labels=packed.labels[None] if chunk.post_process else None,
+            packed_seq_params=DocumentSeqParams(
+                positions=packed.positions,
+                layout=packed.layout,
+                window_layout=packed.window_layout,
+                prefix=prefix,
+                future=packed.future,
+                future_weights=packed.future_weights,
+                gram_rows=packed.gram_rows,
+            ),
+            padding_mask=padding_mask(packed, model),
+        )
+        if model.training and output.requires_grad:
+            output.register_hook(lambda _: runtime.clock.mark("backward", index))
+        return output, partial(sum_of_losses, packed)
+
+    return forward
+
+
+def count_sequences(lengths: Sequence[int], device: torch.device | str) -> None:
+    """Tell Megatron's FLOP counter the lengths of a micro-batch: each sequence once, by the first rank of its ring.
+
+    Megatron would wait for the device to copy bounds that are not on it. The bounds begin with an empty sequence,
+    because Megatron ignores a micro-batch without any.
+    """
+    update_seqlen_stats_from_cu_seqlens(CuSeqlens.of_lengths((0, *lengths)).on(torch.device(device)))
+
+
+def sum_of_losses(
+    packed: PackedMicroBatch, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return (sum of the losses, number of labels, report) of a micro-batch; Megatron divides by all ranks' labels.
+
+    ``losses``: one of each token of the micro-batch, in any shape. The first two results are scalars.
+    """
+    total = torch.sum(losses.view(-1).float() * packed.loss_mask)
+    num_labels = packed.loss_mask.sum().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        documents = packed.documents_text()
+        for test in (torch.isnan, torch.isinf):
+            get_rerun_state_machine().validate_result(
+                result=total,
+                rejection_func=test,
+                message=f"{test.__name__[2:]} loss in the documents {documents}",
+                tolerance=0.0,
+                fatal=True,
+            )
+    return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}
+
+
+def check_data(args: Any, is_text: bool) -> None:
+    """Raise ValueError for data sets that are missing, truncated, empty, of another format or of another vocabulary.
+
+    Reads the index of each; only the first process scans token ids. ``is_text``: the data are .jsonl files.
+    """
+    prefixes = data_prefixes(args)
+    if not prefixes:
+        raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
+    for prefix in prefixes:
+        if is_text:
+            check_line_file(prefix)
+            continue
+        check_indexed_dataset(prefix)
+        if args.rank == 0:
+            check_token_ids(prefix, args.padded_vocab_size)
+    with refusals_of_megatron():
+        config = BlendedMegatronDatasetConfig(**data_settings(args))
+    parts = config.blend_per_split if config.blend is None else config.split_matrix
+    for name, wanted, part in (("train", not args.skip_train, parts[0]), ("valid", args.eval_iters > 0, parts[1])):
+        if wanted and part is None:  # Megatron would train on nothing, or evaluate without a data iterator
+            raise ValueError(
+                f"no documents for the {name} split: give another --split (it is {args.split}) or "
+                f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
+            )

@@ -1,0 +1,251 @@
+"""Hybrid data parallelism (ByteScale section 5): each document gets as many data-parallel ranks as it needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bytescale_ext.config.hdp import HdpConfig
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, expert_share, flops_stage_cost
+from bytescale_ext.plan.hdp.table import auto_balance, planner_help, planner_names
+from bytescale_ext.plan.step.sizes import RING_FORMS
+from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
+from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
+from megatron.bytescale.features.activations.flags import cost_in_seconds, machine_of
+from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.fp8 import fp8_rows
+from megatron.bytescale.features.slices.flags import may_swap_keys
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+    from megatron.bytescale.training.pretrain_arguments import Training
+
+
+MEGATRON_LOSS_SCALE = 2**32
+LARGEST_FP16_LOG2 = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of hybrid data parallelism."""
+    group = parser.add_argument_group("bytescale: hybrid data parallelism")
+    group.add_argument(
+        "--hybrid-data-parallel",
+        action="store_true",
+        help="Give each document as many data-parallel ranks as it needs and pack the short ones.",
+    )
+    group.add_argument(
+        "--hdp-tokens-per-rank",
+        type=int,
+        metavar="C",
+        help="The most tokens of a micro-batch on one rank. A document of s tokens gets ceil(s / C) ranks or more.",
+    )
+    group.add_argument(
+        "--hdp-global-tokens",
+        type=int,
+        metavar="T",
+        help="A step of training is the next documents up to T tokens, however many these are. Steps of evaluation and "
+        "Megatron's learning-rate schedule still count --global-batch-size. Default: a step has so many documents.",
+    )
+    group.add_argument("--hdp-balance", choices=["auto", *planner_names()], help=planner_help())
+    group.add_argument(
+        "--hdp-ranks-per-node",
+        type=int,
+        metavar="N",
+        help="Keep rings of up to N ranks inside nodes of N ranks. Default: from LOCAL_WORLD_SIZE.",
+    )
+    group.add_argument(
+        "--hdp-hierarchical-rings",
+        choices=RING_FORMS,
+        help="When rings over several nodes consist of inner rings inside nodes and use all links between them. auto "
+        "(default): where the costs of --cost-file say that it is faster; always: wherever it is possible; off: never.",
+    )
+    _add_running_arguments(group)
+
+
+def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that say how plans are made, compared, run and logged."""
+    group.add_argument(
+        "--hdp-plan-ahead", type=int, metavar="N", help="Steps planned and read ahead in the background (2)."
+    )
+    group.add_argument(
+        "--hdp-plan-seconds",
+        type=float,
+        metavar="S",
+        help="Time limit for the plan of one step; then all ranks take the plan of balance none. Default: no limit.",
+    )
+    group.add_argument(
+        "--hdp-check-plans-every",
+        type=int,
+        metavar="N",
+        help="Compare the plans of all ranks in the first step and every N steps (100).",
+    )
+    group.add_argument(
+        "--hdp-attention-kernel", metavar="NAME", help="Attention kernel; `bytescale doctor` lists them. Default: best."
+    )
+    group.add_argument(
+        "--hdp-static-width",
+        type=int,
+        metavar="W",
+        help="For comparison: cut every document over fixed groups of W ranks, as --context-parallel-size W does.",
+    )
+    group.add_argument(
+        "--hdp-log-dir", type=Path, metavar="DIR", help="Write metrics.jsonl, and the timeline of one step, to DIR."
+    )
+    group.add_argument(
+        "--hdp-timeline-step", type=int, metavar="N", help="Record what each rank computes in iteration N, and when."
+    )
+    group.add_argument(
+        "--hdp-memory-step",
+        type=int,
+        metavar="N",
+        help="Measure the memory of iteration N, passes and model states, and log that of the process that needs most. "
+        "On CPU the bytes of all tensors are counted, which slows the iteration down.",
+    )
+
+
+def is_on(args: Any) -> bool:
+    """Return whether documents are planned."""
+    return bool(args.hybrid_data_parallel)
+
+
+def before_checks(args: Any) -> None:
+    """Check sizes, and set the Megatron arguments that hybrid data parallelism needs."""
+    needed = ["--seq-length", "--hdp-tokens-per-rank", "--global-batch-size"]
+    for flag in needed if args.step_batch_size_schedule is None else needed[:2]:
+        if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
+            raise ValueError(f"--hybrid-data-parallel needs {flag}")
+    use_schedule(args)
+    if args.hdp_tokens_per_rank < 1:
+        raise ValueError(f"--hdp-tokens-per-rank must be positive, got {args.hdp_tokens_per_rank}")
+    if args.hdp_ranks_per_node is not None and args.hdp_ranks_per_node < 1:
+        raise ValueError(f"--hdp-ranks-per-node must be at least 1, got {args.hdp_ranks_per_node}")
+    _check_ranks(args)
+    args.calculate_per_token_loss = True  # ByteScale Eq. 1-2: one sum over all tokens, then one division
+    args.dataloader_type = "external"
+    args.micro_batch_size = args.eval_micro_batch_size = 1  # so that --global-batch-size counts documents
+    args.create_attention_mask_in_dataloader = False
+    args.dist_ckpt_optim_fully_reshardable = True  # resume with another number of ranks
+    args.apply_rope_fusion &= not args.multi_latent_attention  # a kernel that counts positions by rows
+    if args.fp16:
+        _fit_gradients_into_fp16(args)
+
+
+def _fit_gradients_into_fp16(args: Any) -> None:
+    """Choose a loss scale for losses that are summed over tokens, and sum gradients of micro-batches in float32.
+
+    Megatron's first scale of 2**32 is for mean losses; a sum over C tokens would overflow for dozens of steps.
+    """
+    args.accumulate_allreduce_grads_in_fp32 = True
+    if args.loss_scale is None and args.initial_loss_scale == MEGATRON_LOSS_SCALE:
+        smallest = args.min_loss_scale
+        args.initial_loss_scale = max(smallest, 2.0 ** (LARGEST_FP16_LOG2 - args.hdp_tokens_per_rank.bit_length()))
+
+
+def _check_ranks(args: Any) -> None:
+    tensor_ranks, num_stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    model_ranks = tensor_ranks * num_stages
+    if args.world_size % model_ranks:
+        pipelines = f" x --pipeline-model-parallel-size {num_stages}" if num_stages > 1 else ""
+        raise ValueError(
+            f"{args.world_size} processes cannot be divided among --tensor-model-parallel-size {tensor_ranks}"
+            f"{pipelines}; start {(args.world_size // model_ranks + 1) * model_ranks} processes, or lower it"
+        )
+    num_ranks = args.world_size // model_ranks
+    sizes = {
+        "--global-batch-size": args.global_batch_size,
+        "--eval-global-batch-size": args.eval_global_batch_size or args.global_batch_size,
+    }
+    for flag, size in sizes.items():
+        if size is None:  # steps follow a schedule
+            continue
+        if size < 1 or size % num_ranks:
+            raise ValueError(
+                f"{flag} {size} is not a multiple of the {num_ranks} data-parallel ranks, as Megatron's count of "
+                f"documents must be; the next multiple is {(max(size, 0) // num_ranks + 1) * num_ranks}"
+            )
+
+
+def after_checks(args: Any) -> None:
+    """Align parameter gathers again, which Megatron turns off without virtual stages."""
+    if args.overlap_param_gather:
+        args.align_param_gather = True
+
+
+def resolve(args: Any, run: RunConfig) -> HdpConfig:
+    """Return the settings of the planner and of the checks of its plans. Raises ValueError for an unfit kernel."""
+    check_kernel(args.hdp_attention_kernel, run)
+    num_stages, expert_ranks = args.pipeline_model_parallel_size, ranks_that_share_experts(args)
+    balance = args.hdp_balance or "auto"
+    if balance == "auto":
+        balance = auto_balance(aligned=num_stages > 1 or expert_ranks > 1)
+    names = (
+        "global_tokens", "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step",
+        "memory_step",
+    )  # fmt: skip
+    given = {name: getattr(args, f"hdp_{name}") for name in names}
+    link = machine_of(args, run.shape).link_bytes_per_second if may_swap_keys(args) else None
+    stage, cost = slowest_stage(run, link)
+    return HdpConfig(
+        run.cluster,
+        cost,
+        longest_sequence=args.seq_length,
+        rows_multiple=fp8_rows(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1),
+        balance=balance,
+        num_stages=num_stages,
+        expert_ranks=expert_ranks,
+        expert_share=expert_share(run.shape, run.stage_layers[stage], stage == num_stages - 1),
+        kernel=args.hdp_attention_kernel,
+        schedule=schedule_of(args, run.cluster.num_ranks),
+        plans_offload=args.activation_policy == "offload" and args.swap_fraction is None,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def check_kernel(name: str | None, run: RunConfig) -> None:
+    """Raise ValueError unless the attention kernel of this name takes the model's heads. Does not use the device."""
+    from bytescale_ext.attention.kernels.table import named_kernel  # with torch
+
+    if name is not None:
+        device = "cuda" if run.process.on_cuda else "cpu"
+        named_kernel(device, run.process.dtype, run.shape.head_dim, name)
+
+
+def slowest_stage(run: RunConfig, key_link: float | None = None) -> tuple[int, StageCost]:
+    """Return the pipeline stage that is slowest with a full micro-batch, and its cost: in measured seconds, or FLOPs.
+
+    ``key_link``: bytes per second of the link to host memory where keys are swapped; then the cost is in seconds.
+    """
+    last, cost = len(run.stage_layers) - 1, run.cost if key_link is None else cost_in_seconds(run)
+    stages = [
+        flops_stage_cost(run.shape, layers, stage == last, run.process.tensor_parallel)
+        if cost is None
+        else cost.stage(layers, has_head=stage == last, link=key_link or LINK_BYTES_PER_SECOND)
+        for stage, layers in enumerate(run.stage_layers)
+    ]
+    nodes = None if run.cost is None else run.cost.nodes(run.cluster)
+    on_nodes = enumerate(stage.on(nodes) for stage in stages)
+    return max(on_nodes, key=lambda one: one[1].both.sequence_cost(run.cluster.tokens_per_rank, 1))
+
+
+def build(training: Training, runtime: Runtime) -> Training:
+    """Train on documents: their data, attention, positions and forward step."""
+    from megatron.bytescale.features.hdp import build as hdp
+
+    return hdp.train_on_documents(training, runtime)
+
+
+HDP = Feature(
+    name="hdp",
+    flag="--hybrid-data-parallel",
+    summary="hybrid data parallelism: each document on as many ranks as it needs",
+    add_arguments=add_arguments,
+    is_on=is_on,
+    resolve=resolve,
+    build=build,
+    before_checks=before_checks,
+    after_checks=after_checks,
+    reads_cost=True,
+)

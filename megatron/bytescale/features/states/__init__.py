@@ -1,0 +1,1 @@
+"""Model states in pages of host memory: their flags and their choice."""

@@ -1,0 +1,60 @@
+"""Tells how late updates are that run beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.training import get_args
+from megatron.training.utils import print_rank_last
+
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.pretrain_arguments import Training
+from megatron.bytescale.training.training import write_scalars
+
+
+def tell_staleness(training: Training, runtime: Runtime) -> Training:
+    """Log how many steps' gradients the parameters of each step lack, and how long steps waited for updates."""
+    staleness = Staleness(runtime)
+
+    def count_first(finalize: Callable[..., Any]) -> Callable[..., Any]:
+        def count_and_finalize(*args: Any, **kwargs: Any) -> Any:
+            staleness.count()
+            return finalize(*args, **kwargs)
+
+        return count_and_finalize
+
+    return training.wrap_finalize(count_first)
+
+
+@dataclass
+class Staleness:
+    """Counts the staleness of steps, which is equal on all ranks, and tells the user.
+
+    Attributes:
+        runtime: of this process; its metrics take the figure of each step.
+        counts: of each step since the last log line.
+        waited: seconds until then.
+    """
+
+    runtime: Runtime
+    counts: list[int] = field(default_factory=list)
+    waited: float = 0.0
+
+    def count(self) -> None:
+        """Count a step, whose passes are over and whose update is not."""
+        late, step = self.runtime.late_updates, get_args().curr_iteration + 1
+        assert late is not None
+        self.runtime.stale_steps = late.missing
+        self.counts.append(late.missing)
+        if step % self.runtime.run.process.log_interval:
+            return
+        mean, most, waited = sum(self.counts) / len(self.counts), max(self.counts), late.wait_seconds - self.waited
+        each = 1000 * waited / len(self.counts)
+        print_rank_last(
+            f"> bytescale: parameters lacked the gradients of {mean:.2f} steps, {most} at most; "
+            f"{each:.1f} ms of a step went to waiting for updates on this rank"
+        )
+        write_scalars({"states/stale steps": mean, "states/most stale steps": most, "states/waited ms": each}, step)
+        self.counts, self.waited = [], late.wait_seconds

@@ -1,0 +1,1 @@
+"""Dense checkpoints that become experts: flags, and what they add to the training."""

@@ -1,0 +1,58 @@
+"""Experts that begin as copies of a dense model's MLPs (He et al. 2024, "Upcycling large language models into mixture
+of experts").
+
+Megatron 0.19.2 converts the weights, but its training loop cannot upcycle: the dense model is built from the model's
+configuration, which still has experts, and ``load_checkpoint`` is called with an argument that it does not have. So
+the dense model is built and loaded here, before DDP wraps the model of experts. Optimizers are made after that, from
+the weights of the experts.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from megatron.core.transformer.moe.upcycling_utils import upcycle_state_dict
+from megatron.training import get_args
+from megatron.training.checkpointing import load_checkpoint
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from megatron.training.utils import print_rank_0
+
+from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.training.pretrain_arguments import Training
+
+
+def upcycle(training: Training, runtime: Runtime) -> Training:
+    """Copy the dense model into the experts when these are built. Megatron itself then begins without a checkpoint."""
+    args = get_args()
+    copying = partial(copy_dense, training.model, args.load)
+    args.moe_use_upcycling, args.load = False, None
+    training.model.pre_wrap_hooks.append(copying)
+    return training
+
+
+def dense_config(config: GPTModelConfig, ffn_hidden: int) -> GPTModelConfig:
+    """Return the configuration of a model whose layers have one MLP of width ``ffn_hidden`` in place of experts."""
+    dense = copy.copy(config)
+    dense.transformer = copy.copy(config.transformer)
+    dense.transformer.num_moe_experts = None
+    dense.transformer.ffn_hidden_size = ffn_hidden
+    return dense
+
+
+def copy_dense(config: GPTModelConfig, load: str, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Build the dense model, load it and copy it into the model of experts. Collective.
+
+    Samples that the dense run has consumed stay consumed, but with ``--finetune``; steps are counted anew.
+    """
+    args = get_args()
+    (model,) = model_chunks
+    builder = GPTModelBuilder(dense_config(config, args.ffn_hidden_size * args.moe_upcycling_granularity))
+    dense = builder.build_model(model.pg_collection, model.pre_process, model.post_process)
+    args.load = load
+    load_checkpoint([dense], None, None)
+    args.load, args.iteration = None, 0
+    model.load_state_dict(upcycle_state_dict([model], [dense])["model"])
+    print_rank_0(f"> bytescale: {config.transformer.num_moe_experts} experts of each layer are copies of {load}")
+    return model_chunks

@@ -1,1 +1,0 @@
-"""What features of experts install and run around the training loop."""

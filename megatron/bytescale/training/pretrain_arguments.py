@@ -1,0 +1,60 @@
+"""The arguments of Megatron's ``pretrain`` as a value that features change, and those of a run without features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.training import stock
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The arguments of ``pretrain``. Features change the model's configuration and return new functions.
+
+    Attributes:
+        model: Megatron's configuration of the model: layer spec, hooks before DDP, end of the gradients.
+        dataset_provider: ``train_valid_test_datasets_provider``.
+        forward_step: ``forward_step_func``.
+    """
+
+    model: GPTModelConfig
+    dataset_provider: Function
+    forward_step: Function
+
+    def wrap_layer_spec(self, wrap: Callable[[Any], Any]) -> Training:
+        """Change the layer spec of each pipeline stage: ``wrap`` takes the spec so far and returns another."""
+        made = self.model.transformer_layer_spec or default_layer_spec
+
+        def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
+            spec: Any = made(config, vp_stage) if callable(made) and not hasattr(made, "submodules") else made
+            return wrap(spec)
+
+        self.model.transformer_layer_spec = layer_spec
+        return self
+
+    def wrap_finalize(self, wrap: Callable[[Function], Function]) -> Training:
+        """Wrap the function that runs once in a step, after its last backward pass."""
+        transformer = self.model.transformer
+        transformer.finalize_model_grads_func = wrap(transformer.finalize_model_grads_func or finalize_model_grads)
+        return self
+
+    def wrap_forward_step(self, wrap: Callable[[Function], Function]) -> Training:
+        """Wrap the function that runs one micro-batch forward."""
+        return replace(self, forward_step=wrap(self.forward_step))
+
+
+def stock_training(args: Any) -> Training:
+    """Return the training without any feature. Raises ValueError for arguments that Megatron refuses."""
+    with refusals_of_megatron():
+        model = gpt_config_from_args(args)
+    model.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
+    return Training(model, stock.dataset_provider, stock.forward_step)

@@ -1,0 +1,98 @@
+"""``--moe-router-dts`` and its companions: what is resolved, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bytescale_ext.plan.experts.gate import DenseToSparse
+from megatron.bytescale import features
+from megatron.bytescale.arguments.resolve import resolve
+from megatron.bytescale.features.gate.flags import REFUSALS
+from tests.bytescale.features.activations.test_flags import parsed
+from tests.bytescale.features.experts.test_flags import READY
+
+FITTING = {**READY, "moe_router_load_balancing_type": "aux_loss", "moe_router_score_function": "softmax"}
+ON = ("--moe-router-dts", "--moe-dts-steps", "100")
+
+
+def plan_of(*words: str, **settings: Any) -> DenseToSparse:
+    args = parsed(*words, **{**FITTING, **settings})
+    features.check(args)
+    return resolve(args).get(DenseToSparse)
+
+
+def test_off_by_default() -> None:
+    assert resolve(parsed(**FITTING)).find(DenseToSparse) is None
+
+
+def test_defaults_and_choices() -> None:
+    assert plan_of(*ON) == DenseToSparse(2.0, 0.3, "exp", 100, 1e-3, 8)
+    words = ["--moe-dts-temperature", "5", "1", "--moe-dts-schedule", "linear", "--moe-dts-threshold", "0.1"]
+    assert plan_of(*ON, *words, "--moe-dts-max-experts", "4") == DenseToSparse(5.0, 1.0, "linear", 100, 0.1, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--moe-dts-temperature", "1", "2"], "--moe-dts-temperature 1 2: give a temperature, and a lower one above 0"),
+        (["--moe-dts-temperature", "1", "0"], "--moe-dts-temperature 1 0: "),
+        (["--moe-dts-temperature", "inf", "1"], "--moe-dts-temperature inf 1: "),
+        (["--moe-dts-steps", "0"], "--moe-router-dts needs --moe-dts-steps of at least 1"),
+        (["--moe-dts-threshold", "0.125"], "--moe-dts-threshold 0.125 must be above 0 and below 0.125"),
+        (["--moe-dts-threshold", "0"], "--moe-dts-threshold 0 must be above 0"),
+        (["--moe-dts-max-experts", "1"], "--moe-dts-max-experts 1 must be from --moe-router-topk 2 to 8"),
+        (["--moe-dts-max-experts", "9"], "--moe-dts-max-experts 9 must be from"),
+    ],
+)
+def test_values_out_of_range(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(*ON, *words)
+
+
+def test_noise_has_the_seed_of_the_run() -> None:
+    assert plan_of(*ON).noise_seed is None
+    assert plan_of(*ON, "--moe-dts-noise", seed=77).noise_seed == 77
+
+
+def test_the_last_router_may_be_that_of_one_expert() -> None:
+    args = parsed(*ON, "--moe-dts-final", "top1", "--moe-dts-max-experts", "1", **FITTING)
+    features.check(args)
+    assert (args.moe_router_topk, args.moe_router_pre_softmax) == (1, True)
+    assert resolve(args).get(DenseToSparse).most_experts == 1
+    args = parsed(*ON, **FITTING)
+    features.check(args)
+    assert args.moe_router_topk == 2
+
+
+def test_replicas_and_the_gate_go_together() -> None:
+    assert plan_of(*ON, moe_expert_slots=6).most_experts == 8
+
+
+def test_steps_must_be_given() -> None:
+    with pytest.raises(ValueError, match="--moe-router-dts needs --moe-dts-steps"):
+        plan_of("--moe-router-dts")
+    with pytest.raises(ValueError, match="--moe-dts-steps needs --moe-router-dts"):
+        features.check(parsed("--moe-dts-steps", "5", **FITTING))
+
+
+REFUSED: dict[str, Any] = {
+    "moe_token_dispatcher_type": "flex", "moe_expert_capacity_factor": 1.0, "moe_expert_rank_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True, "moe_router_padding_for_quantization": True,
+    "moe_router_padding_for_fp8": True, "moe_paged_stash": True, "moe_router_num_groups": 2,
+    "moe_router_topk_scaling_factor": 2.5, "moe_router_fusion": True, "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_router_score_function": "sigmoid",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match="does not work with --moe-"):
+        plan_of(*ON, **{name: REFUSED[name]})
+
+
+def test_every_row_is_tested() -> None:
+    assert len(REFUSED) == len(REFUSALS)
+    with pytest.raises(ValueError, match="--moe-router-dts does not work with dense models"):
+        plan_of(*ON, num_experts=None)

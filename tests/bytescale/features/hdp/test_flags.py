@@ -1,0 +1,251 @@
+"""Flags of hybrid data parallelism, through Megatron's parser and checks: the configuration, or one line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bytescale_ext.config.run import RunConfig
+from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.cost.model_cost import flops_stage_cost
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
+from bytescale_ext.plan.hdp import table
+from bytescale_ext.plan.hdp.baselines import place_naive
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.hdp.table import PlannerRow, planner_names, stateless
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.cli import plan, simulate
+from megatron.bytescale.features.hdp import flags as hdp
+from megatron.bytescale.features.hdp.flags import slowest_stage
+from scripts import flags_page
+from tests.bytescale.arguments.resolving import refused, resolved
+from tests.config.runs import SHAPE, hdp_of, run_of
+from tests.e2e.training import HDP, MODEL, TRAIN
+
+COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
+
+
+@pytest.mark.ranks
+def test_the_configuration_holds_what_was_given() -> None:
+    words = ["--hdp-static-width", 4, "--hdp-log-dir", "logs", "--hdp-timeline-step", 3, "--hdp-memory-step", 2]
+    found = resolved(4, *COMMON, *words, "--hdp-global-tokens", 256)
+    values = found.args
+    expected = hdp_of(
+        global_tokens=256, static_width=4, log_dir=Path("logs"), timeline_step=3, memory_step=2, plan_ahead=1
+    )
+    assert found.features == {"hdp": expected}
+    assert values["calculate_per_token_loss"] is True
+    assert values["dataloader_type"] == "external"
+    assert values["micro_batch_size"] == values["eval_micro_batch_size"] == 1
+    assert values["create_attention_mask_in_dataloader"] is False
+    assert values["dist_ckpt_optim_fully_reshardable"] is True
+
+
+@pytest.mark.ranks
+def test_fp16_starts_with_a_loss_scale_for_sums_over_tokens() -> None:
+    values = resolved(4, *COMMON, "--fp16").args
+    assert values["initial_loss_scale"] == 2**16 / 128  # 64 tokens, rounded up to a power of two beyond them
+    assert values["accumulate_allreduce_grads_in_fp32"] is True
+    assert resolved(4, *COMMON, "--fp16", "--initial-loss-scale", 4).args["initial_loss_scale"] == 4
+    assert resolved(4, *COMMON, "--fp16", "--loss-scale", 2).args["loss_scale"] == 2
+    largest = ["--fp16", "--seq-length", 200000, "--max-position-embeddings", 200000, "--hdp-tokens-per-rank", 100000]
+    assert resolved(4, *COMMON, *largest).args["initial_loss_scale"] == 1
+
+
+@pytest.mark.ranks
+def test_parameter_gathers_stay_aligned() -> None:
+    """Megatron turns that off without virtual stages; a rank that waits in a ring would then hold back another."""
+    words = ["--overlap-param-gather", "--overlap-grad-reduce", "--use-distributed-optimizer"]
+    assert resolved(4, *COMMON, *words).args["align_param_gather"] is True
+
+
+def actions_of(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[str, argparse.Action]:
+    """Return what a command adds to a parser, by option."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {option: action for action in parser._actions for option in action.option_strings}
+
+
+def test_a_new_planner_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag, both commands, the page of flags and the configuration read the table."""
+    assert "even" not in planner_names()
+    row = PlannerRow("even", "nothing that is worth it", stateless(place_naive), aligned=True)
+    monkeypatch.setattr(table, "PLANNERS", (*table.PLANNERS, row))
+    flag = actions_of(hdp.add_arguments)["--hdp-balance"]
+    assert flag.choices == ["auto", *planner_names()]
+    assert planner_names()[-1] == "even"
+    for action in (flag, actions_of(plan.add_arguments)["--balance"]):
+        assert "even: nothing that is worth it" in str(action.help)
+    assert "even" in str(actions_of(simulate.add_arguments)["--schedulers"].help)
+    assert "| `even` | nothing that is worth it | yes | no |" in flags_page.page()
+    config = hdp_of(balance="even", num_stages=2)
+    planner = HdpPlanner(config.cluster, (config.cost,) * 2, balance=config.balance)
+    assert planner([50, 7, 12]) == replace(planner, balance="none")([50, 7, 12])
+
+
+@pytest.mark.ranks
+def test_each_planner_flag_reaches_the_configuration() -> None:
+    line = "--hdp-balance bytescale --hdp-ranks-per-node 2 --hdp-plan-seconds 1.5 --hdp-check-plans-every 7"
+    found = resolved(4, *COMMON, *line.split(), "--hdp-plan-ahead", 3, "--hdp-hierarchical-rings", "off")
+    expected = hdp_of(ranks_per_node=2, balance="bytescale", plan_ahead=3, plan_seconds=1.5, check_plans_every=7)
+    cluster = replace(expected.cluster, hierarchical_rings="off")
+    assert found.features["hdp"] == replace(expected, cluster=cluster)
+    found = resolved(4, *COMMON, *"--seq1f1b-slices 3 --hdp-kept-keys 0".split())
+    assert found.features["slices"].slicing == Slicing(3, kept_tokens=0)
+
+
+@pytest.mark.ranks
+def test_swapped_keys_have_host_memory_and_a_price() -> None:
+    """Keys of 256 tokens in float32; two first slices in flight hold 1.25 times the tokens of a micro-batch."""
+    words = "--seq1f1b-slices 2 --hdp-kept-keys 0 --hdp-swapped-keys 256 --host-memory-gb 0.01".split()
+    fast, slow = (
+        resolved(4, *COMMON, *words, "--link-gb-per-second", speed, *more)
+        for speed, more in ((4, ["--swap-fraction", 0.5]), (2, []))
+    )
+    slices = slow.features["slices"]
+    assert (slices.slicing, slices.host_bytes) == (Slicing(2, 0, swapped_tokens=256), 1e7)
+    costs = [found.features["hdp"].cost for found in (fast, slow)]
+    assert costs[1].key_read == 2 * costs[0].key_read > 0
+    assert costs[1].forward.b < 1e-3  # seconds, not FLOPs
+    activations = fast.features["activations"]
+    assert activations.key_bytes == pytest.approx(1.25 * 2 * 256 * costs[0].key_read * 4e9)  # priced in 16 bits
+    assert activations.machine.host_bytes + activations.key_bytes == 1e7
+    assert resolved(4, *COMMON, *words[:4]).features["slices"].host_bytes == 0
+
+
+@pytest.mark.ranks
+def test_the_planner_may_swap_keys_where_there_is_host_memory_and_no_policy() -> None:
+    words = "--pipeline-model-parallel-size 2 --seq1f1b-slices auto --device-memory-gb 1".split()
+    without, with_host = (
+        resolved(8, *COMMON, *words, *more).features["slices"] for more in ([], ["--host-memory-gb", 0.01])
+    )
+    assert (without.host_bytes, without.choice.options) == (0, OPTIONS)
+    assert with_host.host_bytes == with_host.choice.host_bytes == 1e7
+    assert with_host.choice.options == OPTIONS_WITH_HOST_MEMORY
+
+
+@pytest.mark.ranks
+def test_balance_by_itself_is_that_of_free_ranks_or_of_pipelines() -> None:
+    assert resolved(4, *COMMON).features["hdp"].balance == "dp"
+    config = resolved(8, *COMMON, "--pipeline-model-parallel-size", 2).features["hdp"]
+    assert (config.balance, config.cluster.num_ranks, config.num_stages, config.aligned) == ("pp", 4, 2, True)
+
+
+@pytest.mark.ranks
+def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
+    found = resolved(1, *MODEL, *TRAIN, "--micro-batch-size", 2, "--data-path", "unread")
+    values = found.args
+    assert found.features == {}
+    assert values["calculate_per_token_loss"] is False
+    assert values["micro_batch_size"] == 2
+    assert values["dataloader_type"] != "external"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--hdp-tokens-per-rank 64",
+        "--hdp-plan-ahead 2",
+        "--hdp-static-width 2",
+        "--hdp-log-dir logs",
+        "--hdp-timeline-step 2",
+        "--hdp-memory-step 2",
+        "--hdp-attention-kernel reference",
+        "--hdp-balance none",
+        "--hdp-ranks-per-node 2",
+        "--hdp-hierarchical-rings always",
+        "--hdp-plan-seconds 1",
+        "--hdp-check-plans-every 5",
+    ],
+)
+def test_our_flags_need_the_main_one(words: str) -> None:
+    assert refused(4, *MODEL, *TRAIN, *words.split()) == f"{words.split()[0]} needs --hybrid-data-parallel"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("num_processes", "words", "expected"),
+    [
+        (
+            4,
+            "--global-batch-size 6",
+            "6 is not a multiple of the 4 data-parallel ranks|next multiple is 8",
+        ),
+        (4, "--global-batch-size 0", "--global-batch-size 0 is not a multiple|next multiple is 4"),
+        (4, "--eval-global-batch-size 6", "--eval-global-batch-size 6 is not a multiple of the 4|next multiple is 8"),
+        (3, "--global-batch-size 9", "--seq-length 256|there are 3|--hdp-tokens-per-rank that fits is 86"),
+        (4, "--hdp-tokens-per-rank 0", "--hdp-tokens-per-rank must be positive, got 0"),
+        (4, "--hdp-tokens-per-rank 63", "--seq-length 256|there are 4|fits is 64"),
+        (4, "--tensor-model-parallel-size 2", "there are 2|fits is 128"),
+        (1, "--tensor-model-parallel-size 2", "1 processes|--tensor-model-parallel-size 2|start 2 processes"),
+        (3, "--tensor-model-parallel-size 2", "3 processes|start 4 processes"),
+        (
+            8,
+            "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 65",
+            "--hdp-tokens-per-rank 65|a multiple of 2|--sequence-parallel|66",
+        ),
+        (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
+        (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
+        (4, "--hdp-check-plans-every 0", "--hdp-check-plans-every must be at least 1, got 0"),
+        (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
+        (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp does not align slots|use auto"),
+        (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
+        (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
+        (4, "--seq1f1b-slices 2 --hdp-kept-keys -1", "--hdp-kept-keys must be at least 0, got -1"),
+        (4, "--seq1f1b-slices 2 --hdp-swapped-keys -1", "--hdp-swapped-keys must be at least 0, got -1"),
+        (4, "--seq1f1b-slices 2 --hdp-swapped-keys 9", "--hdp-swapped-keys needs --host-memory-gb"),
+        (
+            4,
+            "--seq1f1b-slices 2 --hdp-swapped-keys 256 --hdp-kept-keys 0 --host-memory-gb 0.00001",
+            "keys of documents of up to 256 tokens take|GB of host memory, and --host-memory-gb is 1e-05|swap fewer",
+        ),
+        (4, "--hdp-timeline-step 3", "--hdp-timeline-step needs --hdp-log-dir"),
+        (4, "--hdp-tokens-per-rank many", "argparse refuses it"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(num_processes: int, words: str, expected: str) -> None:
+    message = refused(num_processes, *COMMON, *words.split())
+    assert isinstance(message, str), message
+    assert "\n" not in message
+    for part in expected.split("|"):
+        assert part in message
+
+
+@pytest.mark.ranks
+def test_what_must_be_given() -> None:
+    line = [*MODEL, *TRAIN, "--data-path", "unread", "--hybrid-data-parallel"]
+    assert refused(4, *line) == "--hybrid-data-parallel needs --hdp-tokens-per-rank"
+    line += ["--hdp-tokens-per-rank", "64"]
+    without_length = [word for word in line if word not in ("--seq-length", "256", "--max-position-embeddings")]
+    assert refused(4, *without_length) == "--hybrid-data-parallel needs --seq-length"
+    at = line.index("--global-batch-size")
+    assert refused(4, *line[:at], *line[at + 2 :]) == "--hybrid-data-parallel needs --global-batch-size"
+
+
+def stage_cost(run: RunConfig) -> StageCost:
+    return slowest_stage(run)[1]
+
+
+def test_the_slowest_stage_is_named() -> None:
+    hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
+    assert slowest_stage(run_of(shape=shape))[0] == 0
+    assert slowest_stage(run_of(hdp, shape=shape, stage_layers=(7, 1)))[0] == 0
+    assert slowest_stage(run_of(hdp, shape=shape, stage_layers=(1, 7)))[0] == 1
+
+
+def test_costs_are_of_the_slowest_stage() -> None:
+    """The last one with its head, unless another one has many more layers."""
+    hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
+    assert stage_cost(run_of(hdp)) == flops_stage_cost(SHAPE, 1)
+    cost = cost_of_rates(shape, 1e12, 1e12, 1e12)
+    assert stage_cost(run_of(hdp, shape=shape, cost=cost)) == cost.stage(4, has_head=True)
+    assert stage_cost(run_of(shape=shape, cost=cost)) == cost.stage(8, has_head=True)
+    assert stage_cost(run_of(hdp, shape=shape, cost=cost, stage_layers=(7, 1))) == cost.stage(7)
+    assert stage_cost(run_of(hdp, shape=shape, stage_layers=(7, 1))) == flops_stage_cost(shape, 7, has_head=False)
+    assert stage_cost(run_of(hdp, shape=shape, stage_layers=(1, 7))) == flops_stage_cost(shape, 7)

@@ -1,0 +1,194 @@
+"""Flags of Seq1F1B: what is switched on, what does not fit, and the slices that come of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
+from bytescale_ext.plan.activation.tensors import layer_tensors
+from bytescale_ext.plan.cost.model_shape import LLAMA_7B, key_value_bytes
+from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
+from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.features.slices import zero_bubble
+from megatron.bytescale.features.slices.flags import add_arguments, document_slices, flags_of, kept_note, slicing_of
+from tests.bytescale.arguments.resolving import Resolved, resolve_lines, resolved
+from tests.config.runs import hdp_of, run_of
+from tests.e2e.training import MODEL, TRAIN
+
+DOCUMENTS = hdp_of(balance="pp", num_stages=4)
+COMMON = [*MODEL, *TRAIN, "--mock-data", "--micro-batch-size", "1", "--cpu"]
+SLICES = ["--seq1f1b-slices", "4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "keeps_all"),
+    [
+        ({}, True),
+        ({"recompute_granularity": "full"}, False),
+        ({"activation_policy": "memo"}, False),
+        ({"swap_fraction": 0.0}, False),
+        ({"tensor_model_parallel_size": 2}, True),
+    ],
+)
+def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -> None:
+    """Under recomputation and policies a token is sure to keep its layer's input only, so hardly any key is free."""
+    values = {
+        "seq1f1b_partition": None,
+        "seq1f1b_slices": 4,
+        "seq1f1b_eager": False,
+        "seq1f1b_zero_bubble": False,
+        "hdp_kept_keys": None,
+        "hdp_swapped_keys": None,
+        "host_memory_gb": None,
+        "recompute_granularity": None,
+        "swap_fraction": None,
+        "recompute_fraction": None,
+        "activation_policy": "none",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 4,
+    }
+    args = argparse.Namespace(**values | changes)
+    run = run_of(DOCUMENTS, shape=LLAMA_7B)
+    kept = document_slices(args, run, DOCUMENTS).slicing.kept_tokens
+    whole = sum(tensor.bytes_per_token for tensor in layer_tensors(LLAMA_7B))
+    most = affordable_tokens(4, Slicing(4), 64, whole, key_value_bytes(LLAMA_7B))
+    assert most > 500
+    assert kept >= most if keeps_all else kept == affordable_tokens(4, Slicing(4), 64, 8192, 4096)
+    args.hdp_kept_keys = 7
+    assert document_slices(args, run, DOCUMENTS).slicing.kept_tokens == 7
+
+
+def test_flags_and_slices_follow_from_each_other() -> None:
+    for slicing in (Slicing(3), Slicing(2).two_ahead(), Slicing(1, zero_bubble=True)):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        zero_bubble.add_arguments(parser)
+        assert slicing_of(parser.parse_args(flags_of(slicing))) == slicing
+
+
+def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
+    """Layers 7 + 8 + 8 + 9: stage 1 holds most, the keys of 6/4 micro-batches and float32 gradients of 3/4 of one."""
+    longest, key_bytes = DOCUMENTS.longest_sequence, key_value_bytes(LLAMA_7B)
+    some, everything = (DocumentSliceConfig(SliceRule(Slicing(4, kept)), 4) for kept in (100, longest))
+    stages = [layers * key_bytes for layers in (7, 8, 8, 9)]
+    note = kept_note(some, longest, stages)
+    assert "up to 100 tokens are kept" in note
+    assert f"--hdp-kept-keys {longest} avoids that" in note
+    assert f"up to {8 * (6 / 4 + 6 / 4) * longest * key_bytes / 1e9:,.1f} GB" in note
+    assert kept_note(everything, longest, stages).endswith("are kept from slice to slice")
+    in_host = DocumentSliceConfig(SliceRule(Slicing(4, 100, swapped_tokens=longest)), 4)
+    assert kept_note(in_host, longest, stages).endswith(f"slice to slice, those of up to {longest:,} in host memory")
+
+
+@pytest.mark.ranks
+def test_lengths_of_slices() -> None:
+    words = [*COMMON, "--pipeline-model-parallel-size", 4, "--num-layers", 4, "--global-batch-size", 8, *SLICES]
+    even = resolved(4, *words, "--seq1f1b-partition", "even")
+    assert even.features == {"slices": SliceConfig(Slicing(4), (64, 64, 64, 64), 4)}
+    assert even.args["create_attention_mask_in_dataloader"] is False
+    lengths = resolved(4, *words).features["slices"].lengths
+    assert sum(lengths) == 256
+    assert lengths[0] > lengths[-1]
+
+
+@pytest.mark.ranks
+def test_virtual_stages_and_row_shares() -> None:
+    words = ["--pipeline-model-parallel-size", 4, "--num-layers", 8, "--global-batch-size", 8]
+    words += ["--num-virtual-stages-per-pipeline-rank", 2, "--tensor-model-parallel-size", 2, "--sequence-parallel"]
+    found = resolved(8, *COMMON, *words, *SLICES)
+    config = found.features["slices"]
+    assert (config.num_stages, config.num_chunks, config.row_shares, config.group_size) == (4, 2, 2, 4)
+    assert all(length % 2 == 0 for length in config.lengths)
+    assert (found.args["overlap_p2p_comm"], found.args["overlap_p2p_comm_warmup_flush"]) == (True, True)
+    in_line = resolved(8, *COMMON, *words, *SLICES, "--no-overlap-p2p-communication").args
+    assert (in_line["overlap_p2p_comm"], in_line["overlap_p2p_comm_warmup_flush"]) == (False, False)
+
+
+@pytest.mark.ranks
+def test_one_slice_leaves_megatron_alone() -> None:
+    for words in ([], ["--seq1f1b-slices", 1]):
+        found = resolved(1, *COMMON, *words)
+        assert found.features == {}
+        assert found.args["create_attention_mask_in_dataloader"] is True
+
+
+BAD = (
+    (1, "--seq1f1b-slices 0", "--seq1f1b-slices 0 must be at least 1"),
+    (1, "--seq1f1b-partition even", "--seq1f1b-partition needs --seq1f1b-slices of 2 or more"),
+    (1, "--seq1f1b-slices 1 --seq1f1b-partition even", "--seq1f1b-partition needs --seq1f1b-slices of 2 or more"),
+    (1, "--seq1f1b-eager", "--seq1f1b-eager needs --seq1f1b-slices"),
+    (1, "--seq1f1b-slices 1 --seq1f1b-eager", "--seq1f1b-eager needs --seq1f1b-slices of 2 or more"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-eager", "--seq1f1b-eager needs a --pipeline-model-parallel-size of 2 or more"),
+    (4, "--seq1f1b-slices 2 --seq1f1b-eager --pipeline-model-parallel-size 4 --num-layers 8 "
+        "--num-virtual-stages-per-pipeline-rank 2", "--seq1f1b-eager does not work with virtual stages"),
+    (1, "--seq1f1b-slices auto", "--seq1f1b-slices auto needs --hybrid-data-parallel"),
+    (1, "--seq1f1b-slices 2 --device-memory-gb 1", "--device-memory-gb needs --activation-policy"),
+    (1, "--seq1f1b-slices 2 --cost-file no-such-file.json", "no-such-file.json"),
+    (1, "--seq1f1b-slices 257", "use at most 256 slices"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-partition 200,55", "of 256 tokens together; the nearest that fit are 201,55"),
+    (1, "--seq1f1b-slices 2 --seq1f1b-partition odd", "partition 'odd': give time, flops, even"),
+    (2, "--seq1f1b-slices 2 --seq1f1b-partition 129,127 --tensor-model-parallel-size 2 --sequence-parallel",
+     "each a multiple of 2; the nearest that fit are 130,126"),
+    (3, "--seq1f1b-slices 2 --pipeline-model-parallel-size 3 --num-layers 6 --num-virtual-stages-per-pipeline-rank 2 "
+     "--global-batch-size 3", "the nearest numbers of micro-batches are 2 or 4"),
+    (2, "--seq1f1b-slices 2 --pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+     "--no-overlap-p2p-communication", "greater than 2"),
+    (4, "--seq1f1b-slices 2 --pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
+     "--eval-iters 1 --eval-global-batch-size 1", "1 micro-batches of 2 slices leave a group"),
+)  # fmt: skip
+
+
+BAD_CHOICES = (
+    ("1e-9", "micro-batches of 256 tokens take at least"),
+    ("-1", "--device-memory-gb -1 is not an amount of memory"),
+    ("1 --hdp-kept-keys 9", "chooses what --hdp-kept-keys sets: remove --hdp-kept-keys"),
+    ("1 --seq1f1b-eager", "chooses what --seq1f1b-eager sets: remove --seq1f1b-eager"),
+    ("1e-6 --swap-fraction 0.5 --host-memory-gb 0.01", "GB of device memory, and --device-memory-gb is 1e-06"),
+    ("1 --swap-fraction 0.5 --host-memory-gb 1e-6", "GB of host memory, and --host-memory-gb is 1e-06"),
+    ("0.001 --num-experts 4 --moe-ffn-hidden-size 4096", "take at least"),
+    ("1 --pipeline-model-parallel-size 1", "--seq1f1b-slices auto needs a --pipeline-model-parallel-size of 2 or more"),
+)
+
+
+@pytest.mark.ranks
+def test_flags_that_do_not_fit_chosen_slices_are_refused() -> None:
+    given = [*MODEL, *TRAIN, "--cpu", *CHOSEN.split()]
+    lines = [(2, [*given, *words.split()]) for words, _ in BAD_CHOICES]
+    messages = [*(message for _, message in BAD_CHOICES), "needs --device-memory-gb"]
+    for answer, message in zip(resolve_lines(*lines, (2, given[:-1])), messages, strict=True):
+        assert answer.error is not None
+        assert message in answer.error
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[Resolved]:
+    return resolve_lines(*((num_processes, [*COMMON, *words.split()]) for num_processes, words, _ in BAD))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("index", range(len(BAD)))
+def test_bad_values_are_refused_with_the_nearest(index: int, answers: list[Resolved]) -> None:
+    error = answers[index].error
+    assert error is not None
+    assert any(part in error for part in BAD[index][2].split("|")), error
+
+
+CHOSEN = "--hybrid-data-parallel --hdp-tokens-per-rank 256 --attention-dropout 0 --seq1f1b-slices auto " \
+         "--pipeline-model-parallel-size 2 --num-layers 4 --device-memory-gb"  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_the_planner_chooses_slices_within_the_budget() -> None:
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    whole, less = (
+        resolved(2, *MODEL, *TRAIN, "--cpu", *f"{CHOSEN} 0.5 {words}".split()).features["slices"]
+        for words in ("", recompute)
+    )
+    assert whole.choice.device_bytes == 0.5e9
+    assert whole.choice.memory.state_bytes == (0.0, 0.0)
+    assert whole.receives_ahead
+    assert "fastest within 0.5 GB of activations and keys" in whole.note
+    assert less.choice.memory.layer.activations < 0.5 * whole.choice.memory.layer.activations
