@@ -93,7 +93,7 @@ class PlannerInProcess:
     """A ``Planner`` that moves to a separate process once a plan was slow. Its plans stay the same.
 
     Python runs one thread at a time: while the loader's thread plans, the training thread launches its kernels several
-    times slower (``scripts/bench/plan/planning_beside.py``). If the process dies, the thread makes the plan.
+    times slower. If the process dies, the thread makes the plan.
     """
 
     def __init__(self, planner: Planner, slow_seconds: float = _SLOW_SECONDS) -> None:

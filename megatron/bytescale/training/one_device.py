@@ -5,10 +5,7 @@ All policies share weights, kernels and loss, and the layers are the same object
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +14,6 @@ import torch
 
 from bytescale_ext.activation.arena import allocate_arena
 from bytescale_ext.activation.link import make_link
-from bytescale_ext.activation.region import num_bytes, region_of
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
@@ -195,46 +191,3 @@ def end_fine_grained_step() -> None:
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 
     FineGrainedActivationOffloadingInterface.reset()
-
-
-def saved_bytes(model: torch.nn.Module, run: Callable[[], Any]) -> int:
-    """Return the bytes that autograd keeps after a forward pass, except parameters and tensors under a policy."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    regions: dict[Any, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        region = region_of(tensor)
-        if region is not None and region.storage not in parameters:
-            regions[region] = tensor.detach()  # kept alive, so that no address is reused
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(num_bytes(tensor) for tensor in regions.values())
-
-
-def run_policy(built: OneDeviceModel, plan: ActivationPlan, lengths: list[int]) -> dict[str, Any]:
-    """Train from the initial weights on sequences of these lengths under a plan; return figures of the whole run.
-
-    Times are medians; the bytes and FLOPs are of one step of the first length.
-    """
-    built.store.plan = plan
-    built.reset()
-    first = built.batch(lengths[0], seed=0)
-    outside = saved_bytes(built.model, lambda: built.loss(first).backward())
-    counts = built.store.counts
-    figures = {
-        "kept_bytes": outside + counts.kept_bytes,
-        "swapped_bytes": counts.swapped_bytes,
-        "recomputed_flops": counts.recomputed_flops,
-    }
-    built.reset()
-    losses, seconds = [], []
-    for number, length in enumerate(lengths):
-        tokens = built.batch(length, seed=number)
-        if built.device.type == "cuda":
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        losses.append(built.step(tokens))  # reading the loss waits for the device
-        seconds.append(time.perf_counter() - begun)
-    return {"losses": losses, "step_seconds": statistics.median(seconds), **figures}

@@ -68,7 +68,7 @@ def trace(case: Case, stage: int, is_overlapped: bool, forward_only: bool) -> li
     from megatron.core.pipeline_parallel import utils
 
     from megatron.bytescale.core.pipeline_parallel import p2p_communication as p2p
-    from megatron.bytescale.core.pipeline_parallel.stand_in import run_stage, stage_config
+    from tests.bytescale.core.pipeline_parallel.fake_stage import run_stage, stage_config
 
     utils.get_pg_rank, utils.get_pg_size = lambda group: group.rank(), lambda group: group.size()
     events: list[Event] = []
@@ -224,7 +224,7 @@ def exchange(rank: int, world: int, seeds: list[int]) -> int:
 
     cpu.install_if_wanted(["--cpu"])
     from megatron.bytescale.core.pipeline_parallel.p2p_communication import OverlappedP2PCommunicator
-    from megatron.bytescale.core.pipeline_parallel.stand_in import join_stages, run_stage, stage_config
+    from tests.bytescale.core.pipeline_parallel.fake_stage import join_stages, run_stage, stage_config
 
     links, num_received = join_stages(world), 0
     for seed in seeds:

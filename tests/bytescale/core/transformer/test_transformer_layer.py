@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from bytescale_ext.activation.region import num_bytes, region_of
+from bytescale_ext.plan.activation.plan import ActivationPlan
+from bytescale_ext.plan.cost.model_shape import ModelShape
 from tests.harness import run_ranks
+
+SHAPE = ModelShape(
+    num_layers=4, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_hidden=352, gated=True, vocab=512
+)
+PLANS = {
+    "none": ActivationPlan("none"),
+    "keep-attention": ActivationPlan("shares", 0.0, 1.0, 0.0, False, 2),
+    "swap-only": ActivationPlan("shares", 1.0, 0.0, 1.0),
+    "memo": ActivationPlan("memo", 0.5, 0.5, 1.0, False, 2),
+    "memo-alpha-0": ActivationPlan("memo", 0.0, 1.0, 1.0, False, 2),
+    "priced": ActivationPlan("priced", 0.5, 0.5, 1.0, True, 2),
+    "offload": ActivationPlan("offload", 0.5, 0.0, 0.5, False, 2),
+}
 
 pytestmark = pytest.mark.ranks
 
 
+def saved_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[int, float]:
+    """Run a step; return the bytes that autograd keeps after the forward pass, and the loss.
+
+    Parameters and tensors under a policy do not count.
+    """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    regions: dict[Any, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        region = region_of(tensor)
+        if region is not None and region.storage not in parameters:
+            regions[region] = tensor.detach()  # kept alive, so that no address is reused
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward()
+        loss.backward()
+    return sum(num_bytes(tensor) for tensor in regions.values()), float(loss.detach())
+
+
 def measure(rank: int, world: int) -> dict[str, Any]:
-    """FLOPs, attention calls and bytes of a step under each plan of the benchmark."""
+    """FLOPs, attention calls, bytes, loss and gradients of a step under each plan."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from bytescale_ext.activation.counts import split_rows
@@ -25,10 +58,8 @@ def measure(rank: int, world: int) -> dict[str, Any]:
     from bytescale_ext.attention import ring
     from bytescale_ext.plan.activation.forecast import forecast
     from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, layer_load
-    from bytescale_ext.plan.activation.plan import ActivationPlan
     from bytescale_ext.plan.memory.placement import liveness_bound
-    from megatron.bytescale.training.one_device import build_model, saved_bytes
-    from scripts.bench.activation.activations import PLANS, SHAPE
+    from megatron.bytescale.training.one_device import build_model
 
     calls: list[int] = []
     original = ring.forward_steps
@@ -58,7 +89,8 @@ def measure(rank: int, world: int) -> dict[str, Any]:
         bench.reset()
         calls.clear()
         with FlopCounterMode(display=False) as flops:
-            outside = saved_bytes(bench.model, lambda: bench.loss(bench.batch(length, 0)).backward())
+            outside, loss = saved_bytes(bench.model, lambda: bench.loss(bench.batch(length, 0)))
+        norms = [float(parameter.grad.norm()) for parameter in bench.model.parameters()]
         layers = SHAPE.num_layers - plan.resident_layers
         swapped = sum(plan.shares(tensor)[0] * tensor.bytes_per_token * length for tensor in load.tensors)
         rows = length - split_rows(plan, length).kept
@@ -68,6 +100,7 @@ def measure(rank: int, world: int) -> dict[str, Any]:
             "recomputed": bench.store.counts.recomputed_flops, "swapped": bench.store.counts.swapped_bytes,
             "kept": bench.store.counts.kept_bytes, "planned_flops": layers * products,
             "planned_swap": layers * swapped, "layers": layers, "length": length,
+            "loss": loss, "gradient norms": norms,
         }  # fmt: skip
     found["order"] = order_of_transfers(bench)
     return found
@@ -76,7 +109,6 @@ def measure(rank: int, world: int) -> dict[str, Any]:
 def order_of_transfers(bench: Any) -> list[str]:
     """When copies of a step begin and are waited for, by layer, of four layers of which the last two stay."""
     from bytescale_ext.activation.record import LayerRecord
-    from bytescale_ext.plan.activation.plan import ActivationPlan
 
     seen: list[str] = []
     link, numbers = bench.store.link, {}
@@ -123,6 +155,12 @@ def test_products_are_recomputed_as_planned_and_attention_never(measured: dict[s
     assert measured["keep-attention"]["planned_flops"] > 0
 
 
+def test_losses_and_gradients_are_equal_under_all_plans(measured: dict[str, Any]) -> None:
+    for name in PLANS:
+        assert measured[name]["loss"] == measured["none"]["loss"], name
+        assert measured[name]["gradient norms"] == measured["none"]["gradient norms"], name
+
+
 def test_priced_swaps_the_bytes_of_the_plan(measured: dict[str, Any]) -> None:
     for name in ("priced", "memo-alpha-0"):
         assert measured[name]["swapped"] == measured[name]["planned_swap"] > 0
@@ -156,23 +194,3 @@ def test_two_layers_at_a_time_are_on_the_device(measured: dict[str, Any]) -> Non
         "forward 1", "forward 2", "forward 3", "settle", "forward 4",
         "backward 4", "read 2", "backward 3", "backward 2", "settle", "read 1", "backward 1", "settle", "0 held",
     ]  # fmt: skip
-
-
-def run_benchmark(rank: int, world: int) -> str:
-    """Return what the benchmark prints."""
-    from scripts.bench.activation import activations
-
-    sys.argv = ["activations.py", "--json"]
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        activations.main()
-    return text.getvalue()
-
-
-def test_benchmark_ends_with_its_json() -> None:
-    (text,) = run_ranks(run_benchmark, 1, init_group=False)
-    policies = json.loads(text.splitlines()[-1])["policies"]
-    keys = {"loss_difference", "kept_bytes", "swapped_bytes", "recomputed_flops", "step_seconds"}
-    assert all(set(figures) == keys for figures in policies.values())
-    assert {"none", "memo", "priced", "offload", "auto"} <= set(policies)
-    assert policies["auto"]["swapped_bytes"] + policies["auto"]["recomputed_flops"] > 0
-    assert all(figures["loss_difference"] == 0 for figures in policies.values())

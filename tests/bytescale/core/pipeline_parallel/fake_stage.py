@@ -1,4 +1,4 @@
-"""Run Megatron's interleaved schedule over slices with stand-ins for the model, to measure and to test messages."""
+"""Megatron's interleaved schedule over slices, run with fake passes in place of the model, to test its messages."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def run_stage(
         return passes(step.action, args[2])
 
     one: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    stand_ins: dict[str, Any] = {
+    fakes: dict[str, Any] = {
         "forward_step": forward,
         "backward_step": backward,
         "get_model_config": lambda _: communicator.config,
         "get_model_type": lambda _: None,
         "clear_embedding_activation_buffer": lambda *_: None,
     }
-    with patch.multiple(schedules, **stand_ins):
+    with patch.multiple(schedules, **fakes):
         step.in_slices(schedules.forward_backward_pipelining_with_interleaving)(
             forward_step_func=None, data_iterator=[None] * schedule.num_chunks,
             model=[torch.nn.Module() for _ in range(schedule.num_chunks)], seq_length=1, micro_batch_size=1,
