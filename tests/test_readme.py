@@ -15,10 +15,10 @@ import yaml
 from megatron.bytescale import cli
 from megatron.bytescale.arguments.parse import add_arguments
 from megatron.bytescale.arguments.refusals import REFUSALS
-from scripts import flags_page
+from scripts import reference
 from tests.e2e.docs.pages import code_lines
 from tests.harness import run_ranks
-from tests.tree import patch_rows
+from tests.tree import drawing, patch_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -52,13 +52,14 @@ def test_the_citation_names_every_paper_of_the_readme() -> None:
     assert named <= {one["url"] for one in cited["references"]}
 
 
-def test_the_page_of_flags_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "reference" / "flags.md").read_text() == flags_page.page(), (
-        "run python scripts/flags_page.py"
-    )
-    named = set(FLAG.findall(flags_page.page()))
-    assert our_flags() <= named
-    assert REFUSED_FLAGS <= named
+def test_reference_pages_are_up_to_date() -> None:
+    pages = reference.pages()
+    stale = [name for name, text in pages.items() if not reference.is_current(name, text)]
+    assert not stale, "run python -m scripts.reference"
+    assert sorted(path.name for path in reference.FOLDER.iterdir()) == sorted(pages)
+    assert our_flags() <= set(FLAG.findall(pages["flags.md"]))
+    assert REFUSED_FLAGS <= set(FLAG.findall(pages["refusals.md"]))
+    assert all(f"## bytescale {command.NAME}\n" in pages["commands.md"] for command in cli.COMMANDS)
 
 
 def test_readme_names_no_flag_that_is_not_there() -> None:
@@ -87,7 +88,7 @@ def leads_somewhere(paper: Path, link: str) -> bool:
 
 def test_links_to_nothing_are_found() -> None:
     page = ROOT / "docs" / "guide" / "recipes.md"
-    assert leads_somewhere(page, "../reference/flags.md#refused")
+    assert leads_somewhere(page, "../reference/flags.md#device-and-costs")
     assert not any(leads_somewhere(page, link) for link in ("../reference/flags.md#accepted", "README.md", "#nothing"))
 
 
@@ -97,23 +98,52 @@ def test_paths_exist(paper: Path) -> None:
     words = set(re.findall(r"[\w./-]+", text))
     paths = {word.rstrip(".") for word in words if word.split("/")[0] in TREES and "/" in word}
     links = {target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}
-    assert paths or links or paper.name in ("LOG.md", "flags.md")
+    assert paths or links or paper.name == "LOG.md" or paper.parent == reference.FOLDER
     missing = {path for path in paths - {MUST_NOT_EXIST} if not (ROOT / path).exists()}
     missing |= {link for link in links if not leads_somewhere(paper, link)}
     assert not missing
     assert not (ROOT / MUST_NOT_EXIST).exists()
 
 
-def test_the_tree_of_the_architecture_page_is_whole() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    (tree,) = (block for block in text.split("```")[1::2] if "pretrain_gpt_hdp.py        " in block)
-    named = set(re.findall(r"\w+", tree))
-    sources = [path for tree in ("bytescale_ext", "megatron") for path in (ROOT / tree).rglob("*.py")]
-    assert len(sources) > 40
-    in_tree = [
-        path for path in sources if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "cli"
-    ]
-    assert not [str(path.relative_to(ROOT)) for path in in_tree if path.stem not in named]
+CELL = re.compile(r"(?<!\\)\|")
+SEPARATOR = re.compile(r"\|( *:?-+:? *\|)+")
+
+
+def broken_rows(text: str) -> list[str]:
+    """Return the rows of Markdown tables that do not fit their table, outside code blocks.
+
+    A table follows an empty line or a comment, has a separator below its head, and equally many cells in each row.
+    """
+    broken, table, before = [], list[str](), ""
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).splitlines():
+        if not line.lstrip().startswith("|"):
+            broken += table if len(table) == 1 else []
+            table, before = [], line
+            continue
+        table.append(line)
+        is_head = len(table) == 1 and (not before.strip() or before.endswith("-->"))
+        is_separator = len(table) == 2 and SEPARATOR.fullmatch(line)
+        fits = line.endswith("|") and len(CELL.findall(line)) == len(CELL.findall(table[0]))
+        if not fits or not (is_head or is_separator or len(table) > 2):
+            broken.append(line)
+    return broken + (table if len(table) == 1 else [])
+
+
+def test_broken_tables_are_found() -> None:
+    head = "| a | b |\n|---|---|\n"
+    assert broken_rows(f"text\n\n{head}| c | d \\| e |\n\n```\n| f\n```\n") == []
+    assert broken_rows(f"{head}| c | d | e |\n| f |\n") == ["| c | d | e |", "| f |"]
+    assert broken_rows(f"text\n{head}") == ["| a | b |"]
+    assert broken_rows("\n| a | b |\n\n| c | d |\n| e | f |\n") == ["| a | b |", "| e | f |"]
+
+
+@pytest.mark.parametrize("paper", [*PAPERS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_tables_are_whole(paper: Path) -> None:
+    assert broken_rows(paper.read_text()) == []
+
+
+def test_the_architecture_page_has_the_rooms_of_the_plan() -> None:
+    assert f"```\n{drawing()}\n```" in (ROOT / "docs" / "architecture.md").read_text(), "run python -m tests.tree"
 
 
 def test_the_architecture_page_names_every_patch() -> None:

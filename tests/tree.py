@@ -168,13 +168,13 @@ def floors(arrows: dict[str, Counter[str]]) -> dict[str, int]:
 
 
 def drawing() -> str:
-    """Return the rooms of plan/ as text: floor, room, and how often it imports from which rooms below."""
+    """Return the rooms of plan/ as text: floor, room, and the rooms that it imports from."""
     arrows = room_arrows()
     level = floors(arrows)
     lines = []
     for room in sorted(arrows, key=lambda room: (-level[room], room)):
-        below = sorted(arrows[room].items(), key=lambda item: (-level[item[0]], item[0]))
-        lines.append(f"{level[room]}  {room:<11}-> {', '.join(f'{one} {count}' for one, count in below)}")
+        below = sorted(arrows[room], key=lambda target: (-level[target], target))
+        lines.append(f"{level[room]}  {room:<11}-> {', '.join(below)}")
     return "\n".join(line.removesuffix("-> ").rstrip() for line in lines)
 
 

@@ -149,16 +149,30 @@ class RankStep:
 
 @dataclass(frozen=True)
 class IntervalMetrics:
-    """The figures of all HDP ranks between two log lines.
+    """Figures of all HDP ranks for one log interval.
 
-    ``*_imbalance`` is the work of the busiest rank over the mean; ``padding_share`` is the share of rows that are
-    padding; ``plan_wait_ms`` is the longest wait of a rank for its plans, per step. With an activation policy:
-    megabytes kept, swapped and recomputed per step on all ranks, and the highest host memory of one process so far.
-    ``slices_per_micro_batch`` is a mean over steps. ``stragglers`` are the ranks that compute more slowly than others.
-    ``device_peak_megabytes`` is the highest memory of one process, passes and model states, of ``--hdp-memory-step``.
-    ``active_experts`` is a mean over steps, of routers that give tokens different numbers of experts.
-    ``stale_steps`` is a mean over steps, ``most_stale_steps`` the most of one: how many steps' gradients the parameters
-    lacked, where updates run beside training.
+    Attributes:
+        iteration: last iteration of the interval.
+        num_steps: number of steps in the interval.
+        tokens_per_second: real tokens, without padding, over wall time.
+        micro_batches_per_rank: mean number of micro-batches per step, for each rank.
+        planned_imbalance: planned work of the busiest rank over the mean of all ranks.
+        measured_imbalance: measured work of the busiest rank over the mean of all ranks; processor time on CPU, time
+            from the first forward pass to the gradient reduction on a GPU, waiting in rings included.
+        padding_share: share of rows that are padding for sequence parallelism or FP8.
+        plan_wait_ms: longest wait of a rank for its plan, in milliseconds per step.
+        megabytes_sent_per_step: keys, values and gradients sent in rings, summed over all ranks.
+        attention_calls_per_step: calls of the attention kernel, summed over all ranks.
+        kept_megabytes_per_step: activations that the activation policy kept on the device, summed over all ranks.
+        swapped_megabytes_per_step: activations that the policy moved to host memory, summed over all ranks.
+        recomputed_megabytes_per_step: activations that the policy recomputed, summed over all ranks.
+        host_peak_megabytes: highest host memory for activations in one process since the start.
+        slices_per_micro_batch: mean number of slices per micro-batch.
+        stragglers: ranks that take longer than the others for equal work.
+        device_peak_megabytes: peak device memory of one process, model states included, in ``--hdp-memory-step``.
+        active_experts: mean number of experts per token while a dense-to-sparse gate anneals.
+        stale_steps: mean number of steps whose gradients the parameters lacked, with ``--state-update lock-free``.
+        most_stale_steps: largest number of such steps in the interval.
     """
 
     iteration: int

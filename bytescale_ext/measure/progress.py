@@ -26,14 +26,16 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The figures of a log interval; ``step_seconds`` is its mean, the others are those of its last step.
+    """Progress of a training at the end of a log interval.
 
     Attributes:
-        loss: "lm loss" of the last step, not Megatron's mean over the interval.
-        learning_rate, gradient_norm: None where Megatron has none.
-        tokens_so_far: of this process's run; a resumed run counts anew.
-        eta_seconds: until ``--train-iters`` at this speed.
-        mfu: model FLOP/s over the device's (PaLM, appendix B), or None where the device's are not known.
+        step_seconds: mean seconds per step in the interval.
+        loss: language-model loss of the last step; Megatron's own line has the mean of the interval.
+        learning_rate: learning rate of the last step, or None.
+        gradient_norm: gradient norm of the last step, or None.
+        tokens_so_far: tokens since this process started; a resumed run starts from 0.
+        eta_seconds: seconds until ``--train-iters`` at this speed.
+        mfu: model FLOP/s over the peak FLOP/s of the device (PaLM, appendix B), or None on an unknown device.
     """
 
     step_seconds: float

@@ -22,7 +22,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.cli import plan, simulate
 from megatron.bytescale.features.hdp import flags as hdp
 from megatron.bytescale.features.hdp.flags import slowest_stage
-from scripts import flags_page
+from scripts import reference
 from tests.bytescale.arguments.resolving import refused, resolved
 from tests.config.runs import SHAPE, hdp_of, run_of
 from tests.e2e.training import HDP, MODEL, TRAIN
@@ -82,7 +82,7 @@ def test_a_new_planner_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     for action in (flag, actions_of(plan.add_arguments)["--balance"]):
         assert "even: nothing that is worth it" in str(action.help)
     assert "even" in str(actions_of(simulate.add_arguments)["--schedulers"].help)
-    assert "| `even` | nothing that is worth it | yes | no |" in flags_page.page()
+    assert "| `even` | nothing that is worth it | yes | no |" in reference.flags_page()
     config = hdp_of(balance="even", num_stages=2)
     planner = HdpPlanner(config.cluster, (config.cost,) * 2, balance=config.balance)
     assert planner([50, 7, 12]) == replace(planner, balance="none")([50, 7, 12])
