@@ -139,8 +139,7 @@ def check(
     features.check(args)
     with refusals_of_megatron():
         validate_args(args)
-        for feature in features.enabled(args):
-            feature.after_checks(args)
+        features.check_after(args)
 
 
 @functools.cache

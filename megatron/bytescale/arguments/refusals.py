@@ -5,6 +5,7 @@ The column ``always`` refuses in every run: what Megatron 0.19.2 drops in silenc
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +26,7 @@ class Refusal:
     """
 
     flag: str
-    applies: Callable[[Any], bool]
+    applies: Callable[[argparse.Namespace], bool]
     instead: Mapping[str, str]
 
     def message(self, feature: str, feature_flag: str) -> str:
@@ -41,7 +42,11 @@ REMOVE: Final = "remove it, or train without {}"
 
 
 def refuse(
-    flag: str, features: str, instead: str = REMOVE, applies: Callable[[Any], bool] | None = None, **own: str
+    flag: str,
+    features: str,
+    instead: str = REMOVE,
+    applies: Callable[[argparse.Namespace], bool] | None = None,
+    **own: str,
 ) -> Refusal:
     """Return a row of the table.
 
@@ -59,7 +64,7 @@ def refuse(
     )
 
 
-def refuse_conflicts(args: Any, features: Mapping[str, str], rows: Collection[Refusal]) -> None:
+def refuse_conflicts(args: argparse.Namespace, features: Mapping[str, str], rows: Collection[Refusal]) -> None:
     """Raise ValueError, naming the flag, for the first row that applies to an enabled feature.
 
     Args:

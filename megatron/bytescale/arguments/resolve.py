@@ -19,5 +19,5 @@ def resolve(args: Any) -> RunConfig:
     shape = model_shape(args)
     run = RunConfig(shape, cluster(args), measured_cost(args, shape), process(args), stage_layers(args))
     for feature in features.enabled(args):
-        run = run.with_feature(feature.name, feature.resolve(args, run))
+        run = run.with_feature(feature.name, feature.resolve(feature.read(args), run))
     return run

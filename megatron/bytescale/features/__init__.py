@@ -8,9 +8,11 @@ Importing this package imports neither torch nor Megatron; features import what 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from megatron.bytescale.arguments.options import override
 from megatron.bytescale.arguments.refusals import REFUSALS, Refusal, refuse_conflicts
 from megatron.bytescale.features.activations.flags import ACTIVATIONS
 from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN
@@ -37,7 +39,7 @@ from megatron.bytescale.features.upcycle.flags import UPCYCLING
 if TYPE_CHECKING:
     from megatron.bytescale.registry import Patch
 
-FEATURES: tuple[Feature, ...] = (
+FEATURES: tuple[Feature[Any], ...] = (
     HDP,
     RAY,
     SCULPT,
@@ -62,7 +64,7 @@ FEATURES: tuple[Feature, ...] = (
 """In the order in which they resolve and build: each may use the results of the features before it."""
 
 
-def enabled(args: Any) -> list[Feature]:
+def enabled(args: argparse.Namespace) -> list[Feature[Any]]:
     """Return the features that are on, in the table's order."""
     return [feature for feature in FEATURES if feature.is_on(args)]
 
@@ -77,14 +79,14 @@ def patches_of(names: Collection[str]) -> list[Patch]:
     return [row for feature in FEATURES if feature.name in names for row in feature.patches()]
 
 
-def check(args: Any) -> None:
+def check(args: argparse.Namespace) -> None:
     """Check the flags of all features, and set the Megatron arguments that the enabled ones need.
 
     Call it before Megatron checks its arguments. Raises ValueError, naming the flag.
     """
     on = enabled(args)
     names = {feature.name for feature in on}
-    borrowed = {flag for feature in on for flag in feature.borrows(args)}
+    borrowed = {flag for feature in on for flag in feature.borrows(feature.read(args))}
     for feature in FEATURES:
         if feature.name not in names:
             _check_not_given(feature, args, borrowed)
@@ -96,11 +98,17 @@ def check(args: Any) -> None:
         raise ValueError(f"{COST_FLAG} needs {readers}")
     refuse_conflicts(args, {feature.name: feature.flag for feature in on}, refusals())
     for feature in on:
-        feature.before_checks(args)
+        override(args, feature.before_checks(feature.read(args)) or {})
 
 
-def _check_not_given(feature: Feature, args: Any, borrowed: Collection[str]) -> None:
-    """Raise ValueError for a flag of a feature that is off, but for borrowed ones and the one that switches it on."""
+def check_after(args: argparse.Namespace) -> None:
+    """Set what Megatron's checks have changed and the enabled features need. Call it after Megatron's checks."""
+    for feature in enabled(args):
+        override(args, feature.after_checks(feature.read(args)) or {})
+
+
+def _check_not_given(feature: Feature[Any], args: argparse.Namespace, borrowed: Collection[str]) -> None:
+    """Raise ValueError if a flag of a feature that is off is given, except its switch and borrowed flags."""
     for action in feature.actions():
         (flag,) = action.option_strings
         if flag != feature.flag and flag not in borrowed and getattr(args, action.dest) != action.default:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides, options_of
 from megatron.bytescale.arguments.refusals import Refusal
 
 if TYPE_CHECKING:  # flags are added before torch and Megatron are imported
+    from _typeshed import DataclassInstance
+
     from megatron.bytescale.registry import Patch
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
@@ -20,11 +23,11 @@ COST_FLAG: Final = "--cost-file"
 """Belongs to no feature; one that reads it only sometimes borrows it."""
 
 
-def _nothing(args: Any) -> None:
-    pass
+def _nothing(options: object) -> Overrides:
+    return NO_OVERRIDES
 
 
-def _no_flags(args: Any) -> tuple[str, ...]:
+def _no_flags(options: object) -> tuple[str, ...]:
     return ()
 
 
@@ -33,7 +36,7 @@ def _no_patches() -> tuple[Patch, ...]:
 
 
 @dataclass(frozen=True)
-class Feature:
+class Feature[Options: DataclassInstance]:
     """One thing that a run can do beyond Megatron.
 
     Attributes:
@@ -42,14 +45,15 @@ class Feature:
         summary: what it does, in a few words.
         add_arguments: adds its flags to a parser; imports neither torch nor Megatron.
         is_on: whether parsed arguments switch it on.
-        resolve: returns its frozen configuration from checked arguments and the run so far. Raises ValueError.
+        resolve: returns its frozen configuration from checked options and the run so far. Raises ValueError.
         build: changes what Megatron's ``pretrain`` is given.
-        before_checks: checks its flags and sets Megatron arguments, before Megatron checks them.
-        after_checks: restores arguments that Megatron's checks have changed.
+        options: the arguments that its functions take, as a frozen dataclass: a field has the name of an argument.
+        before_checks: checks options before Megatron checks its arguments, and returns the arguments to override.
+        after_checks: returns the arguments to override after Megatron has checked them.
         needs: what its other flags need, as messages name it; default: ``flag``.
         requires: names of features that must be on too.
-        borrows: flags of other features that it reads, so that they may be given although those features are off.
-        reads_cost: it plans with the costs of ``--cost-file``.
+        borrows: returns the flags of other features that it reads, which may be given although those features are off.
+        reads_cost: whether it plans with the costs of ``--cost-file``.
         refusals: its rows in addition to those of the shared table.
         patches: returns its rows in addition to those of the shared table.
     """
@@ -58,14 +62,15 @@ class Feature:
     flag: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    is_on: Callable[[Any], bool]
-    resolve: Callable[[Any, RunConfig], object]
+    is_on: Callable[[argparse.Namespace], bool]
+    resolve: Callable[[Options, RunConfig], object]
     build: Callable[[Training, Runtime], Training]
-    before_checks: Callable[[Any], None] = _nothing
-    after_checks: Callable[[Any], None] = _nothing
+    options: type[Options] | None = None
+    before_checks: Callable[[Options], Overrides | None] = _nothing
+    after_checks: Callable[[Options], Overrides | None] = _nothing
     needs: str = ""
     requires: tuple[str, ...] = ()
-    borrows: Callable[[Any], tuple[str, ...]] = _no_flags
+    borrows: Callable[[Options], tuple[str, ...]] = _no_flags
     reads_cost: bool = False
     refusals: tuple[Refusal, ...] = ()
     patches: Callable[[], tuple[Patch, ...]] = _no_patches
@@ -75,3 +80,9 @@ class Feature:
         parser = argparse.ArgumentParser(add_help=False)
         self.add_arguments(parser)
         return parser._actions
+
+    def read(self, args: argparse.Namespace) -> Options:
+        """Return its options."""
+        if self.options is None:  # its functions still take all arguments
+            return cast("Options", args)
+        return options_of(args, self.options)

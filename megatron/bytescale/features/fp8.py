@@ -12,10 +12,14 @@ tensor by its own values; only tensor-parallel ranks, which share a micro-batch,
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final, Protocol
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from megatron.bytescale.arguments.conditions import equals, given
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -31,23 +35,46 @@ RECIPES: Final = {
 """Recipes that do not depend on other micro-batches, and the functions of TransformerEngine that know their devices."""
 
 
+@dataclass(frozen=True)
+class Fp8Options:
+    """Megatron's flags of FP8; checkpoints of older versions lack them.
+
+    Attributes:
+        fp8: format of numbers; None without FP8.
+        fp8_recipe: how tensors are scaled.
+    """
+
+    fp8: str | None = None
+    fp8_recipe: str | Enum = "delayed"
+
+    @property
+    def rows(self) -> int:
+        """The multiple of rows that the matrix products of one rank take; 1 without FP8."""
+        if not self.fp8:
+            return 1
+        from megatron.core.fp8_utils import get_fp8_align_size
+
+        return int(get_fp8_align_size(self.fp8_recipe))
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name; Megatron's checks turn it into a member of an enumeration."""
+        return str(self.fp8_recipe.value if isinstance(self.fp8_recipe, Enum) else self.fp8_recipe)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the flags are Megatron's."""
 
 
-def fp8_rows(args: Any) -> int:
+def fp8_rows(args: argparse.Namespace) -> int:
     """Return the multiple of rows that the matrix products of one rank take; 1 without FP8."""
-    if not getattr(args, "fp8", None):
-        return 1
-    from megatron.core.fp8_utils import get_fp8_align_size
-
-    return int(get_fp8_align_size(args.fp8_recipe))
+    return options_of(args, Fp8Options).rows
 
 
-def resolve(args: Any, run: RunConfig) -> str:
+def resolve(options: Fp8Options, run: RunConfig) -> str:
     """Return the recipe. Raises ValueError for a model whose matrices FP8 products do not take."""
-    check_widths(run.shape, run.process.tensor_parallel, fp8_rows(args))
-    return str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
+    check_widths(run.shape, run.process.tensor_parallel, options.rows)
+    return options.recipe
 
 
 def check_widths(shape: ModelShape, tensor_parallel: int, multiple: int) -> None:
@@ -82,9 +109,15 @@ def build(training: Training, runtime: Runtime) -> Training:
     return training
 
 
-def check_engine(recipe: str, engine: Any) -> None:
-    """Raise ValueError where ``transformer_engine.pytorch`` says that the device does not have a recipe."""
-    answer = getattr(engine, RECIPES[recipe], None)  # older versions do not say
+class Availability(Protocol):
+    """A function of ``transformer_engine.pytorch`` that tells whether the device has a recipe, and why not."""
+
+    def __call__(self, return_reason: bool) -> tuple[bool, str]: ...
+
+
+def check_engine(recipe: str, engine: object) -> None:
+    """Raise ValueError if ``transformer_engine.pytorch`` says that the device does not have a recipe."""
+    answer: Availability | None = getattr(engine, RECIPES[recipe], None)  # older versions do not say
     is_there, reason = (True, "") if answer is None else answer(return_reason=True)
     if not is_there:
         raise ValueError(f"--fp8-recipe {recipe} does not run here ({reason}): choose another, or use bf16")
@@ -93,11 +126,11 @@ def check_engine(recipe: str, engine: Any) -> None:
 REFUSALS = (
     refuse("--fp8-recipe delayed or custom", "fp8", "use tensorwise, blockwise or mxfp8: delayed scaling reduces over "
            "all ranks in each micro-batch, and ranks run different numbers of these",
-           lambda a: a.fp8_recipe not in RECIPES),
+           ~equals("fp8_recipe", *RECIPES)),
     refuse("--num-experts", "fp8", "train dense models: the tokens of each expert would need padding too"),
     refuse("--draft-heads", "fp8", "use bf16: heads are trained on states in bf16"),
     refuse("--fp8-output-proj with --chunked-cross-entropy", "fp8", "remove one of them: chunks of logits are computed "
-           "in the type of the parameters", lambda a: a.fp8_output_proj and a.chunked_cross_entropy),
+           "in the type of the parameters", given("fp8_output_proj") & given("chunked_cross_entropy")),
 )  # fmt: skip
 
 FP8 = Feature(
@@ -105,7 +138,8 @@ FP8 = Feature(
     flag="--fp8-format",
     summary="FP8 matrix products of TransformerEngine: the plan pads rows",
     add_arguments=add_arguments,
-    is_on=lambda args: bool(args.hybrid_data_parallel and getattr(args, "fp8", None)),
+    is_on=given("hybrid_data_parallel") & given("fp8"),
+    options=Fp8Options,
     resolve=resolve,
     build=build,
     refusals=REFUSALS,

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import chosen
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Flags of the loss.
+
+    Attributes:
+        chunked_cross_entropy: tokens of a chunk.
+    """
+
+    chunked_cross_entropy: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve(args: Any, run: RunConfig) -> LossChunks:
+def resolve(options: LossOptions, run: RunConfig) -> LossChunks:
     """Return the number of tokens of a chunk."""
-    return LossChunks(args.chunked_cross_entropy)
+    return LossChunks(options.chunked_cross_entropy)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -46,7 +59,8 @@ LOSS_CHUNKS = Feature(
     flag="--chunked-cross-entropy",
     summary="the loss in chunks of tokens: logits of a long sequence never exist all at once",
     add_arguments=add_arguments,
-    is_on=lambda args: args.chunked_cross_entropy is not None,
+    is_on=chosen("chunked_cross_entropy"),
+    options=LossOptions,
     resolve=resolve,
     build=build,
 )

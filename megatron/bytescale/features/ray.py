@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import equals
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Flags of the remote loader.
+
+    Attributes:
+        hdp_ray_address: address of a Ray cluster that is running.
+        hdp_ray_servers: actors that read and tokenize.
+        hdp_ray_server_tokens: most tokens that each of them keeps.
+        hdp_json_key: key of the text in each line.
+    """
+
+    hdp_ray_address: str | None
+    hdp_ray_servers: int | None
+    hdp_ray_server_tokens: int | None
+    hdp_json_key: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hdp-json-key", metavar="KEY", help="Key of the text in each line (text).")
 
 
-def resolve(args: Any, run: RunConfig) -> RemoteConfig:
+def resolve(options: RayOptions, run: RunConfig) -> RemoteConfig:
     """Return the settings of the actors."""
-    given = {
-        "address": args.hdp_ray_address,
-        "num_servers": args.hdp_ray_servers,
-        "server_tokens": args.hdp_ray_server_tokens,
-        "json_key": args.hdp_json_key,
-    }
-    return RemoteConfig(**{name: value for name, value in given.items() if value is not None})
+    default = RemoteConfig()
+    return RemoteConfig(
+        address=options.hdp_ray_address,
+        num_servers=default.num_servers if options.hdp_ray_servers is None else options.hdp_ray_servers,
+        server_tokens=default.server_tokens if options.hdp_ray_server_tokens is None else options.hdp_ray_server_tokens,
+        json_key=default.json_key if options.hdp_json_key is None else options.hdp_json_key,
+    )
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -58,7 +77,8 @@ RAY = Feature(
     flag="--hdp-loader",
     summary="remote loading: Ray actors tokenize text while training runs",
     add_arguments=add_arguments,
-    is_on=lambda args: args.hdp_loader == "ray",
+    is_on=equals("hdp_loader", "ray"),
+    options=RayOptions,
     resolve=resolve,
     build=build,
     needs="--hdp-loader ray",

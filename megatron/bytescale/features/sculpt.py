@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import ATTENTION, SculptConfig
 from bytescale_ext.data.corpus.windows_file import files_of_data_sets
+from megatron.bytescale.arguments.conditions import IS_CUT, IS_LOCAL, chosen, equals, given
+from megatron.bytescale.arguments.data import DataPaths
+from megatron.bytescale.arguments.options import Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(DataPaths):
+    """Flags of windows, and the data that they are of.
+
+    Attributes:
+        sculpt_windows: files of windows, one for each data set.
+        sculpt_attention: what tokens attend to.
+        hybrid_data_parallel: documents are planned.
+        seq_length: most tokens of a sample.
+    """
+
+    sculpt_windows: Sequence[Path]
+    sculpt_attention: str | None
+    hybrid_data_parallel: bool
+    seq_length: int
+
+    @property
+    def attention(self) -> str:
+        """What tokens attend to; by default everything before them in their window."""
+        return self.sculpt_attention or ATTENTION[0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,28 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def before_checks(args: Any) -> None:
-    """Choose the attention; without hybrid data parallelism documents of a window are kept apart by a mask."""
-    args.sculpt_attention = args.sculpt_attention or ATTENTION[0]
-    if not args.hybrid_data_parallel:
-        args.create_attention_mask_in_dataloader = _needs_mask(args)
+def before_checks(options: WindowOptions) -> Overrides:
+    """Return the attention. Without hybrid data parallelism a mask separates the documents of a window."""
+    mask = {"create_attention_mask_in_dataloader": options.attention == "document"}
+    return {"sculpt_attention": options.attention, **({} if options.hybrid_data_parallel else mask)}
 
 
-def resolve(args: Any, run: RunConfig) -> SculptConfig:
+def resolve(options: WindowOptions, run: RunConfig) -> SculptConfig:
     """Return the windows of each data set. Raises ValueError for windows of other data, or longer than a sample."""
-    from megatron.bytescale.training.stock import data_prefixes
-
-    prefixes = data_prefixes(args)
+    prefixes = options.prefixes()
     if not prefixes:
         raise ValueError("no data: give the --data-path that the windows are of")
-    found = files_of_data_sets(args.sculpt_windows, prefixes)
+    found = files_of_data_sets(options.sculpt_windows, prefixes)
     for path, header in found.values():
-        if header.context > args.seq_length:
+        if header.context > options.seq_length:
             raise ValueError(
-                f"{path}: windows of {header.context} tokens do not fit into --seq-length {args.seq_length}: give "
+                f"{path}: windows of {header.context} tokens do not fit into --seq-length {options.seq_length}: give "
                 f"--seq-length {header.context} or more"
             )
-    return SculptConfig({prefix: path for prefix, (path, _) in found.items()}, args.sculpt_attention)
+    return SculptConfig({prefix: path for prefix, (path, _) in found.items()}, options.attention)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -73,20 +95,14 @@ def build(training: Training, runtime: Runtime) -> Training:
     return replace(training, dataset_provider=stock.window_provider(runtime.run.get(SculptConfig)))
 
 
-def _needs_mask(args: Any) -> bool:
-    """Return whether only a mask can keep the documents of a window apart."""
-    return args.sculpt_attention == "document" and not args.hybrid_data_parallel
-
-
-def _masked(applies: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda args: _needs_mask(args) and applies(args)
-
-
+_IS_MASKED = equals("sculpt_attention", "document") & ~given("hybrid_data_parallel")
+"""Only a mask can separate the documents of a window."""
+_PLANS_ACTIVATIONS = ~equals("activation_policy", "none") | chosen("swap_fraction") | chosen("recompute_fraction")
 _HDP = "add --hybrid-data-parallel, where documents need no mask"
 _OF_DOCUMENTS = "remove it: windows hold whole documents"
 REFUSALS = (
     refuse("--hdp-loader ray", "sculpt", "use --hdp-loader local: windows are of Megatron's data sets",
-           lambda a: a.hdp_loader == "ray"),
+           equals("hdp_loader", "ray")),
     refuse("--mock-data", "sculpt", "give the --data-path that the windows are of"),
     refuse("--fim-data", "sculpt", _OF_DOCUMENTS),
     refuse("--reset-position-ids", "sculpt", "remove it: --sculpt-attention document does this"),
@@ -100,16 +116,15 @@ REFUSALS = (
     refuse("--multiple-validation-sets", "sculpt"),
     refuse("--num-experts without hybrid data parallelism", "sculpt",
            "add --hybrid-data-parallel: the padding of windows would count where experts are chosen",
-           lambda a: a.num_experts and not a.hybrid_data_parallel),
+           given("num_experts") & ~given("hybrid_data_parallel")),
     refuse("--transformer-impl transformer_engine under --sculpt-attention document", "sculpt", _HDP,
-           _masked(lambda a: a.transformer_impl != "local")),
+           _IS_MASKED & ~IS_LOCAL),
     refuse("--masked-softmax-fusion under --sculpt-attention document", "sculpt", _HDP,
-           _masked(lambda a: a.masked_softmax_fusion)),
+           _IS_MASKED & given("masked_softmax_fusion")),
     refuse("--seq1f1b-slices under --sculpt-attention document", "sculpt", _HDP,
-           _masked(lambda a: a.seq1f1b_slices not in (None, 1))),
+           _IS_MASKED & IS_CUT),
     refuse("--activation-policy under --sculpt-attention document", "sculpt", _HDP,
-           _masked(lambda a: a.activation_policy != "none" or a.swap_fraction is not None
-                   or a.recompute_fraction is not None)),
+           _IS_MASKED & _PLANS_ACTIVATIONS),
 )  # fmt: skip
 
 SCULPT = Feature(
@@ -117,7 +132,8 @@ SCULPT = Feature(
     flag="--sculpt-windows",
     summary="windows of related documents as samples (DataSculpt)",
     add_arguments=add_arguments,
-    is_on=lambda args: args.sculpt_windows is not None,
+    is_on=chosen("sculpt_windows"),
+    options=WindowOptions,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.corpus.mask_file import check_mask
+from megatron.bytescale.arguments.conditions import equals, given
+from megatron.bytescale.arguments.data import DataPaths
+from megatron.bytescale.arguments.options import Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -20,16 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: ``--sft`` is a flag of Megatron's."""
 
 
-def before_checks(args: Any) -> None:
-    """Take the flag from Megatron, which would average losses of evaluation over micro-batches: those of a plan."""
-    args.sft, args.trains_on_answers = False, True
+def before_checks(paths: DataPaths) -> Overrides:
+    """Hide the flag from Megatron, which would average evaluation losses over micro-batches; plans differ in these."""
+    return {"sft": False, "trains_on_answers": True}
 
 
-def resolve(args: Any, run: RunConfig) -> AnswerLossConfig:
-    """Return the data sets. Raises ValueError for one without a mask, or with that of another."""
-    from megatron.bytescale.training.stock import data_prefixes
-
-    prefixes = data_prefixes(args)
+def resolve(paths: DataPaths, run: RunConfig) -> AnswerLossConfig:
+    """Return the data sets. Raises ValueError for a data set without a mask, or with the mask of another one."""
+    prefixes = paths.prefixes()
     if not prefixes:
         raise ValueError("no data: give the --data-path that bytescale corpus --sft has written")
     for prefix in prefixes:
@@ -46,7 +47,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 REFUSALS = (
     refuse("--hdp-loader ray", "sft", "use --hdp-loader local: answers are marked in Megatron's data sets",
-           lambda a: a.hdp_loader == "ray"),
+           equals("hdp_loader", "ray")),
     refuse("--sculpt-windows", "sft", "leave it out: a conversation is a sample by itself"),
     refuse("--draft-heads", "sft", "remove one of them: heads learn from all tokens of a document"),
 )  # fmt: skip
@@ -56,7 +57,8 @@ SFT = Feature(
     flag="--sft",
     summary="supervised fine-tuning: conversations as documents, a loss of their answers alone",
     add_arguments=add_arguments,
-    is_on=lambda args: any(getattr(args, name, False) for name in ("sft", "trains_on_answers")),
+    is_on=given("sft") | given("trains_on_answers"),
+    options=DataPaths,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

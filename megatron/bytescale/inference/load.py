@@ -19,8 +19,9 @@ import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale import cpu
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.checkpoints import names_in, to_load
-from megatron.bytescale.features.drafts.flags import config_of
+from megatron.bytescale.features.drafts.flags import HeadOptions
 from megatron.bytescale.inference.engine import Decoder
 from megatron.bytescale.inference.heads_folder import (
     is_folder_of_heads,
@@ -69,7 +70,7 @@ def heads_of(args: Any, checkpoint: Path) -> DraftConfig | None:
     """Return which heads a checkpoint has, None where it has none. Raises ValueError where they are missing."""
     if getattr(args, "draft_heads", None) is None:
         return None
-    config = config_of(args)
+    config = options_of(args, HeadOptions).config()
     if not any(name.startswith("draft_heads.") for name in names_in(checkpoint)):
         raise ValueError(f"{checkpoint}: the tensors of its draft heads are missing")
     return config

@@ -61,8 +61,7 @@ def checked(num_processes: int, words: Sequence[str], vocab: int = 128, **settle
     features.check(args)
     with parse.refusals_of_megatron():
         validate_args(args)
-    for feature in features.enabled(args):
-        feature.after_checks(args)
+    features.check_after(args)
     args.padded_vocab_size = vocab  # the tokenizer sets it
     return args
 

@@ -103,7 +103,7 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     for recipe in RECIPES:
         args.fp8_recipe = Fp8Recipe(recipe)
         assert fp8_rows(args) == get_fp8_align_size(Fp8Recipe(recipe))
-        assert resolve(args, run) == recipe
+        assert resolve(FP8.read(args), run) == recipe
         found[recipe] = (fp8_rows(args), hdp.resolve(args, run).rows_multiple)
     args.fp8_recipe = "tensorwise"
     args.hdp_tokens_per_rank = 120

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from argparse import Namespace
 
 import pytest
 
@@ -12,14 +12,14 @@ from tests.config.runs import run_of
 
 
 def test_the_flag_is_the_number_of_tokens() -> None:
-    args = SimpleNamespace(chunked_cross_entropy=8)
+    args = Namespace(chunked_cross_entropy=8)
     assert LOSS_CHUNKS.is_on(args)
-    assert LOSS_CHUNKS.resolve(args, run_of()) == LossChunks(8)
-    assert not LOSS_CHUNKS.is_on(SimpleNamespace(chunked_cross_entropy=None))
+    assert LOSS_CHUNKS.resolve(LOSS_CHUNKS.read(args), run_of()) == LossChunks(8)
+    assert not LOSS_CHUNKS.is_on(Namespace(chunked_cross_entropy=None))
 
 
 def test_no_chunk_is_empty() -> None:
-    args = SimpleNamespace(chunked_cross_entropy=0)
+    args = Namespace(chunked_cross_entropy=0)
     assert LOSS_CHUNKS.is_on(args)
     with pytest.raises(ValueError, match=r"--chunked-cross-entropy 0 must be at least 1 token"):
-        LOSS_CHUNKS.resolve(args, run_of())
+        LOSS_CHUNKS.resolve(LOSS_CHUNKS.read(args), run_of())

@@ -10,13 +10,14 @@ import pytest
 
 from bytescale_ext.config.run import RunConfig
 from megatron.bytescale import features
+from megatron.bytescale.arguments.options import Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from tests.config.runs import run_of
 from tests.harness import run_ranks
 
 
-def feature_of(name: str, **changes: Any) -> Feature:
+def feature_of(name: str, **changes: Any) -> Feature[Any]:
     """Return a feature with a switch and one more flag, which builds nothing."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def feature_of(name: str, **changes: Any) -> Feature:
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(*rows: Feature) -> None:
+    def use(*rows: Feature[Any]) -> None:
         monkeypatch.setattr(features, "FEATURES", rows)
         monkeypatch.setattr(features, "REFUSALS", ())  # which ask for arguments of Megatron's
 
@@ -56,7 +57,7 @@ def test_names_and_flags_are_unique() -> None:
 
 
 @pytest.mark.parametrize("feature", features.FEATURES, ids=lambda feature: feature.name)
-def test_the_switch_is_one_of_its_flags_and_off_by_default(feature: Feature) -> None:
+def test_the_switch_is_one_of_its_flags_and_off_by_default(feature: Feature[Any]) -> None:
     # Megatron's parser adds some.
     is_of_megatron = feature.flag in ("--sft", "--moe-use-upcycling", "--mtp-num-layers", "--fp8-format")
     assert is_of_megatron or feature.flag in [action.option_strings[0] for action in feature.actions()]
@@ -101,8 +102,8 @@ def test_costs_need_a_feature_that_reads_them(table: Any) -> None:
 
 
 def test_refusals_come_before_settings(table: Any) -> None:
-    def before_checks(args: Any) -> None:
-        args.two = True
+    def before_checks(args: Any) -> Overrides:
+        return {"two": True}
 
     row = refuse("--two", "one")
     table(feature_of("one", before_checks=before_checks, refusals=(row,)), feature_of("two"))

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import chosen
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
 
 @dataclass(frozen=True)
 class ScaledLoss:
-    """The loss is multiplied by ``factor``."""
+    """The loss is multiplied by ``scaled_loss``."""
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        if self.factor <= 0:
-            raise ValueError(f"--scaled-loss {self.factor:g} must be positive")
+    scaled_loss: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument_group("scaled loss").add_argument("--scaled-loss", type=float, metavar="F", help="Multiply.")
 
 
-def resolve(args: Any, run: RunConfig) -> ScaledLoss:
-    """Return the factor."""
-    return ScaledLoss(args.scaled_loss)
+def resolve(options: ScaledLoss, run: RunConfig) -> ScaledLoss:
+    """Return the factor. Raises ValueError unless it is positive."""
+    if options.scaled_loss <= 0:
+        raise ValueError(f"--scaled-loss {options.scaled_loss:g} must be positive")
+    return options
 
 
 def build(training: Any, runtime: Any) -> Any:
     """Wrap the forward step, whichever feature has made it."""
-    factor = runtime.run.get(ScaledLoss).factor
+    factor = runtime.run.get(ScaledLoss).scaled_loss
 
     def wrap(forward_step: Callable[..., Any]) -> Callable[..., Any]:
         def forward(data_iterator: Any, model: Any) -> Any:
@@ -58,7 +57,8 @@ SCALED_LOSS = Feature(
     flag="--scaled-loss",
     summary="the loss times a factor",
     add_arguments=add_arguments,
-    is_on=lambda args: args.scaled_loss is not None,
+    is_on=chosen("scaled_loss"),
+    options=ScaledLoss,
     resolve=resolve,
     build=build,
     refusals=(refuse("--qk-clip", "scaled_loss", "leave one out"),),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.drafts import KINDS, LAYERS, DraftConfig
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import IS_CUT, above, chosen, equals, given
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.checkpoints import names_in, to_load
 from megatron.bytescale.features.feature import Feature
@@ -17,6 +20,56 @@ from megatron.bytescale.features.feature import Feature
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """Flags that describe draft heads; checkpoints of older versions lack the last two.
+
+    Attributes:
+        draft_heads: kind of the heads.
+        num_draft_heads: number of heads.
+        draft_layers: transformer layers below them.
+        draft_decay: weight of a head's loss relative to the head before it.
+        draft_hidden_weight: weight of the heads' difference from the model's hidden states.
+        draft_train_trunk: the model is trained too.
+    """
+
+    draft_heads: str
+    num_draft_heads: int
+    draft_layers: int | None
+    draft_decay: float
+    draft_hidden_weight: float = 0.0
+    draft_train_trunk: bool = False
+
+    def config(self) -> DraftConfig:
+        """Return the heads. Raises ValueError for bad numbers."""
+        layers = LAYERS[self.draft_heads] if self.draft_layers is None else self.draft_layers
+        return DraftConfig(
+            self.draft_heads,
+            self.num_draft_heads,
+            layers,
+            self.draft_decay,
+            self.draft_hidden_weight,
+            self.draft_train_trunk,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(HeadOptions):
+    """Draft heads in training, and Megatron's flags of the checkpoints that they begin from.
+
+    Attributes:
+        load: folder of the checkpoint to go on from.
+        finetune: the model of ``load`` begins a new training.
+        ckpt_step: iteration of the checkpoint; None: the last one.
+        pretrained_checkpoint: folder of the trained model.
+    """
+
+    load: str | None
+    finetune: bool
+    ckpt_step: int | None
+    pretrained_checkpoint: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,40 +107,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def before_checks(args: Any) -> None:
-    """Choose the number of layers. Raises ValueError where there is no trained model."""
-    if args.load is None and args.pretrained_checkpoint is None:
+def before_checks(options: DraftOptions) -> Overrides:
+    """Return the number of layers. Raises ValueError if there is no trained model."""
+    if options.load is None and options.pretrained_checkpoint is None:
         raise ValueError("--draft-heads needs a trained model: give its checkpoint as --pretrained-checkpoint DIR")
-    if args.draft_layers is None:
-        args.draft_layers = LAYERS[args.draft_heads]
+    return {"draft_layers": LAYERS[options.draft_heads]} if options.draft_layers is None else NO_OVERRIDES
 
 
-def resolve(args: Any, run: RunConfig) -> DraftConfig:
+def resolve(options: DraftOptions, run: RunConfig) -> DraftConfig:
     """Return the heads. Raises ValueError for bad numbers, and for a checkpoint to go on from that has no heads."""
-    config = config_of(args)
-    folder = None if args.load is None or args.finetune else to_load(Path(args.load), args.ckpt_step)
-    if folder is None and args.pretrained_checkpoint is not None:
-        if to_load(Path(args.pretrained_checkpoint), args.ckpt_step) is None:
-            raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint}: there is no checkpoint")
-    elif folder is None and not args.finetune:
-        raise ValueError(f"--load {args.load}: there is no checkpoint, and no --pretrained-checkpoint to begin from")
+    folder = None if options.load is None or options.finetune else to_load(Path(options.load), options.ckpt_step)
+    if folder is None and options.pretrained_checkpoint is not None:
+        if to_load(Path(options.pretrained_checkpoint), options.ckpt_step) is None:
+            raise ValueError(f"--pretrained-checkpoint {options.pretrained_checkpoint}: there is no checkpoint")
+    elif folder is None and not options.finetune:
+        raise ValueError(f"--load {options.load}: there is no checkpoint, and no --pretrained-checkpoint to begin from")
     elif folder is not None and not any("draft_heads." in name for name in names_in(folder)):
         raise ValueError(
-            f"--load {args.load}: this checkpoint has no draft heads to go on with: give it as --pretrained-checkpoint"
+            f"--load {options.load}: this checkpoint has no draft heads to go on with: give it as "
+            "--pretrained-checkpoint"
         )
-    return config
-
-
-def config_of(args: Any) -> DraftConfig:
-    """Return the heads that flags describe. Raises ValueError for bad numbers."""
-    return DraftConfig(
-        args.draft_heads,
-        args.num_draft_heads,
-        args.draft_layers,
-        args.draft_decay,
-        getattr(args, "draft_hidden_weight", 0.0),  # which older checkpoints do not have
-        getattr(args, "draft_train_trunk", False),
-    )
+    return options.config()
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -105,32 +145,27 @@ def build(training: Training, runtime: Runtime) -> Training:
 _FROZEN = "remove it, or train the model too: --draft-train-trunk"
 
 
-def _is_cut(args: Any) -> bool:
-    return args.seq1f1b_slices not in (None, 1)
-
-
 REFUSALS = (
     refuse("--mtp-num-layers", "drafts", "choose one: both guess later tokens"),
     refuse("--num-experts", "drafts", "train heads of dense models"),
     refuse("--draft-hidden-weight in slices", "drafts", "remove one: the states to compare with are in the next slice",
-           lambda a: _is_cut(a) and a.draft_hidden_weight),
-    refuse("--hdp-swapped-keys", "drafts", "remove it: keys of heads stay on the device",
-           lambda a: a.hdp_swapped_keys),
+           IS_CUT & given("draft_hidden_weight")),
+    refuse("--hdp-swapped-keys", "drafts", "remove it: keys of heads stay on the device"),
     refuse("--seq1f1b-zero-bubble", "drafts", "remove it: backward passes of heads are not split"),
     refuse("--memory-plan", "drafts", "remove it: it counts the model without heads"),
     refuse("--record-memory-plan", "drafts", "remove it: it counts the model without heads"),
     refuse("--recompute-granularity", "drafts", f"{_FROZEN}; a frozen one saves nothing",
-           lambda a: a.recompute_granularity and not a.draft_train_trunk),
-    refuse("--state-policy", "drafts", "remove it: only the heads have states", lambda a: a.state_policy != "resident"),
+           given("recompute_granularity") & ~given("draft_train_trunk")),
+    refuse("--state-policy", "drafts", "remove it: only the heads have states", ~equals("state_policy", "resident")),
     refuse("--sculpt-windows", "drafts", "train heads on documents"),
-    refuse("--hdp-loader ray", "drafts", "use --hdp-loader local", lambda a: a.hdp_loader == "ray"),
+    refuse("--hdp-loader ray", "drafts", "use --hdp-loader local", equals("hdp_loader", "ray")),
     refuse("--num-layers-per-virtual-pipeline-stage", "drafts", "remove it: heads train without virtual stages"),
     refuse("--num-virtual-stages-per-pipeline-rank", "drafts", "remove it: heads train without virtual stages"),
     refuse("--overlap-param-gather", "drafts", "remove it: only the heads have parameters to gather"),
     refuse("--use-distributed-optimizer in pipelines", "drafts", f"{_FROZEN}; stages of a frozen one have no states",
-           lambda a: (a.use_distributed_optimizer and a.pipeline_model_parallel_size > 1 and not a.draft_train_trunk)),
+           given("use_distributed_optimizer") & above("pipeline_model_parallel_size", 1) & ~given("draft_train_trunk")),
     refuse("--ckpt-format", "drafts", "use torch_dist, from which a model of another layout can be loaded",
-           lambda a: a.ckpt_format != "torch_dist"),
+           ~equals("ckpt_format", "torch_dist")),
     refuse("--window-size", "drafts", "train heads of models with full attention"),
 )  # fmt: skip
 
@@ -139,7 +174,8 @@ DRAFTS = Feature(
     flag="--draft-heads",
     summary="draft heads on a trained model, for decoding with trees of tokens (Clover, Medusa)",
     add_arguments=add_arguments,
-    is_on=lambda args: args.draft_heads is not None,
+    is_on=chosen("draft_heads"),
+    options=DraftOptions,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

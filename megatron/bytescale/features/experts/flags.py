@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.experts import PlacementConfig
 from bytescale_ext.config.run import RunConfig
@@ -12,6 +14,7 @@ from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import check_slots
 from bytescale_ext.plan.experts.replay import FLEXMOE, PLACEMENTS, Placing
+from megatron.bytescale.arguments.conditions import IS_LOCAL, chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -22,6 +25,29 @@ if TYPE_CHECKING:
 FLAG = "--moe-expert-slots"
 TFLOPS = 400.0
 """Stands for the speed of a rank until it is measured."""
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """Flags of placement, and Megatron's sizes of the experts.
+
+    Attributes:
+        moe_expert_slots: experts that each rank can hold.
+        moe_placement: which replicas there are.
+        moe_placement_threshold: load of the busiest rank, relative to the mean, above which the placement changes.
+        moe_placement_interval: steps from one placement to the next.
+        moe_placement_speeds: TFLOPs and GB a second; None: they are measured.
+        num_experts: experts of a layer.
+        expert_model_parallel_size: ranks over which experts are spread.
+    """
+
+    moe_expert_slots: int
+    moe_placement: str
+    moe_placement_threshold: float
+    moe_placement_interval: int
+    moe_placement_speeds: Sequence[float] | None
+    num_experts: int
+    expert_model_parallel_size: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,22 +88,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve(args: Any, run: RunConfig) -> PlacementConfig:
+def resolve(options: PlacementOptions, run: RunConfig) -> PlacementConfig:
     """Return how experts are placed. Raises ValueError for values out of range."""
-    check_slots(FLAG, args.moe_expert_slots, args.num_experts, args.expert_model_parallel_size)
-    if not 1 <= args.moe_placement_threshold < math.inf:
-        raise ValueError(f"--moe-placement-threshold {args.moe_placement_threshold:g} must be at least 1")
-    if args.moe_placement_interval < 1:
-        raise ValueError(f"--moe-placement-interval {args.moe_placement_interval} must be at least 1")
-    tflops, link = args.moe_placement_speeds or (TFLOPS, LINK_BYTES_PER_SECOND / 1e9)
+    check_slots(FLAG, options.moe_expert_slots, options.num_experts, options.expert_model_parallel_size)
+    if not 1 <= options.moe_placement_threshold < math.inf:
+        raise ValueError(f"--moe-placement-threshold {options.moe_placement_threshold:g} must be at least 1")
+    if options.moe_placement_interval < 1:
+        raise ValueError(f"--moe-placement-interval {options.moe_placement_interval} must be at least 1")
+    tflops, link = options.moe_placement_speeds or (TFLOPS, LINK_BYTES_PER_SECOND / 1e9)
     if not (0 < tflops < math.inf and 0 < link < math.inf):
         raise ValueError(f"--moe-placement-speeds {tflops:g} {link:g} must be positive")
     cost = ExpertCost.of(run.shape, tflops * 1e12, link * 1e9)
     placing = Placing(
-        args.moe_placement, args.moe_expert_slots, args.moe_placement_threshold, args.moe_placement_interval, cost
+        options.moe_placement,
+        options.moe_expert_slots,
+        options.moe_placement_threshold,
+        options.moe_placement_interval,
+        cost,
     )
-    measures = args.moe_placement_speeds is None and args.moe_placement == FLEXMOE  # the others ask for no cost
-    return PlacementConfig(args.num_experts, args.expert_model_parallel_size, placing, measures)
+    measures = options.moe_placement_speeds is None and options.moe_placement == FLEXMOE  # the others ask for no cost
+    return PlacementConfig(options.num_experts, options.expert_model_parallel_size, placing, measures)
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -91,10 +121,10 @@ _NO_TOKEN_LOST = "remove it: every token goes to a slot, and none is dropped or 
 _LOCAL = "use --transformer-impl local: replicas need experts that are modules of their own"
 REFUSALS = (
     refuse("--expert-model-parallel-size 1", "experts", "give 2 or more: replicas are on other ranks",
-           lambda a: a.expert_model_parallel_size == 1),
-    refuse("--transformer-impl transformer_engine", "experts", _LOCAL, lambda a: a.transformer_impl != "local"),
+           equals("expert_model_parallel_size", 1)),
+    refuse("--transformer-impl transformer_engine", "experts", _LOCAL, ~IS_LOCAL),
     refuse("--moe-token-dispatcher-type flex", "experts", "use alltoall or allgather",
-           lambda a: a.moe_token_dispatcher_type == "flex"),
+           equals("moe_token_dispatcher_type", "flex")),
     *(refuse(flag, "experts", _NO_TOKEN_LOST) for flag in (
         "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8")),
@@ -103,14 +133,14 @@ REFUSALS = (
     refuse("--moe-apply-probs-on-input", "experts"),
     refuse("--moe-latent-size", "experts"),
     refuse("--moe-grouped-gemm with biases", "experts", "add --disable-bias-linear: a grouped product has no bias",
-           lambda a: a.moe_grouped_gemm and a.add_bias_linear),
+           given("moe_grouped_gemm") & given("add_bias_linear")),
     refuse("--moe-paged-stash", "experts", "remove it: it stores the activations of homes alone"),
     refuse("--delay-wgrad-compute", "experts", "remove it: weight gradients of replicas go home in the backward pass"),
     refuse("gradient accumulation fusion", "experts", "add --no-gradient-accumulation-fusion: gradients of replicas "
-           "are added to a home's before they are accumulated", lambda a: a.gradient_accumulation_fusion),
+           "are added to a home's before they are accumulated", given("gradient_accumulation_fusion")),
     *(refuse(flag, "experts", "use --use-distributed-optimizer") for flag in (
         "--use-megatron-fsdp", "--use-torch-fsdp2")),
-    refuse("--fp4-format", "experts", "use bf16: replicas have no scaling factors", lambda a: bool(a.fp4)),
+    refuse("--fp4-format", "experts", "use bf16: replicas have no scaling factors", given("fp4")),
 )  # fmt: skip
 
 EXPERTS = Feature(
@@ -118,7 +148,8 @@ EXPERTS = Feature(
     flag=FLAG,
     summary="replicas of busy experts on ranks with less work (FlexMoE)",
     add_arguments=add_arguments,
-    is_on=lambda args: args.moe_expert_slots is not None,
+    is_on=chosen("moe_expert_slots"),
+    options=PlacementOptions,
     resolve=resolve,
     build=build,
     refusals=REFUSALS,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.experts import TraceTo
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.experts.trace import TraceHead, head_of
+from megatron.bytescale.arguments.conditions import chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.arguments.values import check_file
 from megatron.bytescale.features.feature import Feature
@@ -18,6 +20,23 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.pretrain_arguments import Training
 
 FLAG = "--moe-placement-trace"
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """The flag of the record, and Megatron's sizes of the experts.
+
+    Attributes:
+        moe_placement_trace: file of the record.
+        num_experts: experts of a layer.
+        moe_router_topk: experts of a token.
+        expert_model_parallel_size: ranks over which experts are spread.
+    """
+
+    moe_placement_trace: Path
+    num_experts: int
+    moe_router_topk: int
+    expert_model_parallel_size: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve(args: Any, run: RunConfig) -> TraceTo:
+def resolve(options: TraceOptions, run: RunConfig) -> TraceTo:
     """Return what is recorded. Raises ValueError for a file that cannot be written or is of another model."""
-    path: Path = args.moe_placement_trace
+    path = options.moe_placement_trace
     check_file(FLAG, path)
-    head = TraceHead(args.num_experts, args.moe_router_topk, args.expert_model_parallel_size)
+    head = TraceHead(options.num_experts, options.moe_router_topk, options.expert_model_parallel_size)
     if path.exists() and path.stat().st_size and (found := head_of(path)) != head:
         raise ValueError(f"{FLAG} {path} is of another run: it has {found} and this run {head}; choose another file")
     return TraceTo(path, head)
@@ -52,10 +71,10 @@ def build(training: Training, runtime: Runtime) -> Training:
 _ALL = "expert_trace experts gate"  # all three change the layers of experts
 _COUNTED = "remove it: tokens are counted where the router of a layer runs"
 REFUSALS = (
-    refuse("dense models", _ALL, "add --num-experts", lambda a: not a.num_experts),
+    refuse("dense models", _ALL, "add --num-experts", ~given("num_experts")),
     refuse("--spec", _ALL, "remove it: {} changes Megatron's own layer spec"),
     refuse("--mtp-num-layers", _ALL, _COUNTED),
-    refuse("--cuda-graph-impl", _ALL, _COUNTED, lambda a: a.cuda_graph_impl != "none"),
+    refuse("--cuda-graph-impl", _ALL, _COUNTED, ~equals("cuda_graph_impl", "none")),
     *(refuse(flag, _ALL, _COUNTED) for flag in ("--enable-cuda-graph", "--external-cuda-graph")),
 )  # fmt: skip
 
@@ -64,7 +83,8 @@ EXPERT_TRACE = Feature(
     flag=FLAG,
     summary="records how many tokens each expert gets",
     add_arguments=add_arguments,
-    is_on=lambda args: args.moe_placement_trace is not None,
+    is_on=chosen("moe_placement_trace"),
+    options=TraceOptions,
     resolve=resolve,
     build=build,
     refusals=REFUSALS,

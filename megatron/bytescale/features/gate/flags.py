@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.experts.gate import EXP, FINALS, SCHEDULES, TOP1, TOPK, DenseToSparse
+from megatron.bytescale.arguments.conditions import equals, given, where
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -16,6 +20,35 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.pretrain_arguments import Training
 
 FLAG = "--moe-router-dts"
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Flags of the gate, and Megatron's flags of the router that it becomes.
+
+    Attributes:
+        moe_dts_temperature: temperatures of the first step and of the last one.
+        moe_dts_schedule: how the temperature falls.
+        moe_dts_steps: steps until the router is Megatron's.
+        moe_dts_threshold: least score of an expert that is not dropped.
+        moe_dts_max_experts: most experts of a token.
+        moe_dts_final: router after the last step.
+        moe_dts_noise: noise is added to logits.
+        num_experts: experts of a layer.
+        moe_router_topk: experts of a token after the last step.
+        seed: seed of the run.
+    """
+
+    moe_dts_temperature: Sequence[float]
+    moe_dts_schedule: str
+    moe_dts_steps: int | None
+    moe_dts_threshold: float
+    moe_dts_max_experts: int | None
+    moe_dts_final: str
+    moe_dts_noise: bool
+    num_experts: int
+    moe_router_topk: int
+    seed: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,31 +97,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def before_checks(args: Any) -> None:
-    """Make Megatron's router that of one expert where the gate ends so."""
-    if args.moe_dts_final == TOP1:
-        args.moe_router_topk, args.moe_router_pre_softmax = 1, True
+def before_checks(options: GateOptions) -> Overrides:
+    """Return the router of Megatron that the gate becomes, if that is not the router of the command line."""
+    return {"moe_router_topk": 1, "moe_router_pre_softmax": True} if options.moe_dts_final == TOP1 else NO_OVERRIDES
 
 
-def resolve(args: Any, run: RunConfig) -> DenseToSparse:
+def resolve(options: GateOptions, run: RunConfig) -> DenseToSparse:
     """Return how the gate anneals. Raises ValueError for values out of range."""
-    high, low = args.moe_dts_temperature
+    high, low = options.moe_dts_temperature
     if not 0 < low <= high < math.inf:
         raise ValueError(f"--moe-dts-temperature {high:g} {low:g}: give a temperature, and a lower one above 0")
-    if args.moe_dts_steps is None or args.moe_dts_steps < 1:
+    if options.moe_dts_steps is None or options.moe_dts_steps < 1:
         raise ValueError(f"{FLAG} needs --moe-dts-steps of at least 1")
-    if not 0 < args.moe_dts_threshold < 1 / args.num_experts:
+    if not 0 < options.moe_dts_threshold < 1 / options.num_experts:
         raise ValueError(
-            f"--moe-dts-threshold {args.moe_dts_threshold:g} must be above 0 and below {1 / args.num_experts:g}, the "
-            f"score of {args.num_experts} equal experts"
+            f"--moe-dts-threshold {options.moe_dts_threshold:g} must be above 0 and below {1 / options.num_experts:g}, "
+            f"the score of {options.num_experts} equal experts"
         )
-    most = args.num_experts if args.moe_dts_max_experts is None else args.moe_dts_max_experts
-    if not args.moe_router_topk <= most <= args.num_experts:
+    most = options.num_experts if options.moe_dts_max_experts is None else options.moe_dts_max_experts
+    if not options.moe_router_topk <= most <= options.num_experts:
         raise ValueError(
-            f"--moe-dts-max-experts {most} must be from --moe-router-topk {args.moe_router_topk} to {args.num_experts}"
+            f"--moe-dts-max-experts {most} must be from --moe-router-topk {options.moe_router_topk} to "
+            f"{options.num_experts}"
         )
-    seed = args.seed if args.moe_dts_noise else None
-    return DenseToSparse(high, low, args.moe_dts_schedule, args.moe_dts_steps, args.moe_dts_threshold, most, seed)
+    seed = options.seed if options.moe_dts_noise else None
+    return DenseToSparse(
+        high, low, options.moe_dts_schedule, options.moe_dts_steps, options.moe_dts_threshold, most, seed
+    )
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -102,24 +137,31 @@ _VARIES = "remove it: while the gate anneals, tokens have different numbers of e
 _BY_LOADS = ("sinkhorn", "quantile_balancing", "global_aux_loss")
 
 
-def _balances_by_choice(args: Any) -> bool:
-    """Return whether the load balancing chooses experts by itself, or by statistics of top-k choices."""
-    types = args.moe_router_load_balancing_type
-    return any(one in _BY_LOADS for one in (types if isinstance(types, list) else [types]))
+@dataclass(frozen=True)
+class _Balancing:
+    """How the loads of experts are balanced: by one way, or by several together."""
+
+    moe_router_load_balancing_type: str | list[str]
+
+    def chooses_experts(self) -> bool:
+        """Return whether it chooses experts by itself, or by statistics of top-k choices."""
+        types = self.moe_router_load_balancing_type
+        return any(name in _BY_LOADS for name in (types if isinstance(types, list) else [types]))
 
 
 REFUSALS = (
     refuse("--moe-token-dispatcher-type flex", "gate", "use alltoall or allgather",
-           lambda a: a.moe_token_dispatcher_type == "flex"),
+           equals("moe_token_dispatcher_type", "flex")),
     *(refuse(flag, "gate", _VARIES) for flag in (
         "--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor", "--moe-pad-expert-input-to-capacity",
         "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8", "--moe-paged-stash",
         "--moe-router-num-groups", "--moe-router-topk-scaling-factor")),
     refuse("--moe-router-fusion", "gate", "remove it: the fused router knows top-k alone"),
     refuse("--moe-router-enable-expert-bias", "gate", "remove it: it follows the loads of top-k choices"),
-    refuse("--moe-router-load-balancing-type", "gate", "use aux_loss, seq_aux_loss or none", _balances_by_choice),
+    refuse("--moe-router-load-balancing-type", "gate", "use aux_loss, seq_aux_loss or none",
+           where(_Balancing, _Balancing.chooses_experts)),
     refuse("--moe-router-score-function sigmoid", "gate", "use softmax, as the gate does",
-           lambda a: a.moe_router_score_function == "sigmoid"),
+           equals("moe_router_score_function", "sigmoid")),
 )  # fmt: skip
 
 GATE = Feature(
@@ -127,7 +169,8 @@ GATE = Feature(
     flag=FLAG,
     summary="routers that start dense and become sparse (DTS-Gate)",
     add_arguments=add_arguments,
-    is_on=lambda args: args.moe_router_dts,
+    is_on=given("moe_router_dts"),
+    options=GateOptions,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.memory.host_tables import EmbeddingConfig, check_fits
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.tables.flags import (
     STORAGE,
+    CacheFlags,
+    HostMemory,
     add_cache_arguments,
-    cache_settings,
     free_bytes_of_process,
     refusals_of_tables,
 )
@@ -23,6 +26,30 @@ if TYPE_CHECKING:
     from megatron.bytescale.training.pretrain_arguments import Training
 
 FLAG = "--embedding-storage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions(HostMemory):
+    """Flags of the embedding in host memory; ``cache`` groups them."""
+
+    embedding_cache_rows: float
+    embedding_cache_policy: str
+    embedding_staleness_read: int
+    embedding_staleness_write: int
+    embedding_staleness_warmup: int
+    embedding_lr: float
+
+    def cache(self) -> CacheFlags:
+        """Return the flags of the cache."""
+        return CacheFlags(
+            "embedding",
+            self.embedding_cache_rows,
+            self.embedding_cache_policy,
+            self.embedding_staleness_read,
+            self.embedding_staleness_write,
+            self.embedding_staleness_warmup,
+            self.embedding_lr,
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(group, "embedding", rate=0.01)
 
 
-def resolve(args: Any, run: RunConfig) -> EmbeddingConfig:
+def resolve(options: EmbeddingOptions, run: RunConfig) -> EmbeddingConfig:
     """Return the table. Raises ValueError for values out of range, and where host memory is too small."""
     num_rows, dim = run.shape.vocab, run.shape.hidden
-    host = cache_settings(args, "embedding", num_rows)
+    host = options.cache().settings(num_rows)
     needed = host.num_bytes(num_rows, dim, run.cluster.num_ranks)
     advice = "lower --embedding-cache-rows, or use more ranks"
-    check_fits("the embedding and its cache", needed, free_bytes_of_process(args), advice)
+    check_fits("the embedding and its cache", needed, free_bytes_of_process(options), advice)
     return EmbeddingConfig(host, num_rows, dim)
 
 
@@ -71,12 +98,12 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 REFUSALS = (
     refuse("tied embeddings", "embedding", "add --untie-embeddings-and-output-weights: the output layer needs all rows",
-           lambda a: not a.untie_embeddings_and_output_weights),
+           ~given("untie_embeddings_and_output_weights")),
     refuse("--mtp-num-layers", "embedding", "remove it: its layers share the embedding"),
     refuse("--draft-heads", "embedding", "train heads of models whose embedding is on the device"),
     refuse("--memory-plan", "embedding", "remove it: the plan was recorded with another embedding"),
     refuse("--record-memory-plan", "embedding", "remove it: the plan has no place for the rows of a step"),
-    *refusals_of_tables("embedding", FLAG, lambda a: a.embedding_storage == "host"),
+    *refusals_of_tables("embedding", FLAG, equals("embedding_storage", "host")),
 )  # fmt: skip
 
 EMBEDDING = Feature(
@@ -84,7 +111,8 @@ EMBEDDING = Feature(
     flag=FLAG,
     summary="the embedding of a huge vocabulary in host memory (HET)",
     add_arguments=add_arguments,
-    is_on=lambda args: args.embedding_storage == "host",
+    is_on=equals("embedding_storage", "host"),
+    options=EmbeddingOptions,
     resolve=resolve,
     build=build,
     needs=f"{FLAG} host",

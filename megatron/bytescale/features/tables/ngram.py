@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.memory.host_tables import check_fits
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.samples.grams import GramRule, numbers
+from megatron.bytescale.arguments.conditions import chosen, equals
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.tables.flags import (
     STORAGE,
+    CacheFlags,
+    HostMemory,
     add_cache_arguments,
-    cache_settings,
     free_bytes_of_process,
     refusals_of_tables,
 )
@@ -24,6 +27,51 @@ from megatron.bytescale.features.tables.flags import (
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
     from megatron.bytescale.training.pretrain_arguments import Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramOptions(HostMemory):
+    """Flags of n-gram memory; ``cache`` groups those of tables in host memory.
+
+    Attributes:
+        ngram_layers: layers with a memory, numbered from 1.
+        ngram_orders: lengths of n-grams in tokens.
+        ngram_heads: rows of each n-gram.
+        ngram_rows: rows of each table.
+        ngram_dim: numbers of a row.
+        ngram_storage: where tables are.
+        num_layers: layers of the model.
+        seq_length: most tokens of a sample.
+        seed: seed of the run.
+    """
+
+    ngram_layers: tuple[int, ...]
+    ngram_orders: tuple[int, ...]
+    ngram_heads: int
+    ngram_rows: int
+    ngram_dim: int
+    ngram_storage: str
+    ngram_cache_rows: float
+    ngram_cache_policy: str
+    ngram_staleness_read: int
+    ngram_staleness_write: int
+    ngram_staleness_warmup: int
+    ngram_lr: float
+    num_layers: int
+    seq_length: int
+    seed: int
+
+    def cache(self) -> CacheFlags:
+        """Return the flags of the cache."""
+        return CacheFlags(
+            "ngram",
+            self.ngram_cache_rows,
+            self.ngram_cache_policy,
+            self.ngram_staleness_read,
+            self.ngram_staleness_write,
+            self.ngram_staleness_warmup,
+            self.ngram_lr,
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,35 +102,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(group, "ngram", rate=0.01)
 
 
-def before_checks(args: Any) -> None:
-    """Raise ValueError for flags of tables in host memory where tables are on the device."""
+def before_checks(options: NgramOptions) -> Overrides:
+    """Raise ValueError for flags of tables in host memory if tables are on the device."""
     parser = argparse.ArgumentParser(add_help=False)
     add_cache_arguments(parser.add_argument_group(), "ngram", rate=0.01)
     for action in parser._actions:
-        if args.ngram_storage == "device" and getattr(args, action.dest) != action.default:
+        if options.ngram_storage == "device" and getattr(options, action.dest) != action.default:
             raise ValueError(f"{action.option_strings[0]} needs --ngram-storage host")
+    return NO_OVERRIDES
 
 
-def resolve(args: Any, run: RunConfig) -> NgramConfig:
+def resolve(options: NgramOptions, run: RunConfig) -> NgramConfig:
     """Return the tables. Raises ValueError for layers that do not exist, and sizes out of range."""
-    for name in ("heads", "rows", "dim"):
-        if getattr(args, f"ngram_{name}") < 1:
-            raise ValueError(f"--ngram-{name} {getattr(args, f'ngram_{name}')} must be at least 1")
-    if args.ngram_layers[-1] > args.num_layers:
-        raise ValueError(f"--ngram-layers {args.ngram_layers[-1]}: the model has layers 1 to {args.num_layers}")
-    if args.ngram_orders[-1] > args.seq_length:
-        raise ValueError(
-            f"--ngram-orders {args.ngram_orders[-1]}: no sample is longer than --seq-length {args.seq_length}"
-        )
-    rule = GramRule(args.ngram_orders, args.ngram_heads, args.ngram_rows)
-    config = NgramConfig(args.ngram_layers, rule, args.ngram_dim, args.seed)
-    if args.ngram_storage == "device":
+    sizes = {"heads": options.ngram_heads, "rows": options.ngram_rows, "dim": options.ngram_dim}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"--ngram-{name} {size} must be at least 1")
+    layers, orders = options.ngram_layers, options.ngram_orders
+    if layers[-1] > options.num_layers:
+        raise ValueError(f"--ngram-layers {layers[-1]}: the model has layers 1 to {options.num_layers}")
+    if orders[-1] > options.seq_length:
+        raise ValueError(f"--ngram-orders {orders[-1]}: no sample is longer than --seq-length {options.seq_length}")
+    rule = GramRule(orders, options.ngram_heads, options.ngram_rows)
+    config = NgramConfig(layers, rule, options.ngram_dim, options.seed)
+    if options.ngram_storage == "device":
         return config
-    host = cache_settings(args, "ngram", rule.num_rows)
-    most_of_a_stage = min(len(args.ngram_layers), max(run.stage_layers))
-    needed = most_of_a_stage * host.num_bytes(rule.num_rows, args.ngram_dim, run.cluster.num_ranks)
+    host = options.cache().settings(rule.num_rows)
+    most_of_a_stage = min(len(layers), max(run.stage_layers))
+    needed = most_of_a_stage * host.num_bytes(rule.num_rows, options.ngram_dim, run.cluster.num_ranks)
     advice = "lower --ngram-rows, --ngram-dim or --ngram-cache-rows, or use more ranks"
-    check_fits("n-gram tables and their caches", needed, free_bytes_of_process(args), advice)
+    check_fits("n-gram tables and their caches", needed, free_bytes_of_process(options), advice)
     return replace(config, host=host)
 
 
@@ -111,13 +160,13 @@ def build(training: Training, runtime: Runtime) -> Training:
 _NOT_PLANNED = "remove it: the plan has no place for the memory's tensors"
 REFUSALS = (
     refuse("--hdp-loader ray", "ngram", "use --hdp-loader local, which reads the tokens before a shard",
-           lambda a: a.hdp_loader == "ray"),
+           equals("hdp_loader", "ray")),
     refuse("--sculpt-attention window", "ngram", "add --sculpt-attention document: n-grams never cross documents",
-           lambda a: a.sculpt_windows is not None and a.sculpt_attention != "document"),
+           chosen("sculpt_windows") & ~equals("sculpt_attention", "document")),
     refuse("--draft-heads", "ngram", "train heads of models without a memory"),
     refuse("--memory-plan", "ngram", _NOT_PLANNED),
     refuse("--record-memory-plan", "ngram", _NOT_PLANNED),
-    *refusals_of_tables("ngram", "--ngram-storage", lambda a: a.ngram_storage == "host"),
+    *refusals_of_tables("ngram", "--ngram-storage", equals("ngram_storage", "host")),
 )  # fmt: skip
 
 NGRAM = Feature(
@@ -125,7 +174,8 @@ NGRAM = Feature(
     flag="--ngram-layers",
     summary="n-gram memory: tables of embeddings of the last tokens, before some layers",
     add_arguments=add_arguments,
-    is_on=lambda args: args.ngram_layers is not None,
+    is_on=chosen("ngram_layers"),
+    options=NgramOptions,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import equals, given, where
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.launch import TRACKER
@@ -32,31 +34,55 @@ class UpcycleFrom:
     save: Path
 
 
+@dataclass(frozen=True)
+class UpcycleOptions:
+    """Megatron's flags of the folders, and of the ranks that share experts.
+
+    Attributes:
+        load: folder of the dense checkpoint.
+        save: folder of the new ones.
+        expert_model_parallel_size: ranks over which experts are spread.
+    """
+
+    load: str | None
+    save: str | None
+    expert_model_parallel_size: int
+
+    def folders(self) -> tuple[Path, Path]:
+        """Return ``load`` and ``save``. Raises ValueError if one is missing."""
+        if not self.load or not self.save:
+            raise ValueError(f"{FLAG} needs --load, the folder of the dense checkpoint, and --save, a new folder")
+        return Path(self.load), Path(self.save)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the flag is Megatron's."""
 
 
-def before_checks(args: Any) -> None:
-    """Check the folders before Megatron does. Raises ValueError for one that is missing, empty or not empty."""
-    if not args.load or not args.save:
-        raise ValueError(f"{FLAG} needs --load, the folder of the dense checkpoint, and --save, a new folder")
-    if not (Path(args.load) / TRACKER).is_file():
-        raise ValueError(f"{FLAG}: --load {args.load} holds no checkpoint")
-    if args.expert_model_parallel_size > 1 and any(Path(args.load).glob("*/mp_rank_*")):
+def before_checks(options: UpcycleOptions) -> Overrides:
+    """Check the folders before Megatron does.
+
+    Raises ValueError for a missing folder, for a ``--load`` without a checkpoint, and for a ``--save`` with one.
+    """
+    load, save = options.folders()
+    if not (load / TRACKER).is_file():
+        raise ValueError(f"{FLAG}: --load {load} holds no checkpoint")
+    if options.expert_model_parallel_size > 1 and any(load.glob("*/mp_rank_*")):
         raise ValueError(
-            f"{FLAG}: --load {args.load} is in the format torch, whose files are of single ranks; save it in the "
+            f"{FLAG}: --load {load} is in the format torch, whose files are of single ranks; save it in the "
             "format torch_dist, or upcycle with --expert-model-parallel-size 1"
         )
-    if (Path(args.save) / TRACKER).is_file():
+    if (save / TRACKER).is_file():
         raise ValueError(
-            f"{FLAG}: --save {args.save} holds checkpoints already; remove {FLAG} and give --load {args.save} to go on "
-            "from the last one"
+            f"{FLAG}: --save {save} holds checkpoints already; remove {FLAG} and give --load {save} to go on from the "
+            "last one"
         )
+    return NO_OVERRIDES
 
 
-def resolve(args: Any, run: RunConfig) -> UpcycleFrom:
+def resolve(options: UpcycleOptions, run: RunConfig) -> UpcycleFrom:
     """Return the folders."""
-    return UpcycleFrom(Path(args.load), Path(args.save))
+    return UpcycleFrom(*options.folders())
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -66,30 +92,34 @@ def build(training: Training, runtime: Runtime) -> Training:
     return upcycle(training, runtime)
 
 
-def _scales_by_choices(args: Any) -> bool:
-    """Return whether the router gives its experts less than 1 in all, for which Megatron makes them larger."""
-    is_on = getattr(args, "moe_use_upcycling", False)
-    return bool(is_on and (args.moe_router_pre_softmax or args.moe_dts_final == "top1"))
+@dataclass(frozen=True)
+class _Shards:
+    """How many ranks share each expert, and each other layer."""
+
+    expert_tensor_parallel_size: int | None
+    tensor_model_parallel_size: int
+
+    def differ(self) -> bool:
+        """Return whether experts are cut otherwise than the dense model."""
+        return self.expert_tensor_parallel_size not in (None, self.tensor_model_parallel_size)
 
 
-def _other_shards(args: Any) -> bool:
-    return args.expert_tensor_parallel_size not in (None, args.tensor_model_parallel_size)
-
-
+_SCALES_BY_CHOICES = given("moe_use_upcycling") & (given("moe_router_pre_softmax") | equals("moe_dts_final", "top1"))
+"""The scores of a token's experts sum to less than 1, for which Megatron makes the experts larger."""
 _LATER = "upcycle in a run of its own, and go on from its --save"
 _NO_CHUNKS = "remove it: each pipeline stage is upcycled as one model chunk"
 REFUSALS = (
-    refuse("dense models", "upcycling", "add --num-experts", lambda a: not a.num_experts),
+    refuse("dense models", "upcycling", "add --num-experts", ~given("num_experts")),
     refuse(FLAG, "drafts states embedding ngram", _LATER),
     refuse("--moe-router-pre-softmax with --moe-use-upcycling", "gate", "remove it (--moe-dts-final top1 sets it): "
-           "Megatron scales experts for scores of top-k then, and those of the gate add up to 1", _scales_by_choices),
+           "Megatron scales experts for scores of top-k then, and those of the gate add up to 1", _SCALES_BY_CHOICES),
     refuse("--num-layers-per-virtual-pipeline-stage", "upcycling", _NO_CHUNKS),
     refuse("--num-virtual-stages-per-pipeline-rank", "upcycling", _NO_CHUNKS),
     refuse("--pipeline-model-parallel-layout", "upcycling", _NO_CHUNKS),
     refuse("--moe-layer-freq", "upcycling", "leave it at 1: Megatron upcycles all layers",
-           lambda a: a.moe_layer_freq != 1),
+           ~equals("moe_layer_freq", 1)),
     refuse("--expert-tensor-parallel-size", "upcycling", "give --tensor-model-parallel-size, by which the dense model "
-           "is cut", _other_shards),
+           "is cut", where(_Shards, _Shards.differ)),
     refuse("--moe-shared-expert-intermediate-size", "upcycling", "remove it: shared experts would begin at random"),
     refuse("--moe-latent-size", "upcycling"),
     refuse("--quick-geglu", "upcycling", "use --swiglu, or neither: Megatron upcycles SiLU, GELU and squared ReLU"),
@@ -100,7 +130,8 @@ UPCYCLING = Feature(
     flag=FLAG,
     summary="experts that begin as copies of a dense model's MLPs",
     add_arguments=add_arguments,
-    is_on=lambda args: bool(getattr(args, "moe_use_upcycling", False)),
+    is_on=given("moe_use_upcycling"),
+    options=UpcycleOptions,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -54,7 +54,7 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "bias_gelu_fusion": True, "untie_embeddings_and_output_weights": True,
         "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False, "data_parallel_size": 1, "global_batch_size": 64,
+        "account_for_loss_in_pipeline_split": False, "data_parallel_size": 1, "global_batch_size": 64, "seed": 1234,
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value

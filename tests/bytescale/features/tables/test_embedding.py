@@ -23,7 +23,7 @@ NEEDED = {
 
 
 def config_of(*words: str) -> Any:
-    return EMBEDDING.resolve(parsed(*HOST, *words), run_of())
+    return EMBEDDING.resolve(EMBEDDING.read(parsed(*HOST, *words)), run_of())
 
 
 def test_what_is_given() -> None:

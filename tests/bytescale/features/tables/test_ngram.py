@@ -27,7 +27,7 @@ ON_HOST = {
 
 
 def config_of(*words: str, **settings: Any) -> NgramConfig:
-    return resolve(parsed(*LAYERS, *words, **{"seed": 7, **settings}), run_of())
+    return resolve(NGRAM.read(parsed(*LAYERS, *words, **{"seed": 7, **settings})), run_of())
 
 
 def test_defaults() -> None:
@@ -137,6 +137,6 @@ def test_tables_that_do_not_fit_name_what_they_take(monkeypatch: pytest.MonkeyPa
 )  # fmt: skip
 def test_flags_of_tables_on_the_host(words: list[str]) -> None:
     with pytest.raises(ValueError, match=f"{words[0]} needs --ngram-storage host"):
-        ngram.before_checks(parsed(*LAYERS, *words))
-    ngram.before_checks(parsed(*LAYERS, *HOST, *words))
-    ngram.before_checks(parsed(*LAYERS))
+        ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS, *words)))
+    ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS, *HOST, *words)))
+    ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS)))
