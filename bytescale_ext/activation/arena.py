@@ -135,7 +135,7 @@ def register(memory: torch.Tensor) -> None:
 
     CUDA keeps the error until it is asked for, and torch asks after its next kernel: this one.
     """
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[attr-defined]
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error) != 0:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bytescale_ext.plan.activation.plan import ActivationPlan
 
@@ -30,6 +30,12 @@ class Counts:
     restored_bytes: int = 0
     reads: int = 0
     late_reads: int = 0
+
+    def take(self) -> Counts:
+        """Return a copy and reset the counts to zero."""
+        taken = replace(self)
+        vars(self).update(vars(Counts()))
+        return taken
 
 
 @dataclass(frozen=True)

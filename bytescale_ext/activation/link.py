@@ -170,7 +170,7 @@ class CudaLink:
         with torch.cuda.stream(self.to_host):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
-        done = self.to_host.record_event()
+        done: torch.cuda.Event = self.to_host.record_event()
         self._held.append((done, held))
         while len(self._held) > LAYERS_UNDER_WAY:
             self.wait(self._held.popleft()[0])
@@ -184,7 +184,8 @@ class CudaLink:
         with torch.cuda.stream(self.to_device):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
-        return self.to_device.record_event()
+        done: torch.cuda.Event = self.to_device.record_event()
+        return done
 
     def wait(self, ticket: Ticket) -> None:
         """See ``Link``."""

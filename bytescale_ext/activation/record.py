@@ -242,7 +242,8 @@ class LayerRecord:
         if not source.dim():
             return source.view(1, 1)
         whole = source.shape[0] == region.rows[0] * region.rows[1]
-        return (source if whole else source.flatten(0, 1)).unflatten(0, region.rows)
+        rows: torch.Tensor = (source if whole else source.flatten(0, 1)).unflatten(0, region.rows)
+        return rows
 
     # In the backward pass.
 

@@ -149,7 +149,8 @@ class Rebuilding:
             with torch.no_grad():
                 output = forward(rows, *args, **kwargs)[0]
             num_rows = max(rows[..., 0].numel(), output[..., 0].numel())
-            record.counts.recomputed_flops += 2 * module.weight.numel() * num_rows  # type: ignore[operator,union-attr]
+            assert isinstance(module.weight, torch.Tensor), f"{name}: {module}"
+            record.counts.recomputed_flops += 2 * module.weight.numel() * num_rows
             return output
 
         output = record.product(f"{name} output", compute) if record.plan.rebuild_cheap else compute(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from bytescale_ext.activation.buffers import RoundingBuffers
@@ -118,9 +117,7 @@ class ActivationStore:
 
     def take_counts(self) -> Counts:
         """Return the counts since the last call, and reset them."""
-        counts = replace(self.counts)
-        self.counts.__init__()  # type: ignore[misc]
-        return counts
+        return self.counts.take()
 
     def check_empty(self) -> None:
         """Assert, after the last backward pass of a step, that no tensor is saved and the arena is empty.

@@ -37,7 +37,7 @@ class AllocationTrace(TorchDispatchMode):
     """
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's, without annotations
         self.passes: list[Pass] = []
         self._open: tuple[str, int, int] | None = None  # kind, layer and start of the running pass
         self._time = 0

@@ -46,10 +46,12 @@ def program() -> triton.runtime.KernelInterface:
 
 
 def _join(
-    out, lse, part_out, part_lse, index, start, num_pairs, heads,
-    out_row, out_head, lse_head, lse_row, part_row, part_head, part_lse_head, part_lse_row,
+    out: tl.tensor, lse: tl.tensor, part_out: tl.tensor, part_lse: tl.tensor,
+    index: tl.tensor, start: tl.tensor, num_pairs: tl.tensor, heads: tl.tensor,
+    out_row: tl.tensor, out_head: tl.tensor, lse_head: tl.tensor, lse_row: tl.tensor,
+    part_row: tl.tensor, part_head: tl.tensor, part_lse_head: tl.tensor, part_lse_row: tl.tensor,
     IS_VIEW: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Join ``PAIRS`` pairs of a row and a head; pointers, then steps between rows and heads of each tensor."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pair < num_pairs

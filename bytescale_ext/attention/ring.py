@@ -62,7 +62,10 @@ def ring_attention(
         RuntimeError: from the communication backend when a peer has died.
     """
     backend.check(q, k, v, layout.num_rows)
-    out: torch.Tensor = RingAttention.apply(q, k, v, (layout, backend), *backend.weights)
+    settings = (layout, backend)
+    out: torch.Tensor = RingAttention.apply(  # type: ignore[no-untyped-call]  # torch's, without annotations
+        q, k, v, settings, *backend.weights
+    )
     return out
 
 

@@ -186,7 +186,10 @@ def slice_attention(
         RuntimeError: from the communication backend when a peer has died.
     """
     backend.check(q, k, v, layout.num_rows)
-    out: torch.Tensor = _SliceAttention.apply(q, k, v, _Settings(prefix, layout, backend), *backend.weights)
+    settings = _Settings(prefix, layout, backend)
+    out: torch.Tensor = _SliceAttention.apply(  # type: ignore[no-untyped-call]  # torch's, without annotations
+        q, k, v, settings, *backend.weights
+    )
     return out
 
 

@@ -101,13 +101,18 @@ def _rows_of_stacks(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:
     """Yield the products of all experts of a layer, each of which is one tensor."""
     for ending, kind in (("", "weight"), ("_bias", "bias")):
         for ours_is, theirs_is in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-            alternates = theirs_is == "gate_up_proj"
-            yield Row(
-                tuple(f"{ours}{expert}.{ours_is}.{kind}" for expert in range(layout.num_experts)),
-                (f"{theirs}{theirs_is}{ending}",),
-                lambda parts, alternates=alternates: unstack(parts[0], alternates),  # type: ignore[misc]
-                lambda wholes, alternates=alternates: (stack(wholes, alternates),),  # type: ignore[misc]
-            )
+            names = tuple(f"{ours}{expert}.{ours_is}.{kind}" for expert in range(layout.num_experts))
+            yield _row_of_stack(names, f"{theirs}{theirs_is}{ending}", alternates=theirs_is == "gate_up_proj")
+
+
+def _row_of_stack(names: tuple[str, ...], part: str, alternates: bool) -> Row:
+    """Return the row of one stacked tensor and the tensors of its experts."""
+    return Row(
+        names,
+        (part,),
+        lambda parts: unstack(parts[0], alternates),
+        lambda wholes: (stack(wholes, alternates),),
+    )
 
 
 def _rows_of_products(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:

@@ -179,7 +179,8 @@ def fit_rings(
         constants = {"h": 0.0, "m": 0.0}
         if counted:
             names = ("h", "m") if any(len(one.lengths) > 1 for one in counted) else ("h",)
-            units = [replace(fit, layer=replace(fit.layer, **{name: 1.0})) for name in names]  # type: ignore[arg-type]
+            layers = {"h": replace(fit.layer, h=1.0), "m": replace(fit.layer, m=1.0)}
+            units = [replace(fit, layer=layers[name]) for name in names]
             known = np.array([fit.seconds(one) for one in counted])
             features = np.array([[unit.seconds(one) for unit in units] for one in counted]) - known[:, None]
             seconds = np.array([getattr(one, f"{direction}_seconds") for one in counted])

@@ -29,7 +29,7 @@ class Mark:
     def stream_seconds(self, following: Mark) -> float:
         """Return the seconds to a later mark on the CUDA stream, which has passed both."""
         assert self.event is not None and following.event is not None
-        return self.event.elapsed_time(following.event) / 1000
+        return float(self.event.elapsed_time(following.event)) / 1000
 
 
 class StepClock:

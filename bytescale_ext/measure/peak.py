@@ -38,7 +38,7 @@ class PeakMeter:
         for tensor in (*host, *loaded_tensors()):
             self._held.pop(tensor.untyped_storage()._cdata, None)
         self._trace = AllocationTrace([*existing, *host])
-        self._trace.__enter__()
+        self._trace.__enter__()  # type: ignore[no-untyped-call]  # torch's, without annotations
 
     def end(self) -> float:
         """Return the most bytes since ``begin``, after the last backward pass; 0 if nothing is measured."""
@@ -49,7 +49,7 @@ class PeakMeter:
             return float(torch.cuda.max_memory_allocated())
         trace, held, self._trace, self._held = self._trace, self._held, None, {}
         assert trace is not None, "begin was called"
-        trace.__exit__(None, None, None)
+        trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's, without annotations
         return float(sum(one.nbytes() for one in held.values()) + liveness_bound(trace.requests()))
 
 

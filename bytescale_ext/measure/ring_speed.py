@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -83,7 +84,7 @@ def _mean_seconds(group: dist.ProcessGroup, device: torch.device, own_bytes: int
     own = torch.zeros(own_bytes // _NUMBER_BYTES, device=device)
     every = torch.zeros(dist.get_world_size(group) * len(own), device=device)
     fastest = [float("inf")] * 2
-    collectives = (
+    collectives: tuple[Callable[[], object], ...] = (
         lambda: dist.all_gather_into_tensor(every, own, group=group),
         lambda: dist.reduce_scatter_tensor(own, every, group=group),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from bytescale_ext.states.rows import Answer, Push, adagrad_step, as_steps, mean_square
 
@@ -201,11 +202,11 @@ class RowCache:
         self._uses[slots] += 1
         self._last_use[slots] = self._num_batches
 
-    def _with_pending(self, slots: np.ndarray, rate: float) -> np.ndarray:
+    def _with_pending(self, slots: npt.NDArray[np.int64], rate: float) -> npt.NDArray[np.float32]:
         """Return the values [n, dim] of lines, with the updates that wait as the table would apply them alone."""
         return self.values[slots] - np.float32(rate) * self._steps(slots)
 
-    def _steps(self, slots: np.ndarray) -> np.ndarray:
+    def _steps(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return what waits in lines, as steps [n, dim] at a rate of 1."""
         return as_steps(self.pending[slots], self.updates[slots], self.squares[slots], self.added[slots])
 
@@ -256,7 +257,7 @@ class RowCache:
         self._forget(slots)
         return np.concatenate([free, slots])
 
-    def _priority(self, slots: np.ndarray) -> np.ndarray:
+    def _priority(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return a number for each line [n]; the lowest go first."""
         if self.settings.policy == "lru":
             return self._last_use[slots]

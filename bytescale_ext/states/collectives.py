@@ -63,4 +63,4 @@ class Chunks:
     def _parts(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the chunks [ranks, m] of a tensor [ranks * n]; they are views."""
         num_ranks = self.group.size()
-        return whole.view(num_ranks, -1).split(max(1, self.num_elements // num_ranks), dim=1)
+        return torch.split(whole.view(num_ranks, -1), max(1, self.num_elements // num_ranks), dim=1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 EPSILON: Final = 1e-10
 _DRAWN: Final = 1 << 12  # rows that are drawn together
@@ -168,5 +169,5 @@ def as_steps(gradients: np.ndarray, updates: np.ndarray, squares: np.ndarray, ad
     return np.where(updates[:, None] > 1, gradients, adagrad_step(gradients, squares + added))
 
 
-def _root(squares: np.ndarray) -> np.ndarray:
+def _root(squares: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.sqrt(squares) + np.float32(EPSILON)

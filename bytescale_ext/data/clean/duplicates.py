@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 _PAIRED: Final = 64  # members of a bucket that are compared with all others of it
 
@@ -107,5 +108,6 @@ def weights_of(copies: np.ndarray, most: float) -> np.ndarray:
     Repetition in independent sources is a sign of quality; its logarithm keeps it from ruling (our choice, the rule of
     BaichuanSEED, arXiv 2408.15079, is not public). float64 [n].
     """
-    quarters = np.round(4 * (1 + np.log(np.maximum(copies, 1)))) / 4
-    return np.minimum(quarters, most)
+    quarters: npt.NDArray[np.float64] = np.round(4 * (1 + np.log(np.maximum(copies, 1)))) / 4
+    weights: npt.NDArray[np.float64] = np.minimum(quarters, most)
+    return weights

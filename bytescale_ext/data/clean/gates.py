@@ -35,7 +35,7 @@ def quality_filter(name: str) -> BaseFilter:
     return made[name](language=RULES)
 
 
-class Gate(PipelineStep):  # type: ignore[misc]
+class Gate(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Drop documents that a filter of their source refuses, then mask addresses of mail and public addresses of IP."""
 
     name = "gate"

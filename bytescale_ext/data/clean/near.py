@@ -43,7 +43,7 @@ def minhash_config(recipe: Recipe) -> MinhashConfig:
     )
 
 
-class Signatures(MinhashDedupSignature):  # type: ignore[misc]
+class Signatures(MinhashDedupSignature):  # type: ignore[misc]  # datatrove has no types
     """datatrove's step with our shingles, whose number does not set the memory."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
@@ -69,7 +69,7 @@ class Signatures(MinhashDedupSignature):  # type: ignore[misc]
         return [bucket.tolist() for bucket in np.split(least, self.config.num_buckets)]
 
 
-class Decide(PipelineStep):  # type: ignore[misc]
+class Decide(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Decide for all documents together which stay, in one task; near-duplicates are verified on all shingles."""
 
     name = "decide"

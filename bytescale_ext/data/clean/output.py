@@ -35,7 +35,7 @@ class DataSet:
     shards: tuple[Path, ...]
 
 
-class Write(PipelineStep):  # type: ignore[misc]
+class Write(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Write the documents of a task to a part for each data set."""
 
     name = "write"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.io import DataFolder
@@ -33,7 +33,7 @@ class Bad:
 type Read = Document | Bad
 
 
-class Collect(PipelineStep):  # type: ignore[misc]
+class Collect(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Yield the documents of a task's files, which are dealt to the tasks in turn, and count what is bad.
 
     Raises:
@@ -109,14 +109,15 @@ def _document(raw: bytes, where: str, name: str) -> Read:
         return Bad("binary", where, f"not UTF-8 ({error.reason} at byte {error.start})")
 
 
-def _opened(path: Path, compression: str | None) -> object:
-    return DataFolder(str(path.parent)).open(path.name, "rb", compression=compression)
+def _opened(path: Path, compression: str | None) -> IO[bytes]:
+    stream: IO[bytes] = DataFolder(str(path.parent)).open(path.name, "rb", compression=compression)
+    return stream
 
 
 def _json_lines(path: Path, source: Source, key: str) -> Iterator[Read]:
     number = 0
     try:
-        with _opened(path, "infer") as lines:  # type: ignore[attr-defined]
+        with _opened(path, "infer") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _json_line(line, f"{path}:{number}", f"{_place(path, source)}#{number}", key)
@@ -169,7 +170,7 @@ def _archived_pages(path: Path, source: Source, _: str) -> Iterator[Read]:
 
     extractor = Trafilatura()
     try:
-        with _opened(path, None) as stream:  # type: ignore[attr-defined]
+        with _opened(path, None) as stream:
             for number, record in enumerate(ArchiveIterator(stream), 1):
                 if record.rec_type not in ("response", "conversion"):
                     continue

@@ -103,7 +103,7 @@ def read_recipe(path: Path | None, inputs: Sequence[str], overrides: Mapping[str
         raise ValueError(f"{path}: no setting {unknown[0]} (there are {', '.join(sorted(known))}, filters, [[source]])")
     sources = tuple(_source(one, filters) for one in given)
     values["steps"] = tuple(_strings("steps", values.get("steps", STEPS), STEPS))
-    recipe = Recipe(sources, **values)  # type: ignore[arg-type]
+    recipe = Recipe(sources, **values)  # type: ignore[arg-type]  # _check refuses values of wrong types
     _check(recipe)
     if "tasks" not in values:
         recipe = dataclasses.replace(recipe, tasks=min(len(files_of(sources)), _DEFAULT_TASKS))

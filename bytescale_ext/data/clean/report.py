@@ -137,6 +137,8 @@ def text_of(report: Report) -> str:
             more = f" (kept {one_example['kept']}, {one_example['jaccard']})" if "kept" in one_example else ""
             lines.append(f"for example {what}: {one_example['document']}{more}: {one_example['text']}")
     for data_set in report.data_sets:
-        place = data_set["prefix"] or f"{len(list(data_set['shards']))} shards"  # type: ignore[call-overload]
+        shards = data_set["shards"]
+        assert isinstance(shards, list), f"{data_set=}"
+        place = data_set["prefix"] or f"{len(shards)} shards"
         lines.append(f"{data_set['name']}, weight {data_set['weight']:g}: {place}")
     return "\n".join(lines)

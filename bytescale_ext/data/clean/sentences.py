@@ -30,7 +30,7 @@ def sentence_config(recipe: Recipe) -> SentDedupConfig:
     )
 
 
-class SentenceSignatures(SentenceDedupSignature):  # type: ignore[misc]
+class SentenceSignatures(SentenceDedupSignature):  # type: ignore[misc]  # datatrove has no types
     """datatrove's step without runs of few words, such as closing brackets, and without what it cannot number."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
@@ -48,7 +48,7 @@ class SentenceSignatures(SentenceDedupSignature):  # type: ignore[misc]
         return [one for one in hashes if one[2] < _NUMBERED and words[one[2]] >= self.min_words]
 
 
-class SentenceFilter(SentenceDedupFilter):  # type: ignore[misc]
+class SentenceFilter(SentenceDedupFilter):  # type: ignore[misc]  # datatrove has no types
     """datatrove's step, which also counts the bytes that it removes."""
 
     def __init__(self, recipe: Recipe, folder: Path, told: Path) -> None:

@@ -49,7 +49,7 @@ def save_array(path: Path, values: np.ndarray) -> None:
     os.replace(partial, path)
 
 
-class Shelve(PipelineStep):  # type: ignore[misc]
+class Shelve(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Write documents and their rows to the work folder, and pass them on."""
 
     name = "shelve"
@@ -83,7 +83,7 @@ def shelved(work: Path, rank: int) -> Iterator[tuple[int, dict[str, object]]]:
             yield number, json.loads(line)
 
 
-class Survivors(PipelineStep):  # type: ignore[misc]
+class Survivors(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Yield the documents of a task that stay, with how many they stand for."""
 
     name = "survivors"

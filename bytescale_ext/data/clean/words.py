@@ -8,6 +8,7 @@ from functools import cache
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
@@ -18,7 +19,7 @@ _BLOCK: Final = 1 << 16  # words
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
-class RuleTokenizer(WordTokenizer):  # type: ignore[misc]
+class RuleTokenizer(WordTokenizer):  # type: ignore[misc]  # datatrove has no types
     """The tokenizer that datatrove's steps use here instead of spaCy's or NLTK's."""
 
     def __init__(self) -> None:
@@ -93,7 +94,8 @@ def shingles(text: str, size: int) -> np.ndarray:
     for place, factor in enumerate(_factors(size, size)[: len(hashes)]):
         total += hashes[place : place + length] * factor  # the sum depends on the order; it wraps at 64 bits
     total.sort()
-    return total[np.append(True, total[1:] != total[:-1])]
+    is_new: npt.NDArray[np.bool_] = np.append(True, total[1:] != total[:-1])
+    return total[is_new]
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from bytescale_ext.data.corpus.tokens import CorpusTokens
 from bytescale_ext.data.samples.lengths import SampleTable
@@ -111,4 +112,7 @@ def by_model(path: str, texts: Iterable[str]) -> np.ndarray:
 def unit(vectors: np.ndarray) -> np.ndarray:
     """Return vectors [n, d] of length 1, as float32; zeros stay zeros."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0).astype(np.float32)
+    units: npt.NDArray[np.float32] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0).astype(
+        np.float32
+    )
+    return units

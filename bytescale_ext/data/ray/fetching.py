@@ -51,8 +51,8 @@ def fetch[Value](
                 ) from None
         except ray.exceptions.RayTaskError as error:
             cause: BaseException = error
-            while isinstance(getattr(cause, "cause", None), BaseException):
-                cause = cause.cause  # type: ignore[attr-defined]
+            while isinstance(inner := getattr(cause, "cause", None), BaseException):
+                cause = inner
             raise cause from None
     raise RuntimeError("the loader is closed")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _WORD: Final = (1 << 64) - 1
@@ -78,7 +79,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def _scrambled(words: np.ndarray) -> np.ndarray:
+def _scrambled(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return 64-bit words [n] whose bits all depend on all bits (the finalizer of SplitMix64, Steele et al. 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
