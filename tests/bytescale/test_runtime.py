@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +10,17 @@ from bytescale_ext.config.planner import planner_of
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.measure.metrics import RankStep
-from bytescale_ext.parallel.p2p import ExchangeStats
+from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 from megatron.bytescale.runtime import Runtime
-from tests.config.runs import hdp_of, run_of
+from tests.bytescale.runtimes import runtime_of
+from tests.config.runs import hdp_of
 
 LENGTHS = (250, 3, 60, 130, 64)
 
 
 def runtime(rank: int = 0, **changes: Any) -> Runtime:
-    made = Runtime.of(run_of(hdp_of(rows_multiple=2, **changes)))
-    made.comm = SimpleNamespace(rank=rank, stats=ExchangeStats())  # type: ignore[assignment]
-    return made
+    return runtime_of(hdp_of(rows_multiple=2, **changes), comm=RingComm(None, rank, 4))
 
 
 def packed(micro_batch: MicroBatch, num_rows: int) -> PackedMicroBatch:
@@ -43,19 +41,21 @@ def test_every_rank_plans_the_same() -> None:
 
 def test_figures_of_a_step_are_counted_once() -> None:
     made = runtime(rank=1)
-    assert made.comm is not None
+    assert made.parts.comm is not None
     for steps in (1, 2):
-        made.comm.stats.bytes_sent = made.kernel_calls.num_forward = 1_000_000  # of an evaluation in between
+        made.parts.comm.stats.bytes_sent = made.parts.kernel_calls.num_forward = (
+            1_000_000  # of an evaluation in between
+        )
         made.reset_counts()
-        made.step = step = step_of(made)
-        made.comm.stats.bytes_sent = 1000
-        made.kernel_calls.num_forward, made.kernel_calls.num_backward = 3, 4
+        made.step.batch = step = step_of(made)
+        made.parts.comm.stats.bytes_sent = 1000
+        made.parts.kernel_calls.num_forward, made.parts.kernel_calls.num_backward = 3, 4
         made.count_step()
         mine = step.plan.ranks[1]
         assert mine
-        assert made.totals.num_steps == steps
+        assert made.log.totals.num_steps == steps
     num_tokens = sum(micro_batch.num_tokens for micro_batch in mine)
-    assert made.totals.figures == RankStep(
+    assert made.log.totals.figures == RankStep(
         work_seconds=0.0,
         planned_work=pytest.approx(
             2 * sum(made.hdp.cost.both.micro_batch_cost(micro_batch, LENGTHS) for micro_batch in mine), rel=1e-12
@@ -68,16 +68,16 @@ def test_figures_of_a_step_are_counted_once() -> None:
         attention_calls=14,
         num_slices=2,
     )
-    assert made.totals.figures.planned_work > 0
+    assert made.log.totals.figures.planned_work > 0
 
 
 def test_all_ranks_together_count_every_token_once() -> None:
     totals = []
     for rank in range(4):
         made = runtime(rank)
-        made.step = step_of(made)
+        made.step.batch = step_of(made)
         made.count_step()
-        totals.append(made.totals.figures.num_tokens)
+        totals.append(made.log.totals.figures.num_tokens)
     assert sum(totals) == sum(LENGTHS)
 
 
@@ -87,27 +87,27 @@ def test_flops_count_the_experts_that_ran() -> None:
     for active in (None, 2.0, 8.0):
         made = runtime()
         made.run = replace(made.run, shape=replace(made.run.shape, num_expert_layers=1, **routed))
-        made.step, made.active_experts = step_of(made), active
+        made.step.batch, made.step.active_experts = step_of(made), active
         made.count_step()
-        counted.append(made.totals.model_flops)
-        assert made.totals.active_experts == (active or 0.0)
+        counted.append(made.log.totals.model_flops)
+        assert made.log.totals.active_experts == (active or 0.0)
     assert counted[0] == counted[1] < counted[2]
 
 
 def test_staleness_is_summed() -> None:
     made = runtime()
-    made.step = step_of(made)
+    made.step.batch = step_of(made)
     for stale in (1, 3, 2):
-        made.stale_steps = stale
+        made.step.stale_steps = stale
         made.count_step()
-    assert (made.totals.stale_steps, made.totals.most_stale_steps) == (6, 3)
+    assert (made.log.totals.stale_steps, made.log.totals.most_stale_steps) == (6, 3)
 
 
 def test_use_before_the_model_is_built_is_our_bug() -> None:
     made = runtime()
     with pytest.raises(AssertionError, match="step"):
         made.count_step()
-    made.comm = None
+    made.add_parts(comm=None)
     with pytest.raises(AssertionError, match="comm"):
         _ = made.rank
 

@@ -106,7 +106,7 @@ def record_actions() -> None:
             k = runtime.slicing.num_slices
             rows = [(kind, *((one * k + two, 0) if kind == "W" else (one, two))) for kind, one, two in done]
             print(f"ACTIONS {json.dumps(rows)}")
-            print(f"PLAN {json.dumps(runtime.step.plan.to_json())}")
+            print(f"PLAN {json.dumps(runtime.step.batch.plan.to_json())}")
         done.clear()
         end_step(runtime, training)
 

@@ -192,8 +192,8 @@ def train_with(action: Callable[[Any, torch.nn.Module], None]) -> None:
 
         def forward_with_action(data_iterator: Any, model: torch.nn.Module) -> Any:
             nonlocal begun
-            if runtime.step is not begun:
-                begun = runtime.step
+            if runtime.step.batch is not begun:
+                begun = runtime.step.batch
                 action(runtime, model)
             return forward(data_iterator, model)
 
@@ -210,7 +210,7 @@ def record_steps() -> None:
 
 def print_step(runtime: Any, model: torch.nn.Module) -> None:
     """Print what ``Outcome.records`` reads: the step's samples and this rank's part of it."""
-    step = runtime.step
+    step = runtime.step.batch
     documents = {
         shard.seq: name
         for packed in step.micro_batches

@@ -37,12 +37,12 @@ os.kill(int(sys.argv[1]), signal.SIGCONT)
 
 def note_steps(runtime: Any, folder: Path, rank: int) -> None:
     """Append the documents of each step to a file when the step begins."""
-    mark, noted = runtime.clock.mark, None
+    mark, noted = runtime.parts.clock.mark, None
 
     def mark_and_note(kind: str, micro_batch: int | None = None) -> None:
         nonlocal noted
         mark(kind, micro_batch)
-        step = runtime.step
+        step = runtime.step.batch
         if step is None or step is noted:
             return
         noted = step
@@ -54,7 +54,7 @@ def note_steps(runtime: Any, folder: Path, rank: int) -> None:
         with (folder / f"steps-{rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step.step_index + 1, "documents": documents}) + "\n")
 
-    runtime.clock.mark = mark_and_note
+    runtime.parts.clock.mark = mark_and_note
 
 
 def prepare(point: Point, runtime: Any, topology: Topology | None, struck: Path) -> None:
@@ -83,20 +83,20 @@ def prepare(point: Point, runtime: Any, topology: Topology | None, struck: Path)
 
 def strike_at(point: Point, runtime: Any, strike: Callable[[], None]) -> None:
     """Call ``strike`` at the mark of the clock that the point names."""
-    mark = runtime.clock.mark
+    mark = runtime.parts.clock.mark
     seen, struck = 0, False
 
     def mark_and_strike(kind: str, micro_batch: int | None = None) -> None:
         nonlocal seen, struck
         mark(kind, micro_batch)
-        if struck or runtime.step is None or runtime.step.step_index + 1 != point.step:
+        if struck or runtime.step.batch is None or runtime.step.batch.step_index + 1 != point.step:
             return
         seen += kind == point.mark
         if seen > point.nth or kind == "end":
             struck = True
             threading.Timer(point.delay, strike).start()
 
-    runtime.clock.mark = mark_and_strike
+    runtime.parts.clock.mark = mark_and_strike
 
 
 def kill() -> None:
@@ -112,7 +112,7 @@ def stop_for(seconds: float) -> None:
 
 def stretch(runtime: Any, seconds: float) -> None:
     """Let each backward pass of a micro-batch take this long, which the load of the machine hardly changes."""
-    mark, end = runtime.clock.mark, 0.0
+    mark, end = runtime.parts.clock.mark, 0.0
 
     def mark_and_stretch(kind: str, micro_batch: int | None = None) -> None:
         nonlocal end
@@ -120,7 +120,7 @@ def stretch(runtime: Any, seconds: float) -> None:
         mark(kind, micro_batch)
         end = time.perf_counter() + seconds if kind == "backward" else 0.0
 
-    runtime.clock.mark = mark_and_stretch
+    runtime.parts.clock.mark = mark_and_stretch
 
 
 def set_link(topology: Topology, rank: int, is_up: bool) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,14 +119,14 @@ def built_parameters(words: list[str], vocab: int) -> int:
 
     from megatron.bytescale.core.models.gpt.gpt_layer_specs import _set_document_modules
     from megatron.bytescale.core.transformer.spec_utils import layers_of
+    from tests.bytescale.runtimes import runtime_of
 
-    runtime = SimpleNamespace(run=SimpleNamespace(find=lambda kind: None))
     args: Any = checked(1, words, vocab, **DRY_RUN)
     config = gpt_config_from_args(args).transformer
     config.perform_initialization = False
     spec, tied = get_gpt_decoder_block_spec(config, False), not args.untie_embeddings_and_output_weights
     for layer in layers_of(spec) if args.multi_latent_attention else ():  # Megatron's local attention does not take it
-        _set_document_modules(layer.submodules, runtime, has_engine=False)
+        _set_document_modules(layer.submodules, runtime_of(), has_engine=False)
     with torch.device("meta"):
         model = GPTModel(
             config,

@@ -169,9 +169,9 @@ def measured_cost(
     found = predictions(fits, others)
     recompute = subject.args.recompute_granularity
     what = f"{len(seen)} micro-batches{f' and {len(rings)} rings' if rings else ''}"
-    assert subject.runtime.kernel is not None
+    assert subject.runtime.parts.kernel is not None
     source = (
-        f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.kernel.name}: "
+        f"bytescale profile, torch {torch.__version__}, attention kernel {subject.runtime.parts.kernel.name}: "
         f"{what} of up to {max_tokens} tokens in models "
         f"of {LAYERS[0]} and {LAYERS[1]} layers{f', with {recompute} recompute' if recompute else ''}; "
         f"other lengths predicted with an error of {errors_text(found)}; ring {how}, {rate / 1e9:.3g} GB/s"
@@ -190,7 +190,7 @@ def link_rates(given: tuple[float | None, float | None], subject: Subject) -> tu
     """Return bytes per second inside a node and between nodes, and how they were found. Collective over HDP ranks."""
     from bytescale_ext.measure import ring_speed
 
-    comm, node = subject.runtime.comm, subject.cluster.node_ranks
+    comm, node = subject.runtime.parts.comm, subject.cluster.node_ranks
     if given[0] is None and comm is not None and 1 < node < comm.size and comm.size % node == 0:
         rate, between = ring_speed.bytes_per_second_of_nodes(comm, node, subject.runtime.device)
         how = f"measured by {comm.size} ranks on nodes of {node}"
@@ -227,7 +227,7 @@ def ring_rate(given: float | None, subject: Subject) -> tuple[float, str]:
 
     from bytescale_ext.measure import ring_speed
 
-    comm, on_cpu = subject.runtime.comm, not subject.runtime.clock.on_cuda
+    comm, on_cpu = subject.runtime.parts.comm, not subject.runtime.parts.clock.on_cuda
     if given is not None:
         return given, "as given with --ring-bytes-per-second"
     if comm is not None and comm.size > 1:

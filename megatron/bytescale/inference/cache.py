@@ -88,5 +88,5 @@ class CachedAttention(DocumentAttention):
         found = []
         for part, q, k, v in of_parts:
             keys, values = part.cache.append(self, k, v)
-            found.append(cached_attention(q, keys, values, part.visible, self.runtime.kernel, self.scale))
+            found.append(cached_attention(q, keys, values, part.visible, self.runtime.parts.kernel, self.scale))
         return torch.cat(found).flatten(1)[:, None]

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale import cpu
+from megatron.bytescale.arguments.model_shape import model_shape
 from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.checkpoints import names_in, to_load
 from megatron.bytescale.features.drafts.flags import HeadOptions
@@ -196,6 +196,7 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     from megatron.bytescale.core.models.gpt.trunk import HEADS
     from megatron.bytescale.core.transformer.spec_utils import layers_of
     from megatron.bytescale.inference.cache import CachedAttention
+    from megatron.bytescale.runtime import Runtime
 
     device = torch.device("cpu" if on_cpu else "cuda")
     if not torch.distributed.is_initialized():
@@ -209,9 +210,8 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     config = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor  # which Megatron's function leaves out
     head_dim = config.transformer.kv_channels
-    no_features = SimpleNamespace(find=lambda _: None)
     kernel = choose_kernel(device, args.params_dtype, head_dim)[0]
-    runtime = SimpleNamespace(comm=None, kernel=kernel, run=no_features)
+    runtime = Runtime.alone(model_shape(args), args.params_dtype, device, kernel)
     layers = document_layer_spec(runtime)
     config.transformer_layer_spec = layers
     if not args.multi_latent_attention:  # which cannot decode here: it makes its attention itself

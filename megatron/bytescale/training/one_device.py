@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +19,9 @@ from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.step_file import ModelTraits
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from megatron.bytescale import cpu
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
 
 
 @dataclass
@@ -107,6 +109,7 @@ def build_model(
     from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
     from megatron.bytescale.core.transformer.norm import LocalNorm
     from megatron.bytescale.core.transformer.transformer_layer import planned_layer_spec
+    from megatron.bytescale.runtime import Runtime
 
     device = torch.device("cpu" if stand_ins is not None else "cuda")
     if not torch.distributed.is_initialized():
@@ -119,7 +122,7 @@ def build_model(
     traits = traits or ModelTraits(fused_activation=stand_ins is None and shape.gated)
     config = _configuration(shape, dtype, stand_ins is not None, traits)
     kernel = choose_kernel(device, dtype, shape.head_dim)[0]
-    spec = _layer_spec(kernel, traits)
+    spec = _layer_spec(Runtime.alone(shape, dtype, device, kernel), traits)
     store = ActivationStore(
         ActivationPlan("none"), make_link(allocate_arena(host_bytes, device.type == "cuda"), device.type == "cuda"),
         shape.num_layers,
@@ -139,7 +142,7 @@ def build_model(
     return built
 
 
-def _layer_spec(kernel: Any, traits: ModelTraits) -> Any:
+def _layer_spec(runtime: Runtime, traits: ModelTraits) -> Any:
     """Return the spec of a layer of Megatron's or TransformerEngine's modules, with attention over documents."""
     from functools import partial
 
@@ -157,9 +160,7 @@ def _layer_spec(kernel: Any, traits: ModelTraits) -> Any:
     else:
         spec = get_gpt_layer_local_spec(normalization=traits.normalization, qk_layernorm=traits.qk_norms)
     layer: Any = spec.submodules
-    layer.self_attention.submodules.core_attention = partial(
-        DocumentAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
-    )
+    layer.self_attention.submodules.core_attention = partial(DocumentAttention, runtime=runtime)
     if not engine:  # TransformerEngine's products include the norm
         layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     return spec

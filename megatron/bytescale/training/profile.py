@@ -39,7 +39,7 @@ from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features.hdp import build as hdp
-from megatron.bytescale.runtime import Runtime
+from megatron.bytescale.runtime import Parts, Runtime
 from megatron.bytescale.training.pretrain_arguments import stock_training
 
 ASIDE = {
@@ -83,7 +83,7 @@ class Subject:
     @property
     def has_processor_time(self) -> bool:
         """Whether processor time is the time of a rank's work: on CPU, in one thread, without tensor parallelism."""
-        return not self.runtime.clock.on_cuda and torch.get_num_threads() == 1 and self.tensor_parallel == 1
+        return not self.runtime.parts.clock.on_cuda and torch.get_num_threads() == 1 and self.tensor_parallel == 1
 
     @property
     def dtype(self) -> str:
@@ -93,7 +93,7 @@ class Subject:
     @property
     def device(self) -> str:
         """The hardware, in words."""
-        return torch.cuda.get_device_name() if self.runtime.clock.on_cuda else f"CPU ({platform.machine()})"
+        return torch.cuda.get_device_name() if self.runtime.parts.clock.on_cuda else f"CPU ({platform.machine()})"
 
     def ring_seconds(self, bytes_per_second: float) -> tuple[float, float]:
         """Return the seconds of one layer for each token whose keys and values a rank receives: forward, backward."""
@@ -139,7 +139,7 @@ def prepare(flags: Sequence[str], max_tokens: int, on_cpu: bool) -> Subject:
     args = parse(["bytescale profile", *flags], on_cpu, partial(_settle, max_tokens=max_tokens))
     _join(args, on_cpu)
     run = resolve(args)
-    subject = Subject(args, Runtime(run, StepClock(run.process.on_cuda, time.process_time)), run.shape)
+    subject = Subject(args, Runtime(run, Parts(StepClock(run.process.on_cuda, time.process_time))), run.shape)
     expert_ranks = args.expert_tensor_parallel_size if args.num_experts else None
     parallel_state.initialize_model_parallel(subject.tensor_parallel, expert_tensor_parallel_size=expert_ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
@@ -226,19 +226,19 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
     ids = tuple(range(len(plan.lengths)))
     units = units_of(plan.ranks[runtime.rank], plan.lengths, runtime.rank, runtime.hdp.rows_multiple, None)
     mine = tuple(unit.read(source, ids, plan.lengths) for unit in units)
-    if runtime.clock.on_cuda:  # as the loader does, in the background
+    if runtime.parts.clock.on_cuda:  # as the loader does, in the background
         mine = tuple(packed.pinned() for packed in mine)
-    runtime.step = StepBatch(0, ids, plan, mine)
+    runtime.step.batch = StepBatch(0, ids, plan, mine)
     return mine
 
 
 def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
     """Run forward, loss and backward of one micro-batch of the step; return marks at their bounds. Never waits."""
-    runtime.clock.begin(traced=False)
+    runtime.parts.clock.begin(traced=False)
     output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
     loss_of(output)[0].backward()
-    runtime.clock.mark("end")
-    return list(runtime.clock.marks)
+    runtime.parts.clock.mark("end")
+    return list(runtime.parts.clock.marks)
 
 
 def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = False) -> tuple[float, float]:
@@ -248,7 +248,7 @@ def seconds_between(marks: Sequence[Mark], subject: Subject, by_wall: bool = Fal
     work. It includes the threads that carry messages, because they run on the rank's core. ``by_wall``: it never is.
     """
     forward, backward, end = marks[-3:]
-    if subject.runtime.clock.on_cuda:
+    if subject.runtime.parts.clock.on_cuda:
         return forward.stream_seconds(backward), backward.stream_seconds(end)
     name = "busy_seconds" if subject.has_processor_time and not by_wall else "wall_seconds"
     times = [getattr(mark, name) for mark in (forward, backward, end)]
@@ -271,10 +271,10 @@ def time_packs(
     rounds = []
     for _ in range(repeats + 1):
         marks = [run_micro_batch(runtime, model, packed) for model in models for packed in micro_batches]
-        if runtime.clock.on_cuda:
+        if runtime.parts.clock.on_cuda:
             torch.cuda.synchronize()
         rounds.append([seconds_between(one, subject) for one in marks])
-    runtime.step = None
+    runtime.step.batch = None
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, np.median(rounds[1:], axis=0))
     kinds = [*rings, *((tuple(pack), 1) for pack in packs)]
@@ -299,7 +299,7 @@ def kept_bytes_per_token(subject: Subject, num_tokens: int) -> tuple[float, floa
             plan = profile_plan([(num_tokens,)], (), subject.cluster)
             (packed,) = begin_plan(subject, plan)
             found[full, num_layers] = _kept_bytes(subject.runtime, model, packed)
-    subject.runtime.step = None
+    subject.runtime.step.batch = None
     few, many = LAYERS
     tokens = num_tokens * (many - few)
     without, with_recompute = ((found[full, many] - found[full, few]) / tokens for full in (False, True))
@@ -312,12 +312,12 @@ def _partial_recompute(args: argparse.Namespace) -> str | None:
 
 def _kept_bytes(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> int:
     """Return the memory that a forward pass leaves for its backward pass."""
-    runtime.clock.begin(traced=False)
+    runtime.parts.clock.begin(traced=False)
 
     def forward() -> Any:
         return hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
 
-    if runtime.clock.on_cuda:
+    if runtime.parts.clock.on_cuda:
         forward()  # libraries take their workspaces
         before = torch.cuda.memory_allocated()
         held = forward()

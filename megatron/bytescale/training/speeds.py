@@ -57,8 +57,8 @@ def measure_speeds(
         seconds = f"{timer.elapsed:.1f} s, of at most about {BUDGET_SECONDS:g}"
         print_rank_0(f"> bytescale: measured at start in {seconds}: {described(link, rates, collective)}")
     runtime.run = runtime.run.with_feature("activations", measured)
-    assert runtime.activations is not None, "measured for an activation policy"
-    runtime.activations.plan = measured.plan(measured.largest)
+    assert runtime.parts.activations is not None, "measured for an activation policy"
+    runtime.parts.activations.plan = measured.plan(measured.largest)
     print_rank_0(measured.described())
     return model_chunks
 
@@ -70,8 +70,8 @@ def agreed_speeds(runtime: Runtime, config: ActivationConfig, timer: Timer) -> t
     """
     run, device = runtime.run, runtime.device
     shape, ranks = run.shape, run.process.tensor_parallel
-    assert runtime.activations is not None, "measured for an activation policy"
-    arena = runtime.activations.link.arena.memory
+    assert runtime.parts.activations is not None, "measured for an activation policy"
+    arena = runtime.parts.activations.link.arena.memory
     lengths = measured_lengths(shape, ranks, run.process.on_cuda)
     seconds: list[float] = []
     copies = "link" in config.measures and config.machine.host_bytes >= SMALLEST_COPY
@@ -130,8 +130,8 @@ def described(link: float, rates: Rates | None, collective: float) -> str:
 
 def _kernel_of(runtime: Runtime) -> Kernel:
     """Return the kernel of the run, or the best one where another library computes attention."""
-    if runtime.kernel is not None:
-        return runtime.kernel
+    if runtime.parts.kernel is not None:
+        return runtime.parts.kernel
     return choose_kernel(runtime.device, runtime.run.process.dtype, runtime.run.shape.head_dim)[0]
 
 

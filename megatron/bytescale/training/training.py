@@ -32,7 +32,7 @@ def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callabl
     def training_log(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         iteration = given["iteration"]
-        totals = runtime.totals
+        totals = runtime.log.totals
         if totals.step_started is not None:
             totals.seconds += time.perf_counter() - totals.step_started
             totals.step_started = None
@@ -54,12 +54,12 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
 
     Collective, first on the pipeline group, then on dp x cp; the first time also on all processes.
     """
-    if not runtime.hosts:
+    if not runtime.log.hosts:
         hosts = [""] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(hosts, socket.gethostname())
-        runtime.hosts = tuple(hosts)
-    totals = runtime.totals
-    pace = torch.distributed.get_rank(), runtime.pace.seconds_per_work()
+        runtime.log.hosts = tuple(hosts)
+    totals = runtime.log.totals
+    pace = torch.distributed.get_rank(), runtime.log.pace.seconds_per_work()
     size = len(totals.figures.values())
     stages = _gather(runtime, (*totals.figures.values(), *pace), parallel_state.get_pipeline_model_parallel_group())
     figures = RankStep.of_stages([RankStep(*row[:size]) for row in stages])
@@ -69,8 +69,8 @@ def collect(runtime: Runtime, iteration: int) -> IntervalMetrics:
     metrics = IntervalMetrics.of(iteration, totals.num_steps, totals.seconds, [RankStep(*row[:size]) for row in rows])
     slow: tuple[Straggler, ...] = ()
     for column in range(size, size + len(paces), 2):  # only ranks of one stage have equal layers
-        slow += stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.hosts)
-    runtime.totals = Totals()
+        slow += stragglers({int(row[column]): row[column + 1] for row in rows}, runtime.log.hosts)
+    runtime.log.totals = Totals()
     return replace(
         metrics,
         stragglers=slow,
@@ -92,7 +92,7 @@ def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: 
     """Return how far the run is. ``given``: the arguments of Megatron's ``training_log`` by name."""
     process = runtime.run.process
     step_seconds = totals.seconds / totals.num_steps
-    runtime.tokens_so_far += round(metrics.tokens_per_second * totals.seconds)
+    runtime.log.tokens_so_far += round(metrics.tokens_per_second * totals.seconds)
     peak = peak_flops(torch.cuda.get_device_name()) if process.on_cuda else None
     world_size = torch.distributed.get_world_size()
     return Progress(
@@ -100,7 +100,7 @@ def progress(runtime: Runtime, totals: Totals, metrics: IntervalMetrics, given: 
         loss=next((float(value) for value in given["loss_dict"].values()), None),
         learning_rate=given["learning_rate"],
         gradient_norm=None if given["grad_norm"] is None else float(given["grad_norm"]),
-        tokens_so_far=runtime.tokens_so_far,
+        tokens_so_far=runtime.log.tokens_so_far,
         eta_seconds=max(0, process.train_iters - metrics.iteration) * step_seconds,
         mfu=None if peak is None else totals.model_flops / totals.seconds / world_size / peak,
     )

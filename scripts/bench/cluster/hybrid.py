@@ -88,7 +88,7 @@ def with_barriers(forward: Callable[..., Any], runtime: Runtime, barrier: Callab
 
     def run(data_iterator: Any, model: Any) -> Any:
         nonlocal latest, coming
-        step = runtime.step
+        step = runtime.step.batch
         assert step is not None
         if step is not latest:
             latest = step

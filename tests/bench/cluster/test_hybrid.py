@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.cli.shared.megatron_hybrid import hybrid_groups
 from scripts.bench.cluster.hybrid import HybridPlanner, group_numbers, groups_of_rank, place_groups, with_barriers
+from tests.bytescale.runtimes import runtime_of
 
 LENGTHS = [*np.random.default_rng(3).integers(100, 2048, 40).tolist(), 16000, 9000, 5000, 3000]
 PLANNER = HybridPlanner(Cluster(8, 2048))
@@ -57,10 +59,10 @@ def test_groups_that_no_plan_can_hold_are_refused(groups: list[list[list[int]]],
 def test_a_barrier_stands_before_each_group_but_the_first() -> None:
     happened: list[Any] = []
     placed = place_groups([[[0, 1], [2]], [[3], [3]], [[4], [5]]], [5] * 6)
-    runtime: Any = SimpleNamespace(step=None, rank=0)
+    runtime: Any = runtime_of(comm=RingComm(None, 0, 2))
     forward = with_barriers(lambda data, model: happened.append(data), runtime, lambda: happened.append("barrier"))
     for _ in range(2):
-        runtime.step = SimpleNamespace(plan=SimpleNamespace(ranks=placed))
+        runtime.step.batch = SimpleNamespace(plan=SimpleNamespace(ranks=placed))
         for seq in (0, 1, 3, 4):
             forward(seq, None)
     assert happened == [0, 1, "barrier", 3, "barrier", 4] * 2

@@ -13,9 +13,11 @@ import pytest
 
 from bytescale_ext.measure.cost_file import read_cost, shipped
 from bytescale_ext.measure.fit import Prediction
+from bytescale_ext.parallel.p2p import RingComm
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale import cli
 from megatron.bytescale.cli import profile
+from tests.bytescale.runtimes import runtime_of
 from tests.bytescale.training.test_profile import MODEL
 
 BYTESCALE = (
@@ -91,8 +93,7 @@ def test_the_ring_is_measured_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_speed, "exchanged_bytes_per_second", lambda comm, device: 10.0 * comm.size)
 
     def subject(num_ranks: int, process: int = 0) -> Any:
-        comm, clock = SimpleNamespace(size=num_ranks), SimpleNamespace(on_cuda=False)
-        runtime = SimpleNamespace(comm=comm, clock=clock, device="cpu")
+        runtime = runtime_of(comm=RingComm(None, 0, num_ranks))
         return SimpleNamespace(runtime=runtime, args=SimpleNamespace(rank=process))
 
     assert profile.ring_rate(5e9, subject(2)) == (5e9, "as given with --ring-bytes-per-second")
@@ -108,8 +109,7 @@ def test_links_between_nodes_are_measured_by_themselves_or_given(monkeypatch: py
     monkeypatch.setattr(ring_speed, "bytes_per_second_of_nodes", lambda comm, node, device: (8.0 * node, 4.0))
 
     def subject(num_ranks: int, ranks_per_node: int | None) -> Any:
-        comm, clock = SimpleNamespace(size=num_ranks), SimpleNamespace(on_cuda=False)
-        runtime = SimpleNamespace(comm=comm, clock=clock, device="cpu")
+        runtime = runtime_of(comm=RingComm(None, 0, num_ranks))
         return SimpleNamespace(runtime=runtime, cluster=Cluster(num_ranks, 64, ranks_per_node))
 
     assert profile.link_rates((None, None), subject(8, 4)) == (32.0, 4.0, "measured by 8 ranks on nodes of 4")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from bytescale_ext.attention.kernels.table import choose_kernel
 from megatron.bytescale.inference.cache import CachedAttention, DecodeParams, KeyValueCache, NewTokens
+from tests.bytescale.runtimes import runtime_of
 
 
 def rows(*values: int) -> torch.Tensor:
@@ -61,7 +60,7 @@ def test_texts_side_by_side_attend_to_their_own_caches() -> None:
     """Two texts of other lengths, the second with a tree, as each of them alone."""
     attention = CachedAttention.__new__(CachedAttention)
     torch.nn.Module.__init__(attention)
-    attention.runtime, attention.scale = SimpleNamespace(kernel=choose_kernel("cpu", torch.float64, 4)[0]), 0.5
+    attention.runtime, attention.scale = runtime_of(kernel=choose_kernel("cpu", torch.float64, 4)[0]), 0.5
     torch.manual_seed(0)
     visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     counts, seen, together, alone = (2, 3), (None, visible), [KeyValueCache(9) for _ in "ab"], []

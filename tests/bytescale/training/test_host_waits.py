@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,12 @@ from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
 from bytescale_ext.attention.slices import MicroBatchPrefix
 from bytescale_ext.attention.virtual import mailbox_comms
 from bytescale_ext.data.samples.units import units_of
+from bytescale_ext.measure.metrics import StepClock
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.attention.cases import GROUPS, MIXED, Case, kernel_named, run_round
+from tests.bytescale.runtimes import runtime_of
+from tests.config.runs import run_of
 from tests.data.sources import MemorySource
 from tests.harness import run_ranks
 from tests.host_waits import FakeGpu, waits_of
@@ -146,12 +150,9 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     hdp.get_args = lambda: SimpleNamespace(check_for_nan_in_loss_and_grad=False)  # type: ignore[attr-defined]
     # A check for NaN reads the loss of each micro-batch, here as in stock Megatron.
-    runtime: Any = SimpleNamespace(
-        comm=None,
-        kernel=kernel_named("torch_flash"),
-        device=torch.device("cuda"),
-        clock=SimpleNamespace(mark=lambda *_: None),
-    )
+    run = run_of()
+    on_cuda = replace(run, process=replace(run.process, on_cuda=True))
+    runtime = runtime_of(run=on_cuda, clock=StepClock(False), kernel=kernel_named("torch_flash"))
     plan = plan_naive(LENGTHS, 1, 80)
     found = {}
     for name, (rule, loss_tokens) in WAYS.items():

@@ -16,6 +16,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.micro_batch import Shard
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -60,7 +61,7 @@ def profile_with_made_up_clock(
             kinds = [mark.kind for mark in run(runtime, model, packed)]
             assert kinds == ["wait", "forward", "backward", "end"], kinds
         shards = packed.micro_batch.shards
-        lengths, width = [runtime.step.plan.lengths[shard.seq] for shard in shards], len(shards[0].ring)
+        lengths, width = [runtime.step.batch.plan.lengths[shard.seq] for shard in shards], len(shards[0].ring)
         assert width in (1, runtime.run.cluster.num_ranks)
         layers = profile.unwrap_model(model).config.num_layers
         return tuple(made_up_seconds(layers, lengths, width, direction) for direction in ("forward", "backward"))
@@ -181,8 +182,8 @@ def real_rings(rank: int, world: int) -> list[Timing]:
     with contextlib.redirect_stdout(io.StringIO()):
         subject = prepare(MODEL, 64, on_cpu=True)
         timings = time_packs(subject, [], 2, [((64,), 2), ((24, 7), 2)])
-    assert subject.runtime.comm.stats.bytes_sent > 0
-    assert subject.runtime.step is None
+    assert subject.runtime.parts.comm.stats.bytes_sent > 0
+    assert subject.runtime.step.batch is None
     return timings
 
 
@@ -220,7 +221,7 @@ def seconds_of_marks(rank: int, world: int) -> list[tuple[float, float]]:
 
     torch.set_num_threads(1)
     marks = [Mark("", None, 10.0 * t, 1.0 * t, None) for t in (0, 1, 3, 7)]
-    runtime, shape = SimpleNamespace(clock=SimpleNamespace(on_cuda=False)), SimpleNamespace()
+    runtime, shape = runtime_of(), SimpleNamespace()
     make: Any = Subject
     one, two = (make(SimpleNamespace(tensor_model_parallel_size=size), runtime, shape) for size in (1, 2))
     subjects = [one, one, two]
@@ -234,7 +235,7 @@ def real_times(rank: int, world: int) -> list[tuple[float, ...]]:
         subject = prepare(MODEL, 64, on_cpu=True)
         timings = time_packs(subject, [(64,), (16, 8)], repeats=1)
     assert [timing.lengths for timing in timings] == [(64,), (16, 8)] * 2
-    assert subject.runtime.step is None
+    assert subject.runtime.step.batch is None
     return [tuple(t.forward_seconds for t in timings), tuple(t.backward_seconds for t in timings)]
 
 

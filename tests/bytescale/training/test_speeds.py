@@ -41,7 +41,7 @@ def measured(rank: int, world: int, words: tuple[str, ...], factors: tuple[float
 
     measured_speeds.BUDGET_SECONDS = 0.0
     runtime = Runtime.of(run_of(*words))
-    runtime.activations = make_store(runtime.run)
+    runtime.add_parts(activations=make_store(runtime.run))
     model = torch.nn.Linear(2, 2)
     states = torch.get_rng_state()
     with contextlib.redirect_stdout(io.StringIO()) as text:
@@ -49,7 +49,7 @@ def measured(rank: int, world: int, words: tuple[str, ...], factors: tuple[float
     assert torch.equal(torch.get_rng_state(), states)
     assert all(parameter.grad is None for parameter in model.parameters())
     config = runtime.run.get(ActivationConfig)
-    assert runtime.activations.plan == config.plan(config.largest)
+    assert runtime.parts.activations.plan == config.plan(config.largest)
     assert config.measures == ()
     return text.getvalue(), config
 
@@ -91,7 +91,7 @@ def test_speeds_that_do_not_fit_are_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runtime = Runtime.of(run_of())
-    runtime.activations = SimpleNamespace(plan=None)  # type: ignore[assignment]
+    runtime.add_parts(activations=SimpleNamespace(plan=None))
     before = runtime.run.get(ActivationConfig)
     monkeypatch.setattr(speeds.dist, "barrier", lambda: None)
     monkeypatch.setattr(speeds, "agreed_speeds", lambda *_: (1e9, Rates(1e12, 1e12, 1e12), 0.0))

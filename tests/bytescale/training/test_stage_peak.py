@@ -128,7 +128,7 @@ def build_stage(case: Case, stage: int, comm: Any) -> list[Any]:
         for layer in one.model.decoder.layers:
             layer.activations, layer.layer_number = store, number
             store.add_layer(number)
-            layer.self_attention.core_attention.runtime.comm = comm
+            layer.self_attention.core_attention.runtime.add_parts(comm=comm)
             number += 1
         number += 1  # the layers between are on other stages
     return built

@@ -127,7 +127,7 @@ def test_four_ranks_share_experts(flags: list[object], corpus: Path) -> None:
 
 
 def print_plan(runtime: Any, model: torch.nn.Module) -> None:
-    step, history = runtime.step, runtime.load_history
+    step, history = runtime.step.batch, runtime.parts.load_history
     load = 1.0 if history is None else history.at(step.step_index)
     print(f"PLAN {load:.6f} {step.plan.digest()}")
 

@@ -21,7 +21,7 @@ PEER_IS_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|B
 
 
 def die(rank: int, step: int, runtime: Any, model: Any) -> None:
-    if runtime.rank == rank and runtime.step.step_index + 1 == step:
+    if runtime.rank == rank and runtime.step.batch.step_index + 1 == step:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_ends_the_others(sharded: bool, corpus: Path, tmp_path: Pa
 
 def poison(rank: int, step: int, runtime: Any, model: Any) -> None:
     """From ``step`` on every loss of an HDP rank is NaN."""
-    if runtime.rank == rank and runtime.step.step_index + 1 == step:
+    if runtime.rank == rank and runtime.step.batch.step_index + 1 == step:
         next(model.parameters()).data.fill_(float("nan"))
 
 

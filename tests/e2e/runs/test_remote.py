@@ -143,12 +143,12 @@ def test_blends_splits_and_evaluation_are_those_of_the_local_loader(texts: tuple
 def kill_actors(runtime: Any, model: Any) -> None:
     """End a server before one step and the scheduler before another, as a fault would."""
     print_step(runtime, model)
-    if runtime.rank == 0 and runtime.step.step_index in (1, 3):
+    if runtime.rank == 0 and runtime.step.batch.step_index in (1, 3):
         import ray
 
         from bytescale_ext.data.ray.fetching import fetch
 
-        actor = ray.get_actor("server-0" if runtime.step.step_index == 1 else "scheduler")
+        actor = ray.get_actor("server-0" if runtime.step.batch.step_index == 1 else "scheduler")
         os.kill(fetch(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         print("KILLED")
 
@@ -170,7 +170,7 @@ def test_killed_actors_and_a_resumed_run_change_nothing(
 
 def poison(runtime: Any, model: Any) -> None:
     """From the third step on every loss is NaN."""
-    if runtime.step.step_index == 2:
+    if runtime.step.batch.step_index == 2:
         next(model.parameters()).data.fill_(float("nan"))
 
 

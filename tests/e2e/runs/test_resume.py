@@ -139,7 +139,7 @@ def test_dropout_resumes_to_the_last_bit_with_a_random_state_for_each_rank(corpu
 
 def send_sigterm(step: int, runtime: Any, model: Any) -> None:
     print_step(runtime, model)
-    if runtime.rank == 2 and runtime.step.step_index + 1 == step:
+    if runtime.rank == 2 and runtime.step.batch.step_index + 1 == step:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -161,7 +161,7 @@ def test_sigterm_on_one_rank_saves_and_ends_all(
 def let_time_run_out(step: int, runtime: Any, model: Any) -> None:
     from megatron.training import training
 
-    if runtime.rank == 1 and runtime.step.step_index + 1 == step:
+    if runtime.rank == 1 and runtime.step.batch.step_index + 1 == step:
         training._TRAIN_START_TIME -= 3600
 
 

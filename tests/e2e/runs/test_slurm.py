@@ -52,7 +52,7 @@ def note(runtime, model):
     with open(steps, "a") as file, contextlib.redirect_stdout(file):
         print_step(runtime, model)
     kill = os.environ.get("KILLED_TASK", "none") == os.environ.get("SLURM_ARRAY_TASK_ID")
-    if kill and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and runtime.step.step_index + 1 == 4:
+    if kill and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and runtime.step.batch.step_index + 1 == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
             use_torch_adam(parts)
             page_parts(parts, states.without(gradients.host_bytes if gradients else 0, 0), on_cuda)
         if states is not None and states.update_steps:
-            runtime.late_updates = LateUpdates([part.paged_adam for part in parts if hasattr(part, "paged_adam")])
-            flush_first(model_chunks, runtime.late_updates)
+            late_updates = LateUpdates([part.paged_adam for part in parts if hasattr(part, "paged_adam")])
+            runtime.add_parts(late_updates=late_updates)
+            flush_first(model_chunks, late_updates)
         for part in parts if gradients is not None else ():
             part.__class__, part.host_gradients = taking_gradients(type(part)), gradients
         for part in filter(is_over_torch_adam, parts):

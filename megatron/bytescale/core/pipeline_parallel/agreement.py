@@ -23,9 +23,9 @@ def agree_on_plan(runtime: Runtime, step: StepBatch, simple_step: Callable[[Step
     """
     config = runtime.hdp
     timed = config.plan_seconds is not None
-    if not timed and runtime.plans_compared and step.step_index % config.check_plans_every:
+    if not timed and runtime.log.plans_compared and step.step_index % config.check_plans_every:
         return step
-    runtime.plans_compared = True
+    runtime.log.plans_compared = True
     digest = step.plan.digest()
     found = agree(digest, step.fell_back, None, runtime.device)
     if found.fell_back:
@@ -41,9 +41,9 @@ def agree_on_plan(runtime: Runtime, step: StepBatch, simple_step: Callable[[Step
 
 
 def _warn_once(runtime: Runtime) -> None:
-    if runtime.warned_of_time:
+    if runtime.log.warned_of_time:
         return
-    runtime.warned_of_time = True
+    runtime.log.warned_of_time = True
     print_rank_0(
         f"> bytescale: a plan was not ready after --hdp-plan-seconds {runtime.hdp.plan_seconds:g}; the simple plan "
         "(--hdp-balance none) takes its place in such steps. Printed once; give the planner more time to balance them"

@@ -68,26 +68,26 @@ def run_units(
 ) -> Any:
     """Run the micro-batches of the step, or their slices."""
     units, num_slices = units_of_step(runtime, chunks), runtime.slicing.num_slices
-    runtime.expert_loads = None
+    runtime.step.expert_loads = None
     if num_slices == runtime.hdp.num_stages == 1:  # Megatron's own order, and no messages
         return megatron(data_iterator=[inputs_of(units)], num_microbatches=len(units), model=chunks, **options)
     config = get_model_config(chunks[0])
     schedule = schedule_of(runtime, chunks, len(units) // num_slices)
     step, stage = None, parallel_state.get_pipeline_model_parallel_rank()
     if num_slices > 1 or schedule.slicing.zero_bubble:
-        link = runtime.link if runtime.slicing.swapped_tokens else None
-        step = SliceStep(schedule, stage, training, mark=runtime.clock.mark, link=link)
-        runtime.weight_gradients = step.weight_gradients
-        runtime.expert_loads = step.expert_loads if num_slices > 1 else None
-    if training and runtime.activations is not None:
-        runtime.activations.begin_step(schedule.stages[stage])
+        link = runtime.parts.link if runtime.slicing.swapped_tokens else None
+        step = SliceStep(schedule, stage, training, mark=runtime.parts.clock.mark, link=link)
+        runtime.step.weight_gradients = step.weight_gradients
+        runtime.step.expert_loads = step.expert_loads if num_slices > 1 else None
+    if training and runtime.parts.activations is not None:
+        runtime.parts.activations.begin_step(schedule.stages[stage])
     shares = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
     communicator = stage_communicator(
         config,
         schedule,
         lambda action: units[action.micro_batch * num_slices + action.slice_index].num_rows // shares,
-        runtime.links if schedule.num_chunks > 1 or schedule.slicing.receives_ahead else None,
-        clock=runtime.clock if training else None,
+        runtime.parts.links if schedule.num_chunks > 1 or schedule.slicing.receives_ahead else None,
+        clock=runtime.parts.clock if training else None,
     )
     inputs = [inputs_of(units, step if num_slices > 1 else None) for _ in chunks]
     return run_schedule(megatron, schedule, communicator, step, data_iterator=inputs, model=chunks, **options)
@@ -108,7 +108,7 @@ def units_of_step(runtime: Runtime, chunks: Chunks) -> tuple[PackedMicroBatch, .
     Every rank runs at least one micro-batch, so that it joins every collective of the step. Ranks that share experts
     run equally many, and virtual stages run whole groups (see ``plan.schedule.actions``).
     """
-    step, hdp, num_slices = runtime.step, runtime.hdp, runtime.slicing.num_slices
+    step, hdp, num_slices = runtime.step.batch, runtime.hdp, runtime.slicing.num_slices
     assert step is not None, f"{step=}"
     group = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage if len(chunks) > 1 else num_slices
     count = micro_batch_counts(step.plan, hdp.expert_ranks, group // num_slices)[runtime.rank] * num_slices
@@ -156,29 +156,31 @@ def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
         iterator: Megatron's iterator over a loader.
         training: not an evaluation, which has no figures.
     """
-    step = runtime.step = agree_on_plan(runtime, next(iterator), lambda step: iterator.iterable.simple_step(step))
+    step = agree_on_plan(runtime, next(iterator), lambda step: iterator.iterable.simple_step(step))
+    runtime.step.batch = step
     if not training:
         return
-    runtime.next_step = lambda: iterator.iterable.peek()
+    runtime.step.next_batch = lambda: iterator.iterable.peek()
     runtime.reset_counts()
     if step.step_index + 1 == runtime.hdp.memory_step:
-        runtime.peak.begin(runtime.clock.on_cuda, [] if runtime.link is None else [runtime.link.arena.memory])
-    runtime.totals.step_started = time.perf_counter()
-    runtime.clock.begin(traced=step.step_index + 1 == runtime.hdp.timeline_step)
+        parts = runtime.parts
+        parts.peak.begin(parts.clock.on_cuda, [] if parts.link is None else [parts.link.arena.memory])
+    runtime.log.totals.step_started = time.perf_counter()
+    runtime.parts.clock.begin(traced=step.step_index + 1 == runtime.hdp.timeline_step)
 
 
 def end_step(runtime: Runtime, training: bool) -> None:
     """Count the figures of a training step, and write its timeline if ``--hdp-timeline-step`` names it."""
     if not training:
         return
-    runtime.clock.mark("end")
+    runtime.parts.clock.mark("end")
     runtime.count_step()
-    step, config = runtime.step, runtime.hdp
+    step, config = runtime.step.batch, runtime.hdp
     assert step is not None
     first_of_tensor_group = parallel_state.get_tensor_model_parallel_rank() == 0  # one file for each HDP rank
-    if runtime.clock.traced and config.log_dir is not None and first_of_tensor_group:
+    if runtime.parts.clock.traced and config.log_dir is not None and first_of_tensor_group:
         mine = step.plan.ranks[runtime.rank]
-        spans = runtime.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
+        spans = runtime.parts.clock.spans(step.step_index + 1, runtime.rank, mine, step.lengths)
         folder = config.log_dir / "timeline"
         if config.num_stages > 1:  # each stage has a timeline
             folder /= f"stage{parallel_state.get_pipeline_model_parallel_rank()}"
@@ -189,7 +191,7 @@ def wrap_finalize_model_grads(original: Callable[..., Any], runtime: Runtime) ->
     """Mark where the work of a step ends and the reduction of its gradients begins."""
 
     def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
-        runtime.clock.mark("reduce")
+        runtime.parts.clock.mark("reduce")
         return original(*args, **kwargs)
 
     return finalize_model_grads

@@ -205,14 +205,18 @@ def run_samples(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     training = not options.get("forward_only", False)
     step = SliceStep(schedule, stage, training)
-    runtime.expert_loads, runtime.weight_gradients = step.expert_loads, step.weight_gradients
-    if step.training and runtime.activations is not None:
-        runtime.activations.begin_step(schedule.stages[stage])
+    runtime.step.expert_loads, runtime.step.weight_gradients = step.expert_loads, step.weight_gradients
+    if step.training and runtime.parts.activations is not None:
+        runtime.parts.activations.begin_step(schedule.stages[stage])
     layouts, window = sample_layouts(config.lengths, micro_batch_size), runtime.run.shape.window
     limited = None if window is None else sample_layouts(config.lengths, micro_batch_size, window)
     rows = [length // config.row_shares for length in config.lengths]
     communicator = stage_communicator(
-        get_model_config(chunks[0]), schedule, lambda action: rows[action.slice_index], runtime.links, micro_batch_size
+        get_model_config(chunks[0]),
+        schedule,
+        lambda action: rows[action.slice_index],
+        runtime.parts.links,
+        micro_batch_size,
     )
     return run_schedule(
         megatron,
@@ -241,7 +245,7 @@ def sample_slices(
         window_layouts: the same in layers with a sliding window; None: no layer has one.
         data_iterator: Megatron's, over samples.
     """
-    read_batch = runtime.read_batch
+    read_batch = runtime.parts.read_batch
     assert read_batch is not None
     ranges = slice_ranges(runtime.run.get(SliceConfig).lengths)
     limits: Sequence[SliceLayout | None] = window_layouts or [None] * len(layouts)

@@ -132,7 +132,7 @@ class _Split:
             return output
         shares_rows = options["sequence_parallel"]
         group = options["tp_group"] if shares_rows or options["allreduce_dgrad"] else None
-        product = Product(weight, group, shares_rows, self.runtime.weight_gradients)
+        product = Product(weight, group, shares_rows, self.runtime.step.weight_gradients)
         return SplitProduct.apply(input, options["bias"], product)
 
 

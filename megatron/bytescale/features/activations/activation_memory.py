@@ -166,8 +166,8 @@ class PlannedMemory:
 
 def store_of(runtime: Runtime) -> ActivationStore:
     """Return the store of the activations, which memory plans always have."""
-    assert runtime.activations is not None, "a memory plan has an activation policy"
-    return runtime.activations
+    assert runtime.parts.activations is not None, "a memory plan has an activation policy"
+    return runtime.parts.activations
 
 
 def role_of(runtime: Runtime, record: StepRecord) -> str:

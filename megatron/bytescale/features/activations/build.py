@@ -40,7 +40,8 @@ def plan_activations(training: Training, runtime: Runtime) -> Training:
     """
     run = runtime.run
     config, has_documents = run.get(ActivationConfig), run.find(HdpConfig) is not None
-    store = runtime.activations = make_store(run)
+    store = make_store(run)
+    runtime.add_parts(activations=store)
     log = None if has_documents else StepLog(store, run.process.log_interval)
     if has_own_attention(run, training.model.transformer.transformer_impl):
         training.wrap_layer_spec(partial(with_sample_attention, runtime=runtime))
@@ -67,8 +68,9 @@ def prepare_kernel(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> lis
     """``ModelConfig.pre_wrap_hooks``: choose the attention kernel."""
     shape = runtime.run.shape
     inputs = (runtime.device, runtime.run.process.dtype, shape.head_dim)
-    runtime.kernel, reason, _ = choose_kernel(*inputs, windows=shape.window is not None)
-    print_rank_0(f"> bytescale: attention kernel {runtime.kernel.name} ({reason})")
+    kernel, reason, _ = choose_kernel(*inputs, windows=shape.window is not None)
+    runtime.add_parts(kernel=kernel)
+    print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
     return model_chunks
 
 

@@ -48,10 +48,11 @@ class StepLoads:
 
 def count_tokens(training: Training, runtime: Runtime, at_step_end: Callable[[StepLoads], None]) -> Training:
     """Count tokens in each layer of experts, and call ``at_step_end`` with the loads of each step."""
-    if runtime.expert_counts is not None:
-        runtime.expert_counts.at_step_end.append(at_step_end)
+    if runtime.parts.expert_counts is not None:
+        runtime.parts.expert_counts.at_step_end.append(at_step_end)
         return training
-    runtime.expert_counts = counts = TokenCounts(at_step_end=[at_step_end])
+    counts = TokenCounts(at_step_end=[at_step_end])
+    runtime.add_parts(expert_counts=counts)
 
     def tell() -> None:
         loads = step_loads(counts)
@@ -117,8 +118,9 @@ def follow_loads(training: Training, runtime: Runtime) -> Training:
     follower = Follower(config, placements, runtime.run.process.log_interval)
     hdp = runtime.run.find(HdpConfig)
     if hdp is not None and runtime.run.find(RemoteConfig) is None:  # an actor plans for all ranks, and asks none
-        runtime.load_history = LoadHistory.planned_ahead(hdp.plan_ahead)
-        training = count_tokens(training, runtime, Feedback(runtime, placements, runtime.load_history))
+        history = LoadHistory.planned_ahead(hdp.plan_ahead)
+        runtime.add_parts(load_history=history)
+        training = count_tokens(training, runtime, Feedback(runtime, placements, history))
     if config.measures:
         training.model.pre_wrap_hooks.append(partial(measure, runtime, follower))
     training = count_tokens(training, runtime, follower)

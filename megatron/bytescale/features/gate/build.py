@@ -129,14 +129,14 @@ class ActiveExperts:
     def __call__(self) -> None:
         """Count a step. Collective on all processes while the gate anneals."""
         step = get_args().curr_iteration + 1
-        self.runtime.active_experts = float(self.runtime.run.shape.experts_per_token)
+        self.runtime.step.active_experts = float(self.runtime.run.shape.experts_per_token)
         if self.gate.plan.temperature(step - 1) is not None:
             sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
             for place, number in enumerate(self.gate.take_active()):
                 sums[place] += number
             torch.distributed.all_reduce(sums)
             active, num_tokens = sums.tolist()
-            self.runtime.active_experts = active / max(1.0, num_tokens)
+            self.runtime.step.active_experts = active / max(1.0, num_tokens)
             self.active, self.num_tokens = self.active + active, self.num_tokens + num_tokens
         if step % self.runtime.run.process.log_interval == 0 and self.num_tokens:
             mean = self.active / self.num_tokens

@@ -109,8 +109,9 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     inputs = (runtime.device, run.process.dtype, run.shape.head_dim)
     kernel, reason, _ = choose_kernel(*inputs, runtime.hdp.kernel, windows=run.shape.window is not None)
     print_rank_0(f"> bytescale: attention kernel {kernel.name} ({reason})")
-    runtime.kernel, runtime.kernel_calls = counting(kernel)
-    runtime.comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
+    counted, calls = counting(kernel)
+    comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
+    runtime.add_parts(kernel=counted, kernel_calls=calls, comm=comm)
     args = get_args()
     if args.hidden_dropout and args.save and not args.data_parallel_random_init:
         print_rank_0(
@@ -162,7 +163,7 @@ def dataset_provider(
                 plan_ahead=runtime.hdp.plan_ahead,
                 rows_multiple=runtime.hdp.rows_multiple,
                 vocab_size=args.padded_vocab_size,
-                pin_memory=runtime.clock.on_cuda,
+                pin_memory=runtime.parts.clock.on_cuda,
                 slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
                 window=runtime.run.shape.window,
                 schedule=() if cyclic else runtime.hdp.schedule,
@@ -215,7 +216,7 @@ def step_loader(
         )
         process = runtime.run.process.rank
         return RemoteStepLoader(source, plan_maker(runtime, planner), process, settings, reads_tokens=is_end)
-    loads = None if settings.cyclic else runtime.load_history
+    loads = None if settings.cyclic else runtime.parts.load_history
     return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads)
 
 
@@ -229,7 +230,7 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
         index, packed, prefix = next(data_iterator)
         chunk = unwrap_model(model)
         if model.training:
-            runtime.clock.mark("forward", index)
+            runtime.parts.clock.mark("forward", index)
             if not chunk.vp_stage and (prefix is None or not packed.layout.index):
                 # Each micro-batch once on each stage, which is what Megatron's counter divides by.
                 count_sequences(packed.counted_lengths, runtime.device)
@@ -251,7 +252,7 @@ def forward_step(runtime: Runtime) -> Callable[..., Any]:
             padding_mask=padding_mask(packed, model),
         )
         if model.training and output.requires_grad:
-            output.register_hook(lambda _: runtime.clock.mark("backward", index))
+            output.register_hook(lambda _: runtime.parts.clock.mark("backward", index))
         return output, partial(sum_of_losses, packed)
 
     return forward

@@ -35,7 +35,7 @@ def cut_documents(training: Training, runtime: Runtime) -> Training:
 def cut_samples(training: Training, runtime: Runtime) -> Training:
     """Run Megatron's samples in slices, which attend to earlier slices and have positions in the whole sample."""
     config, model = runtime.run.get(SliceConfig), training.model
-    runtime.read_batch = stock.read_batch
+    runtime.add_parts(read_batch=stock.read_batch)
     model.transformer_layer_spec = document_layer_spec(runtime)
     model.pre_wrap_hooks.append(partial(prepare_samples, runtime))
     if config.num_chunks > 1:
@@ -47,8 +47,8 @@ def prepare_documents(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> 
     """Prepare the stages, and print which keys are kept. Collective; called before DDP wraps the model."""
     config, on_cuda = runtime.run.get(DocumentSliceConfig), runtime.run.process.on_cuda
     _prepare_stages(runtime, config)
-    if config.host_bytes and runtime.activations is None:  # an activation policy has an arena for both
-        runtime.key_link = make_link(allocate_arena(int(config.host_bytes), on_cuda), on_cuda)
+    if config.host_bytes and runtime.parts.activations is None:  # an activation policy has an arena for both
+        runtime.add_parts(key_link=make_link(allocate_arena(int(config.host_bytes), on_cuda), on_cuda))
     if config.note:
         print_rank_0(f"> bytescale: {config.note}")
     return model_chunks
@@ -66,9 +66,9 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
 def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
     """Make the process groups of messages beside passes, and tell the user if slices gain nothing. Collective."""
     if get_args().overlap_p2p_comm:
-        runtime.links = create_virtual_links(runtime.device, runtime.run.process.timeout_minutes)
+        runtime.add_parts(links=create_virtual_links(runtime.device, runtime.run.process.timeout_minutes))
     elif config.receives_ahead:
-        runtime.links = create_stage_links(runtime.run.process.timeout_minutes)
+        runtime.add_parts(links=create_stage_links(runtime.run.process.timeout_minutes))
     if config.num_stages == 1:
         print_rank_0(
             "> bytescale: one pipeline stage has no idle time for slices to fill. With --recompute-granularity full "

@@ -44,9 +44,9 @@ class Staleness:
 
     def count(self) -> None:
         """Count a step, whose passes are over and whose update is not."""
-        late, step = self.runtime.late_updates, get_args().curr_iteration + 1
+        late, step = self.runtime.parts.late_updates, get_args().curr_iteration + 1
         assert late is not None
-        self.runtime.stale_steps = late.missing
+        self.runtime.step.stale_steps = late.missing
         self.counts.append(late.missing)
         if step % self.runtime.run.process.log_interval:
             return

@@ -23,8 +23,8 @@ def keep_tables(
 
     def read_rows_first(forward: Callable[..., Any]) -> Callable[..., Any]:
         def read_and_forward(data_iterator: Any, model: Any) -> Any:
-            assert runtime.step is not None
-            tables.begin(runtime.step, model.training, runtime.next_step)
+            assert runtime.step.batch is not None
+            tables.begin(runtime.step.batch, model.training, runtime.step.next_batch)
             return forward(data_iterator, model)
 
         return read_and_forward

@@ -26,7 +26,7 @@ def walk(rank: int, world: int) -> None:
 
     config = SliceConfig(Slicing(2), (3, 2), num_stages=1)
     runtime = Runtime.of(run_of(config))
-    runtime.read_batch = lambda data: {"tokens": next(data)}
+    runtime.add_parts(read_batch=lambda data: {"tokens": next(data)})
     layouts = sample_layouts(config.lengths, 1)
     step = seq1f1b.SliceStep(config.schedule(1), stage=0, training=True)
     batches = seq1f1b.sample_slices(step, runtime, layouts, None, iter(["a", "b"]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
 SAMPLES, TOKENS, HEADS, GROUPS, SIZE = 2, 37, 4, 2, 8
@@ -60,7 +60,7 @@ def run_both(rank: int, world: int) -> dict[tuple[str, str], tuple[list[torch.Te
         )  # fmt: skip
         for dtype in (torch.float64, torch.float32):
             kernel = choose_kernel(torch.device("cpu"), dtype, SIZE, windows=True)[0]
-            ours = SampleAttention(config, runtime=SimpleNamespace(comm=None, kernel=kernel))
+            ours = SampleAttention(config, runtime=runtime_of(kernel=kernel))
             stock = DotProductAttention(config, 1, AttnMaskType.causal, "self")
             assert list(ours.state_dict()) == list(stock.state_dict())
             ours.load_state_dict(stock.state_dict())

@@ -13,6 +13,7 @@ import torch
 from bytescale_ext.attention.kernels.table import named_kernel
 from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -41,7 +42,7 @@ def errors(rank: int, world: int) -> dict[str, list[float]]:
     layout = attention_layout(MicroBatch(shards), 0, LENGTHS, sum(LENGTHS))
     kernel = named_kernel("cpu", torch.float64, 6, "reference")
     config: Any = SimpleNamespace(kv_channels=1, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla")
-    core = DocumentLatentCore(config, runtime=SimpleNamespace(comm=None, kernel=kernel), softmax_scale=0.3)
+    core = DocumentLatentCore(config, runtime=runtime_of(kernel=kernel), softmax_scale=0.3)
     found = {}
     for name, (key_dim, value_dim) in SIZES.items():
         generator = torch.Generator().manual_seed(1)

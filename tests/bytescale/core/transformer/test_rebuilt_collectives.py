@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
 SHAPE = ModelShape(2, 32, 4, 2, 8, 48, True, 64)
@@ -76,7 +76,7 @@ def count(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
     kernel = choose_kernel(torch.device("cpu"), torch.float32, 8)[0]
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
     spec.submodules.self_attention.submodules.core_attention = partial(
-        SampleAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
+        SampleAttention, runtime=runtime_of(kernel=kernel)
     )
     block = TransformerBlockSubmodules(layer_specs=[spec] * 2, layer_norm=LocalNorm)
     decoder = TransformerBlock(config, transformer_layer.planned_layer_spec(block, store)).train()

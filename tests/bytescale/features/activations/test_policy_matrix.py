@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_r
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import make_plan
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -87,7 +87,7 @@ class Case:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = LocalNorm
         kernel = choose_kernel(torch.device("cpu"), torch.float32, HIDDEN // 4)[0]
         spec.submodules.self_attention.submodules.core_attention = partial(
-            DocumentAttention if documents else SampleAttention, runtime=SimpleNamespace(comm=None, kernel=kernel)
+            DocumentAttention if documents else SampleAttention, runtime=runtime_of(kernel=kernel)
         )
         block: Any = TransformerBlockSubmodules(layer_specs=[spec] * (LAYERS // stages), layer_norm=LocalNorm)
         torch.manual_seed(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from bytescale_ext.plan.experts.cost import ExpertCost
 from bytescale_ext.plan.experts.placement import PlacementPlan
 from bytescale_ext.plan.experts.replay import Placing
 from bytescale_ext.plan.experts.trace import TraceHead, read_trace
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -129,8 +129,7 @@ def feed_back(rank: int, world: int) -> list[float]:
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     placements = Placements(PlacementPlan.static(4, 2, 3))
-    runtime: Any = SimpleNamespace(device=torch.device("cpu"))
-    feedback = experts.Feedback(runtime, placements, LoadHistory(lag=1))
+    feedback = experts.Feedback(runtime_of(), placements, LoadHistory(lag=1))
     uneven, even = np.array([[30, 0, 10, 0]] * 2), np.array([[5, 5, 5, 5]] * 2)
     for step in (7, 8):
         experts.get_args = lambda step=step: SimpleNamespace(curr_iteration=step)
@@ -155,12 +154,11 @@ def no_layers(rank: int, world: int) -> list[float]:
     from megatron.bytescale.core.transformer.moe.placed_layer import Placements
     from megatron.bytescale.features.experts import loads as experts
 
-    runtime: Any = SimpleNamespace(device=torch.device("cpu"))
     loads = {3: np.array([[30, 0, 10, 0]] * 2)} if rank else {}
     found: list[float] = []
     for of_step in (loads, {}):  # in the second step nobody has any
         experts.get_args = lambda: SimpleNamespace(curr_iteration=0)
-        feedback = experts.Feedback(runtime, Placements(PlacementPlan.static(4, 2, 3)), LoadHistory(lag=1))
+        feedback = experts.Feedback(runtime_of(), Placements(PlacementPlan.static(4, 2, 3)), LoadHistory(lag=1))
         feedback(experts.StepLoads(of_step, 1))
         found.append(feedback.history.at(1))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from bytescale_ext.plan.experts.replay import Placing
 from megatron.bytescale.core.transformer.moe.placed_layer import Placements
 from megatron.bytescale.core.transformer.moe.slot_experts import SlotExperts
 from megatron.bytescale.features.experts.speeds import computing
+from tests.bytescale.runtimes import runtime_of
 from tests.harness import run_ranks
 
 HIDDEN = 8
@@ -71,8 +71,6 @@ def measured(rank: int, world: int) -> tuple[PlacementConfig, list[str]]:
     from megatron.bytescale.features.experts import loads as experts
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
-    process = SimpleNamespace(on_cuda=False)
-    runtime: Any = SimpleNamespace(device=torch.device("cpu"), run=SimpleNamespace(process=process))
     config = PlacementConfig(4, 2, Placing("flexmoe", 3, 1.1, 1, ExpertCost(1.0, 1.0, 1.0)), measures=True)
     follower = experts.Follower(config, Placements(PlacementPlan.static(4, 2, 3)), 1)
     lines: list[str] = []
@@ -80,7 +78,7 @@ def measured(rank: int, world: int) -> tuple[PlacementConfig, list[str]]:
     chunks: list[torch.nn.Module] = [torch.nn.Linear(1, 1)]
     if rank >= 2:
         chunks.append(torch.nn.Sequential(built_experts(), built_experts()))
-    assert experts.measure(runtime, follower, chunks) is chunks
+    assert experts.measure(runtime_of(), follower, chunks) is chunks
     return follower.config, lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatron.bytescale.core.transformer.moe.gate import Gate
 from megatron.bytescale.core.transformer.moe.gate_noise import numbers_of_samples
 from megatron.bytescale.features.gate import build as module
 from tests.bytescale.core.transformer.moe.test_gate_noise import Shard, packed
+from tests.bytescale.runtimes import runtime_of
+from tests.config.runs import SHAPE, run_of
 
 PLAN = DenseToSparse(2.0, 0.5, "linear", 4, 1e-3, 4, noise_seed=1)
 STEP = {"curr_iteration": 0}
@@ -90,8 +93,8 @@ def test_mean_experts_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "write_scalars", lambda scalars, step: lines.append(f"{step} {scalars}"))
     other = torch.tensor([30.0, 10.0], dtype=torch.float64)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda sums: sums.add_(other))
-    run = SimpleNamespace(shape=SimpleNamespace(experts_per_token=2), process=SimpleNamespace(log_interval=2))
-    runtime: Any = SimpleNamespace(run=run, device="cpu", active_experts=None)
+    run = run_of(shape=replace(SHAPE, num_experts=4, experts_per_token=2))
+    runtime = runtime_of(run=run, log_interval=2)
     counts = module.ActiveExperts(Gate(PLAN), runtime)
     means = []
     for step in range(6):
@@ -99,7 +102,7 @@ def test_mean_experts_of_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         if step < PLAN.steps:
             counts.gate.note(torch.arange(4).expand(10, 4) <= step)
         counts()
-        means.append(runtime.active_experts)
+        means.append(runtime.step.active_experts)
     assert means == [2.0, 2.5, 3.0, 3.5, 2.0, 2.0]
     assert lines[0] == "> bytescale: 2.250 experts of a token since the last line"
     assert lines[1:] == ["2 {'experts/active': 2.25}", lines[2], "4 {'experts/active': 3.25}"]

@@ -13,6 +13,7 @@ from bytescale_ext.data.samples.units import units_of
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.hdp import build as hdp
+from tests.bytescale.runtimes import runtime_of
 from tests.data.sources import MemorySource
 from tests.plan.simple_plans import plan_naive
 
@@ -38,8 +39,7 @@ def test_forward_passes_count_each_sequence_once_and_do_not_read_the_plan(
     counted: list[list[float]] = []
     monkeypatch.setattr(hdp, "update_seqlen_stats_from_cu_seqlens", lambda bounds: counted.append(bounds.tolist()))
     plan = plan_naive(LENGTHS, 2, 20)
-    runtime = SimpleNamespace(clock=SimpleNamespace(mark=lambda *_: None), device="cpu")  # it has no step to read
-    forward = hdp.forward_step(runtime)  # type: ignore[arg-type]
+    forward = hdp.forward_step(runtime_of())  # it has no step to read
     num_micro_batches = 0
     for rank in range(2):
         units = units_of(plan.ranks[rank], LENGTHS, rank, 1, rule)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.bytescale.features.states import late_updates as module
+from tests.bytescale.runtimes import runtime_of
 
 
 class Training:
@@ -28,14 +29,13 @@ def test_the_log_has_the_mean_and_the_most(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "print_rank_last", lines.append)
     monkeypatch.setattr(module, "write_scalars", lambda scalars, step: lines.append(f"{step} {scalars}"))
     late = SimpleNamespace(missing=0, wait_seconds=0.0)
-    run = SimpleNamespace(process=SimpleNamespace(log_interval=2))
-    runtime: Any = SimpleNamespace(run=run, late_updates=late, stale_steps=0)
+    runtime = runtime_of(log_interval=2, late_updates=late)
     training: Any = module.tell_staleness(Training(), runtime)  # type: ignore[arg-type]
     counted = []
     for step, missing in enumerate([0, 1, 2, 3]):
         counter.curr_iteration, late.missing = step, missing
         assert training.finalize("model") == ("gradients", ("model",))
-        counted.append(runtime.stale_steps)
+        counted.append(runtime.step.stale_steps)
         late.wait_seconds += 0.25
     assert counted == [0, 1, 2, 3]
     told = "> bytescale: parameters lacked the gradients of {} steps, {} at most; {} ms of a step went to waiting"

@@ -154,7 +154,7 @@ class DraftLoss:
         """Return what the heads are compared with; None if they are not. ``hidden``: [s / ranks, 1, h]."""
         if not self.heads.settings.hidden_weight:
             return None
-        comm = None if self.runtime is None else self.runtime.comm
+        comm = None if self.runtime is None else self.runtime.parts.comm
         exchange: Any = None if comm is None else comm.exchange  # rings have one
         assert isinstance(params.layout, AttentionLayout), f"{params.layout=}"
         return later_states(hidden, params.layout, self.heads.settings.num_heads, exchange, group)

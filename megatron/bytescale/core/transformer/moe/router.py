@@ -50,7 +50,7 @@ class DocumentRouter(SliceRouter):
         if coefficient == 0:
             return probs
         assert with_padding_mask, f"{with_padding_mask=}"
-        if self.runtime.expert_loads is not None:
+        if self.runtime.step.expert_loads is not None:
             return self.attach(
                 probs,
                 self.balanced("aux_loss", scores_for_aux_loss, routing_map, True),
@@ -101,7 +101,7 @@ class DocumentRouter(SliceRouter):
         num_parts = self.runtime.run.cluster.num_ranks * get_num_microbatches()
         get_moe_metrics_tracker().record(
             name,
-            loss * (num_parts / self.runtime.step.num_tokens),
+            loss * (num_parts / self.runtime.step.batch.num_tokens),
             self.layer_number + layers * self.is_mtp_layer,
             layers + (self.config.mtp_num_layers or 0),
             reduce_group=self.tp_cp_group,

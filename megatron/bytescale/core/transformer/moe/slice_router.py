@@ -56,7 +56,7 @@ class SliceRouter(TopKRouter):
         """
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         is_recomputed_later = self.training and not torch.is_grad_enabled()
-        if is_recomputed_later and self.runtime.expert_loads is not None and self.is_aux_loss_enabled():
+        if is_recomputed_later and self.runtime.step.expert_loads is not None and self.is_aux_loss_enabled():
             num_rows, batch = logits.shape[:2]
             mask = None if padding_mask is None else padding_mask.reshape(-1)
             chosen, scores = compute_routing_scores_for_aux_loss(
@@ -88,8 +88,8 @@ class SliceRouter(TopKRouter):
             weight: loads of the micro-batch -> factor of the loss.
             record: logs the loss, given the loads of the micro-batch.
         """
-        loads: LayerLoads = self.runtime.expert_loads.note(self, loss.kind, loss.load)
-        if self.runtime.expert_loads.is_last() and not loads.is_recorded:
+        loads: LayerLoads = self.runtime.step.expert_loads.note(self, loss.kind, loss.load)
+        if self.runtime.step.expert_loads.is_last() and not loads.is_recorded:
             loads.is_recorded = True
             total = loads.total()
             record(total, balance_loss(total, self.num_experts, self.topk))
@@ -158,7 +158,7 @@ class SampleRouter(SliceRouter):
         """
         if self.calculate_per_token_loss:
             return num_tokens * self.tp_cp_group.size()
-        return self.runtime.expert_loads.num_slices
+        return self.runtime.step.expert_loads.num_slices
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attach the slice's share of the micro-batch's z loss to logits [tokens, experts], and return them."""
@@ -166,7 +166,7 @@ class SampleRouter(SliceRouter):
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
         assert padding_mask is None, "samples have no padding"
-        lengths, action = self.runtime.run.get(SliceConfig).lengths, self.runtime.expert_loads.action
+        lengths, action = self.runtime.run.get(SliceConfig).lengths, self.runtime.step.expert_loads.action
         share = lengths[action.slice_index] / sum(lengths)
         loss = z_loss_func(logits, 1.0) * share
         weight = coefficient / self.tp_cp_group.size() * self._divided_by_megatron(logits.shape[0] / share)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bytescale.runtimes import runtime_of
 from tests.config.runs import hdp_of, run_of
 from tests.harness import run_ranks
 
@@ -38,7 +39,8 @@ def build(kind: str, group: Any, **settings: Any) -> Any:
         router = TopKRouter(config, groups)
     else:
         run = run_of(hdp_of(num_ranks=3, tokens_per_rank=128))
-        runtime = SimpleNamespace(run=run, step=SimpleNamespace(num_tokens=NUM_TOKENS), expert_loads=None)
+        runtime = runtime_of(run=run)
+        runtime.step.batch = SimpleNamespace(num_tokens=NUM_TOKENS)
         router = DocumentRouter(runtime=runtime, config=config, pg_collection=groups)
     router.set_layer_number(1)
     return router.train()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.schedule.actions import Action
 from bytescale_ext.plan.step.sizes import Slicing
 from tests.bytescale.core.transformer.moe.test_router import AUX, NUM_TOKENS, build, logged, rows
+from tests.bytescale.runtimes import runtime_of
 from tests.config.runs import run_of
 from tests.harness import run_ranks
 
@@ -65,7 +65,7 @@ def sliced(router: Any, inputs: torch.Tensor, masks: list[torch.Tensor | None], 
     """Run slices forward, with a checkpoint or without, then backward from the last."""
     from torch.utils.checkpoint import checkpoint
 
-    loads, outputs = router.runtime.expert_loads, []
+    loads, outputs = router.runtime.step.expert_loads, []
     for index, (part, mask) in enumerate(zip(inputs.split(LENGTHS), masks, strict=True)):
         loads.action = Action("F", 0, index)
         part = part.clone().requires_grad_()
@@ -107,12 +107,13 @@ def samples(rank: int, world: int, name: str, per_token: bool) -> None:
         router = build("stock", dist.group.WORLD, **settings)
         router.__class__ = SampleRouter
         run = run_of(SliceConfig(Slicing(len(LENGTHS)), LENGTHS, 1))
-        router.runtime = SimpleNamespace(run=run, expert_loads=ExpertLoads(len(LENGTHS)))
+        router.runtime = runtime_of(run=run)
+        router.runtime.step.expert_loads = ExpertLoads(len(LENGTHS))
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 if per_token else 1 / 12))
         sliced(router, inputs, [None] * len(LENGTHS), recomputes)
         torch.testing.assert_close(router.weight.grad, stock.weight.grad, rtol=1e-5, atol=1e-7)
         assert logged(router) == pytest.approx(expected)
-        assert not router.runtime.expert_loads.unfinished
+        assert not router.runtime.step.expert_loads.unfinished
         if router.enable_expert_bias:
             assert torch.equal(router.local_tokens_per_expert, stock.local_tokens_per_expert)
 
@@ -141,7 +142,7 @@ def documents(rank: int, world: int) -> None:
     inputs[places] = whole
     for recomputes in (False, True):
         router = build("ours", dist.group.WORLD)
-        router.runtime.expert_loads = ExpertLoads(len(LENGTHS))
+        router.runtime.step.expert_loads = ExpertLoads(len(LENGTHS))
         sliced(router, inputs, list(masks.split(LENGTHS)), recomputes)
         torch.testing.assert_close(router.weight.grad, stock.weight.grad, rtol=1e-5, atol=1e-7)
         assert logged(router) == pytest.approx(expected)
