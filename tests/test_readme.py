@@ -23,6 +23,17 @@ from tests.tree import drawing, patch_rows
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+OUR_PREFIXES = (
+    "--hdp-",
+    "--hybrid-data",
+    "--seq1f1b-",
+    "--state-",
+    "--ngram-",
+    "--embedding-",
+    "--draft-",
+    "--sculpt-",
+)
 PAPERS = [README, ROOT / "CONTRIBUTING.md", *PAGES, ROOT / "scripts" / "bench" / "LOG.md"]
 TREES = ("bytescale_ext", "docs", "megatron", "scripts", "tests", ".ci")
 MUST_NOT_EXIST = "megatron/__init__.py"
@@ -35,10 +46,13 @@ def our_flags() -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_readme_is_short_and_names_no_figure_without_its_place() -> None:
-    text = README.read_text()
-    assert len(text.splitlines()) < 220
-    assert "<!-- measured: hdp_e2e -->" in text or "scripts/bench/plan/hdp_e2e.py" in text
+def test_readme_is_short_and_names_a_command_for_each_figure() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 120
+    head = lines.index("| compared with | speed-up, lowest to highest case | how | command |")
+    rows = [line.split(" | ") for line in lines[head + 2 : lines.index("", head)]]
+    assert len(rows) > 4
+    assert [row[-1] for row in rows if not row[-1].startswith(("`", "the same"))] == []
 
 
 def test_the_citation_names_every_paper_of_the_readme() -> None:
@@ -62,16 +76,16 @@ def test_reference_pages_are_up_to_date() -> None:
     assert all(f"## bytescale {command.NAME}\n" in pages["commands.md"] for command in cli.COMMANDS)
 
 
-def test_readme_names_no_flag_that_is_not_there() -> None:
-    named = set(FLAG.findall(README.read_text()))
-    ours = our_flags()
-    assert len(named & ours) > 10
-    look_like_ours = {flag for flag in named if flag.startswith(("--hdp-", "--hybrid-", "--seq1f1b-"))}
-    assert look_like_ours <= ours | REFUSED_FLAGS
+@pytest.mark.parametrize("paper", [README, *GUIDE], ids=lambda path: path.name)
+def test_pages_name_no_flag_that_is_not_there(paper: Path) -> None:
+    named = set(FLAG.findall(paper.read_text()))
+    look_like_ours = {flag for flag in named if flag.startswith(OUR_PREFIXES)}
+    assert look_like_ours <= our_flags() | REFUSED_FLAGS
 
 
-def test_readme_calls_refused_only_what_is() -> None:
-    rows = [line for line in README.read_text().splitlines() if re.match(r"\|.*\| refused", line)]
+def test_the_page_of_limits_calls_refused_only_what_is() -> None:
+    rows = [line for line in (ROOT / "docs" / "guide" / "limits.md").read_text().splitlines()
+            if re.match(r"\|.*\| refused", line)]  # fmt: skip
     flags = {flag for row in rows for flag in FLAG.findall(row.split("|")[1])}
     assert len(flags) > 15
     assert flags <= REFUSED_FLAGS, f"not refused: {sorted(flags - REFUSED_FLAGS)}"
@@ -165,12 +179,11 @@ def test_make_targets_exist(paper: Path) -> None:
 
 
 def test_console_commands_parse() -> None:
-    shown = [line for line in code_lines(README.read_text()) if line.startswith("bytescale ")]
-    used = set()
-    for line in shown:
-        words = shlex.split(line.split(">")[0], comments=True)
-        used.add(cli.parse(words[1:]).command)
-    assert used == {command.NAME for command in cli.COMMANDS}
+    shown = [
+        line for page in (README, *GUIDE) for line in code_lines(page.read_text()) if line.startswith("bytescale ")
+    ]
+    used = {cli.parse(shlex.split(line, comments=True)[1:]).command for line in shown}
+    assert len(used) > 12
 
 
 def test_figures_of_the_log_line_are_explained() -> None:
@@ -178,7 +191,8 @@ def test_figures_of_the_log_line_are_explained() -> None:
 
     ranks = [RankStep(1.0, 1.0, 2.0, 100.0, 100.0, 0.0, 1e6), RankStep(1.5, 1.0, 3.0, 100.0, 110.0, 0.0, 1e6)]
     line = IntervalMetrics.of(1, 1, 1.0, ranks).line()
-    (shown,) = (row for row in README.read_text().splitlines() if row.startswith(" hdp: "))
+    page = ROOT / "docs" / "guide" / "training.md"
+    (shown,) = (row for row in page.read_text().splitlines() if row.startswith(" hdp: "))
     without_figures = r"[\d.,]+( (?=\d))?"
     assert re.sub(without_figures, "", shown).split() == re.sub(without_figures, "", line).split()
 

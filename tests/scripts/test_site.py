@@ -61,7 +61,7 @@ def test_it_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None:
     built = build(tmp_path / "site", ROOT / "mkdocs.yml")
     assert built.returncode == 0, built.stderr
     home = (tmp_path / "site" / "index.html").read_text()
-    assert "Three commands" in home
+    assert "Two commands" in home
     assert "<table>" in home
     assert 'href="guide/quickstart/"' in home
     for page in (tmp_path / "site").rglob("*.html"):

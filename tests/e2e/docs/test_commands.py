@@ -25,7 +25,6 @@ from tests.harness import run_ranks
 
 ELSEWHERE = {  # how a command begins: why it is not run here, or the test that runs it
     "make ": "they run the demo and this test",
-    "sudo make cluster": "tests/bench/cluster/test_speed.py",
     ".venv/bin/pre-commit ": "it changes the hooks of the repository",
     ".venv/bin/python -m pytest ": "they run this test",
     "bytescale data clean ": "tests/bytescale/cli/data/test_clean.py",
@@ -89,7 +88,7 @@ def examples() -> list[str]:
     ]
 
 
-COMMANDS = {**{page.name: code_lines(page.read_text()) for page in PAGES}, "--help": examples()}
+COMMANDS = {**{str(page.relative_to(ROOT)): code_lines(page.read_text()) for page in PAGES}, "--help": examples()}
 
 
 def is_elsewhere(line: str) -> bool:
