@@ -171,6 +171,10 @@ class Runtime:
         runtime.add_parts(kernel=kernel)
         return runtime
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Runtime:
+        """Return this state itself: a copied layer spec runs in the same process."""
+        return self
+
     def add_parts(self, **parts: object) -> None:
         """Add fields of ``Parts`` by name, while the model or the optimizer is built."""
         self.parts = replace(self.parts, **parts)  # type: ignore[arg-type]

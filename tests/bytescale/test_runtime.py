@@ -105,7 +105,7 @@ def test_staleness_is_summed() -> None:
 
 def test_use_before_the_model_is_built_is_our_bug() -> None:
     made = runtime()
-    with pytest.raises(AssertionError, match="step"):
+    with pytest.raises(AssertionError, match="batch"):
         made.count_step()
     made.add_parts(comm=None)
     with pytest.raises(AssertionError, match="comm"):

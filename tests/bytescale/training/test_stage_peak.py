@@ -30,6 +30,7 @@ from bytescale_ext.plan.schedule.actions import Action, seq1f1b_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+from tests.bytescale.runtimes import runtime_of
 from tests.bytescale.training.test_device_peak import FLOAT_BYTES, LOSS_TOKENS, build_fused
 from tests.harness import run_ranks
 
@@ -181,8 +182,10 @@ class StageRun:
         self.existing = [*parameters, *[parameter.grad for parameter in parameters], self.store.link.arena.memory]
         self.weight_gradients = WeightGradients()
         if case.slicing.zero_bubble:
+            runtime = runtime_of()
+            runtime.step.weight_gradients = self.weight_gradients
             for built in self.built:
-                split_products(built.model.decoder.layers, self)
+                split_products(built.model.decoder.layers, runtime)
         self.states = parameter_bytes(FLOAT_BYTES, 1) * sum(parameter.numel() for parameter in parameters)
         rule, self.lengths, micro_batch = cut_of(case)
         if len(self.lengths) == 1:
