@@ -175,7 +175,7 @@ class _LocalSteps:
         return self._made(batch.step_index, batch.sample_ids, self._plans_of(batch.step_index).simple)
 
     def _plans_of(self, step_index: int) -> PlanMaker:
-        return self.plans if self.loads is None else self.plans.at_load(self.loads.at(step_index))
+        return self.plans if self.loads is None else self.plans.with_expert_imbalance(self.loads.at(step_index))
 
     def _made(
         self,

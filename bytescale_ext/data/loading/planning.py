@@ -40,7 +40,7 @@ class Planner(Protocol):
 class LoadedPlanner(Planner, Protocol):
     """A planner that counts with loads of experts."""
 
-    def at_load(self, load: float) -> Planner:
+    def with_expert_imbalance(self, load: float) -> Planner:
         """Return the planner of a step in which the slowest rank's experts take ``load`` times the mean."""
         ...
 
@@ -59,7 +59,7 @@ class PlanMaker:
     check: Callable[[StepPlan], None] | None = check_step_plan
     plan_seconds: float | None = None
 
-    def at_load(self, load: float) -> PlanMaker:
+    def with_expert_imbalance(self, load: float) -> PlanMaker:
         """Return what makes the plans of a step with this load of experts; 1 changes nothing."""
         return replace(self, planner=planner_at(self.planner, load))
 
@@ -108,7 +108,7 @@ class PlannerInProcess:
         """See ``Planner``; raises the planner's own errors."""
         return self.plan(lengths, should_stop)
 
-    def at_load(self, load: float) -> Planner:
+    def with_expert_imbalance(self, load: float) -> Planner:
         """See ``LoadedPlanner``: the same process makes the plans of all loads."""
         return _AtLoad(self, load)
 
@@ -187,7 +187,7 @@ def planner_at(planner: Planner, load: float) -> Planner:
     if load == 1.0:
         return planner
     assert isinstance(planner, LoadedPlanner), f"{planner=} {load=}"
-    return planner.at_load(load)
+    return planner.with_expert_imbalance(load)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,1 +1,1 @@
-"""Planners of hybrid data parallelism: which ranks compute which tokens in which micro-batch."""
+"""Planners of hybrid data parallelism: they assign the tokens of a step to ranks and micro-batches."""

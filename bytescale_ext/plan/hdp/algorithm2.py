@@ -1,4 +1,4 @@
-"""ByteScale's balance strategy as published (section 6, Algorithm 2), to compare with; widths are the fewest ranks."""
+"""ByteScale's balance strategy as published (section 6, Algorithm 2), with the fewest ranks for each sequence."""
 
 from __future__ import annotations
 
@@ -23,45 +23,51 @@ NUM_BUCKETS = 16
 def place_algorithm2(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
     """Run Algorithm 2: DP-Balance, or PP-Balance in aligned slots.
 
-    The paper leaves some choices open, which are made as follows. Short sequences are packed first, best fit under C
-    (Algorithm 1, lines 7 to 9); a pack is then treated as one sequence on one rank. There are 16 buckets of about equal
-    work, longest sequences first (a pack counts by its longest one; tie: older pack). DP-Balance empties them one after
-    the other, PP-Balance takes one sequence of each in turn. A sequence goes to the contiguous ranks whose latest rank
-    is ready first (tie: least total time, lowest rank). The paper's target ranks are more than delta behind the latest
-    rank. If there are any, the ranks that are ready first are among them, so delta changes nothing and is left out.
+    The paper leaves some choices open. They are made as follows:
 
-    In aligned slots a ring takes the first slot after the latest slot of its ranks, a pack the first free one.
+    * Short sequences are packed first, best fit under C (Algorithm 1, lines 7 to 9). A pack then counts as one item on
+      one rank, and so does a long sequence on its ring.
+    * There are 16 buckets of about equal work, longest sequences first (a pack counts by its longest sequence; tie: the
+      older pack). DP-Balance empties one bucket after the other; PP-Balance takes one item of each bucket in turn.
+    * An item goes to the contiguous ranks whose latest rank is ready first (tie: least total time, lowest rank).
+    * The paper's target ranks are more than delta behind the latest rank. If there are any, the ranks that are ready
+      first are among them. So delta changes nothing and is left out.
+
+    In aligned slots a ring takes the first slot after the latest slot of its ranks; a pack takes the first free slot.
     """
     lengths, ring_widths, num_ranks, cost = problem.lengths, problem.min_widths, problem.num_ranks, problem.cost
-    in_order = np.argsort(-lengths, kind="stable")
-    is_long = lengths[in_order] > problem.tokens_per_rank
-    packs = pack_best_fit(lengths.tolist(), in_order[~is_long].tolist(), problem.tokens_per_rank)
-    items: list[Sequence[int]] = [(seq,) for seq in in_order[is_long].tolist()]
+    longest_first = np.argsort(-lengths, kind="stable")
+    is_long = lengths[longest_first] > problem.tokens_per_rank
+    packs = pack_best_fit(lengths.tolist(), longest_first[~is_long].tolist(), problem.tokens_per_rank)
+    items: list[Sequence[int]] = [(seq,) for seq in longest_first[is_long].tolist()]
     items += sorted(packs, key=lambda pack: -int(lengths[pack[0]]))
     widths = np.array([ring_widths[item[0]] for item in items], dtype=np.int64)
-    each = cost.sequence_cost(lengths.astype(np.float64), ring_widths.astype(np.float64))
-    seconds = np.array([sum(each[seq] for seq in item) for item in items]) + cost.g
-    turns = list(_turns(seconds * widths, problem.aligned))
-    placed_on = _windows(seconds, widths, turns, num_ranks, should_stop)
-    slots = aligned_slots(placed_on[turns], widths[turns], num_ranks) if problem.aligned else np.arange(len(items))
+    sequence_seconds = cost.sequence_cost(lengths.astype(np.float64), ring_widths.astype(np.float64))
+    seconds = np.array([sum(sequence_seconds[seq] for seq in item) for item in items]) + cost.g
+    turns = list(_placing_order(seconds * widths, problem.aligned))
+    item_firsts = _first_ranks(seconds, widths, turns, num_ranks, should_stop)
+    slots = aligned_slots(item_firsts[turns], widths[turns], num_ranks) if problem.aligned else np.arange(len(items))
     firsts, orders = np.zeros_like(ring_widths), np.zeros_like(ring_widths)
     for turn, number in enumerate(turns):
-        firsts[list(items[number])], orders[list(items[number])] = placed_on[number], slots[turn]
+        firsts[list(items[number])], orders[list(items[number])] = item_firsts[number], slots[turn]
     return PlacedRanks(num_ranks, lengths, firsts, ring_widths, orders, problem.aligned)
 
 
-def _turns(work: Floats, in_turn: bool) -> Iterator[int]:
-    """Yield items, ``work`` [items], from buckets of about equal work: bucket after bucket, or one of each in turn."""
+def _placing_order(work: Floats, in_turn: bool) -> Iterator[int]:
+    """Yield the items of buckets of about equal work: bucket after bucket, or one item of each bucket in turn.
+
+    ``work``: work of each item: [items].
+    """
     if not len(work):
         return
-    done = np.cumsum(work) - work / 2
-    buckets = np.minimum((done * NUM_BUCKETS / work.sum()).astype(np.int64), NUM_BUCKETS - 1)
-    place = np.arange(len(work)) - np.searchsorted(buckets, buckets)
-    yield from (np.lexsort((buckets, place)) if in_turn else np.arange(len(work))).tolist()
+    midpoints = np.cumsum(work) - work / 2
+    buckets = np.minimum((midpoints * NUM_BUCKETS / work.sum()).astype(np.int64), NUM_BUCKETS - 1)
+    places = np.arange(len(work)) - np.searchsorted(buckets, buckets)  # inside the bucket
+    yield from (np.lexsort((buckets, places)) if in_turn else np.arange(len(work))).tolist()
 
 
-def _windows(seconds: Floats, widths: Ints, turns: list[int], num_ranks: int, should_stop: ShouldStop) -> Ints:
-    """Return the first rank of each item, placed in the order of ``turns``: [items], as ``seconds`` and ``widths``."""
+def _first_ranks(seconds: Floats, widths: Ints, turns: list[int], num_ranks: int, should_stop: ShouldStop) -> Ints:
+    """Place the items in the order of ``turns``. Return their first ranks: [items], as ``seconds`` and ``widths``."""
     firsts = np.zeros(len(widths), dtype=np.int64)
     ready = np.zeros(num_ranks)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # (ready, rank); outdated entries are skipped

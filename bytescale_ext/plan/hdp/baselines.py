@@ -1,4 +1,4 @@
-"""Simple planners: naive HDP (ByteScale Algorithm 1), which works for every step, and a static mesh to compare with."""
+"""Simple planners: naive HDP (ByteScale, Algorithm 1) and static context parallelism."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ Ints = npt.NDArray[np.int64]
 
 
 def place_naive(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
-    """Balance tokens (ByteScale section 5, Algorithm 1, "naive HDP"); it is quick and never stops early.
+    """Balance tokens (ByteScale section 5, Algorithm 1, "naive HDP"). It is quick and ignores ``should_stop``.
 
-    A sequence of s > C tokens gets its fewest ranks, contiguous ones, and is a micro-batch of its own on each of them;
-    shorter ones are packed best-fit into packs of C tokens, each on one rank. Placements are made one after another,
-    longest sequence first (tie: lower index), then the packs, most tokens first (tie: older pack). Each goes where the
-    fullest rank of its window has the fewest tokens so far (tie: fewest tokens in the whole window, then the lowest
-    rank). Every rank runs its placements in this one global order, so rings cannot deadlock. Tokens are balanced, work
-    is not: the squared cost of long sequences is left to the other planners.
+    A sequence of s > C tokens gets the fewest contiguous ranks that hold it, and has a micro-batch to itself on each of
+    them. Shorter sequences are packed best-fit into packs of C tokens, each on one rank. Long sequences are placed
+    first, longest first (tie: lower index); then the packs, most tokens first (tie: older pack). Each goes to the
+    window of ranks whose fullest rank has the fewest tokens (tie: fewest tokens in the window, then the lowest rank).
+    All ranks run their micro-batches in the order of placing, so rings cannot deadlock. Tokens are balanced, but work
+    is not: it grows with the square of the length.
 
-    In aligned slots a ring takes the first slot that is free on all its ranks; then packs fill the gaps of their rank,
-    and only then follow at its end. Sequences longer than C are never packed, whatever their width.
+    In aligned slots a ring takes the first slot that is free on all its ranks. Packs fill the gaps of their rank first.
+    A sequence longer than C is never packed, whatever its width.
     """
     sizes, widths, num_ranks = problem.lengths, problem.min_widths, problem.num_ranks
-    in_order = np.argsort(-sizes, kind="stable")
+    longest_first = np.argsort(-sizes, kind="stable")
     num_long = int((sizes > problem.tokens_per_rank).sum())
     loads = np.zeros(num_ranks, dtype=np.int64)
-    items: list[Sequence[int]] = [(seq,) for seq in in_order[:num_long].tolist()]
-    places: list[int] = []
+    items: list[Sequence[int]] = [(seq,) for seq in longest_first[:num_long].tolist()]
+    item_firsts: list[int] = []
     for (seq,) in items:
         length, width = int(sizes[seq]), int(widths[seq])
         first = least_loaded_window(loads, width)
         loads[first : first + width] += length // width + (np.arange(width) < length % width)
-        places.append(first)
-    packs = pack_best_fit(sizes.tolist(), in_order[num_long:].tolist(), problem.tokens_per_rank)
-    for pack, rank in _dealt(packs, sizes, loads):
+        item_firsts.append(first)
+    packs = pack_best_fit(sizes.tolist(), longest_first[num_long:].tolist(), problem.tokens_per_rank)
+    for pack, rank in _deal_packs(packs, sizes, loads):
         items.append(pack)
-        places.append(rank)
-    item_widths = widths[[item[0] for item in items]] if items else widths
-    firsts_of_items = np.array(places, dtype=np.int64)
-    slots = aligned_slots(firsts_of_items, item_widths, num_ranks) if problem.aligned else range(len(items))
+        item_firsts.append(rank)
+    if problem.aligned:
+        item_widths = widths[[item[0] for item in items]] if items else widths
+        slots = aligned_slots(np.array(item_firsts, dtype=np.int64), item_widths, num_ranks).tolist()
+    else:
+        slots = list(range(len(items)))
     firsts, orders = np.zeros_like(widths), np.zeros_like(widths)
-    for item, first, slot in zip(items, places, slots, strict=True):
+    for item, first, slot in zip(items, item_firsts, slots, strict=True):
         firsts[list(item)], orders[list(item)] = first, slot
     return PlacedRanks(num_ranks, sizes, firsts, widths, orders, problem.aligned)
 
 
 def place_static(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
-    """Place static context parallelism of ``static_width``, as ``--context-parallel-size`` with packed documents.
+    """Plan static context parallelism of ``static_width`` ranks, as ``--context-parallel-size`` on packed documents.
 
-    Ranks form groups of ``static_width``. A pack holds up to ``static_width * C`` tokens (best fit), and every document
-    of it is cut in zigzag over all ranks of its group, so that each rank holds ``ceil(s / static_width)`` tokens at
-    most; the pack is filled by that count, which keeps every rank at C tokens or fewer. A document of fewer tokens
-    than ``static_width`` uses the first ranks only. Packs are dealt to the groups in turn, in the order of packing.
+    Ranks form groups of ``static_width``. All ranks of a group share each of its documents in zigzag, so a rank holds
+    at most ``ceil(s / static_width)`` tokens of a document. Documents are packed best-fit by this number, so that a
+    rank has at most C tokens of a pack. A document with fewer tokens than ``static_width`` uses the first ranks only.
+    Packs go to the groups in turn, in the order of packing.
     """
     width = problem.static_width
     assert width is not None, f"{problem=}"
@@ -72,12 +74,14 @@ def place_static(problem: Problem, should_stop: ShouldStop = None) -> PlacedRank
 
 
 def aligned_slots(firsts: Ints, widths: Ints, num_ranks: int) -> Ints:
-    """Return the slots of micro-batches placed one after another on ``widths`` ranks from ``firsts`` on: [n] each.
+    """Return the slot of each micro-batch, in the order of placing: [n], as the arguments.
 
-    A ring takes the slot after the latest slot of its ranks, a micro-batch of one rank the first free slot there.
+    A ring takes the slot after the latest slot of its ranks. A micro-batch on one rank takes the first free slot there.
+
+    ``firsts``, ``widths``: first rank and ranks of each micro-batch: [n].
     """
     ends = np.zeros(num_ranks, dtype=np.int64)
-    free: list[list[int]] = [[] for _ in range(num_ranks)]  # slots before the end, ascending
+    free: list[list[int]] = [[] for _ in range(num_ranks)]  # unused slots before the end, ascending
     slots = np.zeros(len(firsts), dtype=np.int64)
     for number, (first, width) in enumerate(zip(firsts.tolist(), widths.tolist(), strict=True)):
         if width == 1 and free[first]:
@@ -93,7 +97,7 @@ def aligned_slots(firsts: Ints, widths: Ints, num_ranks: int) -> Ints:
 def least_loaded_window(loads: Ints | npt.NDArray[np.float64], width: int) -> int:
     """Return the first rank of the window of ``width`` ranks with the smallest (maximum load, total load, first rank).
 
-    ``loads``: [ranks].
+    ``loads``: load of each rank: [ranks].
     """
     highest, covered = loads, 1
     while covered < width:  # maximum over windows of `covered` ranks, doubled until it reaches the width
@@ -106,7 +110,7 @@ def least_loaded_window(loads: Ints | npt.NDArray[np.float64], width: int) -> in
     return int(candidates[np.argmin(totals)])
 
 
-def _dealt(packs: Sequence[Sequence[int]], sizes: Ints, loads: Ints) -> list[tuple[Sequence[int], int]]:
+def _deal_packs(packs: Sequence[Sequence[int]], sizes: Ints, loads: Ints) -> list[tuple[Sequence[int], int]]:
     """Deal packs to ranks, most tokens first, each to the rank with the fewest tokens so far (tie: lowest rank).
 
     ``sizes``: tokens of each sequence, [n]; ``loads``: tokens of each rank, [ranks]. Returns (pack, rank) pairs.
@@ -114,9 +118,9 @@ def _dealt(packs: Sequence[Sequence[int]], sizes: Ints, loads: Ints) -> list[tup
     tokens = [int(sizes[list(pack)].sum()) for pack in packs]
     heap = [(int(load), rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
-    dealt = []
+    pairs = []
     for number in sorted(range(len(packs)), key=lambda number: (-tokens[number], number)):
         load, rank = heap[0]
-        dealt.append((packs[number], rank))
+        pairs.append((packs[number], rank))
         heapq.heapreplace(heap, (load + tokens[number], rank))
-    return dealt
+    return pairs

@@ -1,4 +1,4 @@
-"""Planning under a time limit: planners ask now and then whether to stop."""
+"""Planning under a time limit: planners ask regularly whether to stop."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from bytescale_ext.errors import OutOfTime
 
 ShouldStop = Callable[[], bool] | None
-"""A planner calls it now and then and gives up once it returns True; None: no limit."""
+"""A function that a planner calls regularly, and that returns True once the planner has to give up; None: no limit."""
 
 
 def stop_if(should_stop: ShouldStop) -> None:
-    """Raise OutOfTime when ``should_stop`` returns True."""
+    """Raise OutOfTime if ``should_stop`` returns True."""
     if should_stop is not None and should_stop():
         raise OutOfTime("the planner ran out of time")

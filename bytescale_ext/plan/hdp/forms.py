@@ -1,4 +1,4 @@
-"""The form of each ring of a placement: plain, or of inner rings inside nodes (``plan.cost.nodes``)."""
+"""The form of each ring of a placement: plain, or hierarchical with inner rings inside nodes (``plan.cost.nodes``)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from bytescale_ext.plan.step.sizes import Cluster, Slicing
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_GAIN = 1e-6  # a ring stays plain unless its inner rings save this share of its time
+_MIN_GAIN = 1e-6  # a ring stays plain unless inner rings save this share of its time
 
 
-def with_forms(placed: PlacedRanks, stage: StageCost, cluster: Cluster, slicing: Slicing) -> PlacedRanks:
-    """Return the placement with the faster form of each ring; ties are plain.
+def with_ring_forms(placed: PlacedRanks, stage: StageCost, cluster: Cluster, slicing: Slicing) -> PlacedRanks:
+    """Return the placement with the faster form of each ring, plain in a tie.
 
-    Sequences that share a ring in one micro-batch travel together, so they get one form. Whether exchange takes long
-    depends on the sequence: where attention hides it in both forms, the ring stays plain, which takes fewer messages
-    and less memory. The cluster may ask for inner rings wherever they are possible instead.
+    Sequences that share a ring in one micro-batch travel together, so they get the same form. If attention overlaps
+    with the whole exchange in both forms, the ring stays plain, which needs fewer messages and less memory. With
+    ``cluster.hierarchical_rings`` "always", every ring that can have inner rings gets them.
     """
     always = cluster.hierarchical_rings == "always" and cluster.ranks_per_node is not None
     nodes = Nodes(cluster.node_ranks, 1.0) if always else stage.forward.nodes
@@ -33,7 +33,7 @@ def with_forms(placed: PlacedRanks, stage: StageCost, cluster: Cluster, slicing:
     forms = nodes.inner_rings(placed.first_ranks, placed.widths)
     rings = np.flatnonzero(forms > 1)
     if not always:
-        rings = rings[_saves(placed, rings, forms, stage, slicing)]
+        rings = rings[_are_faster(placed, rings, forms, stage, slicing)]
     if not len(rings):
         return placed
     chosen = np.ones_like(forms)
@@ -41,10 +41,16 @@ def with_forms(placed: PlacedRanks, stage: StageCost, cluster: Cluster, slicing:
     return replace(placed, inner_rings=chosen)
 
 
-def _saves(placed: PlacedRanks, rings: Ints, forms: Ints, stage: StageCost, slicing: Slicing) -> npt.NDArray[np.bool_]:
-    """Return whether ``forms`` inner rings are faster than a plain ring: [rings].
+def _are_faster(
+    placed: PlacedRanks, rings: Ints, forms: Ints, stage: StageCost, slicing: Slicing
+) -> npt.NDArray[np.bool_]:
+    """Return whether inner rings are faster than a plain ring: [rings].
 
-    ``rings``: sequences on rings that may have inner rings; ``forms``: of all sequences.
+    Args:
+        placed: the placement, of n sequences.
+        rings: sequences whose rings can have inner rings: [rings].
+        forms: number of inner rings of each sequence: [n].
+        stage, slicing: the costs.
     """
     nodes = stage.forward.nodes
     assert nodes is not None, f"{stage=}"
@@ -55,11 +61,11 @@ def _saves(placed: PlacedRanks, rings: Ints, forms: Ints, stage: StageCost, slic
         for counts in (np.ones_like(widths), forms[rings])
     )
     passes = np.unique(np.stack((firsts, widths, orders)), axis=1, return_inverse=True)[1].reshape(-1)
-    together = [np.bincount(passes, weights=seconds) for seconds in (plain, nested)]
-    return np.asarray(together[1] < together[0] * (1 - _GAIN))[passes]
+    plain_sums, nested_sums = (np.bincount(passes, weights=seconds) for seconds in (plain, nested))
+    return np.asarray(nested_sums < plain_sums * (1 - _MIN_GAIN))[passes]
 
 
 def _ring_seconds(lengths: Floats, widths: Floats, hops: Floats, stage: StageCost, slicing: Slicing) -> Floats:
-    """Return the time of all slices of sequences on rings whose exchange takes ``hops``: [n], as the arguments."""
+    """Return the time of each sequence, all slices, if its ring's exchange takes ``hops``: [n], as the arguments."""
     (forward, _), (backward, _) = SliceShares.of(stage.both, lengths, widths, slicing, hops).stage_costs(stage)
     return np.asarray((forward + backward).sum(axis=1))

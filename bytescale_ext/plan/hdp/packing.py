@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.step.table import owned
+from bytescale_ext.plan.step.table import ragged_indices
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -18,10 +18,10 @@ _WORD_BITS = 1024
 
 
 class _ResidualSet:
-    """A set of small integers that answers "the smallest member >= x" in a few integer operations.
+    """A set of small integers that finds its smallest member >= x in a few integer operations.
 
-    Two levels of bit sets: bit v of word w stands for the member ``w * _WORD_BITS + v``; the top level has a bit
-    for each word that is not zero. A sorted list with bisect would move up to ``capacity`` entries at every change.
+    It is a bit set of two levels: bit v of word w is set for the member ``w * _WORD_BITS + v``, and the top level has a
+    bit for each word that is not zero. A sorted list would move up to ``capacity`` entries at every change.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _ResidualSet:
             self._top ^= 1 << word
 
     def smallest_from(self, bound: int) -> int | None:
-        """Return the smallest member that is at least ``bound``; None when there is none."""
+        """Return the smallest member that is at least ``bound``, or None."""
         word, bit = divmod(bound, _WORD_BITS)
         rest = self._words.get(word, 0) >> bit
         if rest:
@@ -54,24 +54,24 @@ class _ResidualSet:
 
 
 def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int) -> tuple[tuple[int, ...], ...]:
-    """Pack sequences into as few packs of ``capacity`` tokens as best-fit-decreasing finds.
+    """Pack sequences into few packs of at most ``capacity`` tokens, by best-fit-decreasing in about O(n log n).
 
-    Longer sequences go first (tie: lower index). Each goes to the fullest pack that still has room for it
-    (tie: the oldest pack), else it opens a new pack. About O(n log n).
+    Longer sequences go first (tie: lower index). Each goes to the fullest pack that has room for it (tie: the oldest
+    pack), or opens a new pack.
 
     Args:
         lengths: tokens of every sequence of the step.
-        indices: which of them to pack, each at most once.
-        capacity: the most tokens of one pack.
+        indices: indices of the sequences to pack, each at most once.
+        capacity: the most tokens of a pack.
 
     Returns:
-        Packs in the order in which they were opened, each the indices it holds in the order of placement.
+        Indices of the sequences of each pack, in the order of placing. Packs are in the order of their opening.
 
     Raises:
         ValueError: a sequence is empty or longer than ``capacity``.
     """
     sizes = [int(length) for length in lengths]
-    order = sorted(sorted(indices), key=sizes.__getitem__, reverse=True)  # stable, also in reverse
+    order = sorted(sorted(indices), key=sizes.__getitem__, reverse=True)  # the sort is stable, also in reverse
     if order and sizes[order[0]] > capacity:
         raise ValueError(
             f"sequence {order[0]} has {sizes[order[0]]} tokens, more than a pack of {capacity} tokens holds; "
@@ -81,7 +81,7 @@ def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int)
         raise ValueError(f"sequence {order[-1]} has {sizes[order[-1]]} tokens; drop it, a sequence needs at least 1")
     packs: list[list[int]] = []
     residuals = _ResidualSet()
-    packs_with: dict[int, list[int]] = {}  # residual -> heap of the packs that have it, oldest first
+    packs_with: dict[int, list[int]] = {}  # residual -> heap of the packs with this residual, oldest first
     for index in order:
         length = sizes[index]
         residual = residuals.smallest_from(length)
@@ -107,14 +107,14 @@ def pack_best_fit(lengths: Sequence[int], indices: Iterable[int], capacity: int)
 def deal_by_work(work: Floats, loads: Floats) -> Ints:
     """Deal items, in the given order, each to the bin with the least load so far (tie: lowest index).
 
-    With the most work first this is the longest-processing-time rule (Graham 1969): loads end within one item.
+    With the most work first this is the longest-processing-time rule (Graham 1969): final loads differ by one item.
 
     Args:
-        work: of each item: [n].
-        loads: work that the bins hold already: [bins].
+        work: work of each item: [n].
+        loads: initial load of each bin: [bins].
 
     Returns:
-        The bin of each item: [n].
+        Bin of each item: [n].
     """
     heap = [(load, index) for index, load in enumerate(loads.tolist())]
     heapq.heapify(heap)
@@ -127,15 +127,15 @@ def deal_by_work(work: Floats, loads: Floats) -> Ints:
 
 
 def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
-    """Pack the items of each owner best-fit in the given order, for all owners at once.
+    """Pack the items of each owner best-fit in the given order, for all owners together.
 
     Args:
-        tokens: of each item, at most ``capacity``: [n].
+        tokens: tokens of each item, at most ``capacity``: [n].
         owners: owner of each item, from 0 on: [n].
         capacity: the most tokens of a pack.
 
     Returns:
-        The pack of each item, numbered from 0 for each owner: [n].
+        Pack of each item, numbered from 0 for each owner: [n].
     """
     packs = np.zeros(len(tokens), dtype=np.int64)
     if not len(tokens):
@@ -143,16 +143,16 @@ def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
     in_order = np.argsort(owners, kind="stable")
     counts = np.bincount(owners)
     begins = np.cumsum(counts) - counts
-    by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    by_count = np.argsort(-counts, kind="stable")  # owners with items left stay in front
     room = np.full((len(counts), 1), capacity, dtype=np.int64)
     for turn in range(int(counts.max())):
         active = int(np.searchsorted(-counts[by_count], -turn))
         items = in_order[begins[by_count[:active]] + turn]
         size = tokens[items]
-        left = room[:active] - size[:, None]
-        tightest = np.where(left < 0, capacity, left).argmin(axis=1)
-        fits = left[np.arange(active), tightest] >= 0
-        if not fits.all():  # a new pack for the others: an unused one, and one more column if all are used
+        room_after = room[:active] - size[:, None]
+        tightest = np.where(room_after < 0, capacity, room_after).argmin(axis=1)
+        fits = room_after[np.arange(active), tightest] >= 0
+        if not fits.all():  # the other items open a pack: an unused column, or a new column if all are used
             room = np.concatenate((room[:active], np.full((active, 1), capacity, dtype=np.int64)), axis=1)
             unused = (room == capacity).argmax(axis=1)
             tightest = np.where(fits, tightest, unused)
@@ -164,36 +164,36 @@ def split_into_packs(tokens: Ints, owners: Ints, capacity: int) -> Ints:
 
 
 def fill_slots(tokens: Ints, work: Floats, owners: Ints, room: Ints, missing_seconds: Floats) -> Ints:
-    """Give each item the slot of its owner that lacks most work and has room for it.
+    """Give each item the slot of its owner that lacks the most work and has room for the item.
 
     Args:
-        tokens: of each item: [n].
-        work: of each item, most work first: [n].
+        tokens: tokens of each item: [n].
+        work: seconds of each item, most work first: [n].
         owners: owner of each item: [n].
-        room: tokens that each slot still holds: [owners, slots].
-        missing_seconds: work that each slot still lacks: [owners, slots].
+        room: tokens that each slot can still take: [owners, slots].
+        missing_seconds: seconds of work that each slot lacks, -inf for slots that take no items: [owners, slots].
 
     Returns:
-        The slot of each item, -1 where no slot has room for it: [n].
+        Slot of each item, or -1 if no slot has room for it: [n].
     """
     slots = np.full(len(tokens), -1, dtype=np.int64)
     if not len(tokens):
         return slots
     counts = np.bincount(owners, minlength=len(room))
-    by_count = np.argsort(-counts, kind="stable")  # owners that still have an item stay in front
+    by_count = np.argsort(-counts, kind="stable")  # owners with items left stay in front
     places = np.empty_like(by_count)
     places[by_count] = np.arange(len(by_count))
     by_owner = np.argsort(owners, kind="stable")
-    _, turns = owned(counts)
-    in_order = by_owner[np.argsort(turns * len(counts) + places[owners[by_owner]])]  # the first of each owner first
+    _, turns = ragged_indices(counts)
+    by_turn = by_owner[np.argsort(turns * len(counts) + places[owners[by_owner]])]  # first items of all owners first
     stops = np.cumsum(np.bincount(turns)).tolist()
     room, missing = room[by_count], missing_seconds[by_count]
     for start, stop in pairwise([0, *stops]):
-        items, active = in_order[start:stop], np.arange(stop - start)
+        items, active = by_turn[start:stop], np.arange(stop - start)
         size = tokens[items]
-        most = np.where(room[: len(items)] >= size[:, None], missing[: len(items)], -np.inf)
-        chosen = most.argmax(axis=1)
-        fits = most[active, chosen] > -np.inf
+        fillable = np.where(room[: len(items)] >= size[:, None], missing[: len(items)], -np.inf)
+        chosen = fillable.argmax(axis=1)
+        fits = fillable[active, chosen] > -np.inf
         slots[items] = np.where(fits, chosen, -1)
         room[active, chosen] -= np.where(fits, size, 0)
         missing[active, chosen] -= np.where(fits, work[items], 0.0)

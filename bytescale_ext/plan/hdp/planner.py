@@ -11,7 +11,7 @@ from bytescale_ext.plan.activation.offload import OffloadLimits
 from bytescale_ext.plan.cost.cost_model import StageCost
 from bytescale_ext.plan.hdp.baselines import place_naive
 from bytescale_ext.plan.hdp.deadline import ShouldStop
-from bytescale_ext.plan.hdp.forms import with_forms
+from bytescale_ext.plan.hdp.forms import with_ring_forms
 from bytescale_ext.plan.hdp.problem import Problem, checked_lengths, min_widths, static_widths
 from bytescale_ext.plan.hdp.table import STATIC_MESH, Place, PlannerRow, auto_balance, planner_row, stateless
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -24,22 +24,22 @@ Choose = Callable[[Problem, Place], tuple[Slicing, PlacedRanks]]
 
 @dataclass(frozen=True)
 class HdpPlanner:
-    """The planner's settings; calling it is pure: equal lengths give an equal plan on every rank.
+    """The planner with its settings. A call is pure: equal lengths give equal plans on every rank.
 
     Attributes:
-        cluster: the HDP ranks; with pipelines, each rank is a pipeline.
-        stages: cost of each pipeline stage with its nodes, the slowest one last; one without pipelines.
-        slicing: how each stage slices its micro-batches.
-        tokens_multiple: micro-batches are padded at their end to a multiple of this; plans count with the mean padding.
+        cluster: HDP ranks; with pipelines, each rank is a pipeline.
+        stages: cost of each pipeline stage with its nodes, the slowest stage last; a single stage without pipelines.
+        slicing: slicing of the micro-batches on each stage.
+        tokens_multiple: multiple of tokens to which micro-batches are padded; plans count the mean padding.
         balance: name of a planner in ``table.PLANNERS``.
-        aligned: the plan must have aligned slots even without pipelines (expert parallelism).
-        static_width: plan static context parallelism of this width instead, to compare with.
-        offload: activations may go to host memory within these limits, so that a sequence needs fewer ranks; a plan
-            then names the share of each micro-batch. The micro-batches in flight share the host memory. None: nothing
-            is offloaded.
-        expert_share: the share of routed experts in the work of a stage that is linear in tokens.
-        choice: chooses the slicing of each step, which the plan then names; pure, needs aligned slots. None:
-            ``slicing``.
+        aligned: whether plans need aligned slots even without pipelines (expert parallelism).
+        static_width: width of static context parallelism, which replaces ``balance``; None: no static mesh.
+        offload: limits within which activations may go to host memory, so that a sequence needs fewer ranks; a plan
+            then names the share of each micro-batch, and the micro-batches in flight share the host memory. None:
+            nothing is offloaded.
+        expert_share: share of routed experts in the work of a stage that is linear in tokens.
+        choice: function that chooses the slicing of each step, which the plan then names. It is pure and needs
+            pipelines. None: ``slicing``.
     """
 
     cluster: Cluster
@@ -56,7 +56,7 @@ class HdpPlanner:
     def __post_init__(self) -> None:
         planner_row(self.balance)  # refuses an unknown name
         if not self.stages:
-            raise ValueError("0 stages: there must be at least 1")
+            raise ValueError("0 stages: give the cost of at least 1")
         if self.needs_aligned and not self.row.aligned:
             raise ValueError(
                 f"balance {self.row.name} makes no aligned slots, which pipelines and expert parallelism need; "
@@ -66,21 +66,20 @@ class HdpPlanner:
 
     @property
     def row(self) -> PlannerRow:
-        """The planner that makes the plans."""
+        """The row of the planner in the table."""
         return STATIC_MESH if self.static_width is not None else planner_row(self.balance)
 
     @property
     def needs_aligned(self) -> bool:
-        """Whether the plan must have aligned slots."""
+        """Whether plans must have aligned slots."""
         return self.aligned or len(self.stages) > 1
 
-    def at_load(self, load: float) -> HdpPlanner:
-        """Return the planner of a step in which the slowest rank's experts take ``load`` times the mean.
+    def with_expert_imbalance(self, ratio: float) -> HdpPlanner:
+        """Return the planner for steps whose busiest rank gets ``ratio`` times the mean tokens of routed experts.
 
-        All ranks that share experts wait for the slowest of them, so the routed experts of a slot take as many times
-        as long, on every rank.
+        All ranks that share experts wait for the busiest rank, so routed experts take ``ratio`` times as long on each.
         """
-        factor = 1.0 + self.expert_share * (load - 1.0)
+        factor = 1.0 + self.expert_share * (ratio - 1.0)
         return replace(self, stages=tuple(stage.with_linear(factor) for stage in self.stages))
 
     def __call__(self, lengths: Sequence[int], should_stop: ShouldStop = None) -> StepPlan:
@@ -88,12 +87,12 @@ class HdpPlanner:
 
         Args:
             lengths: tokens of each sequence, at least 1 each.
-            should_stop: called now and then; once it returns True, the planner gives up.
+            should_stop: called regularly; once it returns True, the planner gives up.
 
         Raises:
-            OutOfTime: ``should_stop`` returned True before a plan was found; ``fallback`` makes a simple one.
-            ValueError: C is not a multiple of ``tokens_multiple``, a sequence is empty, or one does not fit on its
-                ranks (the message names the smallest C that fits).
+            OutOfTime: ``should_stop`` returned True before a plan was found; ``fallback`` makes a simple plan.
+            ValueError: C is not a multiple of ``tokens_multiple``, a sequence is empty, or a sequence does not fit on
+                its ranks (the message names the smallest C that fits).
         """
         problem, placer = self._problem(lengths, self.static_width), self.row.placer(should_stop)
 
@@ -106,7 +105,7 @@ class HdpPlanner:
         return self._plan(placed, slicing)
 
     def fallback(self, lengths: Sequence[int]) -> StepPlan:
-        """Return the simple plan (``place_naive``), made at once, for a planner that ran out of time."""
+        """Return the plan of ``place_naive``, which is quick, after the planner ran out of time. Raises as a call."""
         problem = self._problem(lengths, None)
         if self.choice is None:
             return self._plan(place_naive(problem))
@@ -115,29 +114,29 @@ class HdpPlanner:
 
     @property
     def _limits(self) -> OffloadLimits | None:
-        """The limits of one micro-batch; as many micro-batches as stages share the host memory."""
+        """Limits of one micro-batch: all micro-batches in flight, one per stage, share the host memory."""
         limits = self.offload
         return None if limits is None else replace(limits, host_bytes=limits.host_bytes / len(self.stages))
 
     def _problem(self, lengths: Sequence[int], static_width: int | None) -> Problem:
-        """Return the problem of a step, without a static mesh or with one."""
+        """Return the problem of a step."""
         sizes = checked_lengths(lengths, self.cluster, self.tokens_multiple)
         if static_width is None:
             forward = self.stages[-1].forward
             widths = min_widths(sizes, self.cluster, self.tokens_multiple, self._limits, forward)
         else:
             widths = static_widths(sizes, self.cluster, static_width, self.tokens_multiple)
-        padding = (self.tokens_multiple - 1) / 2 / self.slicing.num_slices  # on average; inner slices end at multiples
+        padding = (self.tokens_multiple - 1) / 2 / self.slicing.num_slices  # mean rows: only the last slice is padded
         stages = tuple(stage.with_padding(padding) for stage in self.stages)
         return Problem(sizes, widths, self.cluster, stages, self.slicing, self.needs_aligned, static_width)
 
     def _plan(self, placed: PlacedRanks, slicing: Slicing | None = None) -> StepPlan:
-        """Return the plan of a placement, with the smallest offload shares that make its widths fit."""
+        """Return the plan of a placement, with the smallest offload shares with which its sequences fit."""
         if self._limits is not None:
             tokens = -(-placed.lengths // placed.widths)
             tokens = -(-tokens // self.tokens_multiple) * self.tokens_multiple
             shares = self._limits.min_shares(tokens.astype(np.float64), self.cluster.tokens_per_rank)
             placed = replace(placed, offloads=shares)
-        placed = with_forms(placed, self.stages[-1], self.cluster, slicing or self.slicing)
+        placed = with_ring_forms(placed, self.stages[-1], self.cluster, slicing or self.slicing)
         lengths = tuple(placed.lengths.tolist())
         return StepPlan(self.cluster.num_ranks, self.cluster.tokens_per_rank, lengths, placed, placed.aligned, slicing)

@@ -1,4 +1,4 @@
-"""The planning problem of one step, which every planner takes, and the fewest ranks that memory allows a sequence."""
+"""The planning problem of one step, which every planner takes, and the fewest ranks that hold each sequence."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Problem:
 
     Attributes:
         lengths: tokens of each sequence: [n].
-        min_widths: the fewest ranks of each sequence that its memory allows: [n].
-        cluster: the ranks; with pipelines, each rank is a pipeline.
-        stages: cost of each pipeline stage; one without pipelines.
-        slicing: how stages slice micro-batches.
-        aligned: the plan must have aligned slots (``StepPlan.aligned``).
+        min_widths: the fewest ranks that hold each sequence: [n].
+        cluster: HDP ranks; with pipelines, each rank is a pipeline.
+        stages: cost of each pipeline stage, the slowest stage last; a single stage without pipelines.
+        slicing: slicing of micro-batches on each stage.
+        aligned: whether the plan must have aligned slots (``StepPlan.aligned``).
         static_width: ranks of each group of a static mesh; only ``place_static`` reads it.
     """
 
@@ -48,28 +48,34 @@ class Problem:
 
     @property
     def stage(self) -> StageCost:
-        """Cost of the slowest stage, which planners balance: the last one, as it has the output layer."""
+        """Cost of the slowest stage, which planners balance."""
         return self.stages[-1]
 
     @property
     def cost(self) -> CostModel:
-        """Forward and backward cost of the slowest stage."""
+        """Cost of the slowest stage, forward and backward together."""
         return self.stage.both
 
     def longest_first(self) -> tuple[Problem, Ints]:
-        """Return the problem with its longest sequences first (tie: lower index), and their indices here: [n]."""
+        """Return the problem with its longest sequences first (tie: lower index), and their original indices: [n]."""
         in_order = np.argsort(-self.lengths, kind="stable")
         return replace(self, lengths=self.lengths[in_order], min_widths=self.min_widths[in_order]), in_order
 
     def mean_seconds(self) -> float:
-        """Return the time of a step whose work, with rings of least width, is spread evenly: no plan is shorter."""
+        """Return the time of a step whose rings have their fewest ranks and whose work is spread evenly.
+
+        It is a lower bound of the time of every plan.
+        """
         launches = -(-int(self.lengths.sum()) // (self.num_ranks * self.tokens_per_rank))
         floor = self.cost.floor()
         seconds = floor.sequence_cost(self.lengths.astype(np.float64), self.min_widths.astype(np.float64))
         return float((self.min_widths * seconds).sum()) / self.num_ranks + self.cost.g * launches
 
     def longest_seconds(self) -> float:
-        """Return the time of the longest of at least one sequence at its best width: no plan is shorter."""
+        """Return the time of the longest sequence at its best width: a lower bound of the time of every plan.
+
+        There is at least one sequence.
+        """
         longest = int(self.lengths.argmax())
         widths = np.arange(self.min_widths[longest], self.num_ranks + 1, dtype=np.float64)
         lengths = np.full(len(widths), float(self.lengths[longest]))
@@ -77,7 +83,11 @@ class Problem:
 
 
 def checked_lengths(lengths: Sequence[int], cluster: Cluster, tokens_multiple: int) -> Ints:
-    """Return the lengths as an array: [n]. Raises ValueError for sizes that do not fit each other."""
+    """Return the lengths as an array: [n].
+
+    Raises:
+        ValueError: a sequence is empty, or C is not a multiple of ``tokens_multiple``.
+    """
     if tokens_multiple < 1:
         raise ValueError(f"the tokens multiple is {tokens_multiple}; it must be at least 1")
     if cluster.tokens_per_rank % tokens_multiple:
@@ -104,38 +114,40 @@ def min_widths(
     Args:
         sizes: tokens of each sequence: [n].
         cluster: the ranks.
-        tokens_multiple: micro-batches are padded at their end to a multiple of this.
+        tokens_multiple: multiple of tokens to which micro-batches are padded.
         limits, forward: limits of offloading and the forward cost of a stage; None: nothing is offloaded.
 
     Raises:
-        ValueError: all ranks together do not hold a sequence; names the smallest C that does.
+        ValueError: all ranks together cannot hold a sequence. The message names the smallest C with which they can.
     """
     num_ranks, tokens_per_rank = cluster.num_ranks, cluster.tokens_per_rank
-    most = np.full(len(sizes), tokens_per_rank, dtype=np.int64)
+    capacities = np.full(len(sizes), tokens_per_rank, dtype=np.int64)
     if limits is not None and forward is not None:
-        held = limits.max_tokens(sizes.astype(np.float64), tokens_per_rank, forward)
-        most = np.floor(np.minimum(held, np.maximum(sizes + tokens_multiple, tokens_per_rank))).astype(np.int64)
-        most -= most % tokens_multiple
-    widths = -(-sizes // most)
+        offloaded = limits.max_tokens(sizes.astype(np.float64), tokens_per_rank, forward)
+        useful = np.maximum(sizes + tokens_multiple, tokens_per_rank)
+        capacities = np.floor(np.minimum(offloaded, useful)).astype(np.int64)
+        capacities -= capacities % tokens_multiple
+    widths = -(-sizes // capacities)
     if (widths <= num_ranks).all():
         return widths
     seq = int((widths - num_ranks).argmax())
-    share = _min_capacity(int(sizes[seq]), num_ranks, tokens_multiple)
+    without_offload = _min_capacity(int(sizes[seq]), num_ranks, tokens_multiple)
     text = (
-        f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold; raise the tokens per rank to at least {share}"
+        f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold; raise the tokens per rank to at least "
+        f"{without_offload}"
     )
     if limits is not None and forward is not None:
-        with_offload = math.ceil(limits.min_capacity(int(sizes[seq]), share, forward))
+        with_offload = math.ceil(limits.min_capacity(int(sizes[seq]), without_offload, forward))
         with_offload += -with_offload % tokens_multiple
         text = (
-            f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold, {most[seq]} with offloading; raise the "
-            f"tokens per rank to at least {with_offload} ({share} without offloading)"
+            f"more than {num_ranks} ranks of {tokens_per_rank} tokens hold, {capacities[seq]} with offloading; raise "
+            f"the tokens per rank to at least {with_offload} ({without_offload} without offloading)"
         )
     raise ValueError(f"sequence {seq} has {sizes[seq]} tokens, {text}, or cut sequences with a smaller sequence length")
 
 
 def static_widths(sizes: Ints, cluster: Cluster, width: int, tokens_multiple: int = 1) -> Ints:
-    """Return the ranks of each sequence on a static mesh: all ``width`` of its group, or one for each token: [n].
+    """Return the ranks of each sequence on a static mesh: ``width``, or one per token of a shorter sequence: [n].
 
     Raises:
         ValueError: ``width`` does not divide the ranks, or a sequence is longer than ``width * C`` tokens.
@@ -153,6 +165,6 @@ def static_widths(sizes: Ints, cluster: Cluster, width: int, tokens_multiple: in
 
 
 def _min_capacity(length: int, num_ranks: int, tokens_multiple: int) -> int:
-    """Return the smallest C, a multiple of ``tokens_multiple``, with which ``num_ranks`` ranks hold a sequence."""
+    """Return the smallest C, a multiple of ``tokens_multiple``, with which ``num_ranks`` ranks hold the sequence."""
     share = -(-length // num_ranks)
     return share + -share % tokens_multiple

@@ -1,7 +1,7 @@
 """The table of planners. To add one, write its function in a file of this folder and add a row to ``PLANNERS``.
 
-The flag ``--hdp-balance``, ``bytescale plan --balance``, ``bytescale simulate --schedulers``, ``docs/flags.md`` and the
-tests read the table.
+The flag ``--hdp-balance``, ``bytescale plan --balance``, ``bytescale simulate --schedulers``, the page of flags
+(``docs/reference/``) and the tests read the table.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.step.micro_batch import MicroBatch, zigzag_bounds
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.table import PlanTable, owned
+from bytescale_ext.plan.step.table import PlanTable, ragged_indices
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ class PlacedRanks(Sequence[tuple[MicroBatch, ...]]):
     @cached_property
     def shards(self) -> tuple[Ints, Ints, Ints]:
         """Rank, micro-batch and seq of every shard, [num_shards] each; by rank, micro-batch, rings first, seq."""
-        seqs, members = owned(self.widths)
+        seqs, members = ragged_indices(self.widths)
         ranks, orders = self.first_ranks[seqs] + members, self.orders[seqs]
         in_order = _sorted_by(ranks, orders, self.widths[seqs] == 1, seqs)
         ranks, orders, seqs = ranks[in_order], orders[in_order], seqs[in_order]

@@ -20,13 +20,13 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-def owned(counts: Ints) -> tuple[Ints, Ints]:
-    """Return the owner of each item, and its number among the owner's items: [items] each, owner by owner.
+def ragged_indices(counts: Ints) -> tuple[Ints, Ints]:
+    """Return the row and the column of each entry of a ragged array, row by row: [entries] each.
 
-    ``counts``: items of each owner: [owners].
+    ``counts``: entries of each row: [rows].
     """
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class PlanTable:
     @cached_property
     def row_indices(self) -> Ints:
         """Which micro-batch of its rank a row is: [rows]."""
-        return owned(self.counts)[1]
+        return ragged_indices(self.counts)[1]
 
     @cached_property
     def range_shards(self) -> Ints:

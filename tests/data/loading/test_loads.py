@@ -54,7 +54,7 @@ class Noting:
         self.load, self.is_late = load, is_late
         self.seen: list[tuple[int, float]] = [] if seen is None else seen
 
-    def at_load(self, load: float) -> Noting:
+    def with_expert_imbalance(self, load: float) -> Noting:
         return Noting(load, self.seen, self.is_late)
 
     def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
@@ -127,4 +127,4 @@ def test_without_a_history_planners_are_asked_for_no_load() -> None:
     assert next(loader_of(Plain(), 2, None)).num_tokens == 1
     assert next(loader_of(Plain(), 2, LoadHistory(3))).num_tokens == 1
     with pytest.raises(AssertionError, match=r"load=2\.0"):
-        PlanMaker(Plain()).at_load(2.0)
+        PlanMaker(Plain()).with_expert_imbalance(2.0)

@@ -131,16 +131,19 @@ def test_a_process_makes_the_same_plans() -> None:
 def test_a_process_counts_with_the_load_of_each_step() -> None:
     loaded = replace(SLICED, expert_share=0.8)
     planner = PlannerInProcess(loaded, slow_seconds=-1.0)
-    here = {load: loaded.at_load(load).stages for load in (1.0, 3.0, 40.0)}
+    here = {load: loaded.with_expert_imbalance(load).stages for load in (1.0, 3.0, 40.0)}
     assert len(set(here.values())) == 3
-    first = planner.at_load(40.0)(STEP)
+    first = planner.with_expert_imbalance(40.0)(STEP)
     assert planner._process is None
     for load in (40.0, 1.0, 3.0):
-        plan = PlanMaker(planner).at_load(load)(STEP)[0]
-        assert plan.digest() == loaded.at_load(load)(STEP).digest()
+        plan = PlanMaker(planner).with_expert_imbalance(load)(STEP)[0]
+        assert plan.digest() == loaded.with_expert_imbalance(load)(STEP).digest()
     assert planner._process is not None
-    assert first.digest() == loaded.at_load(40.0)(STEP).digest() != loaded(STEP).digest()
-    assert planner.at_load(3.0).fallback(STEP).digest() == loaded.at_load(3.0).fallback(STEP).digest()
+    assert first.digest() == loaded.with_expert_imbalance(40.0)(STEP).digest() != loaded(STEP).digest()
+    assert (
+        planner.with_expert_imbalance(3.0).fallback(STEP).digest()
+        == loaded.with_expert_imbalance(3.0).fallback(STEP).digest()
+    )
 
 
 def test_quick_plans_need_no_process() -> None:

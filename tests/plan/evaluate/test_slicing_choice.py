@@ -33,10 +33,10 @@ SHORT = [500] * 300
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_layouts() -> Iterator[None]:
+def few_arrangements() -> Iterator[None]:
     """A short search for each placement."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelines, "_MOST_LAYOUTS", 4)
+        patch.setattr(pipelines, "_MAX_ARRANGEMENTS", 4)
         yield
 
 

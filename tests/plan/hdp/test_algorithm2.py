@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.hdp.algorithm2 import _turns, place_algorithm2
+from bytescale_ext.plan.hdp.algorithm2 import _placing_order, place_algorithm2
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.hdp.problems import problem
@@ -41,13 +41,13 @@ def test_aligned_packs_fill_the_holes_of_rings() -> None:
 
 def test_buckets_have_equal_work() -> None:
     work = np.array([8.0, 4, 4, 2, 2, 2, 2, *[1.0] * 8, *[0.5] * 16])
-    assert list(_turns(work, in_turn=False)) == list(range(len(work)))
-    turns = list(_turns(work, in_turn=True))
+    assert list(_placing_order(work, in_turn=False)) == list(range(len(work)))
+    turns = list(_placing_order(work, in_turn=True))
     assert sorted(turns) == list(range(len(work)))
     assert turns[0] == 0
     assert turns[1] == 1
     assert turns != list(range(len(work)))
-    assert list(_turns(np.zeros(0), in_turn=True)) == []
+    assert list(_placing_order(np.zeros(0), in_turn=True)) == []
 
 
 def test_sequences_that_need_offloading_are_never_packed() -> None:

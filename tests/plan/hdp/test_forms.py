@@ -13,7 +13,7 @@ from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import replay, replay_stages
-from bytescale_ext.plan.hdp.forms import with_forms
+from bytescale_ext.plan.hdp.forms import with_ring_forms
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import planner_names
 from bytescale_ext.plan.step.check import check_step_plan
@@ -39,30 +39,30 @@ def forms_of(found: PlacedRanks) -> list[int]:
 def test_rings_with_exposed_exchange_get_inner_rings() -> None:
     """The exchange of a plain ring of 8 takes 20 s x 35 hops and hides behind s^2 from 700 tokens on; nested, 8."""
     exposed, hidden, inside, odd = (300, 0, 8, 0), (2000, 8, 8, 0), (100, 0, 4, 1), (300, 5, 8, 2)
-    assert forms_of(with_forms(placed(exposed, hidden, inside, odd), STAGE, CLUSTER, ONE_SLICE)) == [2, 1, 1, 1]
+    assert forms_of(with_ring_forms(placed(exposed, hidden, inside, odd), STAGE, CLUSTER, ONE_SLICE)) == [2, 1, 1, 1]
     always = replace(CLUSTER, hierarchical_rings="always")
-    assert forms_of(with_forms(placed(exposed, hidden, inside, odd), STAGE, always, ONE_SLICE)) == [2, 2, 1, 1]
+    assert forms_of(with_ring_forms(placed(exposed, hidden, inside, odd), STAGE, always, ONE_SLICE)) == [2, 2, 1, 1]
 
 
 def test_sequences_that_travel_together_get_one_form() -> None:
-    together = with_forms(placed((300, 0, 8, 0), (2000, 0, 8, 0)), STAGE, CLUSTER, ONE_SLICE)
+    together = with_ring_forms(placed((300, 0, 8, 0), (2000, 0, 8, 0)), STAGE, CLUSTER, ONE_SLICE)
     assert forms_of(together) == [2, 2]
-    apart = with_forms(placed((300, 0, 8, 0), (2000, 0, 8, 1)), STAGE, CLUSTER, ONE_SLICE)
+    apart = with_ring_forms(placed((300, 0, 8, 0), (2000, 0, 8, 1)), STAGE, CLUSTER, ONE_SLICE)
     assert forms_of(apart) == [2, 1]
 
 
 def test_slices_whose_keys_travel_again_expose_more() -> None:
     rings = placed((1200, 0, 8, 0))
-    assert forms_of(with_forms(rings, STAGE, CLUSTER, ONE_SLICE)) == [1]
-    assert forms_of(with_forms(rings, STAGE, CLUSTER, Slicing(8))) == [2]
+    assert forms_of(with_ring_forms(rings, STAGE, CLUSTER, ONE_SLICE)) == [1]
+    assert forms_of(with_ring_forms(rings, STAGE, CLUSTER, Slicing(8))) == [2]
 
 
 def test_without_slower_links_rings_are_plain() -> None:
     rings = placed((300, 0, 8, 0))
-    assert with_forms(rings, STAGE.on(None), CLUSTER, ONE_SLICE) is rings
-    assert with_forms(rings, STAGE.on(replace(NODES, hierarchical=False)), CLUSTER, ONE_SLICE) is rings
+    assert with_ring_forms(rings, STAGE.on(None), CLUSTER, ONE_SLICE) is rings
+    assert with_ring_forms(rings, STAGE.on(replace(NODES, hierarchical=False)), CLUSTER, ONE_SLICE) is rings
     one_node = Cluster(16, 64, hierarchical_rings="always")
-    assert with_forms(rings, STAGE.on(None), one_node, ONE_SLICE) is rings
+    assert with_ring_forms(rings, STAGE.on(None), one_node, ONE_SLICE) is rings
 
 
 @pytest.mark.parametrize("balance", planner_names())

@@ -69,12 +69,12 @@ def random_steps(seed: int, count: int) -> Iterator[tuple[HdpPlanner, list[int]]
 
 
 @pytest.fixture
-def few_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_arrangements(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short search: more steps in the same time."""
-    monkeypatch.setattr(pipelines, "_MOST_LAYOUTS", 4)
+    monkeypatch.setattr(pipelines, "_MAX_ARRANGEMENTS", 4)
 
 
-@pytest.mark.usefixtures("few_layouts")
+@pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
     for base, lengths in random_steps(1, 30 if kind["balance"] in ("dp", "pp") else 100):
@@ -88,7 +88,7 @@ def test_plans_keep_every_law_and_run(kind: dict[str, Any]) -> None:
             replay(plan, planner.stages[0].both)
 
 
-@pytest.mark.usefixtures("few_layouts")
+@pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", [{"balance": "dp"}, {"balance": "pp", "num_stages": 2}], ids=str)
 def test_small_rings_stay_inside_a_node(kind: dict[str, Any]) -> None:
     num_narrow = 0
@@ -105,7 +105,7 @@ def test_small_rings_stay_inside_a_node(kind: dict[str, Any]) -> None:
     assert num_narrow > 50
 
 
-@pytest.mark.usefixtures("few_layouts")
+@pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_offload_shares_are_the_least_that_fit(kind: dict[str, Any]) -> None:
     random = np.random.default_rng(3)
@@ -177,7 +177,7 @@ def test_pp_beats_algorithm_2_with_pipelines() -> None:
     assert ours.makespan < 1.7 * lower_bounds(lengths, Cluster(64, 8192), [STAGE] * 4).largest
 
 
-@pytest.mark.usefixtures("few_layouts")
+@pytest.mark.usefixtures("few_arrangements")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_plans_do_not_change_with_the_type_of_the_lengths(kind: dict[str, Any]) -> None:
     lengths = np.random.default_rng(5).integers(1, 3000, 60)
@@ -296,7 +296,7 @@ def slot_seconds(plan: StepPlan, stage: StageCost) -> float:
 def test_plans_follow_the_load_of_experts() -> None:
     """Uneven experts make tokens dearer beside attention; each of the two plans is the shorter one at its own load."""
     planner = HdpPlanner(Cluster(4, 4096), (STAGE,), balance="pp", aligned=True, expert_share=0.8)
-    loaded = planner.at_load(3.0)
+    loaded = planner.with_expert_imbalance(3.0)
     (stage,) = loaded.stages
     assert stage.forward.b == pytest.approx(STAGE.forward.b * (0.2 + 0.8 * 3.0))
     ratios = []
@@ -306,7 +306,7 @@ def test_plans_follow_the_load_of_experts() -> None:
         even, uneven = planner(lengths), loaded(lengths)
         for plan in (even, uneven):
             check_step_plan(plan)
-        assert even.digest() != uneven.digest() == planner.at_load(3.0)(lengths).digest()
+        assert even.digest() != uneven.digest() == planner.with_expert_imbalance(3.0)(lengths).digest()
         ratios.append([slot_seconds(uneven, one) / slot_seconds(even, one) for one in (stage, STAGE)])
     at_load, at_even_load = np.array(ratios).T
     assert (at_load < 0.995).all()
@@ -315,4 +315,8 @@ def test_plans_follow_the_load_of_experts() -> None:
 
 def test_an_even_load_and_dense_stages_change_no_plan() -> None:
     planner = HdpPlanner(Cluster(4, 4096), (STAGE,), expert_share=0.8)
-    assert planner.at_load(1.0).stages == replace(planner, expert_share=0.0).at_load(3.0).stages == planner.stages
+    assert (
+        planner.with_expert_imbalance(1.0).stages
+        == replace(planner, expert_share=0.0).with_expert_imbalance(3.0).stages
+        == planner.stages
+    )

@@ -1,1 +1,1 @@
-"""Planners whose ranks run equally many slots, aligned for pipelines."""
+"""The planner of aligned slots: a ring has the same slot on all its ranks."""

@@ -1,13 +1,13 @@
-"""Rings in aligned slots: shelves of equal height over a region of ranks.
+"""Rings in aligned slots: shelves of equal height over a span of ranks.
 
-With pipelines the ranks of a ring wait for each other on every stage, and between its forward and its backward a
-stage runs the next slots. So it is not enough that a ring's ranks are ready together: each slot should cost the same
-on all of them. A slot is therefore a *shelf*: rings side by side over a whole region of ranks, with widths that make
-them equally long. Ranks of different regions share no ring and need not keep pace; the longest sequences get their own
-region (ByteScale section 6.2, insight 1: length levels in separate pipelines)::
+With pipelines the ranks of a ring wait for each other on every stage, and between the forward and the backward pass of
+the ring a stage runs the next slots. So each slot should cost the same on all ranks of the ring. A slot is therefore a
+*shelf*: rings side by side over a whole span of ranks, with widths that make them equally slow. Ranks of different
+spans share no ring and need not keep pace. The longest sequences get their own span (ByteScale section 6.2, insight 1:
+length levels in separate pipelines)::
 
     rank     0            32          48          64
-    slot 3   |  120K tokens            | 30K | 28K |      one region up to rank 48, another after it
+    slot 3   |  120K tokens            | 30K | 28K |      a span up to rank 48, and a span after it
     slot 4   |  70K      |   66K       | 27K | 25K |
 """
 
@@ -24,8 +24,8 @@ from bytescale_ext.plan.step.sizes import Cluster
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_NONE = np.zeros(0, dtype=np.int64)
-_PARTS = 16  # into which the interval of the height of a shelf is cut, twice
+_EMPTY = np.zeros(0, dtype=np.int64)
+_PARTS = 16  # candidates for the height of a shelf in each of two rounds, the second between two of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Shelf:
     """Rings side by side.
 
     Attributes:
-        rings: sequences, by their place among the rings: [n].
-        first_ranks, widths: of each ring: [n].
+        rings: indices of the sequences: [n].
+        first_ranks, widths: first rank and ranks of each ring: [n].
     """
 
     rings: Ints
@@ -43,8 +43,8 @@ class Shelf:
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
-    """Ranks ``first .. stop - 1`` with their shelves, tallest first or nearly so."""
+class RankSpan:
+    """Ranks ``first .. stop - 1`` with their shelves, roughly by falling height."""
 
     first: int
     stop: int
@@ -52,33 +52,33 @@ class Region:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Rings of each shelf."""
+        """Number of rings on each shelf."""
         return [len(shelf.rings) for shelf in self.shelves]
 
     @cached_property
     def rings(self) -> Ints:
         """Rings of all shelves, shelf by shelf: [rings]."""
-        return np.concatenate([_NONE, *(shelf.rings for shelf in self.shelves)])
+        return np.concatenate([_EMPTY, *(shelf.rings for shelf in self.shelves)])
 
     @cached_property
     def first_ranks(self) -> Ints:
         """First rank of each ring: [rings]."""
-        return np.concatenate([_NONE, *(shelf.first_ranks for shelf in self.shelves)])
+        return np.concatenate([_EMPTY, *(shelf.first_ranks for shelf in self.shelves)])
 
     @cached_property
     def widths(self) -> Ints:
         """Ranks of each ring: [rings]."""
-        return np.concatenate([_NONE, *(shelf.widths for shelf in self.shelves)])
+        return np.concatenate([_EMPTY, *(shelf.widths for shelf in self.shelves)])
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Regions are equal if their keys are."""
-        return self.first, self.stop, *(one.tobytes() for one in (self.rings, self.first_ranks, self.widths))
+        """Content of the span: spans are equal if their keys are equal."""
+        return self.first, self.stop, *(column.tobytes() for column in (self.rings, self.first_ranks, self.widths))
 
 
 @dataclass(frozen=True, slots=True)
-class RegionCut:
-    """A region before its shelves are filled: ranks ``first .. stop - 1`` and rings ``begin .. end - 1``."""
+class EmptySpan:
+    """A rank span without shelves: ranks ``first .. stop - 1`` for rings ``begin .. end - 1``."""
 
     first: int
     stop: int
@@ -91,10 +91,10 @@ class RingWork:
     """The rings of a step, longest first.
 
     Attributes:
-        lengths: tokens: [n].
-        seconds: work on one rank: [n].
-        min_widths: the fewest ranks that memory allows: [n].
-        max_widths: the most ranks over which the exchange still hides behind computing: [n].
+        lengths: tokens of each ring: [n].
+        seconds: seconds of each ring if it ran on one rank: [n].
+        min_widths: the fewest ranks that hold each ring: [n].
+        max_widths: the most ranks that each ring may have: [n].
         cluster: the ranks.
     """
 
@@ -105,15 +105,17 @@ class RingWork:
     cluster: Cluster
 
     def widths(self, rings: Ints, heights: float | Floats, num_ranks: int) -> Ints:
-        """Return the ranks of each ring that bring it nearest to a height; wide rings take whole nodes.
+        """Return the fewest ranks with which each ring is at most as high as given, within the limits of its width.
+
+        Rings wider than a node take whole nodes.
 
         Args:
-            rings: their numbers: [n].
-            heights: one, or several: [heights, 1].
+            rings: indices of the rings: [n].
+            heights: height in seconds, as a scalar or [heights, 1].
             num_ranks: the most ranks of a ring.
 
         Returns:
-            [n], or [heights, n].
+            Ranks of each ring: [n], or [heights, n].
         """
         node = self.cluster.node_ranks
         wanted = np.ceil(np.minimum(self.seconds[rings] / heights, num_ranks)).astype(np.int64)
@@ -124,58 +126,59 @@ class RingWork:
         return np.asarray(np.where(widths > node, whole, widths))
 
 
-def cut_regions(work: RingWork, height: float, budget: float, peak: float, max_regions: int) -> list[RegionCut]:
-    """Cut the ranks into at most ``max_regions`` regions; the first one has the longest sequences.
+def split_ranks(work: RingWork, height: float, budget: float, peak: float, max_spans: int) -> list[EmptySpan]:
+    """Split the ranks into at most ``max_spans`` spans. The first span has the longest sequences.
 
-    A region is as wide as its longest sequence needs to come to ``height``. It takes sequences until its ranks have
-    ``budget`` seconds, less ``peak`` times the seconds of the longest one; the last region takes the rest.
+    A span is as wide as its longest sequence needs to be at most ``height`` seconds high. It takes sequences until each
+    of its ranks has ``budget`` seconds, less ``peak`` times the seconds of its longest sequence. The last span takes
+    the remaining sequences.
     """
     num_ranks, node = work.cluster.num_ranks, work.cluster.node_ranks
     num_rings = len(work.seconds)
-    widths = work.widths(np.arange(num_rings), height, num_ranks).tolist() if max_regions > 1 else []
-    until = np.cumsum(work.seconds)  # seconds of a ring and all longer ones
-    regions: list[RegionCut] = []
+    widths = work.widths(np.arange(num_rings), height, num_ranks).tolist() if max_spans > 1 else []
+    until = np.cumsum(work.seconds)  # seconds of each ring and all longer rings together
+    spans: list[EmptySpan] = []
     first, begin, taken = 0, 0, 0.0
-    while len(regions) + 1 < max_regions and begin < num_rings:
+    while len(spans) + 1 < max_spans and begin < num_rings:
         width = -(-widths[begin] // node) * node if node < num_ranks else widths[begin]
         tallest = float(work.seconds[begin]) / width
         area = width * (budget - peak * tallest)
         end = max(begin + 1, int(until.searchsorted(taken + area, side="right")))
         if end >= num_rings or num_ranks - first - width < work.min_widths[end]:
             break
-        regions.append(RegionCut(first, first + width, begin, end))
+        spans.append(EmptySpan(first, first + width, begin, end))
         first, begin, taken = first + width, end, float(until[end - 1])
-    return [*regions, RegionCut(first, num_ranks, begin, num_rings)]
+    return [*spans, EmptySpan(first, num_ranks, begin, num_rings)]
 
 
-def fill_shelves(work: RingWork, cut: RegionCut, height: float) -> Region:
-    """Put a region's rings on shelves of at most ``height``; a ring that is always higher gets its own shelf."""
-    num_ranks = cut.stop - cut.first
-    left = np.arange(cut.begin, cut.end)
-    at_height = work.widths(left, height, num_ranks)
+def fill_shelves(work: RingWork, span: EmptySpan, height: float) -> RankSpan:
+    """Put a span's rings on shelves of at most ``height``. A ring that is higher at every width gets its own shelf."""
+    num_ranks = span.stop - span.first
+    remaining = np.arange(span.begin, span.end)
+    widths_at_height = work.widths(remaining, height, num_ranks)
     shelves = []
-    while len(left):
-        wanted = at_height[left[:num_ranks] - cut.begin]
+    while len(remaining):
+        wanted = widths_at_height[remaining[:num_ranks] - span.begin]
         fitting = max(1, int(wanted.cumsum().searchsorted(num_ranks, side="right")))
-        taken = left[:fitting]
-        widths = _level_widths(work, taken, height, num_ranks)
+        rings = remaining[:fitting]
+        widths = _level_widths(work, rings, height, num_ranks)
         if widths is None:
             widths = np.minimum(wanted[:fitting], num_ranks)
-        in_order = np.argsort(-widths, kind="stable")
-        firsts = _side_by_side(widths[in_order], num_ranks, work.cluster.node_ranks)
+        widest_first = np.argsort(-widths, kind="stable")
+        firsts = _side_by_side(widths[widest_first], num_ranks, work.cluster.node_ranks)
         is_placed = firsts >= 0
-        placed = in_order[is_placed]
-        shelves.append(Shelf(taken[placed], cut.first + firsts[is_placed], widths[placed]))
-        waiting = np.ones(len(left), dtype=np.bool_)
-        waiting[placed] = False
-        left = left[waiting]
-    return Region(cut.first, cut.stop, tuple(shelves))
+        placed = widest_first[is_placed]
+        shelves.append(Shelf(rings[placed], span.first + firsts[is_placed], widths[placed]))
+        is_waiting = np.ones(len(remaining), dtype=np.bool_)
+        is_waiting[placed] = False
+        remaining = remaining[is_waiting]
+    return RankSpan(span.first, span.stop, tuple(shelves))
 
 
 def _level_widths(work: RingWork, rings: Ints, height: float, num_ranks: int) -> Ints | None:
-    """Return the widths, [n], of the lowest shelf that holds these rings, [n], side by side on at most all ranks.
+    """Return the widths of the rings on the lowest shelf that has room for all of them: [n], as ``rings``.
 
-    Only heights below ``height`` are tried; None: none of them will do.
+    Only heights below ``height`` are tried. Returns None if no such shelf has room.
     """
     if len(rings) == 1:
         return np.minimum(work.widths(rings, height / _PARTS, num_ranks), num_ranks)
@@ -184,7 +187,7 @@ def _level_widths(work: RingWork, rings: Ints, height: float, num_ranks: int) ->
         heights = low + part * np.arange(1.0, _PARTS)
         widths = work.widths(rings, heights[:, None], num_ranks)
         fits = widths.sum(axis=1) <= num_ranks
-        number = int(fits.argmax()) if fits[-1] else len(fits)  # the higher, the narrower
+        number = int(fits.argmax()) if fits[-1] else len(fits)  # rings of higher shelves are narrower
         if number < len(fits):
             best = widths[number]
         low, part = low + number * part, part / _PARTS
@@ -192,23 +195,23 @@ def _level_widths(work: RingWork, rings: Ints, height: float, num_ranks: int) ->
 
 
 def _side_by_side(widths: Ints, num_ranks: int, node: int) -> Ints:
-    """Return the first rank of each ring, widest first, or -1 where there is no room for it: [n], as ``widths``.
+    """Return the first rank of each ring, widest first, or -1 if there is no room for it: [n], as ``widths``.
 
-    A ring no wider than a node lies in one node.
+    A ring that is no wider than a node stays in one node.
     """
     if node >= num_ranks:
         firsts = np.cumsum(widths) - widths
         return np.where(firsts + widths <= num_ranks, firsts, -1)
     firsts = np.full(len(widths), -1, dtype=np.int64)
-    open_nodes: list[list[int]] = [[] for _ in range(node + 1)]  # by free ranks: the first free rank of each
-    start = 0  # no rank from here on is in use
+    open_nodes: list[list[int]] = [[] for _ in range(node + 1)]  # first free rank of nodes, by the number of free ranks
+    start = 0  # all ranks from here on are free
     for number, width in enumerate(widths.tolist()):
         room = next((room for room in range(width, node + 1) if open_nodes[room]), 0)
         if not room and start + width > num_ranks:
             continue
         if room:
             first = open_nodes[room].pop()
-        else:  # whole unused nodes; the last one may be short
+        else:  # whole unused nodes; the last node of the span may be incomplete
             first, stop = start, min(-(-(start + width) // node) * node, num_ranks)
             room, start = stop - start, stop
         firsts[number] = first

@@ -1,4 +1,4 @@
-"""The shelves of each layout, in slots: which rings stand side by side, and which shelf comes when."""
+"""Shelving: the shelves of each arrangement, and their slots."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bytescale_ext.plan.hdp.aligned.layouts import Layout
-from bytescale_ext.plan.hdp.aligned.shelves import Region, RegionCut, RingWork, cut_regions, fill_shelves
+from bytescale_ext.plan.hdp.aligned.arrangements import Arrangement
+from bytescale_ext.plan.hdp.aligned.shelves import EmptySpan, RankSpan, RingWork, fill_shelves, split_ranks
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 
 Ints = npt.NDArray[np.int64]
@@ -16,35 +16,38 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class FilledRegion:
-    """A region with what its rings take.
+class TimedSpan:
+    """A rank span with the times of its rings.
 
     Attributes:
-        region: see ``Region``.
-        tokens: of each ring on each of its ranks: [rings].
-        slice_seconds: of the slices of each ring on each of its ranks, forward and backward: [2, rings, k].
-        seconds: of all slices of each ring: [rings].
-        heights: seconds of the longest ring of each shelf: [shelves].
+        span: ranks and shelves.
+        tokens: tokens of each ring on each of its ranks: [rings].
+        slice_seconds: seconds of each slice of each ring on each rank, forward and backward: [2, rings, k].
+        seconds: seconds of all slices of each ring on each rank: [rings].
+        heights: seconds of the slowest ring of each shelf: [shelves].
     """
 
-    region: Region
+    span: RankSpan
     tokens: Ints
     slice_seconds: Floats
     seconds: Floats
     heights: Floats
 
     @classmethod
-    def of(cls, step: AlignedStep, region: Region) -> FilledRegion:
-        """Return what the rings of a region of a step take."""
-        lengths = step.lengths[region.rings]
-        slice_seconds = step.ring_seconds(lengths, region.widths)
+    def of(cls, step: AlignedStep, span: RankSpan) -> TimedSpan:
+        """Return a span with the times of its rings."""
+        lengths = step.lengths[span.rings]
+        slice_seconds = step.ring_seconds(lengths, span.widths)
         seconds = slice_seconds.sum(axis=(0, 2))
-        begins = np.cumsum(region.counts) - region.counts
+        begins = np.cumsum(span.counts) - span.counts
         heights = np.maximum.reduceat(seconds, begins) if len(begins) else seconds
-        return cls(region, -(-lengths // region.widths), slice_seconds, seconds, heights)
+        return cls(span, -(-lengths // span.widths), slice_seconds, seconds, heights)
 
-    def places(self, before: float) -> Ints:
-        """Return the place of each shelf: ``before`` of them rise to the tallest, the others fall: [shelves]."""
+    def shelf_order(self, before: float) -> Ints:
+        """Return the position of each shelf in running order: [shelves].
+
+        A share ``before`` of the shelves rises to the tallest shelf, and the others fall after it.
+        """
         rising: list[int] = []
         falling: list[int] = []
         for number in np.argsort(-self.heights, kind="stable").tolist():
@@ -57,63 +60,64 @@ class FilledRegion:
 
 @dataclass(frozen=True, eq=False)
 class Shelving:
-    """The shelves of one layout.
+    """An arrangement with its rings on shelves and its shelves in slots.
 
     Attributes:
-        layout: the layout.
-        num_rings: the first ``num_rings`` sequences are rings.
-        regions: its regions.
+        arrangement: the arrangement.
+        num_rings: number of rings, which are the first sequences of the step.
+        spans: rank spans.
         front: slots before the first shelf.
-        slots: the slot of each shelf of each region: [shelves] each.
+        slots: slot of each shelf, for each span: [shelves] each.
     """
 
-    layout: Layout
+    arrangement: Arrangement
     num_rings: int
-    regions: tuple[FilledRegion, ...]
+    spans: tuple[TimedSpan, ...]
     front: int
     slots: tuple[Ints, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the plan is made from: two layouts with the same key make the same plan."""
-        layout = self.num_rings, self.front, self.layout.pack, self.layout.peak
-        return (*layout, *(one.region.key for one in self.regions), *(slots.tobytes() for slots in self.slots))
+        """Everything that a plan depends on: shelvings with equal keys have equal plans."""
+        numbers = self.num_rings, self.front, self.arrangement.pack, self.arrangement.peak
+        return (*numbers, *(timed.span.key for timed in self.spans), *(slots.tobytes() for slots in self.slots))
 
 
 class Shelver:
-    """Shelves the rings of a step in one layout after another. Many layouts have the same regions, filled once."""
+    """Puts the rings of one step on shelves, for many arrangements. Spans that several arrangements share are kept."""
 
     def __init__(self, step: AlignedStep) -> None:
         self._step = step
-        self._filled: dict[tuple[object, ...], FilledRegion] = {}
+        self._cache: dict[tuple[object, ...], TimedSpan] = {}
 
-    def __call__(self, layout: Layout) -> Shelving:
-        """Cut regions, put their rings on shelves, and give the shelves their slots."""
+    def __call__(self, arrangement: Arrangement) -> Shelving:
+        """Split the ranks into spans, put their rings on shelves, and give the shelves their slots."""
         step = self._step
-        front = round(layout.front * (1 + step.fill)) if step.num_stages > 1 else 0
-        regions, num_rings = self._regions(layout)
-        slots = tuple(front + one.places(layout.before) for one in regions)
-        return Shelving(layout, num_rings, regions, front, slots)
+        front = round(arrangement.front * (1 + step.ramp_slots)) if step.num_stages > 1 else 0
+        spans, num_rings = self._spans(arrangement)
+        slots = tuple(front + timed.shelf_order(arrangement.before) for timed in spans)
+        return Shelving(arrangement, num_rings, spans, front, slots)
 
-    def _regions(self, layout: Layout) -> tuple[tuple[FilledRegion, ...], int]:
-        """Return the regions of a layout, and how many sequences are rings."""
+    def _spans(self, arrangement: Arrangement) -> tuple[tuple[TimedSpan, ...], int]:
+        """Return the spans of an arrangement, and the number of rings."""
         step, problem, num_ranks = self._step, self._step.problem, self._step.num_ranks
         mean = float(step.seconds.sum()) / num_ranks
-        height = max(layout.height * mean, 1e-300)
-        most = np.minimum(step.hidden_widths * layout.spread, num_ranks).astype(np.int64)
-        most = np.maximum(np.minimum(most, step.lengths), problem.min_widths)
+        height = max(arrangement.height * mean, 1e-300)
+        max_widths = np.minimum(step.hidden_widths * arrangement.spread, num_ranks).astype(np.int64)
+        max_widths = np.maximum(np.minimum(max_widths, step.lengths), problem.min_widths)
         is_long = step.lengths > problem.tokens_per_rank
-        num_rings = int((is_long | ((step.seconds > height) & (most > 1))).sum())
+        num_rings = int((is_long | ((step.seconds > height) & (max_widths > 1))).sum())
         rings = slice(0, num_rings)
         work = RingWork(
-            step.lengths[rings], step.seconds[rings], problem.min_widths[rings], most[rings], problem.cluster
+            step.lengths[rings], step.seconds[rings], problem.min_widths[rings], max_widths[rings], problem.cluster
         )
-        cuts = cut_regions(work, height, layout.budget * mean, layout.peak * step.fill, layout.num_regions)
-        return tuple(self._region(work, cut, height) for cut in cuts), num_rings
+        budget, peak = arrangement.budget * mean, arrangement.peak * step.ramp_slots
+        spans = split_ranks(work, height, budget, peak, arrangement.max_spans)
+        return tuple(self._timed_span(work, span, height) for span in spans), num_rings
 
-    def _region(self, work: RingWork, cut: RegionCut, height: float) -> FilledRegion:
-        """Fill a region, if no layout before had the same one: its rings, their height and the most ranks of each."""
-        key = (cut, height, work.max_widths[cut.begin : cut.end].tobytes())
-        if key not in self._filled:
-            self._filled[key] = FilledRegion.of(self._step, fill_shelves(work, cut, height))
-        return self._filled[key]
+    def _timed_span(self, work: RingWork, span: EmptySpan, height: float) -> TimedSpan:
+        """Return a span with its shelves filled, from the cache if an arrangement before had the same rings in it."""
+        key = (span, height, work.max_widths[span.begin : span.end].tobytes())
+        if key not in self._cache:
+            self._cache[key] = TimedSpan.of(self._step, fill_shelves(work, span, height))
+        return self._cache[key]

@@ -1,4 +1,4 @@
-"""A step to lay out in aligned slots: the problem, longest sequences first, and the numbers that follow from it."""
+"""A step to plan in aligned slots: the problem, longest sequences first, and quantities derived from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.hdp.aligned.clock import alone_seconds, launch_seconds, ring_seconds
+from bytescale_ext.plan.hdp.aligned.clock import local_seconds, ring_seconds, slice_overheads
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.placed import PlacedRanks
 
@@ -20,7 +20,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class AlignedStep:
-    """The step to lay out; the problem's longest sequences come first."""
+    """The step to plan.
+
+    Attributes:
+        problem: the problem, with its longest sequences first.
+    """
 
     problem: Problem
 
@@ -42,60 +46,60 @@ class AlignedStep:
         return self.problem.cost
 
     @cached_property
-    def fill(self) -> float:
-        """How many more times a slot counts because stages fill and drain."""
+    def ramp_slots(self) -> float:
+        """Idle time of a stage while the pipeline fills and drains, counted in slots: (p - 1) / k."""
         return (self.num_stages - 1) / self.problem.slicing.num_slices
 
     @cached_property
-    def launch(self) -> float:
-        """Cost of a slot without any tokens."""
+    def slot_overhead(self) -> float:
+        """Seconds of an empty slot."""
         return self.cost.g * self.problem.slicing.num_slices
 
     @cached_property
-    def launches(self) -> Floats:
-        """Cost of a slice without any tokens, forward and backward: [2]."""
-        return launch_seconds(self.problem.stage)
+    def slice_overheads(self) -> Floats:
+        """Seconds of an empty slice, forward and backward: [2]."""
+        return slice_overheads(self.problem.stage)
 
     @cached_property
     def seconds(self) -> Floats:
-        """Work of each sequence on one rank: [n]."""
+        """Seconds of each sequence on one rank: [n]."""
         sizes = self.lengths.astype(np.float64)
         return np.asarray(self.cost.a * self.cost.squares(sizes) + self.cost.b * sizes)
 
     @cached_property
-    def alone_seconds(self) -> Floats:
-        """Seconds of each slice of each sequence on one rank, forward and backward, without launches: [2, n]."""
-        return alone_seconds(self.lengths, self.problem.stage, self.problem.slicing)
+    def local_seconds(self) -> Floats:
+        """Seconds of each slice of each sequence on one rank, forward and backward, without overheads: [2, n]."""
+        return local_seconds(self.lengths, self.problem.stage, self.problem.slicing)
 
     def ring_seconds(self, lengths: Ints, widths: Ints) -> Floats:
-        """Return the seconds of the slices of rings on each of their ranks, without launches: [2, rings, k].
+        """Return the seconds of each slice of rings on each of their ranks, without overheads: [2, rings, k].
 
-        Forward and backward. ``lengths``, ``widths``: tokens and ranks of each: [rings].
+        The first axis is forward and backward. ``lengths``, ``widths``: tokens and ranks of each ring: [rings].
         """
         return ring_seconds(lengths, widths, self.problem.stage, self.problem.slicing)
 
     @cached_property
     def hidden_widths(self) -> Ints:
-        """The most ranks of each sequence over which the exchange of each of its slices hides behind computing: [n]."""
+        """The most ranks over which the exchange of each sequence overlaps with computation, in every slice: [n]."""
         stage = self.problem.stage
-        slow = [max(0.0, one.c - one.h - one.e) for one in (stage.forward, stage.backward)]
-        if not any(slow):
+        exposed = [max(0.0, cost.c - cost.h - cost.e) for cost in (stage.forward, stage.backward)]
+        if not any(exposed):
             return np.full(len(self.lengths), self.num_ranks)
         sizes = self.lengths.astype(np.float64)
-        cut = SliceShares.of(self.cost, sizes, np.full(len(sizes), 2.0), self.problem.slicing)
-        exchange = slow[0] * cut.exchanged + slow[1] * cut.backward_exchanged(stage)
-        most = self.lengths * self.cost.a * (cut.full_squares / exchange).min(axis=1) + 1
-        return np.minimum(most, self.num_ranks).astype(np.int64)
+        shares = SliceShares.of(self.cost, sizes, np.full(len(sizes), 2.0), self.problem.slicing)
+        exchange = exposed[0] * shares.exchanged + exposed[1] * shares.backward_exchanged(stage)
+        widest = self.lengths * self.cost.a * (shares.full_squares / exchange).min(axis=1) + 1
+        return np.minimum(widest, self.num_ranks).astype(np.int64)
 
     @property
-    def least_size(self) -> int:
-        """About how many array entries a layout touches whose micro-batches are full."""
-        return self._size(-(-int(self.lengths.sum()) // (self.num_ranks * self.problem.tokens_per_rank)))
+    def min_array_entries(self) -> int:
+        """Estimated array entries that building and timing a plan touches if all its micro-batches are full."""
+        return self._array_entries(-(-int(self.lengths.sum()) // (self.num_ranks * self.problem.tokens_per_rank)))
 
-    def size(self, placed: PlacedRanks) -> int:
-        """Return about how many array entries one layout of this step touches."""
-        return self._size(int(placed.orders.max()) + 1)
+    def array_entries(self, placed: PlacedRanks) -> int:
+        """Return the estimated number of array entries that building and timing a plan of this step touches."""
+        return self._array_entries(int(placed.orders.max()) + 1)
 
-    def _size(self, num_slots: int) -> int:
+    def _array_entries(self, num_slots: int) -> int:
         actions = 2 * self.num_stages * self.problem.slicing.num_slices
         return (len(self.lengths) + self.num_ranks * actions) * (num_slots + 1)

@@ -1,1 +1,1 @@
-"""Planners whose ranks run any number of micro-batches, without a pipeline."""
+"""The planner without aligned slots: each rank runs any number of micro-batches."""

@@ -1,9 +1,9 @@
-"""The balance planner without aligned slots: widths, ranks and packs chosen together for the shortest step.
+"""The balance planner without aligned slots: it chooses widths, ranks and packs together for the shortest step.
 
-ByteScale (section 5) gives a sequence the fewest ranks that memory allows and balances afterwards. Here the width is
-part of the balance: for a target time T a sequence gets at least as many ranks as it needs to finish in T, rings are
-nested so that they never wait for each other (``nested_rings``), and short sequences, dealt by work and not by tokens,
-level the ends. Several T are tried, from the lower bound on.
+ByteScale (section 5) gives each sequence the fewest ranks that hold it, and balances afterwards. Here the width is part
+of the balance. For a target time T, each sequence gets the ranks that it needs to finish in T. Rings are nested so that
+they never wait for each other (``nested_rings``). Short sequences are dealt by work, which levels the ends of the
+ranks. Several targets T around the lower bound are tried.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 TARGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 1.1, 1.2, 1.35, 1.5, 2.0, 4.0)
-"""Times of one sequence that are tried, as multiples of the lower bound of the step."""
-_GOOD = 1.002  # a plan this near to the lower bound ends the search
-_GOOD_SMALL = 1.02
-MOST_SMALL = 256  # sequences of a step for which widths are searched one by one
+"""Targets for the time of one sequence, as multiples of the step's lower bound, in the order of trying."""
+_GOOD = 1.002  # a plan within this factor of the lower bound ends the search over targets
+_GOOD_SMALL = 1.02  # a plan within this factor needs no local search
+MAX_SMALL = 256  # the local search runs for steps of at most this many sequences
 
 
 def place_balanced(problem: Problem, should_stop: ShouldStop = None) -> PlacedRanks:
-    """Place a step for the shortest time of its slowest rank."""
+    """Place a step so that its slowest rank takes the shortest time."""
     if not len(problem.lengths):
-        none = problem.lengths
-        return PlacedRanks(problem.num_ranks, none, none, none, none)
+        empty = problem.lengths
+        return PlacedRanks(problem.num_ranks, empty, empty, empty, empty)
     bound = max(problem.mean_seconds(), problem.longest_seconds())
     ordered, in_order = problem.longest_first()
     best: tuple[float, Ints, NestedRings] | None = None
@@ -53,28 +53,41 @@ def place_balanced(problem: Problem, should_stop: ShouldStop = None) -> PlacedRa
             break
     assert best is not None
     placed, seconds = _with_shorts(problem, in_order, best[1], best[2])
-    if len(in_order) > MOST_SMALL or seconds <= _GOOD_SMALL * bound:
+    if len(in_order) > MAX_SMALL or seconds <= _GOOD_SMALL * bound:
         return placed
     return place_small(problem, starts, placed, seconds, bound, should_stop)
 
 
 def _work(problem: Problem, lengths: Ints) -> Floats:
-    """Return the seconds of short sequences, [n], on one rank, with their share of a full micro-batch's fixed cost."""
+    """Return the seconds of each short sequence on one rank, with its share of a full micro-batch's overhead: [n].
+
+    ``lengths``: tokens of each sequence: [n].
+    """
     cost, sizes = problem.cost, lengths.astype(np.float64)
     return np.asarray(cost.a * cost.squares(sizes) + (cost.b + cost.g / problem.tokens_per_rank) * sizes)
 
 
 def _water_level(loads: Floats, work: Floats) -> float:
-    """Return the load of the least loaded ranks once all ``work``, [n], is spread over them; ``loads``: [ranks]."""
-    in_order = np.sort(loads)
-    levels = (np.cumsum(in_order) + work.sum()) / np.arange(1, len(loads) + 1)
-    return float(levels[np.append(in_order[1:] >= levels[:-1], True).argmax()])
+    """Return the common load of the least loaded ranks after all work is spread over them as evenly as possible.
+
+    ``loads``: initial load of each rank, [ranks]; ``work``: work to spread, [n].
+    """
+    ascending = np.sort(loads)
+    levels = (np.cumsum(ascending) + work.sum()) / np.arange(1, len(loads) + 1)
+    return float(levels[np.append(ascending[1:] >= levels[:-1], True).argmax()])
 
 
 def _with_shorts(problem: Problem, in_order: Ints, ringed: Ints, rings: NestedRings) -> tuple[PlacedRanks, float]:
-    """Add the short sequences after the rings, dealt by work, then packed under C on each rank.
+    """Add the short sequences after the rings: deal them by work and pack them under C on each rank.
 
-    ``in_order``: all sequences, longest first, [n]; ``ringed``: the sequence of each ring. Returns plan and makespan.
+    Args:
+        problem: the step.
+        in_order: all sequences, longest first: [n].
+        ringed: sequence of each ring: [rings].
+        rings: places of the rings.
+
+    Returns:
+        The placement and its makespan in seconds.
     """
     num_ranks, lengths = problem.num_ranks, problem.lengths
     firsts, widths, orders = (np.ones(len(lengths), dtype=np.int64) for _ in range(3))

@@ -1,15 +1,16 @@
 """Widths and ranks of rings: moldable tasks on nested runs of ranks.
 
-A ring may be wider than memory requires. As long as its exchange of keys and values hides behind computing, this adds
-no work. Widths are therefore chosen so that all ranks of a ring are ready at the same time and no rank waits. The ranks
-begin as one run; the longest sequence goes first. It takes the run that is ready first, cuts it into as many equal
-parts as are still wide enough, and uses one whole part. Every later sequence is shorter and needs no more ranks, so it
-fits into the remaining parts::
+A ring may be wider than memory requires. As long as its exchange of keys and values overlaps with computation, this
+adds no work. So widths are chosen such that all ranks of a ring are ready at the same time and no rank waits.
 
-    ranks   0      8      16     24     32          32 ranks; needs: 15, 9, 6, 3 ...
-    1st     |---- seq 0 ----|                        two parts of 16, takes the left one
-    2nd     |               |---- seq 1 ----|        takes the right one (16 is too narrow for two parts of 9) 3rd     |
-    |       |-seq 2-|       |        right is ready first: two parts of 8
+The ranks begin as one run, and the longest sequence goes first. A sequence takes the run that is ready first, divides
+it into as many equal parts as are wide enough for it, and uses one whole part. Every later sequence is shorter and
+needs no more ranks, so it fits into the remaining parts::
+
+    ranks   0       8       16      24      32       32 ranks; needs: 15, 9, 6, 3, ...
+    1st     |---- seq 0 ----|                        two parts of 16: takes the left part
+    2nd                     |---- seq 1 ----|        takes the right part, too narrow for two parts of 9
+    3rd                     |-seq 2-|                the right run is ready first: two parts of 8
 """
 
 from __future__ import annotations
@@ -29,53 +30,57 @@ from bytescale_ext.plan.step.sizes import Cluster
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-_WASTE = 1.02  # a ring that uses a whole run may cost this many times the rank-seconds of its exact width
+_MAX_WASTE = 1.02  # a ring on a whole part may cost up to this many times the rank-seconds of its exact width
 
 
 def target_widths(problem: Problem, target: float) -> Ints:
     """Return the fewest ranks with which each sequence takes at most ``target`` seconds: [n].
 
-    A sequence that takes longer at every width gets the most ranks over which its exchange still hides behind
-    computing, or its fewest ranks. No sequence gets more than a longer one. The problem's longest sequences come first.
+    A sequence that takes longer at every width gets the most ranks over which its exchange overlaps with computation,
+    at least ``min_widths``. No sequence gets more ranks than a longer sequence. The problem's longest sequences come
+    first.
     """
-    lengths, cost, most = problem.lengths, problem.cost, problem.num_ranks
+    lengths, cost, num_ranks = problem.lengths, problem.cost, problem.num_ranks
     sizes = lengths.astype(np.float64)
     seconds = max(target - cost.g, 1e-300)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        # computing: (a s^2 + b s) / d + ((h + e) s / d + m) (d - 1) <= seconds
+        # computation: (a s^2 + b s) / d + ((h + e) s / d + m) (d - 1) <= seconds
         joining = (cost.h + cost.e) * sizes
         work = cost.a * cost.squares(sizes) + cost.b * sizes - joining
-        computing = np.where(joining < seconds, _fewest(work, seconds - joining, cost.m), np.inf)
-        # receiving: c s (d - 1) / d + b s / d <= seconds; wider helps only while b > c
+        computing = np.where(joining < seconds, _fewest_ranks(work, seconds - joining, cost.m), np.inf)
+        # receiving: c s (d - 1) / d + b s / d <= seconds; more ranks help only if b > c
         ring = cost.c * sizes
         receiving = np.where(ring < seconds, (cost.b * sizes - ring) / (seconds - ring), 0.0)
-        # it hides behind computing while c s (d - 1) <= a s^2 + ((h + e) s + m d) (d - 1)
-        slow = (cost.c - cost.h - cost.e) * sizes - cost.m
-        room = slow * slow - 4 * cost.m * cost.a * sizes * sizes
-        shown = (slow > 0) & (room >= 0)
-        hidden = np.where(shown, 2 * cost.a * sizes * sizes / (slow + np.sqrt(np.maximum(room, 0.0))) + 1, np.inf)
-        least = np.sqrt(np.maximum(work, 0.0) / cost.m) if cost.m else np.inf  # of work / d + m (d - 1)
+        # the exchange overlaps with computation if c s (d - 1) <= a s^2 + ((h + e) s + m d) (d - 1)
+        slope = (cost.c - cost.h - cost.e) * sizes - cost.m
+        discriminant = slope * slope - 4 * cost.m * cost.a * sizes * sizes
+        is_exposed = (slope > 0) & (discriminant >= 0)  # at some width
+        root = np.sqrt(np.maximum(discriminant, 0.0))
+        hidden = np.where(is_exposed, 2 * cost.a * sizes * sizes / (slope + root) + 1, np.inf)
+        fastest = np.sqrt(np.maximum(work, 0.0) / cost.m) if cost.m else np.inf  # minimum of work / d + m (d - 1)
     wanted = np.maximum(computing, receiving)
     unreachable = (wanted > hidden) & ((ring >= seconds) | (cost.b <= cost.c))
     wanted = np.where(unreachable, np.floor(hidden), wanted)
-    wanted = np.where(np.isinf(computing), np.minimum(wanted, least), wanted)
-    widths = np.clip(np.ceil(np.minimum(wanted, most)), problem.min_widths, np.minimum(lengths, most)).astype(np.int64)
+    wanted = np.where(np.isinf(computing), np.minimum(wanted, fastest), wanted)
+    max_widths = np.minimum(lengths, num_ranks)
+    widths = np.clip(np.ceil(np.minimum(wanted, num_ranks)), problem.min_widths, max_widths).astype(np.int64)
     return np.asarray(np.minimum.accumulate(widths))
 
 
-def _fewest(work: Floats, seconds: Floats, each: float) -> Floats:
-    """Return the smallest d with ``work / d + each (d - 1) <= seconds``, not rounded; inf: there is none. [n] each."""
-    most = seconds + each
-    room = most * most - 4 * each * work
-    return np.asarray(np.where(room >= 0, 2 * work / (most + np.sqrt(np.maximum(room, 0.0))), np.inf))
+def _fewest_ranks(work: Floats, seconds: Floats, per_rank: float) -> Floats:
+    """Return the smallest real d with ``work / d + per_rank (d - 1) <= seconds``, inf without one: [n], as ``work``."""
+    total = seconds + per_rank
+    discriminant = total * total - 4 * per_rank * work
+    root = np.sqrt(np.maximum(discriminant, 0.0))
+    return np.asarray(np.where(discriminant >= 0, 2 * work / (total + root), np.inf))
 
 
 @dataclass(frozen=True, slots=True)
 class NestedRings:
-    """The places of rings, in the order in which they run.
+    """The places of rings, in running order.
 
     Attributes:
-        first_ranks, widths: of each ring: [n].
+        first_ranks, widths: first rank and ranks of each ring: [n].
         loads: seconds of each rank: [num_ranks].
     """
 
@@ -87,15 +92,15 @@ class NestedRings:
 def nest_rings(
     lengths: Ints, needs: Ints, cluster: Cluster, cost: CostModel, should_stop: ShouldStop = None
 ) -> NestedRings:
-    """Place rings on nested runs of ranks (see the module), each where it can start first (tie: lowest rank).
+    """Place rings on nested runs of ranks (see the module), each at its earliest start (tie: lowest rank).
 
-    A ring no wider than a node lies inside one node; a wider one begins with a node.
+    A ring that is no wider than a node stays in one node; a wider ring begins with a node.
 
     Args:
-        lengths: tokens of each ring sequence, the one that needs most ranks first: [n].
-        needs: the fewest ranks of each, at most all ranks: [n], never increasing.
+        lengths: tokens of each ring: [n].
+        needs: the fewest ranks of each ring, in falling order: [n].
         cluster: the ranks.
-        cost: forward and backward together.
+        cost: cost of forward and backward together.
         should_stop: see ``HdpPlanner``.
     """
     num_ranks, node = cluster.num_ranks, cluster.node_ranks
@@ -104,13 +109,13 @@ def nest_rings(
     for number, (length, need) in enumerate(zip(lengths.tolist(), needs.tolist(), strict=True)):
         if number % 1024 == 0:
             stop_if(should_stop)
-        narrow = []
+        too_narrow = []
         while runs[0][2] < need:
-            narrow.append(heapq.heappop(runs))
+            too_narrow.append(heapq.heappop(runs))
         load, first, width = heapq.heappop(runs)
-        for run in narrow:
+        for run in too_narrow:
             heapq.heappush(runs, run)
-        bounds = _cut(first, width, need, node)
+        bounds = _divide_run(first, width, need, node)
         bounds = _without_waste(bounds, length, need, node, cost)
         for start, stop in itertools.pairwise(bounds[1:]):
             heapq.heappush(runs, (load, start, stop - start))
@@ -124,8 +129,11 @@ def nest_rings(
     return NestedRings(np.array(firsts, dtype=np.int64), np.array(widths, dtype=np.int64), loads)
 
 
-def _cut(first: int, width: int, need: int, node: int) -> list[int]:
-    """Return the bounds of the equal parts of a run, the first at least ``need`` wide: whole nodes or parts of one."""
+def _divide_run(first: int, width: int, need: int, node: int) -> list[int]:
+    """Return the bounds of about equal parts of a run: parts of one node, or whole nodes.
+
+    The parts are at least ``need`` wide; parts of one node may be followed by whole nodes.
+    """
     stop = first + width
     inside = min(width, node - first % node)
     if need <= inside:
@@ -141,11 +149,11 @@ def _cut(first: int, width: int, need: int, node: int) -> list[int]:
 
 
 def _without_waste(bounds: list[int], length: int, need: int, node: int, cost: CostModel) -> list[int]:
-    """Return the bounds with the first part cut to ``need``, if its whole width exposes too much of the exchange."""
+    """Return the bounds with the first part narrowed to ``need`` if its whole width wastes too much time."""
     width = bounds[1] - bounds[0]
     exact = need if need <= node else min(-(-need // node) * node, width)
-    if width > length:  # some rank would hold nothing
+    if width > length:  # some rank would hold no token
         exact = min(exact, length)
-    elif width * cost.sequence_cost(length, width) <= _WASTE * exact * cost.sequence_cost(length, exact):
+    elif width * cost.sequence_cost(length, width) <= _MAX_WASTE * exact * cost.sequence_cost(length, exact):
         return bounds
     return [bounds[0], bounds[0] + exact, *bounds[1:]] if exact < width else bounds

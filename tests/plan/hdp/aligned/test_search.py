@@ -14,11 +14,11 @@ from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.schedulers import stage_costs
 from bytescale_ext.plan.hdp.aligned import plans, search
-from bytescale_ext.plan.hdp.aligned.build import with_shorts
+from bytescale_ext.plan.hdp.aligned.arrangements import SLICED_STARTS, STARTS, Arrangement
+from bytescale_ext.plan.hdp.aligned.build import place_shorts
 from bytescale_ext.plan.hdp.aligned.clock import _waves_in_rows, action_waves, run_pipelines, slot_seconds
-from bytescale_ext.plan.hdp.aligned.layouts import SLICED_STARTS, STARTS, Layout
-from bytescale_ext.plan.hdp.aligned.plans import built_plans, leveled_plans
-from bytescale_ext.plan.hdp.aligned.search import LayoutSearch, PipelinedPlacer
+from bytescale_ext.plan.hdp.aligned.plans import build_plans, level_plans
+from bytescale_ext.plan.hdp.aligned.search import ArrangementSearch, PipelinedPlacer
 from bytescale_ext.plan.hdp.aligned.shelving import Shelver, Shelving
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.planner import HdpPlanner
@@ -90,22 +90,22 @@ def test_a_plan_too_large_to_time_is_built_once(monkeypatch: pytest.MonkeyPatch)
 
     def counted(*given: Any) -> Any:
         built.append(given)
-        return with_shorts(*given)
+        return place_shorts(*given)
 
-    monkeypatch.setattr(search, "MOST_WORK", 0)
-    monkeypatch.setattr(plans, "MOST_WORK", 0)
-    monkeypatch.setattr(plans, "with_shorts", counted)
+    monkeypatch.setattr(search, "MAX_ARRAY_ENTRIES", 0)
+    monkeypatch.setattr(plans, "MAX_ARRAY_ENTRIES", 0)
+    monkeypatch.setattr(plans, "place_shorts", counted)
     plan = HdpPlanner(Cluster(4, 1000), (STAGE,) * 2, balance="pp")([900, 1500, 20])
     assert len(built) == 1
     assert sorted(plan.lengths) == [20, 900, 1500]
 
 
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4, 3000)])
-def test_layouts_timed_together_give_the_same_plan(monkeypatch: pytest.MonkeyPatch, slicing: Slicing) -> None:
+def test_arrangements_timed_together_give_the_same_plan(monkeypatch: pytest.MonkeyPatch, slicing: Slicing) -> None:
     lengths = [6000, 3500, 2000, *(700,) * 12, *(90,) * 60]
     planner = HdpPlanner(Cluster(8, 1024, 4), (STAGE,) * 3, slicing, balance="pp")
     together = planner(lengths)
-    monkeypatch.setattr(search, "_RANKS_TOGETHER", 1)
+    monkeypatch.setattr(search, "_BATCH_RANKS", 1)
     assert planner(lengths) == together
 
 
@@ -185,31 +185,31 @@ def test_without_pipelines_aligned_slots_cost_little() -> None:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
-    """The layouts that are shelved from now on, in this order."""
-    built: list[Layout] = []
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Arrangement]:
+    """The arrangements that are shelved from now on, in this order."""
+    built: list[Arrangement] = []
     shelved = Shelver.__call__
 
-    def noted(shelver: Shelver, layout: Layout) -> Shelving:
-        built.append(layout)
-        return shelved(shelver, layout)
+    def noted(shelver: Shelver, arrangement: Arrangement) -> Shelving:
+        built.append(arrangement)
+        return shelved(shelver, arrangement)
 
     monkeypatch.setattr(Shelver, "__call__", noted)
     return built
 
 
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4), Slicing(4).two_ahead()])
-def test_one_rank_tries_only_layouts_that_differ(slicing: Slicing, built: list[Layout]) -> None:
+def test_one_rank_tries_only_arrangements_that_differ(slicing: Slicing, built: list[Arrangement]) -> None:
     """Each is built once, and none of those that more ranks try first is better."""
     lengths = -np.sort(-sample_lengths("github", 4096, 40_000, seed=1).astype(np.int64))
     cluster = Cluster(1, 4096)
     step = AlignedStep(Problem(lengths, np.ones_like(lengths), cluster, (STAGE, STAGE), slicing, aligned=True))
-    found = LayoutSearch(step)
-    found.try_layouts(found.starts, 32)
+    found = ArrangementSearch(step)
+    found.try_arrangements(found.starts, 32)
     found.complete()
     finishes = run_pipelines(slot_seconds(found.best.placed, STAGE, slicing), 2)
     assert 1 < len(built) == len(set(built)) <= 16
-    for one in built_plans(step, [Shelver(step)(layout) for layout in (*STARTS, *SLICED_STARTS)]):
+    for one in build_plans(step, [Shelver(step)(arrangement) for arrangement in (*STARTS, *SLICED_STARTS)]):
         assert finishes.max() <= one.seconds * (1 + 1e-9)
 
 
@@ -225,13 +225,15 @@ def makespan(problem: Problem, placed: PlacedRanks) -> float:
 
 
 def test_each_plan_is_built_once() -> None:
-    """Layouts that make the plan of another one are recognized, and only plans that differ count."""
+    """Arrangements that make the plan of another one are recognized, and only plans that differ count."""
     step = AlignedStep(random_problem(0).longest_first()[0])
-    found = LayoutSearch(step)
-    found.try_layouts([Layout(), Layout(num_regions=2, height=0.1), Layout(height=1e-9), Layout(height=1e-8)], 32)
+    found = ArrangementSearch(step)
+    found.try_arrangements(
+        [Arrangement(), Arrangement(max_spans=2, height=0.1), Arrangement(height=1e-9), Arrangement(height=1e-8)], 32
+    )
     keys = [plan.shelving.key for plan in found.plans]
     assert 1 <= len(keys) == len(set(keys)) < 4
-    found.try_layouts(found.starts, 2)
+    found.try_arrangements(found.starts, 2)
     assert len(set(found.plans)) <= len(keys) + 2
     found.complete()
     assert len({plan.shelving.key for plan in found.plans}) == len(list(found.plans)) <= 32
@@ -241,8 +243,8 @@ def test_leveled_plans_are_not_slower() -> None:
     gains = []
     for seed in range(6):
         step = AlignedStep(random_problem(seed, Slicing(2)).longest_first()[0])
-        built = built_plans(step, [Shelver(step)(layout) for layout in SLICED_STARTS[:4]])
-        leveled = leveled_plans(step, built)
+        built = build_plans(step, [Shelver(step)(arrangement) for arrangement in SLICED_STARTS[:4]])
+        leveled = level_plans(step, built)
         for before, after in zip(built, leveled, strict=True):
             assert after.shelving is before.shelving
             assert makespan(step.problem, after.placed) == pytest.approx(after.seconds)
@@ -250,19 +252,19 @@ def test_leveled_plans_are_not_slower() -> None:
     assert min(gains) >= 1 < max(gains)
 
 
-def test_the_next_problem_of_a_step_begins_with_the_best_layouts(built: list[Layout]) -> None:
+def test_the_next_problem_of_a_step_begins_with_the_best_arrangements(built: list[Arrangement]) -> None:
     """Of a search in other slices it takes a few; without one, those that are known to be good."""
     first, second, whole = (random_problem(1, slicing) for slicing in (Slicing(8), Slicing(4), ONE_SLICE))
     place = PipelinedPlacer()
     quick = place(first, thorough=False)
     assert built == list(SLICED_STARTS)
     ordered = AlignedStep(first.longest_first()[0])
-    plans = built_plans(ordered, [Shelver(ordered)(layout) for layout in SLICED_STARTS])
+    plans = build_plans(ordered, [Shelver(ordered)(arrangement) for arrangement in SLICED_STARTS])
     best = min(plans, key=lambda plan: plan.seconds)
     assert makespan(first, quick) == pytest.approx(best.seconds)
     built.clear()
     place(second, thorough=False)
-    assert built[0] == best.shelving.layout
+    assert built[0] == best.shelving.arrangement
     assert set(built) < set(SLICED_STARTS)
     built.clear()
     place(whole, thorough=False)

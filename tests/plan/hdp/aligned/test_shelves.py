@@ -1,4 +1,4 @@
-"""Shelves: rings side by side at one height, in regions that are apart."""
+"""Shelves: rings side by side at one height, in spans that are apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.hdp.aligned.shelves import RegionCut, RingWork, _level_widths, cut_regions, fill_shelves
+from bytescale_ext.plan.hdp.aligned.shelves import EmptySpan, RingWork, _level_widths, fill_shelves, split_ranks
 from bytescale_ext.plan.step.sizes import Cluster
 
 
@@ -23,9 +23,9 @@ def ring_work(lengths: list[int], capacity: int, most: int, node: int = 64) -> R
 def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
     lengths = sorted(np.random.default_rng(0).integers(65, 1500, 80).tolist(), reverse=True)
     work = ring_work(lengths, 64, 32, node)
-    region = fill_shelves(work, RegionCut(8, 40, 0, 80), 3000.0)
-    assert sorted(ring for shelf in region.shelves for ring in shelf.rings.tolist()) == list(range(80))
-    for shelf in region.shelves:
+    span = fill_shelves(work, EmptySpan(8, 40, 0, 80), 3000.0)
+    assert sorted(ring for shelf in span.shelves for ring in shelf.rings.tolist()) == list(range(80))
+    for shelf in span.shelves:
         in_order = np.argsort(shelf.first_ranks)
         ends = (shelf.first_ranks + shelf.widths)[in_order]
         assert (shelf.first_ranks[in_order][1:] >= ends[:-1]).all()
@@ -35,13 +35,13 @@ def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
 
 
 def test_a_shelf_is_level() -> None:
-    region = fill_shelves(ring_work([800] * 8, 64, 64), RegionCut(0, 64, 0, 8), 3000.0)
-    assert [shelf.widths.tolist() for shelf in region.shelves] == [[16] * 4, [16] * 4]
+    span = fill_shelves(ring_work([800] * 8, 64, 64), EmptySpan(0, 64, 0, 8), 3000.0)
+    assert [shelf.widths.tolist() for shelf in span.shelves] == [[16] * 4, [16] * 4]
 
 
 def test_regions_are_apart_and_the_longest_come_first() -> None:
     work = ring_work([1500, 1400, *[200] * 60], 64, 64, node=8)
-    cuts = cut_regions(work, height=2000.0, budget=2500.0, peak=0.5, max_regions=4)
+    cuts = split_ranks(work, height=2000.0, budget=2500.0, peak=0.5, max_spans=4)
     assert len(cuts) > 1
     assert (cuts[0].first, cuts[0].begin) == (0, 0)
     assert (cuts[-1].stop, cuts[-1].end) == (64, 62)

@@ -1,4 +1,4 @@
-"""Numbers of a step that layouts are made from, against their formulas."""
+"""Numbers of a step that arrangements are made from, against their formulas."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def step_of(num_slices: int = 1, stage: StageCost = STAGE, num_stages: int = 4) 
     return AlignedStep(Problem(LENGTHS, least, Cluster(8, 100), (stage,) * num_stages, Slicing(num_slices)))
 
 
-@pytest.mark.parametrize(("num_slices", "fill", "launch"), [(1, 3.0, 6.0), (2, 1.5, 12.0), (4, 0.75, 24.0)])
-def test_slices_shorten_the_fill_and_add_launches(num_slices: int, fill: float, launch: float) -> None:
+@pytest.mark.parametrize(("num_slices", "ramp_slots", "overhead"), [(1, 3.0, 6.0), (2, 1.5, 12.0), (4, 0.75, 24.0)])
+def test_slices_shorten_the_ramps_and_add_overheads(num_slices: int, ramp_slots: float, overhead: float) -> None:
     step = step_of(num_slices)
-    assert step.fill == pytest.approx(fill)
-    assert step.launch == pytest.approx(launch)
-    assert step_of(num_slices, num_stages=1).fill == 0
+    assert step.ramp_slots == pytest.approx(ramp_slots)
+    assert step.slot_overhead == pytest.approx(overhead)
+    assert step_of(num_slices, num_stages=1).ramp_slots == 0
 
 
 def test_work_of_a_sequence_is_its_cost_on_one_rank() -> None:
@@ -47,8 +47,8 @@ def test_exchange_hides_up_to_a_width_that_grows_with_length() -> None:
     assert step_of(stage=free).hidden_widths.tolist() == [8] * 4
 
 
-def test_the_size_of_a_layout_grows_with_its_slots() -> None:
+def test_the_size_of_a_arrangement_grows_with_its_slots() -> None:
     step = step_of()
     ones, zeros = np.ones(4, dtype=np.int64), np.zeros(4, dtype=np.int64)
     low, high = (PlacedRanks(8, LENGTHS, zeros, ones, orders, aligned=True) for orders in (zeros, np.arange(4)))
-    assert step.size(high) > step.size(low) == step.least_size > 0
+    assert step.array_entries(high) > step.array_entries(low) == step.min_array_entries > 0

@@ -11,7 +11,7 @@ from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.hdp.free.balance import _water_level, place_balanced
-from bytescale_ext.plan.hdp.free.local_search import _neighbours, list_schedule, place_small
+from bytescale_ext.plan.hdp.free.local_search import _changes, list_schedule, place_small
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -69,7 +69,7 @@ def test_a_list_of_nothing_takes_no_time() -> None:
 
 
 def test_neighbours_are_within_the_limits_and_nearest_first() -> None:
-    changes = _neighbours(integers(4, 1), integers(2, 1), integers(7, 2))
+    changes = _changes(integers(4, 1), integers(2, 1), integers(7, 2))
     assert changes[::-1] == [(0, 5), (0, 3), (0, 2), (1, 2)]
 
 
