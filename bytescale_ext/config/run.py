@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.step.sizes import Cluster
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class RunConfig:
         cost: measured seconds of the model (``--cost-file``), or None.
         process: this process.
         stage_layers: transformer layers of each pipeline stage.
+        decision: what steps are planned for, with all choices made.
         features: configuration of each feature that is on, by the feature's name, in the order of the feature table.
     """
 
@@ -73,6 +75,7 @@ class RunConfig:
     cost: ModelCost | None
     process: Process
     stage_layers: tuple[int, ...]
+    decision: Decision
     features: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
 
     def find(self, kind: type[Config]) -> Config | None:

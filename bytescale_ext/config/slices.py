@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.schedule.actions import SliceSchedule, slice_group_size
 from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule
@@ -58,14 +58,14 @@ class DocumentSliceConfig:
         rule: how a micro-batch is cut.
         num_stages: pipeline stages.
         note: what to tell the user once about keys that are kept between slices; "" where micro-batches run whole.
-        choice: chooses the slices of each step, instead of those of the rule.
+        is_chosen: the planner chooses the slices of each step, instead of those of the rule.
         host_bytes: host memory of this process in which keys may be swapped; 0: none are.
     """
 
     rule: SliceRule
     num_stages: int
     note: str = ""
-    choice: SlicingChoice | None = None
+    is_chosen: bool = False
     host_bytes: float = 0.0
 
     def with_note(self, note: str) -> DocumentSliceConfig:
@@ -80,7 +80,7 @@ class DocumentSliceConfig:
     @property
     def receives_ahead(self) -> bool:
         """Whether stages may run two forwards ahead."""
-        options = (self.slicing,) if self.choice is None else self.choice.options
+        options = OPTIONS if self.is_chosen else (self.slicing,)
         return any(slicing.receives_ahead for slicing in options)
 
     @property

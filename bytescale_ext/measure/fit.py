@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.cost.model_shape import ModelShape, key_value_numbers
+from bytescale_ext.plan.cost.model_shape import ModelShape
 
 Floats = npt.NDArray[np.float64]
 
@@ -262,18 +262,6 @@ def model_cost(fits: tuple[Fit, Fit], kept_bytes: tuple[float, float], origin: O
         layer_bytes=kept_bytes[0],
         recompute_bytes=kept_bytes[1],
     )
-
-
-def ring_bytes_per_token(
-    shape: ModelShape, tensor_parallel: int, element_bytes: int, sum_bytes: int
-) -> tuple[int, int]:
-    """Return the bytes that a rank receives in one layer for each token of another rank: forward, backward.
-
-    Keys and values travel in both passes; in the backward pass the sums of their gradients travel too, in a wider type
-    (``bytescale_ext.attention.ring``). Latents travel in their place where that is cheaper.
-    """
-    numbers = int(key_value_numbers(shape, min(tensor_parallel, shape.num_kv_heads)))
-    return numbers * element_bytes, numbers * (element_bytes + sum_bytes)
 
 
 def errors_text(found: Sequence[Prediction]) -> str:

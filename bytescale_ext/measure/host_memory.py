@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -24,6 +25,11 @@ def free_host_bytes(root: Path = Path("/")) -> int:
     """
     free = int(psutil.virtual_memory().available)
     return max(0, min([free, *_left_in_groups(root)]))
+
+
+def local_processes() -> int:
+    """Return the processes of the run on this machine, by torchrun's LOCAL_WORLD_SIZE."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bytescale_ext.plan.setup.choose import remaining_text
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.arguments.values import make_folders
@@ -25,6 +26,8 @@ def build(args: Any, runtime: Runtime) -> Training:
     if enabled and args.load and not args.enable_msc and runtime.run.process.rank == 0:
         if warning := use_last_whole(Path(args.load), args.ckpt_step):
             print(warning)
+    if runtime.run.process.rank == 0 and (line := remaining_text(runtime.run.decision)):
+        print(line)
     for feature in enabled:
         training = feature.build(training, runtime)
     if training.dataset_provider is stock.dataset_provider:

@@ -16,7 +16,6 @@ from bytescale_ext.activation.link import Link
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.attention.kernels.table import Kernel, KernelCalls
 from bytescale_ext.config.hdp import HdpConfig
-from bytescale_ext.config.planner import slicing, step_cost
 from bytescale_ext.config.run import Process, RunConfig
 from bytescale_ext.data.loading.loads import LoadHistory
 from bytescale_ext.data.loading.step import StepBatch
@@ -24,8 +23,12 @@ from bytescale_ext.measure.metrics import RankStep, StepClock
 from bytescale_ext.measure.peak import PeakMeter
 from bytescale_ext.measure.stragglers import PaceWindow, counts_for_pace
 from bytescale_ext.parallel.p2p import RingComm
+from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.cost.model_cost import model_flops
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.planner import balanced_cost
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 from bytescale_ext.plan.step.table import shards_of_rank
 from megatron.bytescale.core.optimizer.late import LateUpdates
@@ -167,7 +170,8 @@ class Runtime:
     def alone(cls, shape: ModelShape, dtype: torch.dtype, device: torch.device, kernel: Kernel) -> Runtime:
         """Return the state of a process that runs a whole model without features, to decode or to measure it."""
         process = Process(rank=0, local_rank=0, on_cuda=device.type == "cuda", dtype=dtype)
-        runtime = cls.of(RunConfig(shape, Cluster(1, 1), None, process, (shape.num_layers,)))
+        setup = setup_of_cost(cost_of_rates(shape, 1.0, 1.0, 1.0), cluster=Cluster(1, 1))  # nothing is planned
+        runtime = cls.of(RunConfig(shape, setup.cluster, None, process, setup.mesh.stage_layers, choose(setup)))
         runtime.add_parts(kernel=kernel)
         return runtime
 
@@ -188,7 +192,7 @@ class Runtime:
     def slicing(self) -> Slicing:
         """How the micro-batches of the running step are sliced."""
         chosen = None if self.step.batch is None else self.step.batch.plan.slicing
-        return slicing(self.run) if chosen is None else chosen
+        return self.run.decision.finest if chosen is None else chosen
 
     @property
     def rank(self) -> int:
@@ -214,7 +218,7 @@ class Runtime:
         assert batch is not None and parts.comm is not None, f"{batch=} {parts.comm=}"
         mine = shards_of_rank(batch.plan.ranks, self.rank)
         counts = Counts() if parts.activations is None else parts.activations.take_counts()
-        cost = step_cost(self.run)
+        cost = balanced_cost(self.run.decision)
         totals.figures += RankStep(
             work_seconds=parts.clock.work_seconds(),
             planned_work=cost.both.rank_cost(mine, batch.lengths),

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from bytescale_ext.config.planner import planner_of
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.measure.metrics import RankStep
 from bytescale_ext.parallel.p2p import RingComm
+from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.micro_batch import MicroBatch
 from megatron.bytescale.runtime import Runtime
 from tests.bytescale.runtimes import runtime_of
@@ -30,13 +30,13 @@ def packed(micro_batch: MicroBatch, num_rows: int) -> PackedMicroBatch:
 
 
 def step_of(made: Runtime, padding: int = 1) -> StepBatch:
-    plan = planner_of(made.run)(LENGTHS)
+    plan = planner_of(made.run.decision)(LENGTHS)
     mine = tuple(packed(one, one.num_tokens + padding) for one in plan.ranks[made.rank])
     return StepBatch(0, tuple(range(len(LENGTHS))), plan, mine, wait_seconds=0.25)
 
 
 def test_every_rank_plans_the_same() -> None:
-    assert len({planner_of(runtime(rank).run)(LENGTHS).digest() for rank in range(4)}) == 1
+    assert len({planner_of(runtime(rank).run.decision)(LENGTHS).digest() for rank in range(4)}) == 1
 
 
 def test_figures_of_a_step_are_counted_once() -> None:

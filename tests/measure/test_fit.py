@@ -26,12 +26,11 @@ from bytescale_ext.measure.fit import (
     prediction_table,
     predictions,
     rank_correlation,
-    ring_bytes_per_token,
     unseen_lengths,
     unseen_rings,
 )
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
+from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape, ring_bytes_per_token
 
 FORWARD = Fit(CostModel(a=4e-11, b=1.6e-6, g=1e-4), head=1.2e-6, rest=3e-4)
 BACKWARD = Fit(CostModel(a=1e-10, b=3.2e-6, g=2e-4), head=2.4e-6, rest=5e-4)

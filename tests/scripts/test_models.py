@@ -75,9 +75,9 @@ def survey(rank: int, world: int, recipes: Sequence[tuple[int, int, str, list[st
 
 def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Found | str:
     from bytescale_ext.config.hdp import HdpConfig
-    from bytescale_ext.config.planner import offload_layers, planner_of
     from bytescale_ext.plan.evaluate.length_samplers import sample_documents
     from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
+    from bytescale_ext.plan.setup.planner import planner_of
     from bytescale_ext.plan.step.check import check_step_plan
     from megatron.bytescale.arguments.resolve import resolve
 
@@ -87,8 +87,8 @@ def survey_one(processes: int, vocab: int, sampler: str, words: list[str]) -> Fo
         lengths = [args.seq_length] * args.global_batch_size
         if sampler != "equal":
             lengths[1:] = sample_documents(sampler, args.seq_length, args.global_batch_size - 1, seed=1)
-        hdp, plan = run.get(HdpConfig), planner_of(run)(lengths)
-        check_step_plan(plan, lengths, hdp.rows_multiple, offload_layers(run), hdp.cluster.ranks_per_node)
+        hdp, plan = run.get(HdpConfig), planner_of(run.decision)(lengths)
+        check_step_plan(plan, lengths, hdp.rows_multiple, run.decision.offloading_layers, hdp.cluster.ranks_per_node)
     except (ValueError, SystemExit) as error:
         return str(error)
     alone = [word for word in words if not word.startswith("--overlap")]

@@ -38,7 +38,10 @@ class NgramConfig:
 
         ``stage_layers``: transformer layers of each stage, which follow each other.
         """
-        ends = list(accumulate(stage_layers))
-        stages = zip(ends, stage_layers, strict=True)
-        counts = [sum(end - layers < one <= end for one in self.layers) for end, layers in stages]
-        return [count * self.num_parameters(hidden) for count in counts]
+        return [count * self.num_parameters(hidden) for count in memories_of_stages(self.layers, stage_layers)]
+
+
+def memories_of_stages(layers: Sequence[int], stage_layers: Sequence[int]) -> list[int]:
+    """Return how many of these layers of the model, numbered from 1, each pipeline stage has."""
+    ends = accumulate(stage_layers)
+    return [sum(end - count < layer <= end for layer in layers) for end, count in zip(ends, stage_layers, strict=True)]

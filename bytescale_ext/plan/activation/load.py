@@ -43,16 +43,18 @@ class Machine:
     """The memory and bandwidth of one process.
 
     Attributes:
-        device_bytes: device memory for activations, beside model states.
-        host_bytes: host memory of the arena.
-        link_bytes_per_second: between device and pinned host memory, each way.
-        memory_bytes_per_second: of device memory.
+        device_bytes: device memory for activations, in addition to model states.
+        host_bytes: host memory for activations.
+        link_bytes_per_second: speed between device and pinned host memory, one way.
+        memory_bytes_per_second: speed of device memory.
+        state_bytes: device memory of model states, which messages add to name the memory of the whole device.
     """
 
     device_bytes: float
     host_bytes: float
     link_bytes_per_second: float = LINK_BYTES_PER_SECOND
     memory_bytes_per_second: float = MEMORY_BYTES_PER_SECOND
+    state_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,10 +163,13 @@ def _chosen(
         ample = replace(machine, host_bytes=everything)
         most = forecast(ActivationPlan("none"), load, machine).device_bytes
         least = least_budget(lambda size: choose(load, replace(ample, device_bytes=size)) is not None, most) or most
-        remedy = f"it takes {in_gigabytes(least)} GB of device memory even with enough host memory, or fewer tokens"
+        whole = in_gigabytes(least + machine.state_bytes)
+        remedy = f"it takes {whole} GB of device memory even with enough host memory, or fewer tokens"
+    states = f" and {machine.state_bytes / 1e9:.4g} GB of model states" if machine.state_bytes else ""
     raise ValueError(
-        f"activations of {load.num_tokens} tokens do not fit in {machine.device_bytes / 1e9:.4g} GB of device memory "
-        f"and {machine.host_bytes / 1e9:.4g} GB of host memory: {remedy}"
+        f"activations of {load.num_tokens} tokens{states} do not fit in "
+        f"{(machine.device_bytes + machine.state_bytes) / 1e9:.4g} GB of device memory and "
+        f"{machine.host_bytes / 1e9:.4g} GB of host memory: {remedy}"
     )
 
 

@@ -234,3 +234,15 @@ def key_value_numbers(shape: ModelShape, tensor_parallel: int = 1) -> float:
 def key_value_bytes(shape: ModelShape, tensor_parallel: int = 1, element_bytes: int = 2) -> float:
     """Return the bytes of one token's key and value, or of its latent, in one layer on one rank."""
     return key_value_numbers(shape, tensor_parallel) * element_bytes
+
+
+def ring_bytes_per_token(
+    shape: ModelShape, tensor_parallel: int, element_bytes: int, sum_bytes: int
+) -> tuple[int, int]:
+    """Return the bytes that a rank receives in one layer for each token of another rank: forward, backward.
+
+    Keys and values travel in both passes; in the backward pass the sums of their gradients travel too, in a wider type
+    (``bytescale_ext.attention.ring``). Latents travel in their place where that is cheaper.
+    """
+    numbers = int(key_value_numbers(shape, min(tensor_parallel, shape.num_kv_heads)))
+    return numbers * element_bytes, numbers * (element_bytes + sum_bytes)

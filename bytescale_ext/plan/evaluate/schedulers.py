@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import auto_balance, planner_names, planner_row
-from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.held import peak_memory
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
@@ -39,29 +37,27 @@ class Scenario:
     """What all schedulers share.
 
     Attributes:
-        cluster: the ranks; with pipelines, each rank is a pipeline.
         context: the most tokens of a sequence; it decides the width of the static mesh.
         stages: cost of each pipeline stage, the slowest one last; one without pipelines.
         memory: device memory of each pipeline stage.
-        slicing: slices of a micro-batch (Seq1F1B); the schedulers ``UNSLICED`` run 1F1B.
-        choice: chooses the slicing of each step in place of ``slicing``.
+        planner: a planner with these ranks and slices; with pipelines, each rank is a pipeline. The schedulers
+            ``UNSLICED`` run 1F1B instead.
     """
 
-    cluster: Cluster
     context: int
     stages: tuple[StageCost, ...]
     memory: StageMemory
-    slicing: Slicing = ONE_SLICE
-    choice: SlicingChoice | None = None
+    planner: HdpPlanner
 
-    @classmethod
-    def of(
-        cls, cluster: Cluster, context: int, cost: ModelCost, num_stages: int = 1, slicing: Slicing = ONE_SLICE
-    ) -> Scenario:
-        """Return the scenario of a model; see ``stage_costs``."""
-        stages = stage_costs(cost, num_stages, cluster)
-        memory = StageMemory.of(cost, equal_layers(cost, num_stages), cluster)
-        return cls(cluster, context, stages, memory, slicing)
+    @property
+    def cluster(self) -> Cluster:
+        """The ranks."""
+        return self.planner.cluster
+
+    @property
+    def slicing(self) -> Slicing:
+        """Slices of a micro-batch; if the planner chooses them for each step, one."""
+        return self.planner.slicing if self.planner.choice is None else ONE_SLICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +92,6 @@ class Outcome:
 Scheduler = Callable[[Sequence[int], Scenario], Outcome]
 
 
-def stage_costs(
-    cost: ModelCost, num_stages: int, cluster: Cluster | None = None, link: float = LINK_BYTES_PER_SECOND
-) -> tuple[StageCost, ...]:
-    """Return the costs of a model cut into stages of equal layers; the last one adds embedding and output layer.
-
-    With a ``cluster``, rings know its nodes. ``link``: bytes per second between a device and host memory, one way.
-
-    Raises:
-        ValueError: the stages do not divide the layers.
-    """
-    layers = equal_layers(cost, num_stages)
-    nodes = None if cluster is None else cost.nodes(cluster)
-    return tuple(cost.stage(count, stage == num_stages - 1, link).on(nodes) for stage, count in enumerate(layers))
-
-
-def equal_layers(cost: ModelCost, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of equal stages. Raises ValueError where they do not divide the layers."""
-    num_layers = cost.shape.num_layers
-    if num_stages < 1 or num_layers % num_stages:
-        raise ValueError(f"{num_stages} stages do not divide the {num_layers} layers of the cost file's model")
-    return (num_layers // num_stages,) * num_stages
-
-
 def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     """Run data x context parallelism of one width: the smallest power of two that holds the context at C.
 
@@ -142,8 +115,9 @@ def static(lengths: Sequence[int], scenario: Scenario) -> Outcome:
     widths = np.minimum(width, tokens)
     seqs, first_ranks = np.arange(len(tokens)), packs % num_groups * width
     table = ShardTable(counts, rows, seqs, np.zeros_like(rows), widths, tokens, shares, first_ranks=first_ranks)
-    one_slice = replace(scenario, slicing=ONE_SLICE)
-    return _outcome(table, one_slice, min(width - 1, 2), time.process_time() - began)
+    seconds = time.process_time() - began
+    outcome = _outcome(table, scenario, ONE_SLICE)
+    return replace(outcome, distinct_peers=min(width - 1, 2), planning_seconds=seconds)
 
 
 def planned_by(balance: str) -> Scheduler:
@@ -169,29 +143,24 @@ UNSLICED: Final = ("static", "megatron-hybrid")
 """Schedulers that run on unmodified Megatron, without slices; the others run the planners of this project."""
 
 
-def planner_of(scenario: Scenario, balance: str) -> HdpPlanner:
-    """Return the planner with one kind of balance in this scenario; it balances the slowest stage."""
-    return HdpPlanner(scenario.cluster, scenario.stages, scenario.slicing, balance=balance, choice=scenario.choice)
-
-
 def _planned(lengths: Sequence[int], scenario: Scenario, balance: str) -> Outcome:
     if len(scenario.stages) > 1 and not planner_row(balance).aligned:
         raise NotApplicable(f"{balance} plans no aligned slots, which pipelines need")
-    planner = planner_of(scenario, balance)
+    planner = replace(scenario.planner, balance=balance)
     began = time.process_time()
     plan = planner(lengths)
     seconds = time.process_time() - began
     check_step_plan(plan, lengths, ranks_per_node=scenario.cluster.ranks_per_node)
     table = ShardTable.of(plan)
     padded = table.with_counts(np.array(micro_batch_counts(plan)))  # a rank without micro-batches runs an empty one
-    used = scenario if plan.slicing is None else replace(scenario, slicing=plan.slicing)
-    return _outcome(padded, used, int(table.distinct_peers().max()), seconds)
+    outcome = _outcome(padded, scenario, plan.slicing or scenario.slicing)
+    return replace(outcome, distinct_peers=int(table.distinct_peers().max()), planning_seconds=seconds)
 
 
-def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, planning_seconds: float) -> Outcome:
-    result = replay_stages(table, scenario.stages, scenario.slicing)
-    stages, memory = scenario.stages, scenario.memory
-    most = held(table, scenario.slicing, stages[0].both, memory)
+def _outcome(table: ShardTable, scenario: Scenario, slicing: Slicing) -> Outcome:
+    """Return the figures of a plan in these slices, without its peers and its planning."""
+    result, memory = replay_stages(table, scenario.stages, slicing), scenario.memory
+    most = peak_memory(table, slicing, scenario.stages[-1].both, memory)
     return Outcome(
         makespan=result.makespan,
         idle_share=result.idle_share,
@@ -201,8 +170,8 @@ def _outcome(table: ShardTable, scenario: Scenario, distinct_peers: int, plannin
         kept_keys=round(float(most.kept_keys.max())),
         device_bytes=most.device_bytes(memory),
         host_bytes=most.host_bytes(memory),
-        distinct_peers=distinct_peers,
-        planning_seconds=planning_seconds,
+        distinct_peers=0,
+        planning_seconds=0.0,
     )
 
 

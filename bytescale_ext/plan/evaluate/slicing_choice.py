@@ -21,7 +21,7 @@ from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.hdp.aligned.clock import run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.hdp.table import Place
-from bytescale_ext.plan.memory.held import Held, held
+from bytescale_ext.plan.memory.held import PeakMemory, peak_memory
 from bytescale_ext.plan.memory.stage_memory import StageMemory
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
@@ -163,19 +163,19 @@ class SlicingChoice:
         """Return the most bytes of a device."""
         return self._held(problem, table, slicing).device_bytes(self.memory)
 
-    def _held(self, problem: Problem, table: ShardTable, slicing: Slicing) -> Held:
+    def _held(self, problem: Problem, table: ShardTable, slicing: Slicing) -> PeakMemory:
         # Of stages with equal layers the first one holds most slices, and the last one has the logits; any stage may
         # read most of swapped keys beside the slices that it holds.
         is_equal = len(set(self.memory.num_layers)) == 1 and not slicing.swapped_tokens
         stages = (0, len(problem.stages) - 1) if is_equal else None
-        return held(table, slicing, problem.cost, self.memory, stages=stages)
+        return peak_memory(table, slicing, problem.cost, self.memory, stages=stages)
 
     def check_fits(self, problem_cost: CostModel, num_tokens: int) -> None:
         """Raise ValueError where not even the option that holds least fits, for micro-batches of ``num_tokens``."""
         table = full_micro_batches(4 * len(self.memory.num_layers), num_tokens)
         least = math.inf
         for option in reversed(self.options):  # the most slices hold least, so one of these is often enough
-            least = min(least, held(table, option, problem_cost, self.memory).device_bytes(self.memory))
+            least = min(least, peak_memory(table, option, problem_cost, self.memory).device_bytes(self.memory))
             if least <= self.device_bytes:
                 return
         raise ValueError(

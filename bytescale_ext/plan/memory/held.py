@@ -34,7 +34,7 @@ _ENTRIES = attrgetter(*(entry.name for entry in fields(HeldSlices)))
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class PeakMemory:
     """The most that each stage of each rank (pipeline) holds at once, of a plan: [p, num_ranks] each.
 
     Attributes:
@@ -56,6 +56,11 @@ class Held:
     def host_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of host memory of the device that swaps most keys."""
         return float((self.host_keys.max(axis=1) * np.array(memory.num_layers)).max()) * memory.layer.keys
+
+    def stage_host_bytes(self, memory: StageMemory) -> list[float]:
+        """Return the bytes of host memory of the device of each stage that swaps most keys."""
+        of_stages = self.host_keys.max(axis=1) * np.array(memory.num_layers) * memory.layer.keys
+        return [float(each) for each in of_stages]
 
     def device_bytes(self, memory: StageMemory) -> float:
         """Return the bytes of the device that takes most, on stages of this memory."""
@@ -151,14 +156,14 @@ class _Slices:
         return np.cumsum(self.swapped.reshape(-1, num_slices), axis=1).ravel()
 
 
-def held(
+def peak_memory(
     table: ShardTable,
     slicing: Slicing,
     cost: CostModel,
     memory: StageMemory,
     num_chunks: int = 1,
     stages: Sequence[int] | None = None,
-) -> Held:
+) -> PeakMemory:
     """Return the most that each stage holds.
 
     Args:
@@ -201,7 +206,7 @@ def held(
         peak = in_stage.sum(axis=0).argmax(axis=1)
         parts[:, stage, ranks] = np.take_along_axis(in_stage, peak[None, :, None], axis=2)[:, :, 0]
     tokens, kept_keys, layer_bytes, host_keys = found
-    return Held(tokens, kept_keys, layer_bytes, host_keys, parts)
+    return PeakMemory(tokens, kept_keys, layer_bytes, host_keys, parts)
 
 
 def _of_passes(memory: StageMemory, stage: int, tokens: Floats, attended: Floats, ways: Ints) -> Floats:

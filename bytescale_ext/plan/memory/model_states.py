@@ -72,5 +72,9 @@ def state_bytes(shape: ModelShape, element_bytes: int = 2, tensor_parallel: int 
 
 def parameter_bytes(element_bytes: int, optimizer_ranks: int) -> float:
     """Return the bytes of one parameter, its gradient and its part of the optimizer; see ``state_bytes``."""
-    main = MAIN_PARAMETER_BYTES if element_bytes < MAIN_PARAMETER_BYTES else 0
-    return element_bytes + GRADIENT_BYTES + (main + MOMENT_BYTES) / optimizer_ranks
+    return element_bytes + GRADIENT_BYTES + optimizer_bytes(element_bytes) / optimizer_ranks
+
+
+def optimizer_bytes(element_bytes: int) -> int:
+    """Return the bytes of Adam's states of one parameter: two moments and, of a 16-bit parameter, a float32 copy."""
+    return MOMENT_BYTES + (MAIN_PARAMETER_BYTES if element_bytes < MAIN_PARAMETER_BYTES else 0)

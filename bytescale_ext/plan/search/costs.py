@@ -13,11 +13,11 @@ from bytescale_ext.plan.cost.model_cost import ModelCost, with_expansions
 from bytescale_ext.plan.cost.model_shape import (
     ModelShape,
     expansion_flops,
-    key_value_bytes,
     key_value_numbers,
     layer_flops_per_token,
 )
 from bytescale_ext.plan.search.strategy import FULL, Strategy
+from bytescale_ext.plan.setup.costs import byte_seconds
 from bytescale_ext.plan.step.sizes import Cluster
 
 GATHERED_AGAIN: Final = 2
@@ -126,16 +126,3 @@ def exchange_seconds(cost: ModelCost, expert_parallel: int, cluster: Cluster) ->
     copies = cost.shape.num_expert_layers / cost.shape.num_layers * cost.shape.experts_per_token
     copy_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel
     return 2 * copies * copy_bytes * (1 - 1 / expert_parallel) * byte_seconds(cost, group)
-
-
-def byte_seconds(cost: ModelCost, cluster: Cluster) -> float:
-    """Return the seconds in which a rank receives a byte from the HDP ranks, all links of a node at work.
-
-    Inside a node it is the cost file's exchange of keys, or ``COLLECTIVE_BYTES_PER_SECOND``. Between nodes, n ranks of
-    a node share the border as in hierarchical rings (``Nodes.hops``): ``slowdown / n`` times as long, if that is more.
-    """
-    keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
-    inside = cost.forward.c / keys or 1.0 / COLLECTIVE_BYTES_PER_SECOND
-    if cluster.node_ranks == cluster.num_ranks:
-        return inside
-    return inside * max(1.0, cost.slowdown / cluster.node_ranks)

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from bytescale_ext.plan.search.case import Case, StepFigures
+from bytescale_ext.plan.search.costed import CostedStrategy, StepFigures
 from bytescale_ext.plan.search.space import Branch
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.search.task import Task, Unfit
@@ -46,8 +46,8 @@ class Scored:
     task: Task
 
     def mean(self, name: str) -> float:
-        """Return the mean of a figure over the steps."""
-        return float(np.mean([getattr(step, name) for step in self.steps]))
+        """Return the mean of a part of the time over the steps."""
+        return float(np.mean([getattr(step.time, name) for step in self.steps]))
 
     def most(self, name: str) -> float:
         """Return the greatest value of a figure."""
@@ -85,7 +85,7 @@ class Candidate:
 
     seconds: float
     number: tuple[int, int, int]
-    case: Case = field(compare=False)
+    case: CostedStrategy = field(compare=False)
     task: Task = field(compare=False)
     scale: float = field(compare=False)
     bounds: tuple[float, ...] = field(compare=False, default=())
@@ -238,11 +238,11 @@ def in_sizes(task: Task, sizes: Sequence[int]) -> list[Task]:
     ]
 
 
-def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration) -> Iterator[Case]:
+def fitting_cases(task: Task, strategies: Iterable[Strategy], seen: Exploration) -> Iterator[CostedStrategy]:
     """Yield the strategies that fit, and count them and the others in ``seen``."""
     for strategy in strategies:
         try:
-            case = Case.of(task, strategy)
+            case = CostedStrategy.of(task, strategy)
         except Unfit as error:
             seen.unfit[str(error)] += 1
             if error.needed_bytes and (seen.needed is None or error.needed_bytes < seen.needed[0]):

@@ -8,15 +8,12 @@ in memory and time, so the result is exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.schedule.actions import most_slices
-from bytescale_ext.plan.search.strategy import Strategy
-from bytescale_ext.plan.step.sizes import ONE_SLICE
+from bytescale_ext.plan.setup.forecast import tokens_in_flight
+from bytescale_ext.plan.setup.memory import input_bytes, stage_memory
+from bytescale_ext.plan.setup.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,46 +71,25 @@ def unbeaten(layers: tuple[tuple[Choice, ...], ...]) -> tuple[Chosen, ...]:
     return tuple(found)
 
 
-def fewest_recomputed(cost: ModelCost, memory: StageMemory, strategy: Strategy, device_bytes: float) -> int | None:
+def fewest_recomputed(setup: Setup) -> int | None:
     """Return how many layers of each stage must be computed again for full micro-batches to fit, or None.
 
     Megatron recomputes equally many layers on all stages, so the stage that needs most decides.
 
     Args:
-        cost, memory: of the strategy with all activations kept.
-        strategy: its micro-batches run whole.
-        device_bytes: of a device.
+        setup: layers keep all activations, and micro-batches run whole.
     """
-    choices = Choice(cost.layer_bytes, 0.0), Choice(cost.recompute_bytes, cost.forward.b)
-    again = memory.recomputing(choices[1].bytes)
+    memory, cost = stage_memory(setup), setup.cost
+    kept, again_bytes = memory.layer.activations, input_bytes(setup)
+    choices = Choice(kept, 0.0), Choice(again_bytes, cost.forward.b)
+    again = memory.recomputing(again_bytes)
     most = 0
-    for stage, (layers, tokens) in enumerate(zip(memory.num_layers, tokens_in_flight(strategy), strict=True)):
-        left = device_bytes - memory.state_bytes[stage]
-        if layers * choices[0].bytes * tokens <= left - memory.working_bytes[stage]:
+    for stage, (layers, tokens) in enumerate(zip(memory.num_layers, tokens_in_flight(setup), strict=True)):
+        left = setup.budget.device_bytes - memory.state_bytes[stage]
+        if layers * kept * tokens <= left - memory.working_bytes[stage]:
             continue
-        found = cheapest((choices,) * layers, (left - again.working_bytes[stage]) / tokens - again.layer.angles)
-        if found is None:
+        chosen = cheapest((choices,) * layers, (left - again.working_bytes[stage]) / tokens - again.layer.angles)
+        if chosen is None:
             return None
-        most = max(most, found.count(choices[1]))
+        most = max(most, chosen.count(choices[1]))
     return most
-
-
-def block_bytes(cost: ModelCost, memory: StageMemory, strategy: Strategy) -> float:
-    """Return the most bytes of a device that runs full micro-batches whole; see ``fewest_recomputed``."""
-    again, layer_bytes = memory.recomputing(cost.recompute_bytes), []
-    for layers, tokens in zip(memory.num_layers, tokens_in_flight(strategy), strict=True):
-        share = min(layers, strategy.recomputed_layers) / layers
-        kept = share * cost.recompute_bytes + (1 - share) * cost.layer_bytes
-        layer_bytes.append(tokens * (kept + again.layer.angles / layers))
-    return again.most_bytes(layer_bytes)
-
-
-def tokens_in_flight(strategy: Strategy) -> list[int]:
-    """Return the tokens whose activations each stage holds at most, in full micro-batches that run whole."""
-    stages = range(strategy.num_stages)
-    return [most_slices(strategy.num_stages, ONE_SLICE, one) * strategy.tokens_per_rank for one in stages]
-
-
-def computed_again(stage: StageCost, cost: ModelCost, num_layers: int) -> StageCost:
-    """Return the cost of a stage of which so many layers are computed again."""
-    return replace(stage, backward=stage.backward + cost.forward.scaled(num_layers))

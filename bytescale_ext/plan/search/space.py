@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 
 from bytescale_ext.plan.search.balance import balanced_layers
-from bytescale_ext.plan.search.case import memory_of, parameters_of
-from bytescale_ext.plan.search.costs import strategy_cost
-from bytescale_ext.plan.search.layers import fewest_recomputed, tokens_in_flight
+from bytescale_ext.plan.search.costed import setup_of
+from bytescale_ext.plan.search.layers import fewest_recomputed
 from bytescale_ext.plan.search.strategy import ACTIVATIONS, BLOCK, FULL, KEEP, PRICED, Strategy
 from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
-from bytescale_ext.plan.search.update import Parameters, update_of
+from bytescale_ext.plan.setup.forecast import tokens_in_flight
+from bytescale_ext.plan.setup.memory import Parameters, parameters, stage_memory
+from bytescale_ext.plan.setup.update import update_of
 
 LOSS_TOKENS: Final = 4096
 """Tokens of a chunk of the loss."""
@@ -54,12 +55,13 @@ class Branch:
             task: with the devices.
             work: tokens, and the sum of the squares of the lengths, of each step.
         """
-        mesh, cluster = self.mesh, cluster_of(task, self.mesh)
-        cost = strategy_cost(task.cost, mesh, cluster, task.operators)
+        setup = setup_of(task, self.mesh)
+        cost, cluster, mesh = setup.cost, setup.cluster, setup.mesh
         layer, head = (sum(stage.both.work(*step) for step in work) for stage in (cost.stage(1), cost.stage(0, True)))
         slowest = slowest_stage(cost.shape.num_layers, mesh.num_stages, layer, head)
-        (whole,) = parameters_of(cost, replace(mesh, stage_layers=(cost.shape.num_layers,)))
-        update = update_of(cost, Parameters(whole.count / mesh.num_stages), cluster, shares_optimizer=True)
+        (whole,) = parameters(replace(setup, mesh=replace(mesh, stage_layers=(cost.shape.num_layers,))))
+        shared = Parameters(whole.count / mesh.num_stages, num_ranks=cluster.num_ranks)
+        update = update_of(cost, shared, cluster, shares_optimizer=True)
         return slowest / len(work) / cluster.num_ranks + update.optimizer
 
 
@@ -150,9 +152,8 @@ class Space:
 
 def blocks(task: Task, strategy: Strategy) -> Iterator[Strategy]:
     """Yield the strategy that computes no more layers again than it must, if those are some and not all."""
-    kept, cluster = replace(strategy, activations=KEEP), cluster_of(task, strategy)
-    cost = strategy_cost(task.cost, kept, cluster, task.operators)
-    number = fewest_recomputed(cost, memory_of(cost, kept, cluster, task.operators), kept, task.devices.memory_bytes)
+    kept = replace(strategy, activations=KEEP)
+    number = fewest_recomputed(setup_of(task, kept))
     if number is not None and 0 < number < max(kept.stage_layers):
         yield replace(kept, activations=BLOCK, recomputed_layers=number)
 
@@ -182,18 +183,11 @@ def capacities(task: Task, num_ranks: int, multiple: int) -> list[int]:
 
 
 def with_budgets(task: Task, strategy: Strategy) -> Strategy:
-    """Return a strategy with the memory that its flags give to activations and keys.
-
-    Its device memory is what the model states of the fullest stage leave, rounded down to a megabyte.
-    """
+    """Return a strategy with the memory of a device and the host memory, if its flags need them."""
     if not (strategy.chooses_slices or strategy.activations == PRICED):
         return strategy
-    cluster = cluster_of(task, strategy)
-    cost = strategy_cost(task.cost, strategy, cluster, task.operators)
-    memory = memory_of(cost, strategy, cluster, task.operators)
-    left = task.devices.memory_bytes - max(memory.state_bytes)
     host_gb = math.floor(task.devices.host_bytes / 1e6) / 1e3
-    return replace(strategy, device_gb=max(0.0, math.floor(left / 1e6) / 1e3), host_gb=host_gb)
+    return replace(strategy, device_gb=task.devices.memory_bytes / 1e9, host_gb=host_gb)
 
 
 def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
@@ -205,14 +199,14 @@ def balanced_stages(task: Task, strategy: Strategy) -> tuple[int, ...] | None:
     num_stages, num_layers = strategy.num_stages, task.cost.shape.num_layers
     if strategy.activations == PRICED:
         strategy = replace(strategy, activations=FULL)
-    cluster, most_layers = cluster_of(task, strategy), [0] * num_stages
-    cost = strategy_cost(task.cost, strategy, cluster, task.operators)
+    most_layers = [0] * num_stages
+    setups = [setup_of(task, replace(strategy, stage_layers=(count,) * num_stages)) for count in (1, 2)]
+    one, two = (stage_memory(setup) for setup in setups)
+    cost = setups[0].cost
     lengths = np.array([length for step in task.steps for length in step], dtype=np.float64)
     layer = float(cost.stage(1).both.sequence_cost(lengths, np.ones_like(lengths)).sum())
     head = float((cost.head_forward + cost.head_backward) * lengths.sum())
-    layers = ((count,) * num_stages for count in (1, 2))
-    one, two = (memory_of(cost, replace(strategy, stage_layers=of), cluster, task.operators) for of in layers)
-    for stage, tokens in enumerate(tokens_in_flight(strategy)):
+    for stage, tokens in enumerate(tokens_in_flight(setups[0])):
         each = two.state_bytes[stage] - one.state_bytes[stage] + tokens * one.layer.activations
         fixed = 2 * one.state_bytes[stage] - two.state_bytes[stage] + tokens * one.layer.angles
         left = task.devices.memory_bytes - fixed

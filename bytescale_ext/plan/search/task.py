@@ -52,6 +52,7 @@ class Task:
         steps: lengths of the documents of some steps, equally many in each.
         operators: of a layer.
         rows_multiple: matrix products on one rank take rows in multiples of this.
+        ties_embeddings: input and output embedding of the model are one matrix.
     """
 
     cost: ModelCost
@@ -60,6 +61,7 @@ class Task:
     steps: tuple[tuple[int, ...], ...]
     operators: LayerOperators = FUSED
     rows_multiple: int = 1
+    ties_embeddings: bool = False
 
     @property
     def batch(self) -> int:

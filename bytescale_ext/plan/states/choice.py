@@ -88,8 +88,7 @@ class Prediction:
         state_host_bytes: their host memory.
         activation_bytes: device memory of activations.
         activation_host_bytes: their host memory.
-        left: the budgets of activations, and the link that they share with parameters.
-        link_share: of the link that activations get.
+        link_share: share of the link that activations get.
     """
 
     option: StateOption
@@ -99,7 +98,6 @@ class Prediction:
     state_host_bytes: float
     activation_bytes: float
     activation_host_bytes: float
-    left: Machine
     link_share: float
 
     def described(self) -> str:
@@ -167,18 +165,27 @@ def _fitting(problem: StateProblem) -> Iterator[Prediction]:
 def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
     """Return the figures of an option, or None where it does not fit."""
     machine, cases = problem.machine, [stage.case for stage in problem.stages]
-    on_device = max(option.device_bytes(case) for case in cases)
-    on_host = max(option.host_bytes(case) for case in cases)
-    left = replace(machine, device_bytes=machine.device_bytes - on_device, host_bytes=machine.host_bytes - on_host)
+    on_device = [option.device_bytes(case) for case in cases]
+    on_host = [option.host_bytes(case) for case in cases]
     in_file = max(option.of(case).file_bytes for case in cases) if option.disk_share else 0
     in_build = max(option.of(case).build_bytes for case in cases) if option.stage else 0.0
-    if min(left.device_bytes, left.host_bytes) < 0 or in_build > machine.device_bytes or in_file > problem.disk_bytes:
+    least = min(machine.device_bytes - max(on_device), machine.host_bytes - max(on_host))
+    if least < 0 or in_build > machine.device_bytes or in_file > problem.disk_bytes:
         return None
     traffic = [LayerTraffic.of(case, option, problem.speeds) for case in cases]
     loads = [one.longer(stage.load, option.window_layers) for one, stage in zip(traffic, problem.stages, strict=True)]
     share = min(one.link_share(load) for one, load in zip(traffic, loads, strict=True))
-    left = replace(left, link_bytes_per_second=share * machine.link_bytes_per_second)
-    found = [_activations(stage, load, left) for stage, load in zip(problem.stages, loads, strict=True)]
+    budgets = tuple(
+        replace(
+            machine,
+            device_bytes=machine.device_bytes - states,
+            host_bytes=machine.host_bytes - pages,
+            link_bytes_per_second=share * machine.link_bytes_per_second,
+            state_bytes=states,
+        )
+        for states, pages in zip(on_device, on_host, strict=True)
+    )
+    found = [_activations(*of_stage) for of_stage in zip(problem.stages, loads, budgets, strict=True)]
     needed = [one for one in found if one is not None]
     if len(needed) < len(found):
         return None
@@ -191,11 +198,10 @@ def predict(problem: StateProblem, option: StateOption) -> Prediction | None:
         option=option,
         seconds=(problem.num_microbatches + len(cases) - 1) * each + update,
         update_seconds=update,
-        state_bytes=on_device,
-        state_host_bytes=on_host,
+        state_bytes=max(on_device),
+        state_host_bytes=max(on_host),
         activation_bytes=max(one.device_bytes for one in needed),
         activation_host_bytes=max(one.host_bytes for one in needed),
-        left=left,
         link_share=share,
     )
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bytescale_ext.measure.cost_file import check_same_model, read_cost, shipped
 from bytescale_ext.plan.activation.forecast import Forecast, forecast
-from bytescale_ext.plan.activation.load import LayerLoad, LayerSettings, Machine, cost_of_rates, layer_load
+from bytescale_ext.plan.activation.load import LayerLoad, Machine, cost_of_rates
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.activation.policies import POLICIES, make_plan
-from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.memory.model_states import state_bytes
+from bytescale_ext.plan.setup.layers import stage_load
+from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.policy import stage_machine
+from bytescale_ext.plan.setup.setup import Budget, Setup, setup_of_cost
+from bytescale_ext.plan.step.sizes import ONE_SLICE
 from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count, size
-from megatron.bytescale.cli.shared.model_flags import shape_of_flags
+from megatron.bytescale.cli.shared.model_flags import setup_of_model
 
 NAME = "activations"
 HELP = "predict what activation policies cost in time and memory, for lengths from 8K to 1M"
 EXAMPLE = "bytescale activations --seq-length 131072 --policy priced"
 
 LENGTHS = tuple(8192 << power for power in range(8))
+DEFAULT_GB = 100.0
+"""Device memory for activations if ``--device-memory-gb`` is not given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-length", type=size, default=131072, metavar="S", help="tokens for the table of tensors")
     parser.add_argument("--ring-width", type=count, default=1, metavar="D", help="ranks that share the sequence (1)")
     parser.add_argument("--policy", default="auto", metavar="P", help=f"one of {', '.join(POLICIES)} (default: auto)")
-    parser.add_argument("--device-memory-gb", type=float, default=100.0, metavar="G", help="for activations (100)")
+    parser.add_argument(
+        "--device-memory-gb",
+        type=float,
+        metavar="G",
+        help=f"memory of a device, all of it (default: {DEFAULT_GB:g} GB more than the model states)",
+    )
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
     add_optimizer_ranks(parser)
     add_link(parser)
@@ -85,13 +95,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: sizes out of range, an unknown policy, a bad cost file, or nothing that fits.
     """
     check_sizes(args)
-    cost = costs(args)
-    link_gb = args.link_gb_per_second / args.gpus_per_link
-    machine = Machine(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, link_gb * 1e9)
-    load = load_of(args, cost, args.seq_length)
-    plan = make_plan(args.policy, load, machine)
-    states = state_bytes(cost.shape, cost.element_bytes, cost.tensor_parallel, args.optimizer_ranks)
-    rows = [predict(policy, load_of(args, cost, length), length, machine)
+    setup = setup_of_options(args)
+    machine, load = stage_machine(setup, 0), load_of(args, setup, args.seq_length)
+    plan, states = make_plan(args.policy, load, machine), machine.state_bytes
+    rows = [predict(policy, load_of(args, setup, length), length, machine)
             for length in LENGTHS for policy in (POLICIES if args.plot else (args.policy,))]  # fmt: skip
     if args.plot:
         from bytescale_ext.draw.activations import draw_policies
@@ -106,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\n{plan_text(plan)}\n")
     print(length_table(rows, states))
     print(f"\npeak: device, with {states / 1e9:.2f} GB of parameters, gradients and optimizer states")
-    if cost.shape.num_expert_layers:
-        print("experts are not planned: their saved tensors stay on the device; their parameters are not counted here")
+    if setup.shape.num_expert_layers:
+        print("experts are not planned: their saved tensors stay on the device")
     return 0
 
 
@@ -116,27 +123,41 @@ def check_sizes(args: argparse.Namespace) -> None:
     check_picture("--plot", args.plot)
     if not 0 < args.link_gb_per_second < math.inf:
         raise ValueError(f"--link-gb-per-second must be positive, got {args.link_gb_per_second}")
-    for name in ("device_memory_gb", "host_memory_gb"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
+    for flag, value in (("--device-memory-gb", args.device_memory_gb), ("--host-memory-gb", args.host_memory_gb)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{flag} must be at least 0, got {value}")
     if not all(0 < rate < math.inf for rate in args.tflops):
         raise ValueError(f"--tflops must be positive, got {' '.join(map(str, args.tflops))}")
 
 
-def costs(args: argparse.Namespace) -> ModelCost:
-    """Return the costs of the model, from the file or from given rates. Raises ValueError for another model."""
+def setup_of_options(args: argparse.Namespace) -> Setup:
+    """Return the setup of the options. Raises ValueError for another model than that of the cost file."""
     if args.model_flags is None:
-        return shipped("bytescale_7b") if args.cost_file is None else read_cost(args.cost_file)
-    shape = shape_of_flags(args.model_flags)
-    if args.cost_file is None:
-        return cost_of_rates(shape, *(1e12 * rate for rate in args.tflops))
-    cost = read_cost(args.cost_file)
-    return check_same_model(cost, shape, cost.tensor_parallel, cost.dtype, args.cost_file)
+        setup = setup_of_cost(shipped("bytescale_7b") if args.cost_file is None else read_cost(args.cost_file))
+    else:
+        setup = setup_of_model(args.model_flags, ["--bf16"], 1)
+        cost = cost_of_rates(setup.shape, *(1e12 * rate for rate in args.tflops))
+        if args.cost_file is not None:
+            cost = read_cost(args.cost_file)
+            cost = check_same_model(cost, setup.shape, cost.tensor_parallel, cost.dtype, args.cost_file)
+        mesh = replace(setup.mesh, tensor_parallel=cost.tensor_parallel, shares_optimizer=True)
+        numerics = replace(setup.numerics, element_bytes=cost.element_bytes)
+        setup = replace(setup, cost=cost, measured=args.cost_file is not None, mesh=mesh, numerics=numerics)
+    setup = replace(
+        setup,
+        cluster=replace(setup.cluster, num_ranks=args.optimizer_ranks),
+        numerics=replace(setup.numerics, loss_tokens=args.chunked_cross_entropy),
+    )
+    device_gb = args.device_memory_gb
+    device_bytes = state_bytes(setup)[0] + DEFAULT_GB * 1e9 if device_gb is None else device_gb * 1e9
+    link = args.link_gb_per_second * 1e9 / args.gpus_per_link
+    return replace(setup, budget=Budget(device_bytes, args.host_memory_gb * 1e9, link_bytes_per_second=link))
 
 
-def load_of(args: argparse.Namespace, cost: ModelCost, length: int) -> LayerLoad:
+def load_of(args: argparse.Namespace, setup: Setup, length: int) -> LayerLoad:
     """Return the load of a sequence of ``length`` tokens on the ranks of its ring."""
-    return layer_load(cost, length, args.ring_width, LayerSettings(loss_tokens=args.chunked_cross_entropy))
+    cluster = replace(setup.cluster, tokens_per_rank=-(-length // args.ring_width))
+    return stage_load(replace(setup, cluster=cluster, sequences=replace(setup.sequences, longest=length)), 0, ONE_SLICE)
 
 
 def predict(policy: str, load: LayerLoad, num_tokens: int, machine: Machine) -> Row:

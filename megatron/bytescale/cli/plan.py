@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,16 @@ from bytescale_ext.measure.cost_file import read_cost, shipped
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.replay import PlanSummary, replay_stages, summarize
-from bytescale_ext.plan.evaluate.schedulers import stage_costs
-from bytescale_ext.plan.hdp.planner import HdpPlanner
-from bytescale_ext.plan.hdp.table import auto_balance, planner_help, planner_names
+from bytescale_ext.plan.hdp.table import planner_help, planner_names
+from bytescale_ext.plan.setup.choose import Decision, choose
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.planner import planner_of
+from bytescale_ext.plan.setup.setup import Planning
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.show import plan_text
-from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.cli.shared.inputs import count, size
-from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, link_of, slicing_of
+from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, setup_of_options
 
 NAME = "plan"
 HELP = "plan one step from document lengths, check the plan and print it"
@@ -94,37 +96,29 @@ def run(args: argparse.Namespace) -> int:
     """
     lengths = cut_lengths(read_lengths(args.lengths, args.start, args.num_sequences), args.seq_length)
     cost = model_cost(args.cost_file)
-    planner = planner_of(args, cost)
-    plan = planner(lengths)
+    decision = decision_of(args, cost, lengths)
+    plan = planner_of(decision)(lengths)
     check_step_plan(plan, lengths, args.tokens_multiple, ranks_per_node=args.ranks_per_node)
     if args.json:
         print(json.dumps(plan.to_json()))
         return 0
     print(plan_text(plan))
     print(summary_text(plan, summarize(plan, cost.whole().both, args.tokens_multiple)))
-    print(score_text(plan, planner, cost.device))
+    print(score_text(plan, decision))
     return 0
 
 
-def planner_of(args: argparse.Namespace, cost: ModelCost) -> HdpPlanner:
-    """Return the planner of the options. Raises ValueError for options that conflict."""
-    slicing = slicing_of(args, cost)
+def decision_of(args: argparse.Namespace, cost: ModelCost, lengths: Sequence[int]) -> Decision:
+    """Return the decision about the setup of the options. Raises ValueError for options that conflict."""
+    setup = setup_of_options(args, cost, max(lengths))
     if args.static_width is not None and (args.balance or args.stages > 1):
         raise ValueError("--static-width does not work with --balance and --stages: remove them")
     names = ("auto", *planner_names())
     balance = args.balance or "auto"
     if balance not in names:
         raise ValueError(f"--balance {balance} is unknown; choose one of {', '.join(names)}")
-    cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
-    return HdpPlanner(
-        cluster,
-        stage_costs(cost, args.stages, cluster, link_of(args)),
-        slicing,
-        tokens_multiple=args.tokens_multiple,
-        balance=auto_balance(args.stages > 1) if balance == "auto" else balance,
-        static_width=args.static_width,
-        choice=choice_of(args, cost, cluster),
-    )
+    numerics = replace(setup.numerics, rows=args.tokens_multiple)
+    return choose(replace(setup, numerics=numerics, planning=Planning(balance, args.static_width)))
 
 
 def read_lengths(path: Path, start: int = 0, num_sequences: int | None = None) -> list[int]:
@@ -195,12 +189,12 @@ def summary_text(plan: StepPlan, summary: PlanSummary) -> str:
     )
 
 
-def score_text(plan: StepPlan, planner: HdpPlanner, device: str) -> str:
-    """Return the planned time of the step, and its ratio to the lower bound of any plan."""
-    slicing = plan.slicing or planner.slicing
-    makespan = replay_stages(plan, planner.stages, slicing).makespan
-    bound = lower_bounds(plan.lengths, planner.cluster, planner.stages, slicing).largest
-    return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {device})"
+def score_text(plan: StepPlan, decision: Decision) -> str:
+    """Return the planned time of the step's passes, and its ratio to the lower bound of any plan."""
+    setup, slicing = decision.setup, plan.slicing or decision.finest
+    makespan = replay_stages(plan, stage_costs(setup), slicing).makespan
+    bound = lower_bounds(plan.lengths, setup.cluster, stage_costs(setup), slicing).largest
+    return f"makespan / bound        {makespan / bound:.3f} ({makespan:.4g} s / {bound:.4g} s, {setup.cost.device})"
 
 
 def _spread(values: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
@@ -22,14 +22,15 @@ from bytescale_ext.plan.evaluate.schedulers import (
     Scenario,
     Scheduler,
     schedulers,
-    stage_costs,
     static,
 )
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.planner import scenario_of
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from megatron.bytescale.cli.plan import add_cost_argument, model_cost, read_lengths
 from megatron.bytescale.cli.shared.inputs import check_picture, count, size
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
-from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, choice_of, link_of, slicing_of
+from megatron.bytescale.cli.shared.slicing import add_slicing_arguments, setup_of_options
 from megatron.bytescale.cli.shared.tables import aligned
 
 NAME = "simulate"
@@ -138,12 +139,9 @@ def run(args: argparse.Namespace) -> int:
             f"tokens; raise --tokens-per-rank to at least {-(-args.context // args.ranks)}"
         )
     cost = model_cost(args.cost_file)
-    slicing, cluster = slicing_of(args, cost), Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
-    scenario = Scenario.of(cluster, args.context, cost, args.stages, slicing)
-    stages = stage_costs(cost, args.stages, cluster, link_of(args))
-    scenario = replace(scenario, stages=stages, choice=choice_of(args, cost, cluster))
+    scenario = scenario_of(choose(setup_of_options(args, cost, args.context)))
     figures = compare(scenario, draw_steps(args), names)
-    described = described_scenario(args, slicing, cost)
+    described = described_scenario(args, scenario.slicing, cost)
     if args.plot:
         _plot(figures, described, args.plot)
     if args.json:

@@ -29,9 +29,9 @@ from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.data.samples.units import units_of
-from bytescale_ext.measure.fit import LAYERS, Ring, Timing, ring_bytes_per_token
+from bytescale_ext.measure.fit import LAYERS, Ring, Timing
 from bytescale_ext.measure.metrics import Mark, StepClock
-from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.cost.model_shape import ModelShape, ring_bytes_per_token
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster

@@ -47,7 +47,7 @@ def measure_speeds(
     cost = config.cost if rates is None else cost_at(runtime, rates, collective)
     measured, problem = config, ""
     try:
-        measured = config.with_speeds(cost, link or config.machine.link_bytes_per_second)
+        measured = config.with_speeds(cost, link or config.decision.setup.budget.link_bytes_per_second)
     except ValueError as error:
         problem = str(error)
     if _any_rank(bool(problem), runtime.device):

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.measure.cost_file import SHIPPED, write_cost  # noqa: E402
-from bytescale_ext.measure.fit import fit_constants, ring_bytes_per_token  # noqa: E402
+from bytescale_ext.measure.fit import fit_constants  # noqa: E402
 from bytescale_ext.plan.cost.cost_model import CostModel  # noqa: E402
 from bytescale_ext.plan.cost.model_cost import ModelCost  # noqa: E402
 from bytescale_ext.plan.cost.model_shape import (  # noqa: E402
@@ -42,6 +42,7 @@ from bytescale_ext.plan.cost.model_shape import (  # noqa: E402
     ModelShape,
     attention_flops_per_square,
     linear_flops_per_token,
+    ring_bytes_per_token,
 )
 
 HEADS, HEAD_DIM = 64, 128  # of the measured attention

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
-from bytescale_ext.plan.search.case import Case
+from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import explore
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import FULL, KEEP, Strategy
@@ -59,7 +59,7 @@ def task_of(sampler: str, context: int) -> Task:
     return Task(cost, Devices(64, 8, 80e9, 100e9), context, steps)
 
 
-def fitting(task: Task, meshes: Iterable[tuple[int, int, int]]) -> Iterator[Case]:
+def fitting(task: Task, meshes: Iterable[tuple[int, int, int]]) -> Iterator[CostedStrategy]:
     """Yield the case of each (tensor parallelism, stages, width), with full recompute where it does not fit without."""
     for tensor_parallel, stages, width in meshes:
         layers, tokens = (task.cost.shape.num_layers // stages,) * stages, task.context // width
@@ -68,27 +68,31 @@ def fitting(task: Task, meshes: Iterable[tuple[int, int, int]]) -> Iterator[Case
         yield from [case for case in cases if case is not None][:1]
 
 
-def static(task: Task, strategy: Strategy) -> Case | None:
+def static(task: Task, strategy: Strategy) -> CostedStrategy | None:
     """Return the case of a strategy on a static mesh that holds the context, or None where it does not fit."""
     try:
-        case = Case.of(task, strategy)
+        case = CostedStrategy.of(task, strategy)
     except Unfit:
         return None
     width = task.context // strategy.tokens_per_rank
-    return None if case.cluster.num_ranks % width else replace(case, planner=replace(case.planner, static_width=width))
+    return (
+        None
+        if case.planner.cluster.num_ranks % width
+        else replace(case, planner=replace(case.planner, static_width=width))
+    )
 
 
-def seconds_of(case: Case, task: Task) -> float:
+def seconds_of(case: CostedStrategy, task: Task) -> float:
     """Return the mean time of the steps."""
     return float(np.mean([case.run(step).seconds for step in task.steps]))
 
 
-def recipe(task: Task) -> Case:
+def recipe(task: Task) -> CostedStrategy:
     """Return the case of the usual recipe."""
     return next(fitting(task, ((8, stages, width) for stages in (1, 2, 4, 8) for width in (1, 2, 4, 8))))
 
 
-def fixed_length(task: Task) -> Case:
+def fixed_length(task: Task) -> CostedStrategy:
     """Return the case that is fastest on samples of the full context, each on one rank, one for each device."""
     samples = replace(task, steps=((task.context,) * task.devices.count,))
     space = Space(tokens_per_rank=(task.context,), activations=(KEEP, FULL), pipelines=("whole",), uneven=False)
@@ -96,7 +100,7 @@ def fixed_length(task: Task) -> Case:
     return min((case for case in cases if case is not None), key=lambda case: seconds_of(case, samples))
 
 
-def table(task: Task) -> Case:
+def table(task: Task) -> CostedStrategy:
     """Return the case of the engineer's best line."""
     return min(fitting(task, TABLE), key=lambda case: seconds_of(case, task))
 

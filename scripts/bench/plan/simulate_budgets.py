@@ -22,10 +22,10 @@ from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.schedulers import Scenario, planner_of
-from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
-from bytescale_ext.plan.hdp.table import auto_balance
-from bytescale_ext.plan.memory.held import held
+from bytescale_ext.plan.memory.held import peak_memory
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.planner import scenario_of
+from bytescale_ext.plan.setup.setup import AUTO, Budget, setup_of_cost
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
@@ -86,19 +86,19 @@ class Chosen:
 def run_step(case: Case, num_stages: int, gigabytes: int, seed: int, host_gigabytes: int = 0) -> Chosen:
     """Plan one step within a budget, check the plan and replay it."""
     cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
-    scenario = Scenario.of(cluster, case.context, shipped("bytescale_7b"), num_stages)
-    choice = SlicingChoice.within(scenario.memory, 1e9 * gigabytes, 1e9 * host_gigabytes)
-    scenario = replace(scenario, choice=choice)
+    setup = setup_of_cost(shipped("bytescale_7b"), num_stages, cluster, case.context)
+    setup = replace(setup, budget=Budget(1e9 * gigabytes, 1e9 * host_gigabytes), slicing=AUTO)
+    scenario = scenario_of(choose(setup))
     lengths = sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist()
     began = time.process_time()
-    plan = planner_of(scenario, auto_balance(aligned=True))(lengths)
+    plan = scenario.planner(lengths)
     seconds = time.process_time() - began
     check_step_plan(plan, lengths)
     assert plan.slicing is not None, f"{case=} {seed=}"
     table = ShardTable.of(plan)
     table = table.with_counts(np.array(micro_batch_counts(plan)))
     bound = lower_bounds(lengths, cluster, scenario.stages, ONE_SLICE).largest
-    most = held(table, plan.slicing, scenario.stages[0].both, scenario.memory)
+    most = peak_memory(table, plan.slicing, scenario.stages[0].both, scenario.memory)
     slicing = plan.slicing
     return Chosen(
         case.name,

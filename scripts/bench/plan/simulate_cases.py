@@ -13,10 +13,14 @@ from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay
-from bytescale_ext.plan.evaluate.schedulers import Outcome, Scenario, stage_costs
+from bytescale_ext.plan.evaluate.schedulers import Outcome
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import auto_balance
 from bytescale_ext.plan.schedule.document_slices import affordable_tokens
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.planner import scenario_of
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.simulate import ALL, outcomes_of
 from megatron.bytescale.features.slices.flags import ORDER_FLAG
@@ -98,7 +102,7 @@ def run_case(case: Case, num_stages: int, num_seeds: int) -> Scores:
     """Run every scheduler on every step of a case."""
     print(f"{case.name} x {num_stages} stages", file=sys.stderr, flush=True)
     cluster = Cluster(case.num_ranks, TOKENS_PER_RANK)
-    scenario = Scenario.of(cluster, case.context, shipped("bytescale_7b"), num_stages)
+    scenario = scenario_of(choose(setup_of_cost(shipped("bytescale_7b"), num_stages, cluster, case.context)))
     steps = [sample_lengths(case.sampler, case.context, case.global_tokens, seed).tolist() for seed in range(num_seeds)]
     outcomes = {name: outcomes_of(scheduler, scenario, steps) for name, scheduler in ALL.items()}
 
@@ -150,7 +154,7 @@ def _planning_seconds(
     num_ranks: int, num_sequences: int, num_seeds: int, num_stages: int = 1, slicing: Slicing = ONE_SLICE
 ) -> PlanningSpeed:
     cluster = Cluster(num_ranks, TOKENS_PER_RANK)
-    stages = stage_costs(shipped("bytescale_7b"), num_stages)
+    stages = stage_costs(setup_of_cost(shipped("bytescale_7b"), num_stages))
     planner = HdpPlanner(cluster, stages, slicing, balance=auto_balance(num_stages > 1))
     seconds = []
     for seed in range(num_seeds):
@@ -183,7 +187,7 @@ def middle_gaps(limit_seconds: float) -> list[tuple[str, list[float], list[float
 
 def _gap(num_ranks: int, num_sequences: int, seed: int, limit_seconds: float | None) -> tuple[float, float]:
     """Return (our plan / optimum or its best known bound, that / lower bound); launches are left out."""
-    stage = stage_costs(shipped("bytescale_7b"), 1)[0]
+    stage = stage_costs(setup_of_cost(shipped("bytescale_7b")))[0]
     free = type(stage)(without_launch(stage.forward), without_launch(stage.backward))
     context = num_ranks * TOKENS_PER_RANK
     lengths = sample_lengths("byted", context, 64 * num_sequences * context, seed)[:num_sequences].tolist()

@@ -29,7 +29,8 @@ from bytescale_ext.measure.cost_file import shipped  # noqa: E402
 from bytescale_ext.plan.cost.model_shape import key_value_bytes  # noqa: E402
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
 from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit  # noqa: E402
-from bytescale_ext.plan.evaluate.schedulers import stage_costs  # noqa: E402
+from bytescale_ext.plan.setup.costs import stage_costs  # noqa: E402
+from bytescale_ext.plan.setup.setup import setup_of_cost  # noqa: E402
 from bytescale_ext.plan.step.sizes import Cluster, Slicing  # noqa: E402
 from scripts.bench.plan.simulate_budgets import (  # noqa: E402
     GIGABYTES,
@@ -271,7 +272,7 @@ def limits(scores: Sequence[Scores]) -> list[str]:
             continue
         case, bound = score.case, score.bounds[0]
         step = sample_lengths(case.sampler, case.context, case.global_tokens, 0).tolist()
-        stage = stage_costs(shipped("bytescale_7b"), score.num_stages)[0]
+        stage = stage_costs(setup_of_cost(shipped("bytescale_7b"), score.num_stages))[0]
         limit = pipeline_limit(step, Cluster(case.num_ranks, TOKENS_PER_RANK), stage, score.num_stages).seconds
         least, ours = max(limit, bound), score.of("ours")[0].makespan
         name = f"{case.name} x {score.num_stages} stages"

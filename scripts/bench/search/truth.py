@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.cost.model_cost import ModelCost
-from bytescale_ext.plan.search.case import Case
+from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import Scored, explore
 from bytescale_ext.plan.search.space import Space
 from bytescale_ext.plan.search.strategy import KEEP, PRICED, Strategy
@@ -114,9 +114,10 @@ def fastest_of_kinds(task: Task, space: Space) -> list[Scored]:
 
 def executed(task: Task, strategy: Strategy) -> tuple[object, ...]:
     """Return what the ranks run under a strategy: the same for those that differ in what does not come into play."""
-    case = Case.of(task, strategy)
+    case = CostedStrategy.of(task, strategy)
     slicings = tuple(case.plan(step).slicing or ONE_SLICE for step in task.steps)
-    keeps_all = all(map(case.keeps_all_in, slicings))
+    policies = [case.forecast.under_policy(slicing) for slicing in slicings]
+    keeps_all = all(policy is None or policy.keeps_all for policy in policies)
     kept = KEEP if strategy.activations == PRICED and keeps_all else strategy.activations
     return strategy.tensor_parallel, strategy.stage_layers, strategy.tokens_per_rank, strategy.chunks, slicings, kept
 

@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.evaluate.schedulers import Scenario, planned_by
+from bytescale_ext.plan.evaluate.schedulers import planned_by
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.planner import scenario_of
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import Cluster
 from megatron.bytescale.cli.shared.megatron_hybrid import megatron_hybrid
 from scripts.bench.cluster.cases import ARMS, Case
@@ -41,7 +44,7 @@ def test_no_link_is_faster_than_unlimited_ones() -> None:
 
 
 def test_a_step_is_the_replay_of_its_plan() -> None:
-    scenario = Scenario.of(Cluster(8, 2048, 4, "off"), CASE.context, COST)
+    scenario = scenario_of(choose(setup_of_cost(COST, 1, Cluster(8, 2048, 4, "off"), CASE.context)))
     assert predicted_seconds(ARMS["naive"], CASE, LENGTHS, COST) == pytest.approx(
         planned_by("none")(LENGTHS, scenario).makespan, rel=0.02
     )

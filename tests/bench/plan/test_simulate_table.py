@@ -12,7 +12,8 @@ import pytest
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
-from bytescale_ext.plan.evaluate.schedulers import stage_costs
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.sizes import ALL_SUMS, ONE_SLICE, Cluster, Slicing
 from scripts.bench.plan.simulate_budgets import GIGABYTES, STAGES, Chosen, complete, read
 from scripts.bench.plan.simulate_cases import CASES, TOKENS_PER_RANK, PlanningSpeed
@@ -98,7 +99,7 @@ def test_where_the_longest_keys_travel_again_no_slices_meet_the_target(count: in
     """The bounds in docs/results/slices.md of Byted's lengths at 2M tokens on 4 stages, first step."""
     case = next(case for case in CASES if case.name == "byted 2M, 512 ranks")
     lengths = sample_lengths(case.sampler, case.context, case.global_tokens, 0).tolist()
-    cluster, stages = Cluster(case.num_ranks, TOKENS_PER_RANK), stage_costs(shipped("bytescale_7b"), 4)
+    cluster, stages = Cluster(case.num_ranks, TOKENS_PER_RANK), stage_costs(setup_of_cost(shipped("bytescale_7b"), 4))
     slicing = Slicing(count, max(lengths) - 1)
     bounds = [lower_bounds(lengths, cluster, stages, one).largest for one in (slicing, ONE_SLICE)]
     assert bounds[0] / bounds[1] == pytest.approx(least, abs=0.01)

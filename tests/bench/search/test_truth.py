@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.search.case import Case
+from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import Scored
 from bytescale_ext.plan.search.space import Space, with_budgets
 from bytescale_ext.plan.search.strategy import FULL, KEEP, PRICED, Strategy
@@ -61,7 +61,7 @@ def budgets(strategy: Strategy) -> Iterator[Strategy]:
     for device_gb in np.geomspace(1.0, 1e-4, 100).tolist():
         one = replace(strategy, device_gb=device_gb, host_gb=1.0)
         with contextlib.suppress(Unfit):
-            Case.of(small_task(), one)
+            CostedStrategy.of(small_task(), one)
             yield one
 
 
@@ -69,7 +69,7 @@ def test_a_policy_without_work_is_no_other_strategy() -> None:
     task = small_task()
     plain = Strategy(1, (6,), 1024, shares_optimizer=True)
     idle = replace(plain, activations=PRICED, device_gb=1e3)
-    busy = next(one for one in budgets(idle) if not Case.of(task, one).keeps_all)
+    busy = next(one for one in budgets(idle) if not CostedStrategy.of(task, one).forecast.whole.keeps_all)  # type: ignore[union-attr]
     wide = replace(plain, tokens_per_rank=2048)
     sliced = with_budgets(task, replace(plain, stage_layers=(3, 3), chooses_slices=True))
     keys = [executed(task, one) for one in (plain, idle, busy, wide, sliced)]

@@ -14,11 +14,12 @@ from tests.harness import run_ranks
 
 @dataclass(frozen=True)
 class Resolved:
-    """What became of a command line: features by name and plain arguments, or one line of refusal."""
+    """What became of a command line: features by name, plain arguments and choices, or one line of refusal."""
 
     features: dict[str, Any]
     args: dict[str, Any]
     error: str | None = None
+    decision: Any = None
 
 
 def resolve_lines(*lines: tuple[int, Sequence[object]]) -> list[Resolved]:
@@ -74,7 +75,8 @@ def _resolve(num_processes: int, words: list[str]) -> Resolved:
         plain = {
             name: value for name, value in vars(args).items() if isinstance(value, bool | int | float | str | None)
         }
-        return Resolved(dict(resolve(args).features), plain)
+        run = resolve(args)
+        return Resolved(dict(run.features), plain, decision=run.decision)
     except ValueError as error:
         return Resolved({}, {}, str(error))
     except SystemExit:

@@ -9,11 +9,14 @@ import pytest
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from megatron.bytescale.cli import activations as command
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 
 LLAMA = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --vocab-size 32000 "
     "--bf16 --lr 1e-4"
 )
+TIED = 6_738_415_616 - 32000 * 4096
+"""Parameters, of which the embedding and the output layer are one matrix."""
 
 
 def run(*words: object) -> int:
@@ -43,11 +46,11 @@ def test_the_peak_has_parameters_and_optimizer_in_it(capsys: pytest.CaptureFixtu
         out = capsys.readouterr().out
         row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["8192", "none"])
         device, peaks[ranks] = float(row[7]), float(row[8])
-        states = (6 + 12 / ranks) * 6_738_415_616 / 1e9
+        states = (6 + 12 / ranks) * TIED / 1e9
         assert peaks[ranks] == pytest.approx(device + states, abs=0.02)
         assert f"peak: device, with {states:.2f} GB of parameters, gradients and optimizer states" in out
     assert run(*words, "--optimizer-ranks", 4, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["state_bytes"] == 9 * 6_738_415_616
+    assert json.loads(capsys.readouterr().out)["state_bytes"] == 9 * TIED
 
 
 def test_gpus_that_share_a_link_plan_with_their_share(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +85,7 @@ def test_json_agrees_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_cost_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = command.shape_of_flags(LLAMA)
+    shape = shape_of_flags(LLAMA)
     write_cost(tmp_path / "cost.json", cost_of_rates(shape, 1e12, 1e12, 1e12))
     assert run("--cost-file", tmp_path / "cost.json", "--model-flags", LLAMA, "--seq-length", 8192, "--json") == 0
     slow = json.loads(capsys.readouterr().out)["lengths"][0]["forecast"]["step_seconds"]
@@ -100,7 +103,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def test_megatrons_defaults() -> None:
-    shape = command.shape_of_flags("--num-layers 2 --hidden-size 48 --num-attention-heads 4")
+    shape = shape_of_flags("--num-layers 2 --hidden-size 48 --num-attention-heads 4")
     assert (shape.ffn_hidden, shape.num_kv_heads, shape.head_dim, shape.gated) == (192, 4, 12, False)
 
 

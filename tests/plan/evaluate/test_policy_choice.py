@@ -11,18 +11,19 @@ from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption, policy_slicings
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.schedulers import stage_costs
 from bytescale_ext.plan.evaluate.slicing_choice import Timed
 from bytescale_ext.plan.hdp.aligned.search import PipelinedPlacer
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 CLUSTER, STAGES = Cluster(8, 8192), 4
-COSTS = stage_costs(shipped("bytescale_7b"), STAGES)
+COSTS = stage_costs(setup_of_cost(shipped("bytescale_7b"), STAGES))
 LENGTHS = [60_000, 30_000, *(9_000,) * 4, *(3_000,) * 30, *(500,) * 60]
 OPTIONS = (ONE_SLICE, Slicing(4, 60_000), Slicing(8, 60_000))
 

@@ -17,11 +17,15 @@ from bytescale_ext.plan.evaluate.schedulers import (
     planned_by,
     run_groups,
     schedulers,
-    stage_costs,
     static,
 )
+from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import PLANNERS
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.planner import scenario_of
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.simple_plans import plan_naive, plan_static
@@ -35,17 +39,18 @@ UNIT = StageCost(CostModel(a=0.0, b=1.0, g=1.0), CostModel(a=0.0, b=2.0, g=1.0))
 def scenario(num_ranks: int, tokens_per_rank: int, context: int, *stages: StageCost) -> Scenario:
     count = max(1, len(stages))
     memory = StageMemory(LayerBytes(2.0, 1.0, 2.0), (3,) * count, (60.0,) * count, (40.0,) * count)
-    return Scenario(Cluster(num_ranks, tokens_per_rank), context, stages or (UNIT,), memory)
+    planner = HdpPlanner(Cluster(num_ranks, tokens_per_rank), stages or (UNIT,), balance="none")
+    return Scenario(context, stages or (UNIT,), memory, planner)
 
 
 def test_stages_are_equal_layers_and_the_last_has_the_head() -> None:
-    stages = stage_costs(MODEL, 4)
+    stages = stage_costs(setup_of_cost(MODEL, 4))
     assert stages[:3] == (MODEL.stage(8),) * 3
     assert stages[3] == MODEL.stage(8, has_head=True)
-    assert stage_costs(MODEL, 1) == (MODEL.whole(),)
+    assert stage_costs(setup_of_cost(MODEL)) == (MODEL.whole(),)
     for count in (0, 3, 64):
         with pytest.raises(ValueError, match=f"{count} stages do not divide the 32 layers"):
-            stage_costs(MODEL, count)
+            setup_of_cost(MODEL, count)
 
 
 def test_static_by_hand() -> None:
@@ -97,7 +102,7 @@ def test_groups_wait_for_each_other_and_pay_for_each_sample() -> None:
 @pytest.mark.parametrize("name", [*schedulers()])
 def test_no_scheduler_beats_the_bound(name: str, num_stages: int) -> None:
     lengths = sample_lengths("byted", 1 << 16, 1 << 20, seed=1).tolist()
-    here = Scenario.of(Cluster(16, 8192), 1 << 16, MODEL, num_stages)
+    here = scenario_of(choose(setup_of_cost(MODEL, num_stages, Cluster(16, 8192), 1 << 16)))
     if num_stages > 1 and name in UNALIGNED:
         with pytest.raises(NotApplicable, match=f"{name} plans no aligned slots"):
             schedulers()[name](lengths, here)
@@ -115,7 +120,7 @@ def test_no_scheduler_beats_the_bound(name: str, num_stages: int) -> None:
 
 def test_ours_is_near_the_bound_and_naive_is_not() -> None:
     lengths = sample_lengths("byted", 1 << 18, 4 << 20, seed=0).tolist()
-    here = Scenario.of(Cluster(64, 8192), 1 << 18, MODEL)
+    here = scenario_of(choose(setup_of_cost(MODEL, 1, Cluster(64, 8192), 1 << 18)))
     bound = lower_bounds(lengths, Cluster(64, 8192), here.stages).largest
     assert ours(lengths, here).makespan <= 1.05 * bound
     assert planned_by("none")(lengths, here).makespan >= 1.2 * bound

@@ -13,21 +13,23 @@ from bytescale_ext.errors import OutOfTime
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.schedulers import equal_layers, stage_costs
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, TRIES, SlicingChoice, Timed, _table
 from bytescale_ext.plan.hdp.aligned import search as pipelines
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
-from bytescale_ext.plan.memory.held import held
-from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.memory.held import peak_memory
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.memory import stage_memory
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 
 COST = shipped("bytescale_7b")
 CLUSTER, STAGES = Cluster(8, 8192), 4
-MEMORY = StageMemory.of(COST, equal_layers(COST, STAGES), CLUSTER)
-COSTS = stage_costs(COST, STAGES)
+SETUP = setup_of_cost(COST, STAGES, CLUSTER)
+MEMORY = stage_memory(SETUP)
+COSTS = stage_costs(SETUP)
 LENGTHS = (60_000, 30_000, *(9_000,) * 4, *(3_000,) * 12, *(500,) * 24)
 SHORT = [500] * 300
 
@@ -57,7 +59,7 @@ def seconds(plan: StepPlan) -> float:
 
 def gigabytes(plan: StepPlan) -> float:
     assert plan.slicing is not None
-    most = held(ShardTable.of(plan), plan.slicing, COSTS[0].both, MEMORY)
+    most = peak_memory(ShardTable.of(plan), plan.slicing, COSTS[0].both, MEMORY)
     return most.device_bytes(MEMORY) / 1e9
 
 
@@ -142,7 +144,7 @@ def test_a_stage_in_the_middle_may_hold_most() -> None:
     choice = SlicingChoice(uneven, 46e9)
     plan = HdpPlanner(CLUSTER, COSTS, balance="pp", choice=choice)(LENGTHS)
     assert plan.slicing is not None
-    assert held(ShardTable.of(plan), plan.slicing, COSTS[0].both, uneven).device_bytes(uneven) <= 46e9
+    assert peak_memory(ShardTable.of(plan), plan.slicing, COSTS[0].both, uneven).device_bytes(uneven) <= 46e9
 
 
 def test_out_of_time_leaves_no_half_chosen_plan() -> None:
@@ -179,7 +181,7 @@ def test_keys_go_to_host_memory_where_that_is_faster() -> None:
 
 def test_swapped_keys_fit_in_host_memory() -> None:
     plans = [in_host(host, 0.0) for host in (0.2, 1000)]
-    taken = [held(ShardTable.of(plan), plan.slicing or ONE_SLICE, COSTS[0].both, MEMORY).host_bytes(MEMORY)
+    taken = [peak_memory(ShardTable.of(plan), plan.slicing or ONE_SLICE, COSTS[0].both, MEMORY).host_bytes(MEMORY)
              for plan in plans]  # fmt: skip
     assert taken[0] <= 0.2e9 < taken[1]
 

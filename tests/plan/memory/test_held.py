@@ -15,7 +15,7 @@ from bytescale_ext.plan.activation.load import HeldSlices
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.cost.slice_shares import SliceShares
-from bytescale_ext.plan.memory.held import held, held_slices, local_shares, most_held, padded_rows
+from bytescale_ext.plan.memory.held import held_slices, local_shares, most_held, padded_rows, peak_memory
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
 from bytescale_ext.plan.schedule.document_slices import SliceRule
@@ -73,19 +73,19 @@ def local(*tokens: int) -> StepPlan:
     ],
 )
 def test_equal_micro_batches_by_hand(num_stages: int, slicing: Slicing, most: list[int]) -> None:
-    found = held(ShardTable.of(local(*(4,) * 6)), slicing, CostModel(a=0.0, b=1.0), memory_of(num_stages))
+    found = peak_memory(ShardTable.of(local(*(4,) * 6)), slicing, CostModel(a=0.0, b=1.0), memory_of(num_stages))
     assert found.tokens[:, 0].tolist() == most
     assert not found.kept_keys.any()  # no rings
 
 
 def test_a_pipeline_with_nothing_to_do_holds_nothing() -> None:
-    found = held(ShardTable.of(plan_of((4,), ((0,),), ())), ONE_SLICE, COST, memory_of(2))
+    found = peak_memory(ShardTable.of(plan_of((4,), ((0,),), ())), ONE_SLICE, COST, memory_of(2))
     assert found.tokens.tolist() == [[4, 0], [4, 0]]
     assert found.layer_bytes.tolist() == [[40, 0], [40, 0]]
 
 
 def test_virtual_stages_hold_parts_of_the_layers() -> None:
-    found = held(ShardTable.of(local(*(4,) * 8)), ONE_SLICE, COST, memory_of(2), num_chunks=2)
+    found = peak_memory(ShardTable.of(local(*(4,) * 8)), ONE_SLICE, COST, memory_of(2), num_chunks=2)
     assert found.tokens[:, 0].tolist() == [4 * 5 / 2, 4 * 3 / 2]
 
 
@@ -94,11 +94,11 @@ def test_kept_keys_and_sums_by_hand() -> None:
     plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
     even = CostModel(a=0.0, b=1.0)
     for most_kept, kept in ((0, 0), (4, 2), (8, 4)):
-        found = held(ShardTable.of(plan), Slicing(2, most_kept), even, memory_of(1))
+        found = peak_memory(ShardTable.of(plan), Slicing(2, most_kept), even, memory_of(1))
         assert found.kept_keys.tolist() == [[kept, kept]]
     # F0.0 F0.1 B0.1 F1.0: slices 0.0 of 2 and 1.0 of 1 own and kept tokens, and the sums of slice 0.0.
     assert found.layer_bytes.tolist() == [[3 * 10 + 3 * 3 + 4 * 6] * 2]
-    free_sums = held(ShardTable.of(plan), Slicing(2, 8), even, memory_of(1, LayerBytes(10.0, 3.0, 0.0)))
+    free_sums = peak_memory(ShardTable.of(plan), Slicing(2, 8), even, memory_of(1, LayerBytes(10.0, 3.0, 0.0)))
     assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
 
 
@@ -122,10 +122,10 @@ def test_the_last_stage_holds_losses_of_slices_by_hand() -> None:
     """Two slices of micro-batches of 8 and 4 tokens; F0.0 F0.1 B0.1 F1.0: at most slices 0.0 and 0.1."""
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0, head=7.0)), state_bytes=(1.0, 2.0))
     table, even = ShardTable.of(local(8, 4)), CostModel(a=0.0, b=1.0)
-    found = held(table, Slicing(2), even, memory)
+    found = peak_memory(table, Slicing(2), even, memory)
     assert [one.working for one in found.stage_parts(memory)] == [0.0, 4 * 7.0]
     assert found.device_bytes(memory) == max(1.0 + 10 * found.tokens[0, 0], 2.0 + 4 * 7.0 + 10 * 8)
-    assert [one.working for one in held(table, ONE_SLICE, even, memory).stage_parts(memory)] == [0.0, 0.0]
+    assert [one.working for one in peak_memory(table, ONE_SLICE, even, memory).stage_parts(memory)] == [0.0, 0.0]
     schedule = seq1f1b_schedule(2, 2, Slicing(2))
     of_last = held_slices(schedule, 1, [4.0, 4.0], 0.0, LayerBytes(0.0, 0.0, 0.0, head=7.0))
     assert max(one.head for one in of_last) == 4 * 7.0
@@ -153,7 +153,7 @@ def test_a_slice_computes_its_layer_again_alone() -> None:
     even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
     layers, states = again.num_layers[0], again.state_bytes[0]
     for slicing, tokens in ((ONE_SLICE, 8), (Slicing(2), 4)):
-        found = held(table, slicing, even, again)
+        found = peak_memory(table, slicing, even, again)
         assert found.device_bytes(again) == states + layers * 4.0 * 8 + 5.0 + tokens * 6.0
         assert found.device_parts(again).working == 5.0 + tokens * 6.0
 
@@ -164,13 +164,13 @@ def test_rotary_angles_are_held_once_on_a_stage() -> None:
     memory = replace(memory_of(1, layer), num_layers=(4,))
     with_angles = replace(memory, layer=replace(layer, angles=3.0))
     for slicing in (ONE_SLICE, Slicing(2)):
-        more = held(table, slicing, even, with_angles).device_bytes(with_angles)
-        assert more == held(table, slicing, even, memory).device_bytes(memory) + 8 * 3.0
-    virtual = held(table, ONE_SLICE, even, with_angles, num_chunks=2).device_bytes(with_angles)
-    of_layers = held(table, ONE_SLICE, even, memory, num_chunks=2)
+        more = peak_memory(table, slicing, even, with_angles).device_bytes(with_angles)
+        assert more == peak_memory(table, slicing, even, memory).device_bytes(memory) + 8 * 3.0
+    virtual = peak_memory(table, ONE_SLICE, even, with_angles, num_chunks=2).device_bytes(with_angles)
+    of_layers = peak_memory(table, ONE_SLICE, even, memory, num_chunks=2)
     assert virtual == of_layers.device_bytes(memory) + of_layers.tokens[0, 0] * 2 * 3.0
     empty = replace(with_angles, num_layers=(0,))
-    assert held(table, ONE_SLICE, even, empty).device_bytes(empty) == 0.0
+    assert peak_memory(table, ONE_SLICE, even, empty).device_bytes(empty) == 0.0
 
 
 @pytest.mark.parametrize(("eager", "ahead"), [(True, 2.0), (False, 0.0)])
@@ -182,7 +182,7 @@ def test_an_eager_stage_has_received_its_next_input_by_hand(eager: bool, ahead: 
     passes = PassBytes(8, hidden=0.0, in_mlp=5.0, of_keys=0.0, logits=0.0, loss_tokens=np.inf, message=7.0)
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0)), passes=passes)
     table, slicing = ShardTable.of(local(8, 4)), Slicing(2, eager=eager)
-    last = held(table, slicing, CostModel(a=0.0, b=1.0), memory).stage_parts(memory)[1]
+    last = peak_memory(table, slicing, CostModel(a=0.0, b=1.0), memory).stage_parts(memory)[1]
     assert (last.activations, last.working) == (10 * 8, 4 * 5 + ahead * 7)
 
 
@@ -193,7 +193,7 @@ def test_a_pass_adds_to_what_is_held_while_it_runs_by_hand() -> None:
     """
     passes = PassBytes(8, hidden=0.0, in_mlp=5.0, of_keys=0.0, logits=9.0, loss_tokens=6.0, buffer=2.0)
     memory = replace(memory_of(2, LayerBytes(10.0, 0.0, 0.0)), passes=passes)
-    found = held(ShardTable.of(local(2, 8, 4)), ONE_SLICE, CostModel(a=0.0, b=1.0), memory)
+    found = peak_memory(ShardTable.of(local(2, 8, 4)), ONE_SLICE, CostModel(a=0.0, b=1.0), memory)
     layers = memory.num_layers
     first, last = found.stage_parts(memory)
     assert (first.activations, first.working) == (layers[0] * 10 * (8 + 4), 8 * 5 + 8 * 2)
@@ -207,7 +207,7 @@ def test_full_recompute_keeps_keys_in_slices_alone() -> None:
     memory = replace(memory_of(1, LayerBytes(10.0, 3.0, 0.0)), passes=passes).recomputing(4.0, sliced=True)
     even, table = CostModel(a=0.0, b=1.0), ShardTable.of(local(8, 8))
     for slicing, kept, again in ((ONE_SLICE, 4.0, 6.0 * 8), (Slicing(2), 7.0, 3.0 * 4)):
-        parts = held(table, slicing, even, memory).device_parts(memory)
+        parts = peak_memory(table, slicing, even, memory).device_parts(memory)
         assert (parts.activations, parts.working) == (memory.num_layers[0] * 8 * kept, again)
 
 
@@ -215,9 +215,9 @@ def test_full_recompute_keeps_keys_in_slices_alone() -> None:
 def test_padding_is_held_as_activations(multiple: int, of_whole: float, of_slice: float) -> None:
     """A micro-batch of 5 tokens on one stage; padding has no keys whose gradients are summed."""
     memory, table, even = replace(memory_of(1), rows_multiple=multiple), ShardTable.of(local(5)), CostModel(0.0, 1.0)
-    found = held(table, ONE_SLICE, even, memory)
+    found = peak_memory(table, ONE_SLICE, even, memory)
     assert found.layer_bytes.tolist() == [[of_whole * 10]]
-    found = held(table, Slicing(2), even, memory)
+    found = peak_memory(table, Slicing(2), even, memory)
     assert found.tokens.tolist() == [[2 * of_slice]]
     assert found.layer_bytes.tolist() == [[2 * of_slice * 10]]  # before the first backward pass
     assert padded_rows(np.array([0.0, 1.0, 32.0, 32.5]), 16).tolist() == [16, 16, 32, 48]
@@ -227,14 +227,14 @@ def test_swapped_keys_by_hand() -> None:
     """The same rings with keys of more than 4 tokens in host memory, on a stage of eight layers."""
     plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
     memory = replace(memory_of(1), num_layers=(8,))
-    found = held(ShardTable.of(plan), Slicing(2, 4, swapped_tokens=8), CostModel(a=0.0, b=1.0), memory)
+    found = peak_memory(ShardTable.of(plan), Slicing(2, 4, swapped_tokens=8), CostModel(a=0.0, b=1.0), memory)
     assert found.host_keys.tolist() == [[8, 8]]  # F0.0 F0.1: own and other keys of sequence 0
     assert found.host_bytes(memory) == 8 * 3 * 8
     assert found.kept_keys.tolist() == [[2, 2]]
     # F1.0: slices 0.0 of 2 tokens, whose keys are in host memory, and 1.0 of 1; a kept token of others; the sums of
     # slice 0.0 on both ranks; and its 4 keys in one of 8 layers, read ahead for B0.0.
     assert found.layer_bytes.tolist() == [[2 * (10 - 3) + 10 + 3 + 4 * 6 + 4 * 3 / 8] * 2]
-    assert held(ShardTable.of(plan), Slicing(2, 8), CostModel(a=0.0, b=1.0), memory).host_bytes(memory) == 0
+    assert peak_memory(ShardTable.of(plan), Slicing(2, 8), CostModel(a=0.0, b=1.0), memory).host_bytes(memory) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -249,7 +249,7 @@ def test_against_a_walk_through_the_schedule(seed: int) -> None:
         slicing = ONE_SLICE
     num_stages = source.randint(1, 4)
     table = ShardTable.of(plan)
-    found = held(table, slicing, COST, memory_of(num_stages))
+    found = peak_memory(table, slicing, COST, memory_of(num_stages))
     of_ranks = dict(zip(table.seqs.tolist(), local_shares(table, COST, slicing.num_slices), strict=True))
     for rank, micro_batches in enumerate(plan.ranks):
         shares = [

@@ -10,9 +10,9 @@ import pytest
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.activation.load import LayerSettings
 from bytescale_ext.plan.activation.operators import LayerOperators
-from bytescale_ext.plan.evaluate.schedulers import equal_layers
 from bytescale_ext.plan.memory.model_states import state_bytes
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory, head_bytes
+from bytescale_ext.plan.setup.setup import equal_layers
 from bytescale_ext.plan.step.sizes import Cluster
 
 COST = shipped("bytescale_7b")
@@ -21,26 +21,26 @@ CLUSTER = Cluster(64, 8192)
 
 def test_stages_share_layers_and_the_ends_of_the_model() -> None:
     for num_stages in (1, 4, 8):
-        memory = StageMemory.of(COST, equal_layers(COST, num_stages), CLUSTER)
+        memory = StageMemory.of(COST, equal_layers(COST.shape, num_stages), CLUSTER)
         assert sum(memory.state_bytes) == pytest.approx(state_bytes(COST.shape, 2, 1, 64), rel=1e-12)
         assert memory.num_layers == (COST.shape.num_layers // num_stages,) * num_stages
 
 
 def test_the_last_stage_holds_the_logits() -> None:
-    first, *_, last = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER).working_bytes
+    first, *_, last = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER).working_bytes
     assert last == 8192 * 6 * COST.shape.vocab > first
     small = replace(COST, shape=replace(COST.shape, vocab=8))
-    assert StageMemory.of(small, equal_layers(small, 4), CLUSTER).working_bytes == (first,) * 4
+    assert StageMemory.of(small, equal_layers(small.shape, 4), CLUSTER).working_bytes == (first,) * 4
 
 
 def test_bytes_of_a_token() -> None:
-    layer = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER).layer
+    layer = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER).layer
     shape = COST.shape
     assert layer.activations == COST.layer_bytes
     assert layer.keys == 2 * shape.num_kv_heads * shape.head_dim * 2
     assert layer.key_sums == 2 * layer.keys
     assert (
-        StageMemory.of(COST, equal_layers(COST, 4), CLUSTER, LayerSettings(element_bytes=4)).layer.key_sums
+        StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER, LayerSettings(element_bytes=4)).layer.key_sums
         == 2 * layer.keys
     )
 
@@ -54,7 +54,7 @@ def test_the_fullest_stage_counts() -> None:
 
 def test_a_layer_that_is_computed_again_exists_once() -> None:
     kept, tokens = 100.0, 8192
-    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
     again = memory.recomputing(kept)
     assert again.layer.activations == kept
     assert again.working_bytes[0] == pytest.approx(memory.working_bytes[0] + tokens * (COST.layer_bytes - kept))
@@ -63,7 +63,7 @@ def test_a_layer_that_is_computed_again_exists_once() -> None:
 
 
 def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
-    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
     again = memory.recomputing(100.0)
 
     def working(of: StageMemory, stage: int, tokens: float) -> tuple[float, float]:
@@ -78,7 +78,7 @@ def test_slices_compute_a_layer_again_for_their_own_tokens() -> None:
 
 
 def test_whole_micro_batches_keep_no_keys_for_later_slices() -> None:
-    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
     sliced, whole = memory.recomputing(100.0, sliced=True), memory.recomputing(100.0)
     assert sliced.layer.activations == 100.0 + memory.layer.keys
     assert sliced.working_bytes[0] == pytest.approx(whole.working_bytes[0] - 8192 * memory.layer.keys)
@@ -107,7 +107,7 @@ def test_tensor_parallel_ranks_gather_into_a_buffer() -> None:
 
 
 def test_messages_of_virtual_stages_travel_beside_passes() -> None:
-    memory = StageMemory.of(COST, equal_layers(COST, 4), CLUSTER)
+    memory = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER)
     more = memory.with_virtual_stages()
     messages = 4 * 8192 * COST.shape.hidden * 2
     assert more.working_bytes == tuple(each + messages for each in memory.working_bytes)

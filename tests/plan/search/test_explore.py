@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from bytescale_ext.plan.search.case import Case
+from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import (
     LEAST_GAIN,
     Exploration,
@@ -30,7 +30,7 @@ TASK = small_task()
 @pytest.fixture(autouse=True)
 def plan_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share the figures of a step between the search and the run of everything: the planner is pure."""
-    monkeypatch.setattr(Case, "run", cache(Case.run))
+    monkeypatch.setattr(CostedStrategy, "run", cache(CostedStrategy.run))
 
 
 def last(task: Task, space: Space, count: int, opens_all: bool = False) -> Exploration:
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_counted() -> None:
     assert found.unfit.total() == len(list(SMALL.strategies(none)))
     assert found.needed is not None
     needed, strategy = found.needed
-    assert Case.of(small_task(memory_bytes=needed), strategy).full_bytes[0] == needed
+    assert CostedStrategy.of(small_task(memory_bytes=needed), strategy).full_bytes[0] == needed
 
 
 def test_figures_over_the_steps() -> None:

@@ -53,7 +53,7 @@ def task_of(args: argparse.Namespace, batch: int | None = None) -> Task:
         args.gpus, min(args.gpus, args.gpus_per_node), args.device_memory_gb * 1e9, args.host_memory_gb * 1e9
     )
     steps = draw_steps(args, batch or args.global_batch_size)
-    return Task(cost, devices, args.context, steps, model.operators, model.rows_multiple)
+    return Task(cost, devices, args.context, steps, model.operators, model.rows_multiple, model.ties_embeddings)
 
 
 def launched_words(flags: str, dtype: str) -> list[str]:

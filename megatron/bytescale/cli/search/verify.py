@@ -25,7 +25,7 @@ import numpy as np
 
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.measure.fit import rank_correlation
-from bytescale_ext.plan.search.case import Case
+from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import Scored
 from bytescale_ext.plan.search.task import Task
 from megatron.bytescale.cli.search.script import Run, script_text, write_costs
@@ -132,7 +132,7 @@ def verified(
             write_costs(of_number / "cost.json", task, one.strategy)
             run = Run.of(args.model_flags, task, one.strategy, of_number / "cost.json")
             words = flags_of_trial(args, task, folder / "documents", of_number)
-            gb = Case.of(task, one.strategy).step_bytes(task.steps[fullest]) / 1e9
+            gb = CostedStrategy.of(task, one.strategy).step_bytes(task.steps[fullest]) / 1e9
             row = Verified(number, str(one.strategy), one.median_seconds, gb)
             try:
                 rows.append((train or partial(by_script, args))(run, words, of_number, row))

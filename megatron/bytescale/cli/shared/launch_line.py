@@ -9,53 +9,37 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training import initialize
 
-from bytescale_ext.attention.kernels.contract import accumulation_dtype
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.hdp import HdpConfig
-from bytescale_ext.config.memory.activations import ActivationConfig
-from bytescale_ext.config.memory.host_tables import EmbeddingConfig
-from bytescale_ext.config.memory.ngram import NgramConfig
-from bytescale_ext.config.planner import offload_layers, planner_of, slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
-from bytescale_ext.measure.fit import ring_bytes_per_token
-from bytescale_ext.plan.activation.forecast import forecast
-from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.nodes import Nodes
 from bytescale_ext.plan.cost.shards import ShardTable
-from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.evaluate.bounds import lower_bounds
 from bytescale_ext.plan.evaluate.length_samplers import sample_documents
-from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.memory.held import held
-from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters, stage_parameters
+from bytescale_ext.plan.memory.model_states import expert_parameters, num_parameters
+from bytescale_ext.plan.setup.choose import Decision, remaining_text
+from bytescale_ext.plan.setup.forecast import Forecast, documents_on_nodes
+from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
-from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import features
 from megatron.bytescale.arguments.parse import named_or_installed, parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import WRITTEN
-from megatron.bytescale.cli.shared.stage_states import IN_HOST, choice_text, state_bytes
-from megatron.bytescale.features.activations import flags as activations
-from megatron.bytescale.features.activations.flags import cost_in_seconds
-from megatron.bytescale.features.slices.flags import stage_memory
 from megatron.bytescale.training.stock import data_prefixes
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -129,31 +113,26 @@ class Launch:
         return lengths[: bisect_right(list(accumulate(lengths)), num_tokens)]
 
     def plan(self, lengths: Sequence[int]) -> DryRun:
-        """Plan a step of these documents, and count what it sends and holds."""
+        """Plan a step of these documents, and forecast its time, memory and traffic."""
         begun = time.process_time()
-        plan = planner_of(self.run)(lengths)
+        plan = planner_of(self.run.decision)(lengths)
         seconds = time.process_time() - begun
-        node = self.run.cluster.ranks_per_node
-        check_step_plan(plan, lengths, self.run.get(HdpConfig).rows_multiple, offload_layers(self.run), node)
-        counts = micro_batch_counts(plan, multiple=self.group_size)
-        table = ShardTable.of(plan).with_counts(np.array(counts))
-        cut = plan.slicing or slicing(self.run)
-        from_rings = self.ring_bytes(table, cut)
-        step = self.step(table, cut, lengths, seconds)
-        step["ring traffic"] = f"{from_rings.sum() * sum(self.run.stage_layers) / 1e6:,.6g} MB"
+        setup, node = self.run.decision.setup, self.run.cluster.ranks_per_node
+        check_step_plan(plan, lengths, setup.rows_multiple, self.run.decision.offloading_layers, node)
+        forecast = Forecast(self.run.decision)
+        table, slicing = forecast.table(plan)
+        step, traffic = self.step(forecast, plan, seconds), forecast.traffic(table, slicing)
+        step["ring traffic"] = f"{traffic.all_rings / 1e6:,.6g} MB"
         if node is not None:
-            step["between nodes"] = self.between_nodes(table, cut, node)
+            step["between nodes"] = between_nodes(forecast, table, slicing, node)
+        received = {
+            "keys and gradients in rings": traffic.rings / 1e9,
+            "outputs and gradients of stages": traffic.stages / 1e9,
+            "gradients and parameters": traffic.update / 1e9,
+        }
         return DryRun(
-            self.about(), self.args.rank, groups_of_this_process(), step, self.received_gb(table, from_rings),
-            self.memory_gb(table, cut),
-        )  # fmt: skip
-
-    @property
-    def group_size(self) -> int:
-        """Micro-batches that pass a virtual stage together. A process runs whole groups; without virtual stages, 1."""
-        if not self.args.virtual_pipeline_model_parallel_size:
-            return 1
-        return int(self.args.microbatch_group_size_per_vp_stage or len(self.run.stage_layers))
+            self.about(), self.args.rank, groups_of_this_process(), step, received, memory_gb(forecast, table, slicing)
+        )
 
     def about(self) -> dict[str, str]:
         """Return model, processes and features in words."""
@@ -168,130 +147,64 @@ class Launch:
             "processes": f"{args.world_size:,} = {tensor} tensor-parallel x {stages} stages x {run.cluster.num_ranks} "
             f"HDP ranks, of up to {run.cluster.tokens_per_rank:,} tokens each; {where}",
             "features": ", ".join(f"{one.name} ({one.flag})" for one in features.enabled(args)),
-            **choice_text(run),
+            **choice_text(run.decision),
         }
 
-    def step(self, table: ShardTable, cut: Slicing, lengths: Sequence[int], seconds: float) -> dict[str, str]:
-        """Return figures of the plan in words. ``seconds``: that planning took."""
-        run, cost = self.run, cost_in_seconds(self.run)
-        last = len(run.stage_layers) - 1
-        nodes = cost.nodes(run.cluster)
-        stages = tuple(cost.stage(layers, number == last).on(nodes) for number, layers in enumerate(run.stage_layers))
-        replayed, bound = replay_stages(table, stages, cut), lower_bounds(lengths, run.cluster, stages, cut).largest
+    def step(self, forecast: Forecast, plan: StepPlan, seconds: float) -> dict[str, str]:
+        """Return figures of the plan in words. ``seconds``: processor time of planning."""
+        run, lengths, (table, slicing) = self.run, plan.lengths, forecast.table(plan)
+        predicted = forecast.time(table, slicing)
+        bound = lower_bounds(lengths, run.cluster, forecast.stages(slicing), slicing).largest
         widths, numbers = np.unique(table.widths[table.members == 0], return_counts=True)
         by_width = (f"{number:,} on {width:,}" for width, number in zip(widths, numbers, strict=True))
         counts = table.counts
+        waiting, exchange, update = (
+            part / predicted.seconds for part in (predicted.idle, predicted.exposed, predicted.update)
+        )
         return {
             "documents": f"{len(lengths):,} of {sum(lengths):,} tokens, the longest {max(lengths):,}",
             "on ranks": ", ".join(by_width),
             "micro-batches of a rank": f"min {counts.min()}, mean {counts.mean():.1f}, max {counts.max()}",
-            "slices": str(cut),
-            "time": f"{replayed.makespan:.4g} s predicted from {'--cost-file' if run.cost else 'assumed rates'}, "
-            f"{replayed.makespan / bound:.3f} of the lower bound of any plan",
-            "lost": f"{replayed.idle_share:.1%} idle, {replayed.exposed_share:.1%} in exchange that nothing hides",
-            "planning": f"{seconds:.2f} s of one core, {seconds / replayed.makespan:.1%} of the step, beside training",
+            "slices": str(slicing),
+            "time": f"{predicted.seconds:.4g} s predicted from {'--cost-file' if run.cost else 'assumed rates'}; its "
+            f"passes take {predicted.makespan / bound:.3f} of the lower bound of any plan",
+            "lost": f"{waiting:.1%} waiting, {exchange:.1%} in exchange and {update:.1%} in the update that do not "
+            "overlap with computation",
+            "planning": f"{seconds:.2f} s of one core, {seconds / predicted.seconds:.1%} of the step, beside training",
         }
 
-    def ring_bytes(self, table: ShardTable, cut: Slicing, node: int | None = None) -> Floats:
-        """Return the bytes that each HDP rank receives from its rings in one layer: [num_ranks].
 
-        With ``node``, those that it sends to other nodes of so many ranks.
-        """
-        run, dtype = self.run, self.args.params_dtype
-        sizes = (dtype.itemsize, accumulation_dtype(dtype).itemsize)
-        of_keys, both = ring_bytes_per_token(run.shape, run.process.tensor_parallel, *sizes)
-        keys, sums = ring_tokens(table, run.get(HdpConfig).cost.both, cut)
-        ranks = table.row_ranks[table.rows]
-        share = 1.0 if node is None else table.sent_to_other_nodes(node)
-        each = (of_keys * keys + (both - of_keys) * sums) * share
-        return np.bincount(ranks, weights=each, minlength=table.num_ranks)
+def between_nodes(forecast: Forecast, table: ShardTable, slicing: Slicing, node: int) -> str:
+    """Return in words what rings send between nodes of ``node`` HDP ranks, and how many use all links for it."""
+    rank_bytes = forecast.ring_bytes(table, slicing, node) * max(forecast.setup.mesh.stage_layers)
+    wide, nested = documents_on_nodes(table, node)
+    return (
+        f"{rank_bytes.sum() / 1e6:,.6g} MB of a stage, {rank_bytes.max() / 1e6:,.6g} MB by the process that sends "
+        f"most; {nested:,} of {wide:,} documents on several nodes in hierarchical rings"
+    )
 
-    def between_nodes(self, table: ShardTable, cut: Slicing, node: int) -> str:
-        """Return in words what rings send between nodes of ``node`` HDP ranks, and how many use all links for it."""
-        rank_bytes = self.ring_bytes(table, cut, node) * max(self.run.stage_layers)
-        assert table.inner_rings is not None, "the table is that of a plan"
-        seqs = table.members == 0
-        nested = np.count_nonzero(seqs & (table.inner_rings > 1))
-        wide = np.count_nonzero(seqs & Nodes(node, 1.0).crossed(table.row_ranks[table.rows], table.widths))
-        return (
-            f"{rank_bytes.sum() / 1e6:,.6g} MB of a stage, {rank_bytes.max() / 1e6:,.6g} MB by the process that sends "
-            f"most; {nested:,} of {wide:,} documents on several nodes in hierarchical rings"
+
+def memory_gb(forecast: Forecast, table: ShardTable, slicing: Slicing) -> list[dict[str, float]]:
+    """Return the memory of each stage in a step, on the HDP rank that takes most; ``total`` is that of its device."""
+    stages = forecast.memory(table, slicing)
+    kinds = [asdict(one.device) | {"host": one.host, "pages": one.pages} for one in stages]
+    shown = [name for name in kinds[0] if name in ("states", "activations") or any(one[name] for one in kinds)]
+    return [
+        {"stage": stage, "layers": layers, **{name: found[name] / 1e9 for name in shown}, "total": whole}
+        for stage, (layers, found, whole) in enumerate(
+            zip(forecast.setup.mesh.stage_layers, kinds, (one.device.total / 1e9 for one in stages), strict=True)
         )
+    ]
 
-    def received_gb(self, table: ShardTable, from_rings: Floats) -> dict[str, float]:
-        """Return what the busiest process of each kind receives in the step.
 
-        ``from_rings``: what ``ring_bytes`` returned, [num_ranks].
-        """
-        args, run = self.args, self.run
-        element, layers = args.params_dtype.itemsize, max(run.stage_layers)
-        ranks = table.row_ranks[table.rows]
-        tokens = np.bincount(ranks, weights=table.tokens, minlength=table.num_ranks).max()
-        shared = run.process.tensor_parallel if args.sequence_parallel else 1
-        chunks, stages = args.virtual_pipeline_model_parallel_size or 1, len(run.stage_layers)
-        directions = min(2, stages - 1) if chunks == 1 else 2
-        output = run.shape.hidden * element / shared
-        others = 1 - 1 / run.cluster.num_ranks
-        reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else element
-        gathered = element if args.use_distributed_optimizer else reduced
-        return {
-            "keys and gradients in rings": layers * float(from_rings.max()) / 1e9,
-            "outputs and gradients of stages": directions * chunks * tokens * output / 1e9,
-            "gradients and parameters": (reduced + gathered) * others * max(self.parameters()) / 1e9,
-        }
-
-    def parameters(self) -> list[float]:
-        """Return the parameters of a process of each stage, without experts."""
-        run, stages, tensor = self.run, self.run.stage_layers, self.run.process.tensor_parallel
-        last = len(stages) - 1
-        ngram, on_device = run.find(NgramConfig), run.find(EmbeddingConfig) is None
-        of_memories = [0] * len(stages) if ngram is None else ngram.stage_parameters(run.shape.hidden, stages)
-        return [
-            of_memories[stage] + stage_parameters(shape, tensor, not stage and on_device, stage == last)
-            for stage, shape in enumerate(run.shape.stages(stages))
-        ]
-
-    def memory_gb(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:
-        """Return the device memory of each stage, of the HDP rank that holds most."""
-        run = self.run
-        under_policy = run.find(ActivationConfig) is not None
-        of_plan = [] if under_policy else self._held(table, cut)
-        rows = []
-        of_states = state_bytes(self.args, run, self.parameters())
-        for stage, (layers, states) in enumerate(zip(run.stage_layers, of_states, strict=True)):
-            held_bytes = self._under_policy(stage, cut) if under_policy else of_plan[stage]
-            in_gb = {name: each / 1e9 for name, each in (states | held_bytes).items()}
-            total = sum(each for name, each in in_gb.items() if name not in IN_HOST)
-            rows.append({"stage": stage, "layers": layers, **in_gb, "total": total})
+def choice_text(decision: Decision) -> dict[str, str]:
+    """Return how model states were chosen, and what they leave of ``--device-memory-gb``, in words."""
+    left = remaining_text(decision).partition("device memory ")[2]
+    rows = {"device memory": left} if left else {}
+    if decision.states is None:
         return rows
-
-    def _held(self, table: ShardTable, cut: Slicing) -> list[dict[str, float]]:
-        """Return the bytes that each stage holds of the plan, without an activation policy."""
-        memory, chunks = stage_memory(self.args, self.run), self.args.virtual_pipeline_model_parallel_size or 1
-        stages = held(table, cut, self.run.get(HdpConfig).cost.both, memory, chunks).stage_parts(memory)
-        return [{name: getattr(one, name) for name in ("activations", "keys", "sums", "working")} for one in stages]
-
-    def _under_policy(self, stage: int, cut: Slicing) -> dict[str, float]:
-        """Return the bytes of a stage by the forecast of its activation policy, for full micro-batches."""
-        run = self.run
-        config = activations.resolve(self.args, replace(run, process=replace(run.process, stage=stage)))
-        config = config.in_slices(cut)
-        needed = forecast(config.plan(config.largest), config.largest, config.machine)
-        return {"activations": needed.device_bytes, "host": needed.host_bytes}
-
-
-def ring_tokens(table: ShardTable, cost: CostModel, cut: Slicing) -> tuple[Floats, Floats]:
-    """Return the tokens of other ranks that each shard receives: with their keys, and with sums of their gradients.
-
-    Both [n], over all slices. Keys travel in both passes; those that are kept only once, in the forward pass.
-    """
-    lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
-    shares = SliceShares.of(cost, lengths, widths, cut)
-    up_to_end = np.cumsum(shares.tokens, axis=1)
-    of_sums = np.where(shares.summed[:, None], shares.tokens, up_to_end).sum(axis=1)
-    of_keys = shares.exchanged.sum(axis=1) * np.where(shares.kept, 1.0, 2.0)
-    others = lengths * (widths - 1) / widths
-    return others * of_keys, others * of_sums
+    chosen, others = (line.partition("states auto")[2] for line in decision.states.described().splitlines())
+    return {**rows, "model states": chosen.strip(), "or": others.removeprefix(", ")}
 
 
 def prepare(flags: Sequence[str], world_size: int, rank: int, ranks_per_node: int, on_cpu: bool) -> Launch:

@@ -11,6 +11,7 @@ from typing import Final
 
 from bytescale_ext.plan.activation.operators import LayerOperators
 from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.setup.setup import Setup
 from megatron.bytescale.cli.profile import quiet
 
 FLAG: Final = "--model-flags"
@@ -36,12 +37,14 @@ class Model:
         operators: which operators of a layer are fused.
         dtype: type of its parameters, for example "bfloat16".
         rows_multiple: its matrix products take rows in multiples of this: 16 or 32 in FP8.
+        ties_embeddings: its input and output embedding are one matrix.
     """
 
     shape: ModelShape
     operators: LayerOperators
     dtype: str
     rows_multiple: int
+    ties_embeddings: bool = False
 
 
 def words_of(flags: str) -> list[str]:
@@ -80,7 +83,26 @@ def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
     args = arguments_of([*with_needed(words), "--hybrid-data-parallel"], on_cuda)
     dtype = args.params_dtype
     operators = operators_of(args, on_cuda, dtype.itemsize)
-    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), fp8_rows(args))
+    tied = not args.untie_embeddings_and_output_weights
+    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), fp8_rows(args), tied)
+
+
+def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:
+    """Return the setup of a model that is trained with hybrid data parallelism.
+
+    Args:
+        flags: flags of the model.
+        mesh: further flags of the training: ranks, sequences and micro-batches.
+        processes: processes of the training.
+
+    Raises:
+        ValueError: what the training would refuse.
+    """
+    from megatron.bytescale.arguments.setup import setup_of  # Megatron takes seconds to import
+
+    args = arguments_of([*with_needed(words_of(flags)), "--hybrid-data-parallel", *mesh], processes=processes)
+    args.fake_process_group = True  # the training may run on another machine
+    return setup_of(args)
 
 
 def arguments_of(words: Sequence[str], on_cuda: bool = True, processes: int = 1) -> argparse.Namespace:

@@ -8,14 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
-from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.evaluate.schedulers import equal_layers
-from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
-from bytescale_ext.plan.memory.stage_memory import StageMemory
-from bytescale_ext.plan.schedule.document_slices import affordable_tokens
+from bytescale_ext.plan.setup.memory import affordable_keys
+from bytescale_ext.plan.setup.setup import AUTO, Budget, Setup, setup_of_cost
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from megatron.bytescale.cli.shared.inputs import count
-from megatron.bytescale.features.slices.flags import AUTO, slices_value
+from megatron.bytescale.features.slices.flags import slices_value
 
 
 def add_slices_arguments(parser: argparse.ArgumentParser, text: str, kind: Callable[[str], int | str] = count) -> None:
@@ -36,14 +33,14 @@ def slices_of(args: argparse.Namespace) -> Slicing:
 
 
 def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add the options that ``slicing_of`` and ``choice_of`` read; the help of ``--slices`` ends with ``more``."""
+    """Add the options that ``setup_of_options`` reads; the help of ``--slices`` ends with ``more``."""
     text = f"slices in which each stage runs a micro-batch, as --seq1f1b-slices (1); {AUTO}: the planner chooses"
     add_slices_arguments(parser, text + more, slices_value)
     parser.add_argument(
         "--device-memory-gb",
         type=float,
         metavar="G",
-        help=f"with --slices {AUTO}: the most memory of a device, with model states",
+        help=f"with --slices {AUTO}: memory of a device, all of it; model states are subtracted",
     )
     parser.add_argument(
         "--kept-keys",
@@ -73,22 +70,24 @@ def add_slicing_arguments(parser: argparse.ArgumentParser, more: str = "") -> No
     )
 
 
-def link_of(args: argparse.Namespace) -> float:
-    """Return the bytes per second of ``--link-gb-per-second``. Raises ValueError for one that is not positive."""
-    if not 0 < args.link_gb_per_second < math.inf:
-        raise ValueError(f"--link-gb-per-second {args.link_gb_per_second:g} must be positive")
-    return float(args.link_gb_per_second) * 1e9
+def setup_of_options(args: argparse.Namespace, cost: ModelCost, longest: int) -> Setup:
+    """Return the setup of ``bytescale plan`` or ``bytescale simulate``; by default keys are kept as in training.
 
-
-def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
-    """Return the slicing of the options; by default keys are kept as in training without recomputation.
+    Args:
+        args: the options.
+        cost: costs of the model.
+        longest: tokens of the longest document.
 
     Raises:
-        ValueError: fewer than 1 slice, or options that need slices or stages and have none.
+        ValueError: options that conflict, or that need slices or stages and have none; a budget that is missing.
     """
-    slicing = slices_of(args)
+    cluster = Cluster(args.ranks, args.tokens_per_rank, args.ranks_per_node)
+    setup = setup_of_cost(cost, args.stages, cluster, longest)
+    setup = replace(setup, budget=_budget(args))
     if args.slices == AUTO:
-        return slicing
+        _check_auto(args)
+        return replace(setup, slicing=AUTO)
+    slicing = slices_of(args)
     for flag, given in (("--device-memory-gb", args.device_memory_gb), ("--host-memory-gb", args.host_memory_gb)):
         if given is not None:
             raise ValueError(f"{flag} needs --slices {AUTO}")
@@ -98,31 +97,32 @@ def slicing_of(args: argparse.Namespace, cost: ModelCost) -> Slicing:
     if args.eager and args.slices == 1:
         raise ValueError("--eager needs --slices of 2 or more")
     slicing = replace(slicing, swapped_tokens=args.swapped_keys or 0)
-    if args.kept_keys is not None:
-        return replace(slicing, kept_tokens=args.kept_keys)
-    key_bytes = key_value_bytes(cost.shape, cost.tensor_parallel)
-    kept = affordable_tokens(args.stages, slicing, args.tokens_per_rank, cost.layer_bytes, key_bytes)
-    return replace(slicing, kept_tokens=kept)
+    kept = args.kept_keys
+    if kept is None:
+        kept = affordable_keys(setup, slicing) if slicing.num_slices > 1 else 0
+    return replace(setup, slicing=replace(slicing, kept_tokens=kept))
 
 
-def choice_of(args: argparse.Namespace, cost: ModelCost, cluster: Cluster) -> SlicingChoice | None:
-    """Return what chooses the slicing of each step, or None where the options give one.
+def _budget(args: argparse.Namespace) -> Budget:
+    """Return memory and links; keys that options swap have all the host memory that they need."""
+    link = args.link_gb_per_second
+    if not 0 < link < math.inf:
+        raise ValueError(f"--link-gb-per-second {link:g} must be positive")
+    host = args.host_memory_gb or 0.0
+    if not 0 <= host < math.inf:
+        raise ValueError(f"--host-memory-gb {host:g} is not an amount of memory")
+    return Budget(
+        device_bytes=math.inf if args.device_memory_gb is None else args.device_memory_gb * 1e9,
+        host_bytes=math.inf if args.swapped_keys else host * 1e9,
+        link_bytes_per_second=link * 1e9,
+    )
 
-    Raises:
-        ValueError: options that do not fit ``--slices auto``, or a budget that is missing or too small.
-    """
-    if args.slices != AUTO:
-        return None
+
+def _check_auto(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not fit ``--slices auto``, or a budget that is missing."""
     if args.stages == 1:
         raise ValueError(f"--slices {AUTO} needs a pipeline: give --stages of 2 or more")
     if args.kept_keys is not None or args.swapped_keys is not None or args.eager:
         raise ValueError(f"--slices {AUTO} chooses what --kept-keys, --swapped-keys and --eager set: remove them")
     if args.device_memory_gb is None or not 0 < args.device_memory_gb < math.inf:
-        raise ValueError(f"--slices {AUTO} needs --device-memory-gb, the most memory of a device")
-    host = args.host_memory_gb or 0.0
-    if not 0 <= host < math.inf:
-        raise ValueError(f"--host-memory-gb {host:g} is not an amount of memory")
-    memory = StageMemory.of(cost, equal_layers(cost, args.stages), cluster)
-    choice = SlicingChoice.within(memory, args.device_memory_gb * 1e9, host * 1e9)
-    choice.check_fits(cost.forward + cost.backward, cluster.tokens_per_rank)
-    return choice
+        raise ValueError(f"--slices {AUTO} needs --device-memory-gb, the memory of a device")

@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bytescale_ext.plan.activation.policies import in_gigabytes
+from bytescale_ext.plan.setup.memory import state_cases
 from bytescale_ext.plan.states.forecast import Room, StateCase, Tier, most_layers
 from bytescale_ext.plan.states.moves import Traffic
-from bytescale_ext.plan.states.pages import FLOAT_BYTES, NUM_MOMENTS, page_bytes_of
+from bytescale_ext.plan.states.pages import NUM_MOMENTS, page_bytes_of
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES, pages_on_disk, tiered_host_bytes
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, TimedMove, replay, step_seconds
 from megatron.bytescale.cli.shared.inputs import add_link, add_optimizer_ranks, check_picture, count
-from megatron.bytescale.cli.shared.model_flags import shape_of_flags
-from megatron.bytescale.cli.states.computing import add_corpus, auto_choice, check_corpus, hidden_of, hiding_text
+from megatron.bytescale.cli.states.computing import (
+    add_corpus,
+    automatic,
+    check_corpus,
+    hidden_of,
+    hiding_text,
+    setup_of_options,
+)
 
 NAME = "states"
 HELP = "predict what Adam's states in pages of host memory and NVMe take, move and save"
@@ -58,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--float32", action="store_true", help="parameters of 32 bits on the device, not of 16")
     parser.add_argument("--page-mb", type=float, default=4.0, metavar="M", help="size of a page in MiB (4)")
-    parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="for model states (80)")
+    parser.add_argument("--device-memory-gb", type=float, default=80.0, metavar="G", help="all of a device (80)")
     parser.add_argument("--host-memory-gb", type=float, default=100.0, metavar="G", help="of each process (100)")
     parser.add_argument("--nvme-gb", type=float, default=0.0, metavar="G", help="of a local disk, each process (none)")
     parser.add_argument("--nvme-read-gb-per-second", type=float, default=6.0, metavar="B", help="of each process (6)")
@@ -144,11 +152,9 @@ def run(args: argparse.Namespace) -> int:
     """
     check_sizes(args)
     check_corpus(args)
-    speeds = Speeds(
-        *(getattr(args, f"{name}_gb_per_second") * 1e9 for name in ("link", "adam", "nvme_read", "nvme_write"))
-    )
-    room = Room(args.device_memory_gb * 1e9, args.host_memory_gb * 1e9, args.nvme_gb * 1e9)
-    found = cases(args)
+    setup = setup_of_options(args)
+    budget, speeds, found = setup.budget, setup.states.speeds, state_cases(setup)
+    room = Room(budget.device_bytes, budget.host_bytes, budget.disk_bytes)
     in_order = sorted(set(found), key=lambda case: -case.host_bytes)  # what is said is said of the fullest stage
     made = {case: Row.of(case, room, speeds, args.microbatches) for case in in_order}
     rows = [made[case] for case in found]
@@ -161,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         draw_moves(made[fullest].moves, args.plot, title)
     hidden = choice = None
     if args.tokens_per_rank is not None:
-        hidden, choice = hidden_of(args, in_order[0], speeds), auto_choice(args, found, room, speeds)
+        hidden, choice = hidden_of(args, setup, in_order[0]), automatic(setup)
     if args.json:
         of_corpus = {} if hidden is None else {"hidden": asdict(hidden)}
         of_choice = {} if choice is None else {"auto": choice.described().splitlines()}
@@ -190,30 +196,7 @@ def check_sizes(args: argparse.Namespace) -> None:
         raise ValueError(f"--page-mb {args.page_mb:g} must be a multiple of 1/256 with --nvme-gb")
 
 
-def cases(args: argparse.Namespace) -> list[StateCase]:
-    """Return the states of each stage. Raises ValueError where stages do not divide the layers."""
-    shape = shape_of_flags(args.model_flags)
-    layers, rest = divmod(shape.num_layers, args.stages)
-    if rest or not layers:
-        raise ValueError(f"{args.stages} stages do not divide the {shape.num_layers} layers of the model")
-    return [
-        StateCase(
-            shape=replace(shape, num_layers=layers),
-            tensor_parallel=args.tensor_parallel,
-            has_embedding=stage == 0,
-            has_head=stage == args.stages - 1,
-            element_bytes=FLOAT_BYTES if args.float32 else 2,
-            optimizer_ranks=args.optimizer_ranks,
-            page_bytes=page_bytes_of(args.page_mb, "--page-mb"),
-            stage=args.state_stage,
-            window_layers=args.window_layers,
-            update_steps=args.update_steps,
-        )
-        for stage in range(args.stages)
-    ]
-
-
-def largest_models(args: argparse.Namespace, found: list[StateCase], room: Room) -> dict[str, tuple[int, float]]:
+def largest_models(args: argparse.Namespace, found: Sequence[StateCase], room: Room) -> dict[str, tuple[int, float]]:
     """Return, for each stage of paging and tier, the most layers whose states fit, and the parameters then.
 
     ``found``: the states of each pipeline stage.

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from bytescale_ext.measure.cost_file import check_same_model, read_cost
-from bytescale_ext.plan.activation.load import LayerSettings, Machine, cost_of_rates, full_load
-from bytescale_ext.plan.activation.policies import POLICIES, make_plan
+from bytescale_ext.plan.activation.load import cost_of_rates
+from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.evaluate.length_samplers import SAMPLERS, sample_documents
-from bytescale_ext.plan.states.choice import StageProblem, StateChoice, StateProblem, all_options, choose_states
-from bytescale_ext.plan.states.forecast import Room, StateCase
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.setup import AUTO, Budget, Policy, Setup, equal_layers
+from bytescale_ext.plan.states.choice import StateChoice
+from bytescale_ext.plan.states.forecast import StateCase
 from bytescale_ext.plan.states.hiding import Hiding, computing_of, hiding
+from bytescale_ext.plan.states.pages import page_bytes_of
+from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.states.timeline import Speeds
 from megatron.bytescale.cli.plan import read_lengths
 from megatron.bytescale.cli.shared.inputs import size
-from megatron.bytescale.cli.shared.model_flags import shape_of_flags
+from megatron.bytescale.cli.shared.model_flags import USUAL_TOKENS, setup_of_model, shape_of_flags
 
 NUM_DRAWN = 4096
 SEED = 1234
@@ -61,14 +64,66 @@ def check_corpus(args: argparse.Namespace) -> None:
         args.tokens_per_rank = 8192
 
 
-def cost_of(args: argparse.Namespace) -> ModelCost:
-    """Return the costs of the model. Raises ValueError for a bad cost file or one of another model."""
-    shape = shape_of_flags(args.model_flags)
+def setup_of_options(args: argparse.Namespace) -> Setup:
+    """Return the setup of the options: what training resolves of the model's flags on this mesh.
+
+    Raises:
+        ValueError: flags that training refuses, stages that do not divide the layers, or a bad cost file.
+    """
+    tensor, stages, ranks = args.tensor_parallel, args.stages, args.optimizer_ranks
+    tokens = args.tokens_per_rank or USUAL_TOKENS
+    words = ["--tensor-model-parallel-size", tensor, *["--sequence-parallel"] * (tensor > 1)]
+    words += ["--pipeline-model-parallel-size", stages, *["--use-distributed-optimizer"] * (ranks > 1)]
+    words += ["--hdp-tokens-per-rank", tokens, "--seq-length", tokens, "--max-position-embeddings", tokens]
+    words += ["--bf16"] if not args.float32 else []
+    equal = equal_layers(shape_of_flags(args.model_flags), stages)
+    setup = setup_of_model(args.model_flags, [str(word) for word in words], tensor * stages * ranks)
+    budget = Budget(
+        args.device_memory_gb * 1e9,
+        args.host_memory_gb * 1e9,
+        args.nvme_gb * 1e9,
+        args.link_gb_per_second * 1e9,
+    )
+    states = replace(
+        setup.states,
+        option=StateOption(args.state_stage, args.window_layers),
+        page_bytes=page_bytes_of(args.page_mb, "--page-mb"),
+        update_steps=args.update_steps,
+        has_disk=args.nvme_gb > 0,
+        speeds=speeds_of(args),
+    )
+    return replace(
+        setup,
+        mesh=replace(setup.mesh, stage_layers=equal),
+        cost=cost_of(args, setup),
+        measured=args.cost_file is not None,
+        sequences=replace(setup.sequences, micro_batches=args.microbatches),
+        budget=budget,
+        policy=Policy(args.activation_policy),
+        states=states,
+    )
+
+
+def speeds_of(args: argparse.Namespace) -> Speeds:
+    """Return the speeds of the options."""
+    names = ("link", "adam", "nvme_read", "nvme_write")
+    return Speeds(*(getattr(args, f"{name}_gb_per_second") * 1e9 for name in names))
+
+
+def cost_of(args: argparse.Namespace, setup: Setup) -> ModelCost:
+    """Return the seconds of the model. Raises ValueError for a bad cost file or one of another model."""
     if args.cost_file is None:
         products, forward, backward = (1e12 * rate for rate in args.tflops)
-        return cost_of_rates(shape, products, forward, backward, args.tensor_parallel)
+        return cost_of_rates(setup.shape, products, forward, backward, args.tensor_parallel)
     cost = read_cost(args.cost_file)
-    return check_same_model(cost, shape, args.tensor_parallel, cost.dtype, args.cost_file)
+    return check_same_model(cost, setup.shape, args.tensor_parallel, cost.dtype, args.cost_file)
+
+
+def automatic(setup: Setup) -> StateChoice:
+    """Return what ``--state-policy auto`` chooses, as training does. Raises ValueError if nothing fits."""
+    states = choose(replace(setup, states=replace(setup.states, option=AUTO))).states
+    assert states is not None, "model states are left open"
+    return states
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
@@ -80,9 +135,10 @@ def lengths_of(args: argparse.Namespace) -> list[int]:
     return [min(length, args.context) for length in read_lengths(args.lengths)]
 
 
-def hidden_of(args: argparse.Namespace, case: StateCase, speeds: Speeds) -> Hiding:
-    """Return what hides of a step of a stage."""
-    return hiding(case, computing_of(cost_of(args), lengths_of(args), args.tokens_per_rank), args.microbatches, speeds)
+def hidden_of(args: argparse.Namespace, setup: Setup, case: StateCase) -> Hiding:
+    """Return which copies of a step of a stage overlap with computation."""
+    computing = computing_of(setup.cost, lengths_of(args), args.tokens_per_rank)
+    return hiding(case, computing, args.microbatches, setup.states.speeds)
 
 
 def hiding_text(found: Hiding, speeds: Speeds) -> str:
@@ -92,32 +148,4 @@ def hiding_text(found: Hiding, speeds: Speeds) -> str:
         f"of {total / 1e9:.2f} GB that the fullest stage copies in a step, {found.computing_bytes / total:.1%} hides "
         f"behind computing and {found.adam_bytes / total:.1%} behind Adam; "
         f"{1e3 * found.waited_bytes / speeds.link_bytes_per_second:.1f} ms of the link are waited for"
-    )
-
-
-def auto_choice(args: argparse.Namespace, found: Sequence[StateCase], room: Room, speeds: Speeds) -> StateChoice:
-    """Return what ``--state-policy auto`` chooses for micro-batches of ``--tokens-per-rank`` tokens in these budgets.
-
-    ``found``: the states of each stage. Raises ValueError where nothing fits.
-    """
-    cost, last = cost_of(args), len(found) - 1
-    stages = []
-    for number, case in enumerate(found):
-        how = LayerSettings(case.shape.num_layers, 2 * (number == last), last - number + 1,
-                            loss_tokens=None if number == last else 0)  # fmt: skip
-        load = full_load(cost, args.tokens_per_rank, args.tokens_per_rank, how)
-        head = args.tokens_per_rank * (cost.head_forward + cost.head_backward) * (number == last)
-        stages.append(StageProblem(case, load, partial(make_plan, args.activation_policy), head))
-    machine = Machine(room.device_bytes, room.host_bytes, speeds.link_bytes_per_second)
-    options = all_options((1, 2, 3), room.disk_bytes > 0)
-    return choose_states(
-        StateProblem(
-            tuple(stages),
-            machine,
-            speeds,
-            disk_bytes=room.disk_bytes,
-            num_microbatches=args.microbatches,
-            num_ranks=args.optimizer_ranks,
-            options=options,
-        )
     )

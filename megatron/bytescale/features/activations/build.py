@@ -79,7 +79,7 @@ def make_store(run: RunConfig) -> ActivationStore:
     config, process = run.get(ActivationConfig), run.process
     if process.on_cuda:
         torch.cuda.set_device(process.local_rank)
-    arena = allocate_arena(int(config.machine.host_bytes + config.key_bytes), pinned=process.on_cuda)
+    arena = allocate_arena(int(config.host_bytes), pinned=process.on_cuda)
     return ActivationStore(config.plan(config.largest), make_link(arena, process.on_cuda), run.shape.num_layers)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.memory.activations import ActivationConfig
-from bytescale_ext.config.planner import slicing
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.memory.plan_file import PlanFile
@@ -58,7 +57,7 @@ def resolve(args: Any, run: RunConfig) -> StepMemory:
 def step_record(args: Any, run: RunConfig, flag: str) -> StepRecord:
     """Return the settings of this rank's step. Raises ValueError where shares differ between micro-batches."""
     activations = run.get(ActivationConfig)
-    chooses_shares = activations.policy != "none" and (activations.swap, activations.recompute) == (None, None)
+    chooses_shares = activations.policy.name != "none" and not activations.policy.has_shares
     if chooses_shares and run.find(HdpConfig) is not None:
         raise ValueError(f"{flag} needs one share for all micro-batches: give --swap-fraction, or remove it")
     load = activations.largest
@@ -84,7 +83,7 @@ def layout_of(args: Any, run: RunConfig) -> StepLayout:
         overlapped_messages=virtual > 1 and args.overlap_p2p_comm,
         micro_batches=micro_batches if num_stages > 1 else 1,
         slices=slices.lengths if slices is not None else (),
-        slicing=slicing(run) if slices is not None else ONE_SLICE,
+        slicing=ONE_SLICE if slices is None else slices.slicing,
     )
 
 

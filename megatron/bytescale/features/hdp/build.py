@@ -22,7 +22,6 @@ from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.multi_token import MultiTokenConfig
-from bytescale_ext.config.planner import offload_layers, planner_of
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
@@ -32,6 +31,7 @@ from bytescale_ext.data.loading.step import LoaderSettings
 from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.data.samples.lengths import check_indexed_dataset, check_token_ids
 from bytescale_ext.data.samples.packed import PackedMicroBatch
+from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
@@ -79,7 +79,7 @@ def load_from_ray(training: Training, runtime: Runtime) -> Training:
     """Load documents from Ray actors, which start here on process 0. Raises ValueError where they cannot."""
     args = get_args()
     remote = open_remote(args, runtime.run.get(RemoteConfig), data_settings(args), wanted_samples(args))
-    make_plan = plan_maker(runtime, planner_of(runtime.run))
+    make_plan = plan_maker(runtime, planner_of(runtime.run.decision))
 
     def sources(num_samples: Sequence[int | None]) -> Sequence[RemoteSplit | None]:
         return start_remote(remote, data_settings(args), num_samples, make_plan)
@@ -139,7 +139,7 @@ def dataset_provider(
         sources: returns the samples of each split from the numbers wanted of them.
         planner: plans the steps in place of the run's own.
     """
-    planner = planner or planner_of(runtime.run)
+    planner = planner or planner_of(runtime.run.decision)
 
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
         if vp_stage:  # all chunks run the step that the first chunk's loader returns
@@ -200,7 +200,7 @@ def plan_maker(runtime: Runtime, planner: Planner) -> PlanMaker:
     check = partial(
         check_step_plan,
         tokens_multiple=hdp.rows_multiple,
-        num_layers=offload_layers(runtime.run),
+        num_layers=runtime.run.decision.offloading_layers,
         ranks_per_node=hdp.cluster.ranks_per_node,
     )
     return PlanMaker(planner, check, hdp.plan_seconds)

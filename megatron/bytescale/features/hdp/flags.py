@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, expert_share, flops_stage_cost
-from bytescale_ext.plan.hdp.table import auto_balance, planner_help, planner_names
+from bytescale_ext.plan.hdp.table import planner_help, planner_names
+from bytescale_ext.plan.setup.costs import slowest_stage
+from bytescale_ext.plan.setup.planner import balance_of, share_of_experts
 from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
-from megatron.bytescale.core.transformer.moe.expert_ranks import ranks_that_share_experts
-from megatron.bytescale.features.activations.flags import cost_in_seconds, machine_of
 from megatron.bytescale.features.feature import Feature
-from megatron.bytescale.features.fp8 import fp8_rows
-from megatron.bytescale.features.slices.flags import may_swap_keys
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -177,29 +173,24 @@ def after_checks(args: Any) -> None:
 def resolve(args: Any, run: RunConfig) -> HdpConfig:
     """Return the settings of the planner and of the checks of its plans. Raises ValueError for an unfit kernel."""
     check_kernel(args.hdp_attention_kernel, run)
-    num_stages, expert_ranks = args.pipeline_model_parallel_size, ranks_that_share_experts(args)
-    balance = args.hdp_balance or "auto"
-    if balance == "auto":
-        balance = auto_balance(aligned=num_stages > 1 or expert_ranks > 1)
     names = (
         "global_tokens", "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step",
         "memory_step",
     )  # fmt: skip
     given = {name: getattr(args, f"hdp_{name}") for name in names}
-    link = machine_of(args, run.shape).link_bytes_per_second if may_swap_keys(args) else None
-    stage, cost = slowest_stage(run, link)
+    setup = run.decision.setup
     return HdpConfig(
-        run.cluster,
-        cost,
-        longest_sequence=args.seq_length,
-        rows_multiple=fp8_rows(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1),
-        balance=balance,
-        num_stages=num_stages,
-        expert_ranks=expert_ranks,
-        expert_share=expert_share(run.shape, run.stage_layers[stage], stage == num_stages - 1),
+        setup.cluster,
+        slowest_stage(setup)[1],
+        longest_sequence=setup.sequences.longest,
+        rows_multiple=setup.rows_multiple,
+        balance=balance_of(setup),
+        num_stages=setup.mesh.num_stages,
+        expert_ranks=setup.mesh.expert_ranks,
+        expert_share=share_of_experts(setup),
         kernel=args.hdp_attention_kernel,
         schedule=schedule_of(args, run.cluster.num_ranks),
-        plans_offload=args.activation_policy == "offload" and args.swap_fraction is None,
+        plans_offload=setup.plans_offload,
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -211,23 +202,6 @@ def check_kernel(name: str | None, run: RunConfig) -> None:
     if name is not None:
         device = "cuda" if run.process.on_cuda else "cpu"
         named_kernel(device, run.process.dtype, run.shape.head_dim, name)
-
-
-def slowest_stage(run: RunConfig, key_link: float | None = None) -> tuple[int, StageCost]:
-    """Return the pipeline stage that is slowest with a full micro-batch, and its cost: in measured seconds, or FLOPs.
-
-    ``key_link``: bytes per second of the link to host memory where keys are swapped; then the cost is in seconds.
-    """
-    last, cost = len(run.stage_layers) - 1, run.cost if key_link is None else cost_in_seconds(run)
-    stages = [
-        flops_stage_cost(run.shape, layers, stage == last, run.process.tensor_parallel)
-        if cost is None
-        else cost.stage(layers, has_head=stage == last, link=key_link or LINK_BYTES_PER_SECOND)
-        for stage, layers in enumerate(run.stage_layers)
-    ]
-    nodes = None if run.cost is None else run.cost.nodes(run.cluster)
-    on_nodes = enumerate(stage.on(nodes) for stage in stages)
-    return max(on_nodes, key=lambda one: one[1].both.sequence_cost(run.cluster.tokens_per_rank, 1))
 
 
 def build(training: Training, runtime: Runtime) -> Training:

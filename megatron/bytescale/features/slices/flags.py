@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
-from bytescale_ext.plan.activation.policies import in_gigabytes
-from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
 from bytescale_ext.plan.cost.model_shape import key_value_bytes
-from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
-from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.schedule.check_slices import check_slices
-from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens, kept_bytes
+from bytescale_ext.plan.schedule.document_slices import kept_bytes
 from bytescale_ext.plan.schedule.slices import PARTITIONS, layer_cost, parse_partition, slice_lengths
+from bytescale_ext.plan.setup.choose import Decision
+from bytescale_ext.plan.setup.layers import slice_rule
+from bytescale_ext.plan.setup.setup import AUTO, Setup
 from bytescale_ext.plan.step.sizes import Slicing
-from megatron.bytescale.arguments.stage_layers import expert_load, layer_settings, stage_settings
-from megatron.bytescale.features.activations.flags import cost_in_seconds, machine_of
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 ORDER_FLAG: Final = "--seq1f1b-eager"
 ZERO_BUBBLE_FLAG: Final = "--seq1f1b-zero-bubble"
-AUTO: Final = "auto"
-"""The planner chooses the slices of each step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +97,7 @@ def before_checks(args: Any) -> None:
         raise ValueError("--hdp-swapped-keys needs --seq1f1b-slices of 2 or more")
     if args.hdp_swapped_keys and not args.host_memory_gb:
         raise ValueError("--hdp-swapped-keys needs --host-memory-gb, the host memory of each process for keys")
-    if slicing_of(args).order:
+    if args.seq1f1b_slices == AUTO or args.seq1f1b_eager:
         _check_order(args)
     args.create_attention_mask_in_dataloader = False  # a mask covers a whole sequence; slices need none
 
@@ -113,11 +108,56 @@ def after_checks(args: Any) -> None:
         args.overlap_p2p_comm_warmup_flush = True
 
 
-def slicing_of(args: Any) -> Slicing:
-    """Return the slices of the flags, without kept keys; the most slices where the planner chooses."""
-    if args.seq1f1b_slices == AUTO:
-        return OPTIONS[-1]
-    return Slicing(args.seq1f1b_slices, eager=args.seq1f1b_eager, zero_bubble=args.seq1f1b_zero_bubble)
+@dataclass(frozen=True, slots=True)
+class SliceOptions:
+    """The flags of slices.
+
+    Attributes:
+        slices: slices of a micro-batch; "auto": the planner chooses.
+        ahead: stages run two forwards ahead of the next one.
+        zero_bubble: weight gradients run where a stage would be idle.
+        partition: what is equal in all slices, or the tokens of each.
+        kept_keys, swapped_keys: longest documents whose keys are kept, on the device and in host memory, or None.
+    """
+
+    slices: int | str = 1
+    ahead: bool = False
+    zero_bubble: bool = False
+    partition: str | tuple[int, ...] = "time"
+    kept_keys: int | None = None
+    swapped_keys: int | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the schedule is ours: micro-batches are cut into slices, or backward passes are split."""
+        return self.slices != 1 or self.zero_bubble
+
+    @property
+    def slicing(self) -> Slicing:
+        """The slices, with the keys that are swapped but not those that are kept; the most of those to choose from."""
+        if isinstance(self.slices, str):
+            return OPTIONS[-1]
+        return Slicing(
+            self.slices, eager=self.ahead, zero_bubble=self.zero_bubble, swapped_tokens=self.swapped_keys or 0
+        )
+
+
+def slice_options(args: Any) -> SliceOptions:
+    """Return the flags of slices. Raises ValueError for a partition that samples or documents cannot have."""
+    partition = parse_partition(args.seq1f1b_partition or "time")
+    if args.hybrid_data_parallel and not isinstance(partition, str):
+        raise ValueError(
+            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose "
+            f"micro-batches differ in length: use {', '.join(PARTITIONS)}"
+        )
+    return SliceOptions(
+        slices=args.seq1f1b_slices or 1,
+        ahead=args.seq1f1b_eager,
+        zero_bubble=args.seq1f1b_zero_bubble,
+        partition=partition,
+        kept_keys=args.hdp_kept_keys,
+        swapped_keys=args.hdp_swapped_keys,
+    )
 
 
 def flags_of(slicing: Slicing) -> list[str]:
@@ -132,7 +172,7 @@ def _check_auto(args: Any) -> None:
     if not args.hybrid_data_parallel:
         raise ValueError(f"{what} needs --hybrid-data-parallel, whose planner chooses them; {by_hand}")
     if args.device_memory_gb is None:
-        raise ValueError(f"{what} needs --device-memory-gb, the device memory for activations; {by_hand}")
+        raise ValueError(f"{what} needs --device-memory-gb, the memory of the device; {by_hand}")
     if not args.device_memory_gb > 0:
         raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} is not an amount of memory")
     chosen = {
@@ -156,139 +196,60 @@ def _check_order(args: Any) -> None:
 
 def resolve(args: Any, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
     """Return how samples of one length are cut, or how documents are under hybrid data parallelism."""
-    hdp = run.find(HdpConfig)
-    return sample_slices(args, run) if hdp is None else document_slices(args, run, hdp)
+    if run.decision.setup.sequences.are_documents:
+        return document_slices(run.decision)
+    return sample_slices(args, run.decision.setup)
 
 
-def sample_slices(args: Any, run: RunConfig) -> SliceConfig:
+def sample_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]:
+    """Return the tokens of each slice of samples of one length. Raises ValueError for slices that do not fit."""
+    partition, longest = options.partition, setup.sequences.longest
+    num_slices = options.slicing.num_slices
+    measured = setup.cost if setup.measured else None
+    cost = layer_cost(setup.shape, partition, measured).both if isinstance(partition, str) else None
+    row_shares = setup.mesh.tensor_parallel if setup.mesh.sequence_parallel else 1
+    lengths = slice_lengths(longest, num_slices, partition, cost, row_shares)
+    check_slices(lengths, longest, num_slices, row_shares)
+    return lengths
+
+
+def sample_slices(args: Any, setup: Setup) -> SliceConfig:
     """Return the slices of samples of one length.
 
     Raises:
-        ValueError: slices or groups of virtual stages do not fit; the message gives the nearest that do.
+        ValueError: groups of virtual stages do not fit; the message gives the nearest that do.
     """
-    partition = parse_partition(args.seq1f1b_partition or "time")
-    row_shares = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    cost = layer_cost(run.shape, partition, run.cost).both if isinstance(partition, str) else None
-    lengths = slice_lengths(args.seq_length, args.seq1f1b_slices, partition, cost, row_shares)
-    check_slices(lengths, args.seq_length, args.seq1f1b_slices, row_shares)
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
-    if num_chunks > 1 and args.step_batch_size_schedule:
+    mesh = setup.mesh
+    if mesh.virtual_stages > 1 and args.step_batch_size_schedule:
         raise ValueError(
             "--seq1f1b-slices with virtual stages does not work with --step-batch-size-schedule: remove one of them"
         )
-    config = SliceConfig(slicing_of(args), lengths, args.pipeline_model_parallel_size, num_chunks, row_shares)
+    row_shares = mesh.tensor_parallel if mesh.sequence_parallel else 1
+    lengths = setup.sequences.sample_slices
+    config = SliceConfig(setup.given_slicing, lengths, mesh.num_stages, mesh.virtual_stages, row_shares)
     if not args.step_batch_size_schedule:
-        config.schedule(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+        config.schedule(setup.sequences.micro_batches)
     if args.eval_iters and args.eval_global_batch_size:
         samples = (args.eval_micro_batch_size or args.micro_batch_size) * args.data_parallel_size
         config.schedule(args.eval_global_batch_size // samples)
     return config
 
 
-def document_slices(args: Any, run: RunConfig, hdp: HdpConfig) -> DocumentSliceConfig:
-    """Return the slices of micro-batches of documents; the partition "time" makes them equal in the planner's cost.
-
-    Raises:
-        ValueError: a partition that only samples of one length can have.
-    """
-    partition = parse_partition(args.seq1f1b_partition or "time")
-    if not isinstance(partition, str):
-        raise ValueError(
-            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose "
-            f"micro-batches differ in length: use {', '.join(PARTITIONS)}"
-        )
-    equal = {"time": hdp.cost.both, "flops": layer_cost(run.shape, "flops").both, "even": None}[partition]
-    if args.seq1f1b_slices == AUTO:
-        return chosen_slices(args, run, SliceRule(OPTIONS[-1], equal, hdp.rows_multiple))
-    kept_tokens = args.hdp_kept_keys if args.hdp_kept_keys is not None else _affordable_tokens(args, run)
-    slicing = replace(slicing_of(args), kept_tokens=kept_tokens, swapped_tokens=args.hdp_swapped_keys or 0)
-    config = DocumentSliceConfig(
-        SliceRule(slicing, equal, hdp.rows_multiple), hdp.num_stages, host_bytes=_host_bytes(args, run)
-    )
-    if slicing.num_slices == 1:
+def document_slices(decision: Decision) -> DocumentSliceConfig:
+    """Return the slices of micro-batches of documents."""
+    setup = decision.setup
+    num_stages, rule = setup.mesh.num_stages, slice_rule(setup, decision.finest)
+    host_bytes = setup.budget.host_bytes if setup.swaps_keys else 0.0
+    if setup.chooses_slices:
+        device_gb = setup.budget.device_bytes / 1e9
+        note = f"each step runs in the slices that are fastest within {device_gb:g} GB of device memory"
+        return DocumentSliceConfig(rule, num_stages, note, is_chosen=True, host_bytes=host_bytes)
+    config = DocumentSliceConfig(rule, num_stages, host_bytes=host_bytes)
+    if rule.slicing.num_slices == 1:
         return config
-    _check_host_memory(args, run.with_feature("slices", config))
-    key_bytes = key_value_bytes(run.shape, args.tensor_model_parallel_size)
-    return config.with_note(kept_note(config, hdp.longest_sequence, [key_bytes * n for n in run.stage_layers]))
-
-
-def may_swap_keys(args: Any) -> bool:
-    """Return whether keys may be kept in host memory: by flag, or where the planner chooses without a policy."""
-    by_choice = args.seq1f1b_slices == AUTO and args.host_memory_gb and not _has_policy(args)
-    return bool(args.hdp_swapped_keys or by_choice)
-
-
-def _host_bytes(args: Any, run: RunConfig) -> float:
-    """Return the host memory in which keys may be swapped."""
-    return machine_of(args, run.shape).host_bytes if may_swap_keys(args) else 0.0
-
-
-def _check_host_memory(args: Any, run: RunConfig) -> None:
-    """Raise ValueError where the swapped keys of the longest documents exceed the host memory on a stage."""
-    config = run.get(DocumentSliceConfig)
-    stages = range(len(run.stage_layers)) if config.host_bytes else ()
-    needed = max((stage_settings(args, run, stage).key_host_bytes for stage in stages), default=0.0)
-    if needed > config.host_bytes:
-        raise ValueError(
-            f"keys of documents of up to {config.slicing.swapped_tokens} tokens take {in_gigabytes(needed)} GB of host "
-            f"memory, and --host-memory-gb is {config.host_bytes / 1e9:.4g}: give at least that, or swap fewer keys"
-        )
-
-
-def chosen_slices(args: Any, run: RunConfig, rule: SliceRule) -> DocumentSliceConfig:
-    """Return the choice of slices within the device memory for activations. Raises ValueError where none fits."""
-    hdp, num_stages = run.get(HdpConfig), args.pipeline_model_parallel_size
-    memory = stage_memory(args, run).without_states()
-    choice = SlicingChoice.within(memory, args.device_memory_gb * 1e9, _host_bytes(args, run))
-    if not _has_policy(args):  # else the policy checks what it leaves on the device
-        choice.check_fits(hdp.cost.both, run.cluster.tokens_per_rank)
-    note = f"each step runs in the slices that are fastest within {args.device_memory_gb:g} GB of activations and keys"
-    return DocumentSliceConfig(rule, num_stages, note, choice, choice.host_bytes)
-
-
-def stage_memory(args: Any, run: RunConfig) -> StageMemory:
-    """Return the device memory of the stages, without activation policies.
-
-    With ``--recompute-method block``, which recomputes some layers only, this is the memory without recomputation.
-    """
-    cost, element = cost_in_seconds(run), args.params_dtype.itemsize
-    sizes, how = (element, cost.tensor_parallel), layer_settings(args, run)
-    tensors = [one.bytes_per_token for one in layer_tensors(run.shape, *sizes, args.sequence_parallel, how.operators)]
-    if run.cost is None:
-        cost = replace(cost, layer_bytes=sum(tensors) + expert_bytes(run.shape, *sizes, expert_load(args)))
-    memory = StageMemory.of(cost, run.stage_layers, run.cluster, how)
-    memory = replace(memory, rows_multiple=run.get(HdpConfig).rows_multiple)
-    memory = memory.with_virtual_stages() if args.virtual_pipeline_model_parallel_size else memory
-    if args.recompute_granularity != "full" or args.recompute_method == "block":
-        return memory
-    return memory.recomputing(tensors[0], sliced=args.seq1f1b_slices not in (None, 1))
-
-
-def _affordable_tokens(args: Any, run: RunConfig) -> int:
-    """Return the longest sequence whose keys can be kept between slices at no cost in memory."""
-    return affordable_tokens(
-        args.pipeline_model_parallel_size,
-        slicing_of(args),
-        run.cluster.tokens_per_rank,
-        _layer_bytes(args, run),
-        key_value_bytes(run.shape, args.tensor_model_parallel_size),
-    )
-
-
-def _layer_bytes(args: Any, run: RunConfig) -> float:
-    """Return the bytes of activations, of 16 bits each, that a token is sure to keep in a layer.
-
-    Where activations are recomputed or leave the device, that is only the input of the layer.
-    """
-    tensors = layer_tensors(run.shape, tensor_parallel=args.tensor_model_parallel_size)
-    if args.recompute_granularity or _has_policy(args):
-        tensors = tensors[:1]
-    return sum(tensor.bytes_per_token for tensor in tensors)
-
-
-def _has_policy(args: Any) -> bool:
-    """Return whether an activation policy plans what layers keep."""
-    return args.activation_policy != "none" or (args.swap_fraction, args.recompute_fraction) != (None, None)
+    key_bytes = key_value_bytes(setup.shape, setup.mesh.tensor_parallel)
+    of_stages = [key_bytes * layers for layers in setup.mesh.stage_layers]
+    return config.with_note(kept_note(config, setup.sequences.longest, of_stages))
 
 
 def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[float]) -> str:

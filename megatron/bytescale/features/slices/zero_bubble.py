@@ -11,7 +11,7 @@ from bytescale_ext.config.slices import ZeroBubble
 from bytescale_ext.plan.schedule.actions import most_slices
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
-from megatron.bytescale.features.slices.flags import AUTO, ZERO_BUBBLE_FLAG, slicing_of
+from megatron.bytescale.features.slices.flags import AUTO, ZERO_BUBBLE_FLAG, slice_options
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -36,7 +36,7 @@ def resolve(args: Any, run: RunConfig) -> ZeroBubble:
         raise ValueError(
             f"{ZERO_BUBBLE_FLAG} does not work with virtual stages: change --pipeline-model-parallel-layout"
         )
-    return ZeroBubble(most_slices(args.pipeline_model_parallel_size, slicing_of(args)))
+    return ZeroBubble(most_slices(args.pipeline_model_parallel_size, slice_options(args).slicing))
 
 
 def build(training: Training, runtime: Runtime) -> Training:

@@ -6,18 +6,21 @@ import argparse
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from bytescale_ext.config.memory.states import NvmeConfig, ResidentStates, StateConfig
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.plan.states.forecast import StateCase
-from bytescale_ext.plan.states.pages import page_bytes_of
+from bytescale_ext.measure.host_memory import local_processes
+from bytescale_ext.plan.setup.choose import Decision
+from bytescale_ext.plan.setup.memory import state_cases
+from bytescale_ext.plan.setup.setup import AUTO
+from bytescale_ext.plan.states.pages import FLOAT_BYTES, page_bytes_of
+from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES
 from bytescale_ext.states.disks import check_disk, free_disk_bytes
 from megatron.bytescale.arguments.refusals import refuse
-from megatron.bytescale.features.activations.flags import local_processes
 from megatron.bytescale.features.feature import COST_FLAG, Feature
 from megatron.bytescale.features.tables.flags import free_bytes_of_process
 
@@ -32,6 +35,9 @@ HOST_GRADIENTS: Final = 2
 """The first stage in which gradients leave the device."""
 
 WINDOW_LAYERS: Final = 2
+SPARE_SHARE: Final = 0.02
+SPARE_PAGES: Final = 16
+"""What real pages may take beyond the forecast, which counts neither biases nor the last pages of groups."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,52 +123,99 @@ def _add_update_arguments(group: argparse._ArgumentGroup) -> None:
 
 def before_checks(args: Any) -> None:
     """Let a run whose disk fails save and end as on a signal. Raises ValueError for what cannot be chosen."""
-    if args.state_policy == "auto":
-        from megatron.bytescale.features.states.state_choice import check_auto
-
-        check_auto(args)
+    if args.state_policy == AUTO:
+        _check_auto(args)
     if args.state_nvme is not None:
         args.exit_signal_handler = True
 
 
-def resolve(args: Any, run: RunConfig) -> StateConfig | ResidentStates:
-    """Return the size of pages and their budgets, which are enough for the fullest stage, or what was chosen.
+def _check_auto(args: Any) -> None:
+    """Raise ValueError for flags that the choice needs, makes itself, or cannot count."""
+    auto = "--state-policy auto"
+    for flag in ("--device-memory-gb", "--host-memory-gb"):
+        if _value(args, flag) is None:
+            raise ValueError(f"{auto} needs {flag}, for the model states and activations of a process together")
+    for flag in ("--state-stage", "--state-window-layers", "--state-host-gb"):
+        if _value(args, flag) is not None:
+            raise ValueError(f"{auto} chooses what {flag} sets: remove it, or use paged")
+    if args.state_nvme is not None and args.state_nvme_gb is None:
+        raise ValueError(f"{auto} needs --state-nvme-gb with --state-nvme, equal on all machines")
+    uncounted = {
+        "--num-experts": args.num_experts,
+        "--ngram-layers": args.ngram_layers,
+        "--embedding-storage host": args.embedding_storage == "host",
+        "--state-update lock-free": args.state_update != "exact",
+        "--seq1f1b-slices auto": args.seq1f1b_slices == AUTO,
+        "--activation-policy offload by the plan of --hybrid-data-parallel": args.hybrid_data_parallel
+        and args.activation_policy == "offload"
+        and args.swap_fraction is None,
+    }
+    for what, is_set in uncounted.items():
+        if is_set:
+            raise ValueError(f"{auto} does not count what {what} takes: use resident or paged")
 
-    Raises ValueError for a size that is no page, a folder that is no local disk, and where the pages do not fit.
+
+def _value(args: Any, flag: str) -> Any:
+    return getattr(args, flag[2:].replace("-", "_"))
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """The flags of model states.
+
+    Attributes:
+        option: where the states are, or "auto".
+        page_bytes: bytes of a page.
+        update_steps: steps beside which an update runs; 0: updates are exact.
+        host_gb: host memory of a process for pages; None: not given.
+        nvme: folder of a local disk for pages, or None.
+        nvme_gb: space that a process may take of it; None: not given.
     """
+
+    option: StateOption | Literal["auto"]
+    page_bytes: int
+    update_steps: int = 0
+    host_gb: float | None = None
+    nvme: Path | None = None
+    nvme_gb: float | None = None
+
+
+def state_options(args: Any) -> StateOptions:
+    """Return the flags of model states. Raises ValueError for sizes and combinations that are not possible."""
     page_bytes = page_bytes_of(args.state_page_mb, "--state-page-mb")
-    for name in ("state_host_gb", "state_nvme_gb"):
-        given = getattr(args, name)
+    for flag in ("--state-host-gb", "--state-nvme-gb"):
+        given = _value(args, flag)
         if given is not None and not 0 < given < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {given:g} is not an amount of memory")
-    if args.state_policy == "auto":
-        from megatron.bytescale.features.states.state_choice import chosen_states
-
-        return chosen_states(args, run)
-    host_bytes = min(free_bytes_of_process(args), _bytes(args.state_host_gb))
-    nvme, window = resolve_nvme(args, run, page_bytes), resolve_window(args)
-    stage, late = args.state_stage or 1, resolve_update_steps(args)
-    config = StateConfig(page_bytes, host_bytes, nvme, stage, window, late)
-    for case in cases(args, run, page_bytes):
-        if config.nvme is None or case.host_bytes <= config.host_bytes:
-            config.check_fits(case.host_bytes)
-        else:
-            config.check_fits(case.least_host_bytes, case.file_bytes)
-    return config
+            raise ValueError(f"{flag} {given:g} is not an amount of memory")
+    if args.state_nvme_gb is not None and args.state_nvme is None:
+        raise ValueError("--state-nvme-gb needs --state-nvme")
+    if args.state_nvme is not None and page_bytes % BLOCK_BYTES:
+        raise ValueError(f"--state-page-mb {args.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
+    return StateOptions(
+        option=_option(args),
+        page_bytes=page_bytes,
+        update_steps=_update_steps(args),
+        host_gb=args.state_host_gb,
+        nvme=args.state_nvme,
+        nvme_gb=args.state_nvme_gb,
+    )
 
 
-def resolve_window(args: Any) -> int:
-    """Return the number of layers of the window. Raises ValueError for none, and where there is no window."""
-    if args.state_window_layers is None:
-        return WINDOW_LAYERS
-    if (args.state_stage or 1) < 3:
+def _option(args: Any) -> StateOption | Literal["auto"]:
+    """Return where the states are. Raises ValueError for a window that is empty, or where there is none."""
+    if args.state_policy != "paged":
+        return AUTO if args.state_policy == AUTO else StateOption()
+    stage, window = args.state_stage or 1, args.state_window_layers
+    if window is None:
+        return StateOption(stage, WINDOW_LAYERS)
+    if stage < 3:
         raise ValueError("--state-window-layers needs --state-stage 3")
-    if args.state_window_layers < 1:
-        raise ValueError(f"--state-window-layers {args.state_window_layers} must be at least 1")
-    return int(args.state_window_layers)
+    if window < 1:
+        raise ValueError(f"--state-window-layers {window} must be at least 1")
+    return StateOption(stage, int(window))
 
 
-def resolve_update_steps(args: Any) -> int:
+def _update_steps(args: Any) -> int:
     """Return beside how many steps an update runs, 0 for exact updates. Raises ValueError for none."""
     if args.state_update == "exact":
         if args.state_update_steps is not None:
@@ -174,50 +227,78 @@ def resolve_update_steps(args: Any) -> int:
     return steps
 
 
-def resolve_nvme(args: Any, run: RunConfig, page_bytes: int) -> NvmeConfig | None:
-    """Return the disk and its budget. Raises ValueError for a folder or pages that do not suit."""
-    if args.state_nvme is None:
-        if args.state_nvme_gb is not None:
-            raise ValueError("--state-nvme-gb needs --state-nvme")
+def allowed_stages(args: Any) -> tuple[int, ...]:
+    """Return the values of ``--state-stage`` that work with the other flags."""
+    if has_fused_norms() or any(_value(args, flag) for flag in ON_DEVICE):
+        return STAGES[:1]
+    is_refused = args.distributed_backend == "nccl" and args.params_dtype.itemsize == FLOAT_BYTES
+    return tuple(stage for stage in STAGES if not (stage == 2 and is_refused))
+
+
+def resolve(args: Any, run: RunConfig) -> StateConfig | ResidentStates:
+    """Return the size of pages and their budgets, which are enough for the fullest stage, or what was chosen.
+
+    Raises ValueError for a folder that is no local disk, and for pages that do not fit.
+    """
+    options = state_options(args)
+    nvme = nvme_of(options, run.process.rank, args.exit_signal, is_here=not args.fake_process_group)
+    if run.decision.states is not None:
+        return chosen_states(options, run.decision, nvme)
+    option, free = run.decision.setup.states.decided, free_bytes_of_process(args)
+    config = StateConfig(
+        options.page_bytes,
+        min(free, _bytes(options.host_gb)),
+        nvme,
+        option.stage,
+        option.window_layers,
+        options.update_steps,
+    )
+    for case in state_cases(run.decision.setup):
+        if config.nvme is None or case.host_bytes <= config.host_bytes:
+            config.check_fits(case.host_bytes)
+        else:
+            config.check_fits(case.least_host_bytes, case.file_bytes)
+    return config
+
+
+def chosen_states(options: StateOptions, decision: Decision, nvme: NvmeConfig | None) -> StateConfig | ResidentStates:
+    """Return the model states that were chosen. Raises ValueError for a disk with less space than was given."""
+    assert decision.states is not None, "model states are chosen"
+    chosen, note = decision.states.chosen, decision.states.described()
+    option, page_bytes = chosen.option, options.page_bytes
+    if not option.stage:
+        return ResidentStates(note)
+    host_bytes = decision.setup.budget.host_bytes
+    if not option.disk_share:
+        return StateConfig(page_bytes, host_bytes, None, option.stage, option.window_layers, note=note)
+    assert nvme is not None, "a disk is given"
+    if nvme.num_bytes < decision.setup.budget.disk_bytes:
+        raise ValueError(
+            f"--state-nvme-gb {options.nvme_gb:g} for each process, and {options.nvme} has "
+            f"{nvme.num_bytes / 1e9:.4g} GB: give at most that"
+        )
+    spare = chosen.state_host_bytes * SPARE_SHARE + SPARE_PAGES * page_bytes
+    host_bytes = min(host_bytes, chosen.state_host_bytes + spare)
+    return StateConfig(page_bytes, host_bytes, nvme, option.stage, option.window_layers, note=note)
+
+
+def nvme_of(options: StateOptions, rank: int, exit_signal: int, is_here: bool) -> NvmeConfig | None:
+    """Return the disk and its budget. Raises ValueError for a folder that is no local disk.
+
+    ``is_here``: the run is on this machine; a dry run is of another one.
+    """
+    if options.nvme is None:
         return None
-    if page_bytes % BLOCK_BYTES:
-        raise ValueError(f"--state-page-mb {args.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
-    if args.fake_process_group:  # a dry run is of another machine
-        return NvmeConfig(args.state_nvme, _bytes(args.state_nvme_gb), run.process.rank, args.exit_signal)
-    check_disk(args.state_nvme, run.process.rank, "--state-nvme")
-    free = free_disk_bytes(args.state_nvme) / local_processes()
-    num_bytes = min(free, _bytes(args.state_nvme_gb))
-    return NvmeConfig(args.state_nvme, num_bytes, run.process.rank, args.exit_signal)
+    num_bytes = _bytes(options.nvme_gb)
+    if is_here:
+        check_disk(options.nvme, rank, "--state-nvme")
+        num_bytes = min(num_bytes, free_disk_bytes(options.nvme) / local_processes())
+    return NvmeConfig(options.nvme, num_bytes, rank, exit_signal)
 
 
 def _bytes(gigabytes: float | None) -> float:
-    """Return a budget in bytes; without limit where none is given."""
+    """Return a budget in bytes; without limit if none is given."""
     return math.inf if gigabytes is None else gigabytes * 1e9
-
-
-def cases(args: Any, run: RunConfig, page_bytes: int, config: StateConfig | None = None) -> list[StateCase]:
-    """Return the states of each stage. Tied embeddings of a single stage are one matrix.
-
-    ``config``: what was resolved; None: what leaves the device is as flags say.
-    """
-    last = len(run.stage_layers) - 1
-    is_one_matrix = last == 0 and not args.untie_embeddings_and_output_weights
-    sharing = args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1
-    return [
-        StateCase(
-            shape=replace(run.shape, num_layers=layers),
-            tensor_parallel=run.process.tensor_parallel,
-            has_embedding=stage == 0 and not is_one_matrix,
-            has_head=stage == last,
-            element_bytes=args.params_dtype.itemsize,
-            optimizer_ranks=sharing,
-            page_bytes=page_bytes,
-            stage=config.stage if config else args.state_stage or 1,
-            window_layers=config.window_layers if config else resolve_window(args),
-            update_steps=resolve_update_steps(args),
-        )
-        for stage, layers in enumerate(run.stage_layers)
-    ]
 
 
 def build(training: Training, runtime: Runtime) -> Training:

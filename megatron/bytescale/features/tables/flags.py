@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from bytescale_ext.config.memory.host_tables import HostTables
-from bytescale_ext.measure.host_memory import free_host_bytes
+from bytescale_ext.measure.host_memory import free_host_bytes, local_processes
 from bytescale_ext.states.cache import POLICIES, CacheSettings
 from megatron.bytescale.arguments.conditions import Condition, equals, given
 from megatron.bytescale.arguments.refusals import Refusal, refuse
-from megatron.bytescale.features.activations.flags import local_processes
 
 STORAGE: Final = ("device", "host")
 FRESH_STEPS: Final = 100

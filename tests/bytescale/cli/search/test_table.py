@@ -3,14 +3,15 @@ from __future__ import annotations
 import pytest
 
 from bytescale_ext.plan.cost.model_cost import model_flops
-from bytescale_ext.plan.search.case import StepFigures
+from bytescale_ext.plan.search.costed import StepFigures
 from bytescale_ext.plan.search.explore import Exploration, Scored, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.setup.forecast import StepTime
 from megatron.bytescale.cli.search.table import binds, counts_text, loses, rows_of, table_text
 from tests.plan.search.tasks import STEPS, small_task
 
-FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(8.0, 0.1, 0.1, 0.0, 5e8, 0.0),) * 2, small_task())
-SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(8.0, 0.1, 3.0, 0.2, 9.9e8, 2e9),) * 2, small_task())
+FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 0.1, 0.0, 1.0), 5e8, 0.0),) * 2, small_task())
+SLOW = Scored(Strategy(2, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 3.0, 0.2, 1.0), 9.9e8, 2e9),) * 2, small_task())
 
 
 def test_rows() -> None:
@@ -28,7 +29,9 @@ def test_rows() -> None:
 
 
 def test_steps_of_other_sizes_lose_by_the_time_of_as_many_documents() -> None:
-    short = Scored(SLOW.strategy, (StepFigures(4.0, 0.05, 2.0, 0.1, 5e8, 0.0),) * 4, in_sizes(small_task(), [4])[0])
+    short = Scored(
+        SLOW.strategy, (StepFigures(StepTime(4.0, 0.05, 2.0, 0.1, 1.0), 5e8, 0.0),) * 4, in_sizes(small_task(), [4])[0]
+    )
     fast, slow = rows_of([FAST, short], None)
     assert (fast.documents, slow.documents) == (8, 4)
     assert slow.loses == "+3.9 s waiting"

@@ -11,9 +11,10 @@ import pytest
 
 from bytescale_ext.data.samples.epochs import EpochOrder
 from bytescale_ext.data.samples.lengths import read_idx_lengths
-from bytescale_ext.plan.search.case import Case, StepFigures
+from bytescale_ext.plan.search.costed import CostedStrategy, StepFigures
 from bytescale_ext.plan.search.explore import Scored
 from bytescale_ext.plan.search.strategy import Strategy
+from bytescale_ext.plan.setup.forecast import StepTime
 from megatron.bytescale import cli
 from megatron.bytescale.cli.search import verify
 from megatron.bytescale.cli.search.verify import SEED, Verified, measured, verified, verified_text
@@ -68,7 +69,7 @@ def test_a_training_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = tuple(StepFigures(1.0 + step, 0, 0, 0, 1e9 + step, 0) for step in range(2))
+    figures = tuple(StepFigures(StepTime(1.0 + step, 0, 0, 0, 1.0), 1e9 + step, 0) for step in range(2))
     strategies = [Strategy(1, (6,), tokens, shares_optimizer=True) for tokens in (1024, 2048, 4096)]
     scored = [Scored(strategy, figures, small_task()) for strategy in strategies]
     commands = []
@@ -85,7 +86,7 @@ def test_strategies_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row.number for row in rows] == [1, 2]
     assert rows[0].predicted_seconds == 1.5
     fullest = max(STEPS, key=sum)
-    assert rows[0].predicted_gb * 1e9 == Case.of(small_task(), scored[0].strategy).step_bytes(fullest)
+    assert rows[0].predicted_gb * 1e9 == CostedStrategy.of(small_task(), scored[0].strategy).step_bytes(fullest)
     for (command, script), tokens in zip(commands, (1024, 2048), strict=True):
         assert f"--hdp-tokens-per-rank {tokens}" in script
         assert command[command.index("--train-iters") + 1] == "5"

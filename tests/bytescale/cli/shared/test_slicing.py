@@ -8,23 +8,28 @@ import pytest
 
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
-from bytescale_ext.plan.step.sizes import Cluster, Slicing
+from bytescale_ext.plan.setup.choose import choose
+from bytescale_ext.plan.setup.setup import Setup
+from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.cli.shared.slicing import (
     add_slices_arguments,
     add_slicing_arguments,
-    choice_of,
+    setup_of_options,
     slices_of,
-    slicing_of,
 )
 
 COST = shipped("bytescale_7b")
 
 
-def slicing(words: str, stages: int = 4) -> Slicing:
+def setup(words: str, stages: int = 4) -> Setup:
     parser = argparse.ArgumentParser()
     add_slicing_arguments(parser)
-    parser.set_defaults(stages=stages, tokens_per_rank=8192)
-    return slicing_of(parser.parse_args(words.split()), COST)
+    parser.set_defaults(stages=stages, tokens_per_rank=8192, ranks=16, ranks_per_node=None)
+    return setup_of_options(parser.parse_args(words.split()), COST, 65536)
+
+
+def slicing(words: str, stages: int = 4) -> Slicing:
+    return setup(words, stages).given_slicing
 
 
 def test_slices_without_keys() -> None:
@@ -58,23 +63,19 @@ def test_options_that_do_not_fit_are_refused(words: str, stages: int, message: s
         slicing(words, stages)
 
 
-def choice(words: str, stages: int = 4) -> SlicingChoice | None:
-    parser = argparse.ArgumentParser()
-    add_slicing_arguments(parser)
-    parser.set_defaults(stages=stages)
-    return choice_of(parser.parse_args(words.split()), COST, Cluster(16, 8192))
+def choice(words: str, stages: int = 4) -> SlicingChoice:
+    slices = choose(setup(words, stages)).slices
+    assert isinstance(slices, SlicingChoice)
+    return slices
 
 
 def test_the_planner_chooses_within_the_memory_of_a_device() -> None:
-    assert choice("--slices 2") is None
-    assert slicing("--slices auto --device-memory-gb 80") == Slicing()
+    assert choose(setup("--slices 2")).slices is None
     found = choice("--slices auto --device-memory-gb 80")
-    assert found is not None
     assert found.device_bytes == 80e9
     assert all(states > 0 for states in found.memory.state_bytes)
     assert found.host_bytes == 0
     in_host = choice("--slices auto --device-memory-gb 80 --host-memory-gb 200")
-    assert in_host is not None
     assert in_host.host_bytes == 200e9
 
 

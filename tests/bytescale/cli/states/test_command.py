@@ -90,7 +90,8 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_pages_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model-flags", SEVEN, "--host-memory-gb", "20", "--nvme-gb", "500"]
+    untied = f"{SEVEN} --untie-embeddings-and-output-weights"
+    words = ["--model-flags", untied, "--host-memory-gb", "20", "--nvme-gb", "500"]
     text = printed(capsys, *words, "--plot", str(tmp_path / "moves.png"))
     heads, row = text.splitlines()[0], text.splitlines()[1].replace(",", "").split()
     assert heads.endswith("NVMe pages  NVMe GB written GB")

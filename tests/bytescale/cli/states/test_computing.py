@@ -12,7 +12,7 @@ import pytest
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from megatron.bytescale import cli
-from megatron.bytescale.cli.activations import shape_of_flags
+from megatron.bytescale.cli.shared.model_flags import shape_of_flags
 from megatron.bytescale.cli.states.computing import RATES
 from tests.bytescale.cli.states.test_command import SMALL, printed
 

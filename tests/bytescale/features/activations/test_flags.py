@@ -20,12 +20,20 @@ from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.activation.plan import ActivationPlan
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from bytescale_ext.plan.memory.model_states import num_parameters
+from bytescale_ext.plan.setup.choose import remaining_text
 from megatron.bytescale import features
 from megatron.bytescale.arguments import parse as arguments
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.features.activations.flags import optimizer_host_bytes
+from megatron.bytescale.arguments.setup import optimizer_host_bytes
 
 SHAPE = ModelShape(8, 1024, 8, 8, 128, 4096, True, 32000)
+STATES_GB = 18 * num_parameters(SHAPE) / 1e9
+"""Model states of the model of ``parsed`` on one process."""
+
+
+def whole(activations_gb: float) -> str:
+    """Return the memory of a device that leaves so much to activations."""
+    return f"{STATES_GB + activations_gb:.9f}"
 
 
 def parsed(*words: str, **settings: Any) -> argparse.Namespace:
@@ -55,6 +63,10 @@ def parsed(*words: str, **settings: Any) -> argparse.Namespace:
         "pipeline_model_parallel_layout": None, "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False, "data_parallel_size": 1, "global_batch_size": 64, "seed": 1234,
+        "accumulate_allreduce_grads_in_fp32": True, "use_distributed_optimizer": False, "recompute_method": None,
+        "recompute_num_layers": None, "overlap_grad_reduce": False, "overlap_param_gather": False,
+        "expert_tensor_parallel_size": None, "expert_model_parallel_size": 1,
+        "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     }  # fmt: skip
     for name, value in {**megatron, **settings}.items():
         vars(args)[name] = value
@@ -168,21 +180,30 @@ def test_micro_batches_have_plans_of_their_own() -> None:
         (("--activation-policy", "memo", "--host-memory-gb", "0.001"), {}, r"need 0\.\d+ GB of host memory"),
         (("--swap-fraction", "1", "--host-memory-gb", "1"), {}, r"take 2\.\d+ GB of host memory.* give at least"),
         (
-            ("--activation-policy", "offload", "--host-memory-gb", "0.1", "--device-memory-gb", "2.5"),
+            ("--activation-policy", "offload", "--host-memory-gb", "0.1", "--device-memory-gb", whole(2.5)),
             {},
             r"take 1\.\d+ GB of host memory.* and --host-memory-gb is 0\.1",
         ),
-        ((*MEMO, "--device-memory-gb", "0.5"), {}, r"take \d\.\d+ GB of device memory, and --device-memory-gb is 0\.5"),
         (
-            ("--activation-policy", "offload", "--host-memory-gb", "2.5", "--device-memory-gb", "0.5"),
+            (*MEMO, "--device-memory-gb", whole(0.5)),
             {},
-            r"with 1 of the tokens swapped take \d\.\d+ GB of device memory",
+            r"of model states take \d\.\d+ GB of device memory, and --device-memory-gb is 4\.\d+: give at least that",
+        ),
+        (
+            (*MEMO, "--device-memory-gb", "1"),
+            {},
+            r"and 3\.\d+ GB of model states take \d\.\d+ GB of device memory, and --device-memory-gb is 1: give",
+        ),
+        (
+            ("--activation-policy", "offload", "--host-memory-gb", "2.5", "--device-memory-gb", whole(0.5)),
+            {},
+            r"with 1 of the tokens swapped and 3\.\d+ GB of model states take \d\.\d+ GB of device memory",
         ),
         (("--activation-policy", "priced", "--host-memory-gb", "1"), {}, "needs --device-memory-gb"),
         (
-            ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "0.1"),
+            ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", whole(0.1)),
             {},
-            r"do not fit in 0\.1 GB of device memory and 1 GB of host memory: it takes",
+            r"and 3\.\d+ GB of model states do not fit in 3\.\d+ GB of device memory and 1 GB of host memory: it takes",
         ),
         (
             ("--activation-policy", "auto", "--host-memory-gb", "1", "--device-memory-gb", "9", "--swap-fraction", "0"),
@@ -215,9 +236,9 @@ def test_the_host_budget_that_is_named_works() -> None:
     """For each policy, the smallest one: a hundredth less is refused again."""
     cases = {
         ("--activation-policy", "memo"): r"need ([\d.]+) GB",
-        ("--activation-policy", "offload", "--device-memory-gb", "2.5"): r"take ([\d.]+) GB of host",
-        ("--activation-policy", "priced", "--device-memory-gb", "2.25"): r"fits with ([\d.]+) GB",
-        ("--activation-policy", "auto", "--device-memory-gb", "2.25"): r"fits with ([\d.]+) GB",
+        ("--activation-policy", "offload", "--device-memory-gb", whole(2.5)): r"take ([\d.]+) GB of host",
+        ("--activation-policy", "priced", "--device-memory-gb", whole(2.25)): r"fits with ([\d.]+) GB",
+        ("--activation-policy", "auto", "--device-memory-gb", whole(2.25)): r"fits with ([\d.]+) GB",
         ("--swap-fraction", "0.5"): r"take ([\d.]+) GB of host",
     }
     for words, pattern in cases.items():
@@ -302,7 +323,7 @@ def test_slices_count_their_keys_and_the_sums_of_their_gradients() -> None:
     without = forecast(plan, replace(load, slices=()), config.machine).device_bytes
     assert with_keys - without == pytest.approx(4 * 5 * 4096 * key, rel=0.03)  # and copies of keys in attention
     stages = [_resolved(*keep, rank=rank, **sizes) for rank in (0, 1)]
-    needed = max(forecast(plan, one.largest, one.machine).device_bytes for one in stages)
+    needed = max(forecast(plan, one.largest, one.machine).device_bytes + one.machine.state_bytes for one in stages)
     assert _resolved(*keep, "--device-memory-gb", f"{needed / 1e9 + 1e-6}", **sizes).layers == config.layers
     with pytest.raises(ValueError, match="of device memory, and --device-memory-gb is"):
         _resolved(*keep, "--device-memory-gb", f"{0.99 * needed / 1e9}", **sizes)
@@ -315,6 +336,24 @@ def test_slices_of_documents_count_the_keys_that_they_keep() -> None:
         _resolved("--recompute-fraction", "1", hdp_kept_keys=kept, **sizes).layers.slices for kept in (0, 16384)
     )
     assert max(one.bytes for one in some) == pytest.approx(4 * max(one.bytes for one in none), rel=0.1)
+
+
+def test_a_run_is_told_what_model_states_leave_to_activations() -> None:
+    run = resolve(parsed(*MEMO, "--device-memory-gb", whole(3)))
+    assert remaining_text(run.decision) == (
+        f"> bytescale: device memory {STATES_GB + 3:.4g} GB: model states {STATES_GB:.4g} GB, which leaves 3 GB for "
+        "activations and keys"
+    )
+    assert remaining_text(resolve(parsed(*MEMO)).decision) == ""
+
+
+def test_the_device_budget_that_is_named_is_that_of_the_whole_device() -> None:
+    words = ("--activation-policy", "auto", "--host-memory-gb", "2", "--device-memory-gb")
+    with pytest.raises(ValueError, match=r"it takes ([\d.]+) GB of device memory") as error:
+        config_of(*words, whole(0.01))
+    named = float(re.findall(r"it takes ([\d.]+) GB", str(error.value))[0])
+    assert named > STATES_GB
+    config_of(*words, str(named), "--host-memory-gb", "100", fake_process_group=True)
 
 
 def test_a_stage_that_does_not_fit_is_refused_on_all_stages() -> None:

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.config.run import RunConfig
-from bytescale_ext.plan.activation.load import cost_of_rates
-from bytescale_ext.plan.cost.cost_model import StageCost
-from bytescale_ext.plan.cost.model_cost import flops_stage_cost
 from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, OPTIONS_WITH_HOST_MEMORY
 from bytescale_ext.plan.hdp import table
 from bytescale_ext.plan.hdp.baselines import place_naive
@@ -21,10 +17,9 @@ from bytescale_ext.plan.hdp.table import PlannerRow, planner_names, stateless
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.cli import plan, simulate
 from megatron.bytescale.features.hdp import flags as hdp
-from megatron.bytescale.features.hdp.flags import slowest_stage
 from scripts import reference
 from tests.bytescale.arguments.resolving import refused, resolved
-from tests.config.runs import SHAPE, hdp_of, run_of
+from tests.config.runs import hdp_of
 from tests.e2e.training import HDP, MODEL, TRAIN
 
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
@@ -113,20 +108,19 @@ def test_swapped_keys_have_host_memory_and_a_price() -> None:
     assert costs[1].key_read == 2 * costs[0].key_read > 0
     assert costs[1].forward.b < 1e-3  # seconds, not FLOPs
     activations = fast.features["activations"]
-    assert activations.key_bytes == pytest.approx(1.25 * 2 * 256 * costs[0].key_read * 4e9)  # priced in 16 bits
-    assert activations.machine.host_bytes + activations.key_bytes == 1e7
+    keys = activations.layers.key_host_bytes
+    assert keys == pytest.approx(1.25 * 2 * 256 * costs[0].key_read * 4e9)  # priced in 16 bits
+    assert activations.host_bytes == activations.machine.host_bytes + keys == 1e7
     assert resolved(4, *COMMON, *words[:4]).features["slices"].host_bytes == 0
 
 
 @pytest.mark.ranks
 def test_the_planner_may_swap_keys_where_there_is_host_memory_and_no_policy() -> None:
     words = "--pipeline-model-parallel-size 2 --seq1f1b-slices auto --device-memory-gb 1".split()
-    without, with_host = (
-        resolved(8, *COMMON, *words, *more).features["slices"] for more in ([], ["--host-memory-gb", 0.01])
-    )
-    assert (without.host_bytes, without.choice.options) == (0, OPTIONS)
-    assert with_host.host_bytes == with_host.choice.host_bytes == 1e7
-    assert with_host.choice.options == OPTIONS_WITH_HOST_MEMORY
+    without, with_host = (resolved(8, *COMMON, *words, *more) for more in ([], ["--host-memory-gb", 0.01]))
+    assert (without.features["slices"].host_bytes, without.decision.slices.options) == (0, OPTIONS)
+    assert with_host.features["slices"].host_bytes == with_host.decision.slices.host_bytes == 1e7
+    assert with_host.decision.slices.options == OPTIONS_WITH_HOST_MEMORY
 
 
 @pytest.mark.ranks
@@ -226,26 +220,3 @@ def test_what_must_be_given() -> None:
     assert refused(4, *without_length) == "--hybrid-data-parallel needs --seq-length"
     at = line.index("--global-batch-size")
     assert refused(4, *line[:at], *line[at + 2 :]) == "--hybrid-data-parallel needs --global-batch-size"
-
-
-def stage_cost(run: RunConfig) -> StageCost:
-    return slowest_stage(run)[1]
-
-
-def test_the_slowest_stage_is_named() -> None:
-    hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
-    assert slowest_stage(run_of(shape=shape))[0] == 0
-    assert slowest_stage(run_of(hdp, shape=shape, stage_layers=(7, 1)))[0] == 0
-    assert slowest_stage(run_of(hdp, shape=shape, stage_layers=(1, 7)))[0] == 1
-
-
-def test_costs_are_of_the_slowest_stage() -> None:
-    """The last one with its head, unless another one has many more layers."""
-    hdp, shape = hdp_of(num_stages=2, balance="pp"), replace(SHAPE, num_layers=8)
-    assert stage_cost(run_of(hdp)) == flops_stage_cost(SHAPE, 1)
-    cost = cost_of_rates(shape, 1e12, 1e12, 1e12)
-    assert stage_cost(run_of(hdp, shape=shape, cost=cost)) == cost.stage(4, has_head=True)
-    assert stage_cost(run_of(shape=shape, cost=cost)) == cost.stage(8, has_head=True)
-    assert stage_cost(run_of(hdp, shape=shape, cost=cost, stage_layers=(7, 1))) == cost.stage(7)
-    assert stage_cost(run_of(hdp, shape=shape, stage_layers=(7, 1))) == flops_stage_cost(shape, 7, has_head=False)
-    assert stage_cost(run_of(hdp, shape=shape, stage_layers=(1, 7))) == flops_stage_cost(shape, 7)

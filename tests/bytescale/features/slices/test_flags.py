@@ -11,11 +11,14 @@ from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.activation.tensors import layer_tensors
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B, key_value_bytes
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
+from bytescale_ext.plan.setup.memory import state_bytes
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.arguments.setup import setup_of
 from megatron.bytescale.features.slices import zero_bubble
-from megatron.bytescale.features.slices.flags import add_arguments, document_slices, flags_of, kept_note, slicing_of
+from megatron.bytescale.features.slices.flags import add_arguments, flags_of, kept_note, slice_options
 from tests.bytescale.arguments.resolving import Resolved, resolve_lines, resolved
-from tests.config.runs import hdp_of, run_of
+from tests.bytescale.features.activations.test_flags import SHAPE, parsed
+from tests.config.runs import hdp_of
 from tests.e2e.training import MODEL, TRAIN
 
 DOCUMENTS = hdp_of(balance="pp", num_stages=4)
@@ -35,30 +38,19 @@ SLICES = ["--seq1f1b-slices", "4"]
 )
 def test_default_length_of_kept_keys(changes: dict[str, Any], keeps_all: bool) -> None:
     """Under recomputation and policies a token is sure to keep its layer's input only, so hardly any key is free."""
-    values = {
-        "seq1f1b_partition": None,
-        "seq1f1b_slices": 4,
-        "seq1f1b_eager": False,
-        "seq1f1b_zero_bubble": False,
-        "hdp_kept_keys": None,
-        "hdp_swapped_keys": None,
-        "host_memory_gb": None,
-        "recompute_granularity": None,
-        "swap_fraction": None,
-        "recompute_fraction": None,
-        "activation_policy": "none",
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 4,
-    }
-    args = argparse.Namespace(**values | changes)
-    run = run_of(DOCUMENTS, shape=LLAMA_7B)
-    kept = document_slices(args, run, DOCUMENTS).slicing.kept_tokens
-    whole = sum(tensor.bytes_per_token for tensor in layer_tensors(LLAMA_7B))
-    most = affordable_tokens(4, Slicing(4), 64, whole, key_value_bytes(LLAMA_7B))
-    assert most > 500
-    assert kept >= most if keeps_all else kept == affordable_tokens(4, Slicing(4), 64, 8192, 4096)
-    args.hdp_kept_keys = 7
-    assert document_slices(args, run, DOCUMENTS).slicing.kept_tokens == 7
+    stages = {"pipeline_model_parallel_size": 4, "world_size": 16 * changes.get("tensor_model_parallel_size", 1)}
+    sizes = {"hybrid_data_parallel": True, "hdp_tokens_per_rank": 64, "seq_length": 256, "seq1f1b_slices": 4}
+    host = {"host_memory_gb": 1.0} if changes.keys() & {"activation_policy", "swap_fraction"} else {}
+    settings = {**stages, **sizes, **host, **changes}
+    setup = setup_of(parsed(**settings))
+    tensors = layer_tensors(SHAPE)
+    whole, least = sum(tensor.bytes_per_token for tensor in tensors), tensors[0].bytes_per_token
+    keys = key_value_bytes(SHAPE)
+    most, fewest = (affordable_tokens(4, Slicing(4), 64, each, keys) for each in (whole, least))
+    assert most > fewest
+    kept = setup.given_slicing.kept_tokens
+    assert kept >= most if keeps_all else kept == fewest
+    assert setup_of(parsed(**settings, hdp_kept_keys=7)).given_slicing.kept_tokens == 7
 
 
 def test_flags_and_slices_follow_from_each_other() -> None:
@@ -66,7 +58,9 @@ def test_flags_and_slices_follow_from_each_other() -> None:
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         zero_bubble.add_arguments(parser)
-        assert slicing_of(parser.parse_args(flags_of(slicing))) == slicing
+        args = parser.parse_args(flags_of(slicing))
+        args.hybrid_data_parallel = False
+        assert slice_options(args).slicing == slicing
 
 
 def test_the_user_is_told_what_keeping_all_keys_takes() -> None:
@@ -183,12 +177,11 @@ CHOSEN = "--hybrid-data-parallel --hdp-tokens-per-rank 256 --attention-dropout 0
 @pytest.mark.ranks
 def test_the_planner_chooses_slices_within_the_budget() -> None:
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    whole, less = (
-        resolved(2, *MODEL, *TRAIN, "--cpu", *f"{CHOSEN} 0.5 {words}".split()).features["slices"]
-        for words in ("", recompute)
-    )
-    assert whole.choice.device_bytes == 0.5e9
-    assert whole.choice.memory.state_bytes == (0.0, 0.0)
-    assert whole.receives_ahead
-    assert "fastest within 0.5 GB of activations and keys" in whole.note
-    assert less.choice.memory.layer.activations < 0.5 * whole.choice.memory.layer.activations
+    whole, less = (resolved(2, *MODEL, *TRAIN, "--cpu", *f"{CHOSEN} 0.5 {words}".split()) for words in ("", recompute))
+    choice = whole.decision.slices
+    assert choice.device_bytes == 0.5e9
+    assert choice.memory.state_bytes == state_bytes(whole.decision.setup)
+    config = whole.features["slices"]
+    assert config.receives_ahead
+    assert "fastest within 0.5 GB of device memory" in config.note
+    assert less.decision.slices.memory.layer.activations < 0.5 * choice.memory.layer.activations

@@ -16,11 +16,13 @@ from bytescale_ext.config.run import RunConfig
 from bytescale_ext.measure.cost_file import write_cost
 from bytescale_ext.plan.activation.load import cost_of_rates
 from bytescale_ext.plan.memory.model_states import num_parameters
+from bytescale_ext.plan.setup.choose import choose
 from megatron.bytescale import features
+from megatron.bytescale.arguments import setup as arguments
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.features.activations import flags as activations
+from megatron.bytescale.arguments.setup import setup_of
 from megatron.bytescale.features.states import flags as states
-from megatron.bytescale.features.states.state_choice import allowed_stages, num_microbatches
+from megatron.bytescale.features.states.flags import allowed_stages
 from megatron.bytescale.features.tables import flags as host_tables
 from tests.bytescale.features.activations.test_flags import SHAPE, parsed
 from tests.bytescale.features.states.test_flags import OPTIMIZER
@@ -30,7 +32,7 @@ AUTO = ("--state-policy", "auto")
 
 @pytest.fixture(autouse=True)
 def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_tables, activations):
+    for module in (host_tables, arguments):
         monkeypatch.setattr(module, "free_host_bytes", lambda: 10**12)
     monkeypatch.setattr(states, "free_disk_bytes", lambda folder: 10**12)
     monkeypatch.setattr("bytescale_ext.states.disks.file_system_of", lambda folder: "ext4")
@@ -73,13 +75,13 @@ def test_activations_get_what_states_leave() -> None:
     assert paged.get(StateConfig).stage == 1
     assert policy.machine.host_bytes < 6e9 - 12 * num_parameters(SHAPE)
     assert policy.machine.device_bytes == pytest.approx(4e9 - 6 * num_parameters(SHAPE))
-    policy.check_fits()
+    policy.of_stage.check_fits()
     third = run_of(0.5, 8, *words, seq_length=1024)
     policy = third.get(ActivationConfig)
     assert third.get(StateConfig).stage == 3
-    assert 0.5 < policy.link_share < 1
-    assert policy.machine.link_bytes_per_second == policy.link_share * 55e9
-    assert policy.with_speeds(policy.cost, 100e9).machine.link_bytes_per_second == policy.link_share * 100e9
+    assert 0.5 < policy.decision.link_share < 1
+    assert policy.machine.link_bytes_per_second == policy.decision.link_share * 55e9
+    assert policy.with_speeds(policy.cost, 100e9).machine.link_bytes_per_second == policy.decision.link_share * 100e9
 
 
 def test_pages_on_a_disk_leave_host_memory_to_activations(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_stages_make_equal_choices() -> None:
     run = resolve(args)
     other = replace(run, process=replace(run.process, stage=1))
     assert states.resolve(args, other) == run.features["states"]
-    assert activations.resolve(args, other).machine == run.get(ActivationConfig).machine
+    assert choose(setup_of(args)) == run.decision
 
 
 def test_costs_decide(tmp_path: Path) -> None:
@@ -119,21 +121,13 @@ def test_costs_decide(tmp_path: Path) -> None:
 
 def test_stages_that_other_flags_refuse_are_not_chosen() -> None:
     overlapped = {"overlap_grad_reduce": True}
-    args = parsed(*AUTO, **{**OPTIMIZER, **overlapped})
-    run = resolve(parsed())
-    assert allowed_stages(args, run) == (1,)
-    args = parsed(*AUTO, **OPTIMIZER)
-    assert allowed_stages(args, run) == (1, 2, 3)
-    on_gpu = replace(run, process=replace(run.process, on_cuda=True))
-    assert allowed_stages(parsed(params_dtype=torch.float32, **OPTIMIZER), on_gpu) == (1, 3)
+    assert allowed_stages(parsed(*AUTO, **{**OPTIMIZER, **overlapped})) == (1,)
+    assert allowed_stages(parsed(*AUTO, **OPTIMIZER)) == (1, 2, 3)
+    on_gpu = {"params_dtype": torch.float32, "distributed_backend": "nccl"}
+    assert allowed_stages(parsed(**on_gpu, **OPTIMIZER)) == (1, 3)
     with pytest.raises(ValueError, match="do not fit"):
         run_of(1.0, 20, seq_length=1024, **overlapped)
     assert run_of(1.0, 20, seq_length=1024).get(StateConfig).stage == 2
-
-
-def test_micro_batches_of_a_step() -> None:
-    samples = parsed(**OPTIMIZER, global_batch_size=64, micro_batch_size=2, data_parallel_size=4)
-    assert num_microbatches(samples, resolve(parsed())) == 8
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.evaluate.schedulers import stage_costs
 from bytescale_ext.plan.hdp.aligned import plans, search
 from bytescale_ext.plan.hdp.aligned.arrangements import SLICED_STARTS, STARTS, Arrangement
 from bytescale_ext.plan.hdp.aligned.build import place_shorts
@@ -24,6 +23,8 @@ from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
+from bytescale_ext.plan.setup.costs import stage_costs
+from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
@@ -154,7 +155,7 @@ def test_equal_micro_batches_in_slices_have_the_textbook_bubble(num_slices: int)
 def test_keys_that_are_kept_make_many_slices_pay() -> None:
     """Where prefixes travel again 8 slices are slower than none; where they are kept they are faster by far."""
     lengths = sample_lengths("byted", 65536, 1 << 20, 1).tolist()
-    stages = stage_costs(shipped("bytescale_7b"), 8)
+    stages = stage_costs(setup_of_cost(shipped("bytescale_7b"), 8))
     seconds = []
     for num_slices, kept in ((1, 0), (8, 0), (8, 65536)):
         plan = HdpPlanner(Cluster(16, 8192), (stages[-1],) * 8, Slicing(num_slices, kept), balance="pp")

@@ -27,7 +27,7 @@ def config_of(*words: str, num_ranks: int = 5, **settings: Any) -> ActivationCon
 
 
 def test_a_sequence_needs_fewer_ranks() -> None:
-    offload = config_of("--link-gb-per-second", "500").offload
+    offload = config_of("--link-gb-per-second", "500").decision.offload
     assert offload is not None
     assert offload.limits.num_layers == 8
     (ranks,) = offload.min_ranks([65536])
@@ -46,8 +46,8 @@ def test_a_micro_batch_has_the_share_of_the_plan() -> None:
 
 
 def test_pipelines_share_host_memory_and_swap_all_layers() -> None:
-    one = config_of("--link-gb-per-second", "500", num_ranks=8).offload
-    four = config_of("--link-gb-per-second", "500", num_ranks=8, pipeline_model_parallel_size=2).offload
+    one = config_of("--link-gb-per-second", "500", num_ranks=8).decision.offload
+    four = config_of("--link-gb-per-second", "500", num_ranks=8, pipeline_model_parallel_size=2).decision.offload
     assert one is not None
     assert four is not None
     assert one.limits.host_bytes == 2e9
@@ -99,6 +99,6 @@ def test_where_eq_3_does_not_hold(words: tuple[str, ...], settings: dict[str, An
 
 
 def test_given_shares_leave_the_plan_alone() -> None:
-    assert config_of("--swap-fraction", "0.5", seq_length=8192).offload is None
+    assert config_of("--swap-fraction", "0.5", seq_length=8192).decision.offload is None
     plain = config_of("--swap-fraction", "0.5", seq_length=8192, hybrid_data_parallel=False, hdp_tokens_per_rank=None)
-    assert plain.offload is None
+    assert plain.decision.offload is None

@@ -13,40 +13,11 @@ from bytescale_ext.plan.memory.model_states import (
     GRADIENT_BYTES,
     MAIN_PARAMETER_BYTES,
     MOMENT_BYTES,
-    parameter_bytes,
 )
 from bytescale_ext.plan.schedule.actions import BACKWARD, FORWARD
-from bytescale_ext.plan.search.costs import byte_seconds
+from bytescale_ext.plan.setup.costs import byte_seconds
+from bytescale_ext.plan.setup.memory import Parameters
 from bytescale_ext.plan.step.sizes import Cluster
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """The parameters of a process.
-
-    Attributes:
-        dense: those that all HDP ranks have.
-        experts: of the experts that are its own.
-        expert_parallel: HDP ranks that share out the experts of each layer.
-    """
-
-    dense: float
-    experts: float = 0.0
-    expert_parallel: int = 1
-
-    @property
-    def count(self) -> float:
-        """All of them."""
-        return self.dense + self.experts
-
-    def parts(self, num_ranks: int) -> tuple[tuple[float, int], ...]:
-        """Return each part with the HDP ranks, of all ``num_ranks``, that have the same."""
-        return (self.dense, num_ranks), (self.experts, num_ranks // self.expert_parallel)
-
-    def state_bytes(self, element: int, num_ranks: int, shares_optimizer: bool) -> float:
-        """Return the bytes of parameters, gradients and optimizer states, these shared or not."""
-        parts = self.parts(num_ranks)
-        return sum(count * parameter_bytes(element, ranks if shares_optimizer else 1) for count, ranks in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +46,7 @@ def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_
     all-reduce is both, of gradients (Rajbhandari et al. 2020, section 7.1). Adam reads and writes a float32 copy, two
     moments, the gradient and the parameter at ``MEMORY_BYTES_PER_SECOND``.
     """
-    element, parts = cost.element_bytes, parameters.parts(cluster.num_ranks)
+    element, parts = cost.element_bytes, parameters.parts
     received = sum(count * (1 - 1 / ranks) for count, ranks in parts) * byte_seconds(cost, cluster)
     touched = 2 * (MAIN_PARAMETER_BYTES + MOMENT_BYTES) + GRADIENT_BYTES + element
     of_rank = sum(count / ranks for count, ranks in parts) if shares_optimizer else parameters.count
@@ -87,7 +58,7 @@ def update_of(cost: ModelCost, parameters: Parameters, cluster: Cluster, shares_
 
 
 def message_seconds(cost: ModelCost, num_tokens: int, is_between_nodes: bool) -> float:
-    """Return the time of one message between pipeline stages: the hidden states of a micro-batch on one rank."""
+    """Return the seconds of one message between pipeline stages: the hidden states of a micro-batch on one rank."""
     one_node = Cluster(1, num_tokens)
     slower = cost.slowdown if is_between_nodes else 1.0
     hidden_bytes = cost.shape.hidden * cost.element_bytes / cost.tensor_parallel

@@ -6,8 +6,9 @@ import pytest
 
 from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.search.costs import byte_seconds
-from bytescale_ext.plan.search.update import Parameters, Update, message_seconds, update_of
+from bytescale_ext.plan.setup.costs import byte_seconds
+from bytescale_ext.plan.setup.memory import Parameters
+from bytescale_ext.plan.setup.update import Update, message_seconds, update_of
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE
 
@@ -23,7 +24,7 @@ def test_what_passes_do_not_hide() -> None:
 def test_a_shared_optimizer_reduces_half_as_much_and_gathers_parameters() -> None:
     cluster, parameters = Cluster(4, 1024), 1e6
     byte = COST.forward.c / KEY_BYTES
-    shared, whole = (update_of(COST, Parameters(parameters), cluster, shares) for shares in (True, False))
+    shared, whole = (update_of(COST, Parameters(parameters, num_ranks=4), cluster, shares) for shares in (True, False))
     assert shared.reduce == pytest.approx(0.75 * 4 * parameters * byte)
     assert shared.gather == pytest.approx(0.75 * 2 * parameters * byte)
     assert whole.reduce == pytest.approx(2 * shared.reduce)
@@ -53,12 +54,12 @@ def test_messages_between_stages() -> None:
 
 
 def test_experts_are_reduced_among_the_ranks_that_have_the_same() -> None:
-    both = Parameters(3e6, 1e6, expert_parallel=2)
-    assert both.parts(8) == ((3e6, 8), (1e6, 4))
+    both = Parameters(3e6, 1e6, expert_holders=4, num_ranks=8)
+    assert both.parts == ((3e6, 8), (1e6, 4))
     assert both.count == 4e6
     byte = byte_seconds(COST, Cluster(8, 1024))
     update = update_of(COST, both, Cluster(8, 1024), True)
     assert update.reduce == pytest.approx(4 * (3e6 * 7 / 8 + 1e6 * 3 / 4) * byte)
     assert update.optimizer == pytest.approx((3e6 / 8 + 1e6 / 4) * 30 / 3.3e12)
-    assert both.state_bytes(2, 8, False) == 4e6 * 18
-    assert both.state_bytes(2, 8, True) == pytest.approx(3e6 * (6 + 12 / 8) + 1e6 * (6 + 12 / 4))
+    assert both.state_bytes(2, False) == 4e6 * 18
+    assert both.state_bytes(2, True) == pytest.approx(3e6 * (6 + 12 / 8) + 1e6 * (6 + 12 / 4))

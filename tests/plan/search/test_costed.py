@@ -9,13 +9,13 @@ from bytescale_ext.plan.cost.shards import ShardTable
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.hdp.planner import HdpPlanner
-from bytescale_ext.plan.memory.held import held
-from bytescale_ext.plan.memory.model_states import state_bytes
-from bytescale_ext.plan.search.case import Case, memory_of
-from bytescale_ext.plan.search.costs import strategy_cost
+from bytescale_ext.plan.memory.held import peak_memory
+from bytescale_ext.plan.memory.model_states import state_bytes as bytes_of_states
+from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
 from bytescale_ext.plan.search.space import with_budgets
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
 from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
+from bytescale_ext.plan.setup.memory import stage_memory, state_bytes
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
 from tests.plan.search.tasks import COST, SHAPE, SPARSE, STEPS, small_task
@@ -39,20 +39,20 @@ ALL = [
 
 
 def test_a_step_without_pipelines_is_the_replay_of_its_plan() -> None:
-    case = Case.of(TASK, WHOLE)
+    case = CostedStrategy.of(TASK, WHOLE)
     figures = case.run(STEPS[0])
     plan = HdpPlanner(Cluster(8, 1024, 4), (COST.whole(),))(STEPS[0])
     table = ShardTable.of(plan).with_counts(np.array(micro_batch_counts(plan)))
     result = replay_stages(table, (COST.whole(),))
-    assert figures.seconds - figures.update == pytest.approx(result.makespan)
-    assert figures.idle == pytest.approx(result.idle_share * result.makespan)
-    assert figures.exposed == pytest.approx(result.exposed_share * result.makespan)
-    assert figures.compute > 0
+    assert figures.seconds - figures.time.update == pytest.approx(result.makespan)
+    assert figures.time.idle == pytest.approx(result.idle_share * result.makespan)
+    assert figures.time.exposed == pytest.approx(result.exposed_share * result.makespan)
+    assert figures.time.compute > 0
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_no_step_undercuts_its_bounds(strategy: Strategy) -> None:
-    case = Case.of(TASK, strategy)
+    case = CostedStrategy.of(TASK, strategy)
     steps = [step[:3] for step in STEPS]
     seconds = [case.run(step).seconds for step in steps]
     bounds = [case.bound(step) for step in steps]
@@ -63,56 +63,58 @@ def test_no_step_undercuts_its_bounds(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_memory_is_within_the_device(strategy: Strategy) -> None:
-    figures = Case.of(TASK, strategy).run(STEPS[0][:2])
-    cluster = cluster_of(TASK, strategy)
-    states = max(memory_of(strategy_cost(COST, strategy, cluster), strategy, cluster).state_bytes)
+    figures = CostedStrategy.of(TASK, strategy).run(STEPS[0][:2])
+    states = max(state_bytes(setup_of(TASK, strategy)))
     assert states < figures.device_bytes <= TASK.devices.memory_bytes
 
 
 def test_states_without_pipelines() -> None:
     for shares, ranks in ((True, 8), (False, 1)):
         strategy = replace(WHOLE, shares_optimizer=shares)
-        memory = memory_of(COST, strategy, cluster_of(TASK, strategy))
-        assert memory.state_bytes == pytest.approx((state_bytes(SHAPE, optimizer_ranks=ranks),))
+        expected = (bytes_of_states(SHAPE, optimizer_ranks=ranks),)
+        assert state_bytes(setup_of(TASK, strategy)) == pytest.approx(expected)
 
 
 def test_full_micro_batches_take_the_activations_of_all_layers() -> None:
-    case = Case.of(TASK, WHOLE)
-    kept = 1024 * COST.layer_bytes * SHAPE.num_layers
-    assert case.full_bytes[0] == pytest.approx(case.memory.state_bytes[0] + case.memory.working_bytes[0] + kept)
-    piped = Case.of(TASK, PIPED)  # the first stage holds two micro-batches
+    case = CostedStrategy.of(TASK, WHOLE)
+    memory, kept = stage_memory(case.forecast.setup), 1024 * COST.layer_bytes * SHAPE.num_layers
+    assert case.full_bytes[0] == pytest.approx(memory.state_bytes[0] + memory.working_bytes[0] + kept)
+    piped = CostedStrategy.of(TASK, PIPED)  # the first stage holds two micro-batches
     table = full_micro_batches(8, 1024)
-    of_schedule = held(table, ONE_SLICE, COST.whole().both, piped.memory).device_bytes(piped.memory)
+    memory = stage_memory(piped.forecast.setup)
+    of_schedule = peak_memory(table, ONE_SLICE, COST.whole().both, memory).device_bytes(memory)
     assert piped.full_bytes[0] == pytest.approx(of_schedule)
     kept = 2 * 1024 * COST.layer_bytes * 3
-    assert piped.full_bytes[0] == pytest.approx(piped.memory.state_bytes[0] + piped.memory.working_bytes[0] + kept)
+    assert piped.full_bytes[0] == pytest.approx(memory.state_bytes[0] + memory.working_bytes[0] + kept)
 
 
 def test_full_recompute_takes_less_memory_and_longer() -> None:
-    plain, full = (Case.of(TASK, strategy) for strategy in (WHOLE, replace(WHOLE, activations=FULL)))
+    plain, full = (CostedStrategy.of(TASK, strategy) for strategy in (WHOLE, replace(WHOLE, activations=FULL)))
     assert full.full_bytes[0] < plain.full_bytes[0]
-    assert full.run(STEPS[0]).compute > 1.2 * plain.run(STEPS[0]).compute
+    assert full.run(STEPS[0]).time.compute > 1.2 * plain.run(STEPS[0]).time.compute
 
 
 def test_a_policy_recomputes_only_what_does_not_fit() -> None:
     roomy = with_budgets(TASK, replace(WHOLE, activations=PRICED))
-    assert Case.of(TASK, roomy).run(STEPS[0]).compute == pytest.approx(Case.of(TASK, WHOLE).run(STEPS[0]).compute)
-    case = Case.of(TASK, WHOLE)
+    assert CostedStrategy.of(TASK, roomy).run(STEPS[0]).time.compute == pytest.approx(
+        CostedStrategy.of(TASK, WHOLE).run(STEPS[0]).time.compute
+    )
+    case = CostedStrategy.of(TASK, WHOLE)
     tight = small_task(memory_bytes=case.full_bytes[0] - 3e6)
     with pytest.raises(Unfit, match="device memory") as error:
-        Case.of(tight, WHOLE)
+        CostedStrategy.of(tight, WHOLE)
     assert error.value.needed_bytes == case.full_bytes[0]
     priced = with_budgets(tight, replace(WHOLE, activations=PRICED))
-    figures = Case.of(tight, replace(priced, device_gb=tight.devices.memory_bytes / 1e9 - 0.003)).run(STEPS[0])
+    figures = CostedStrategy.of(tight, priced).run(STEPS[0])
     assert figures.device_bytes <= tight.devices.memory_bytes
-    assert figures.compute > Case.of(TASK, WHOLE).run(STEPS[0]).compute
+    assert figures.time.compute > CostedStrategy.of(TASK, WHOLE).run(STEPS[0]).time.compute
 
 
 def test_nothing_fits_in_no_memory() -> None:
     none = small_task(memory_bytes=1e5)
     for strategy in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=0.0), replace(SLICED, device_gb=0.0)):
         with pytest.raises(Unfit, match="device memory"):
-            Case.of(none, strategy)
+            CostedStrategy.of(none, strategy)
 
 
 def test_reasons_besides_memory() -> None:
@@ -136,9 +138,10 @@ def test_ranks_of_a_node() -> None:
 
 
 def test_virtual_stages_run_groups_of_micro_batches() -> None:
-    case = Case.of(TASK, replace(PIPED, chunks=3))
-    assert len(case.stages) == 6
-    assert sum(stage.both.b for stage in case.stages) == pytest.approx(COST.whole().both.b)
+    case = CostedStrategy.of(TASK, replace(PIPED, chunks=3))
+    stages = case.forecast.stages(ONE_SLICE)
+    assert len(stages) == 6
+    assert sum(stage.both.b for stage in stages) == pytest.approx(COST.whole().both.b)
     assert case.run(STEPS[0]).seconds > 0
 
 
@@ -147,15 +150,15 @@ def test_each_message_between_stages_takes_its_latency(strategy: Strategy) -> No
     """Fill and drain have a message in each direction at least, however few bytes a slice has."""
     latency = 1.0
     slow = replace(TASK, cost=replace(COST, latency=latency))
-    figures = [Case.of(task, strategy).run(STEPS[0]) for task in (TASK, slow)]
+    figures = [CostedStrategy.of(task, strategy).run(STEPS[0]) for task in (TASK, slow)]
     assert figures[1].seconds >= figures[0].seconds + 2 * (strategy.num_stages - 1) * latency * 0.999
-    assert figures[1].compute == pytest.approx(figures[0].compute, rel=0.05)
-    alone = [Case.of(task, WHOLE).run(STEPS[0]) for task in (TASK, slow)]
+    assert figures[1].time.compute == pytest.approx(figures[0].time.compute, rel=0.05)
+    alone = [CostedStrategy.of(task, WHOLE).run(STEPS[0]) for task in (TASK, slow)]
     assert alone[0] == alone[1], "one stage sends no messages"
 
 
 def test_slices_are_those_of_training() -> None:
-    case = Case.of(TASK, SLICED)
+    case = CostedStrategy.of(TASK, SLICED)
     choice = case.planner.choice
     assert choice is not None
     plan = case.planner(STEPS[0][:3])
@@ -165,14 +168,15 @@ def test_slices_are_those_of_training() -> None:
 
 def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
     task = replace(TASK, cost=replace(COST, shape=SPARSE))
-    apart, shared = (Case.of(task, replace(WHOLE, expert_parallel=ranks)) for ranks in (1, 4))
+    apart, shared = (CostedStrategy.of(task, replace(WHOLE, expert_parallel=ranks)) for ranks in (1, 4))
     dense = SPARSE.hidden * 3 * SPARSE.ffn_hidden  # an expert is as wide as the MLP of the dense model
     saved = 6 * 8 * dense * (1 - 1 / 4) * (2 + 4)  # parameters and gradients; optimizer states are shared anyway
-    assert apart.memory.state_bytes[0] - shared.memory.state_bytes[0] == pytest.approx(saved)
+    states = [state_bytes(case.forecast.setup)[0] for case in (apart, shared)]
+    assert states[0] - states[1] == pytest.approx(saved)
     assert shared.planner.needs_aligned
     assert not apart.planner.needs_aligned
     figures = shared.run(STEPS[0])
-    assert figures.compute > 0
+    assert figures.time.compute > 0
     assert shared.bound(STEPS[0]) <= figures.seconds
     with pytest.raises(Unfit, match="experts"):
         cluster_of(task, replace(WHOLE, expert_parallel=3))
@@ -180,10 +184,10 @@ def test_shared_experts_take_less_memory_and_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_no_step_takes_more_than_full_micro_batches(strategy: Strategy) -> None:
-    case = Case.of(TASK, strategy)
+    case = CostedStrategy.of(TASK, strategy)
     for step in (STEPS[0], (16,) * 8):
         found = case.step_bytes(step)
-        assert max(case.memory.state_bytes) < found
+        assert max(state_bytes(case.forecast.setup)) < found
         if not strategy.chooses_slices and strategy.activations != PRICED:
             assert found <= case.full_bytes[0] * (1 + 1e-9)
 
@@ -191,8 +195,8 @@ def test_no_step_takes_more_than_full_micro_batches(strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", [WHOLE, PIPED, replace(PIPED, stage_layers=(4, 2))], ids=str)
 def test_full_micro_batches_take_what_the_search_assumes(strategy: Strategy) -> None:
     """A document on all ranks fills the micro-batches; without a second one, a stage has one of them in flight."""
-    case = Case.of(TASK, strategy)
-    document = case.cluster.num_ranks * 1024
+    case = CostedStrategy.of(TASK, strategy)
+    document = case.forecast.setup.cluster.num_ranks * 1024
     assert case.step_bytes((document,) * 4) == pytest.approx(case.full_bytes[0])
     one_less = (strategy.num_stages - 1) * 1024 * COST.layer_bytes * strategy.stage_layers[0]
     less = case.full_bytes[0] - case.step_bytes((document,))
@@ -200,11 +204,10 @@ def test_full_micro_batches_take_what_the_search_assumes(strategy: Strategy) -> 
 
 
 def test_a_policy_without_work_takes_what_layers_take_that_keep_all() -> None:
-    plain, policy = (Case.of(TASK, one) for one in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=1e3)))
-    assert plain.keeps_all
-    assert policy.keeps_all
+    plain, policy = (CostedStrategy.of(TASK, one) for one in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=1e3)))
+    assert policy.forecast.whole is not None
+    assert policy.forecast.whole.keeps_all
     assert policy.step_bytes(STEPS[0]) == plain.step_bytes(STEPS[0])
     sliced = replace(SLICED, device_gb=1e3)
-    plain, policy = (Case.of(TASK, one) for one in (sliced, replace(sliced, activations=PRICED)))
-    assert not policy.keeps_all
+    plain, policy = (CostedStrategy.of(TASK, one) for one in (sliced, replace(sliced, activations=PRICED)))
     assert policy.step_bytes(STEPS[0]) > 0 < plain.step_bytes(STEPS[0])

@@ -1,0 +1,186 @@
+"""A strategy on a task: its setup, and the figures of steps that the planner of training plans for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bytescale_ext.plan.cost.cost_model import StageCost
+from bytescale_ext.plan.evaluate.bounds import lower_bounds
+from bytescale_ext.plan.evaluate.slicing_choice import SlicingChoice
+from bytescale_ext.plan.hdp.planner import HdpPlanner
+from bytescale_ext.plan.search.costs import strategy_cost
+from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
+from bytescale_ext.plan.search.task import Task, Unfit, cluster_of
+from bytescale_ext.plan.setup.choose import check_fits, decide
+from bytescale_ext.plan.setup.forecast import Forecast, StepTime
+from bytescale_ext.plan.setup.planner import planner_of
+from bytescale_ext.plan.setup.policy import PolicySlices
+from bytescale_ext.plan.setup.setup import (
+    AUTO,
+    NO_RECOMPUTE,
+    Budget,
+    Mesh,
+    Numerics,
+    Policy,
+    Sequences,
+    Setup,
+    States,
+)
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Predicted time and memory of one step.
+
+    Attributes:
+        time: parts of the step's time.
+        device_bytes: the most memory of a device.
+        host_bytes: the most host memory of a process.
+    """
+
+    time: StepTime
+    device_bytes: float
+    host_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step."""
+        return self.time.seconds
+
+
+@dataclass(frozen=True)
+class CostedStrategy:
+    """A strategy that fits a task.
+
+    Attributes:
+        strategy: what was chosen.
+        forecast: predicts its steps.
+        planner: plans its steps, as training does.
+    """
+
+    strategy: Strategy
+    forecast: Forecast
+    planner: HdpPlanner
+
+    @classmethod
+    def of(cls, task: Task, strategy: Strategy) -> CostedStrategy:
+        """Return a strategy with its forecast. Raises Unfit if ranks, documents or memory do not suffice."""
+        decision = decide(setup_of(task, strategy))
+        forecast, slices = Forecast(decision), decision.slices
+        if isinstance(slices, SlicingChoice):
+            try:
+                check_fits(decision)
+            except ValueError:
+                raise Unfit("device memory") from None
+        elif isinstance(slices, PolicySlices):
+            if not slices.fits:
+                raise Unfit("device memory")
+        elif strategy.activations == PRICED:
+            if forecast.whole is None:
+                raise Unfit("device memory")
+        elif forecast.full_bytes[0] > task.devices.memory_bytes:
+            raise Unfit("device memory", forecast.full_bytes[0])
+        return cls(strategy, forecast, planner_of(decision))
+
+    @property
+    def full_bytes(self) -> tuple[float, float]:
+        """The most memory of a device and the most host memory of a process, in full micro-batches that run whole."""
+        return self.forecast.full_bytes
+
+    @property
+    def bounding_stages(self) -> list[tuple[StageCost, ...]]:
+        """Stages from which lower bounds of a step follow; the least of these bounds holds.
+
+        Under the policy ``priced`` with slices there is one for each cost that the slowest stage may have. Otherwise
+        there is one bound: of the slowest stage if micro-batches run in slices or chunks, else of all stages.
+        """
+        setup, slices = self.forecast.setup, self.forecast.decision.slices
+        if isinstance(slices, PolicySlices):
+            nodes = setup.cost.nodes(setup.cluster)
+            return [(stage.on(nodes),) for stage in dict.fromkeys(option.slowest for option in slices.fitting)]
+        is_plain = not setup.chooses_slices and setup.mesh.virtual_stages == 1
+        return [self.forecast.stages(ONE_SLICE) if is_plain else self.planner.stages[:1]]
+
+    def least_seconds(self, work: Sequence[tuple[float, float]]) -> float:
+        """Return a time that the mean of steps does not undercut: the slowest stage's own work, evenly on all ranks.
+
+        ``work``: tokens, and the sum of the squares of the lengths, of each step.
+        """
+        seconds = sum(self.planner.stages[0].both.work(*step) for step in work)
+        return seconds / len(work) / self.forecast.setup.cluster.num_ranks + self.forecast.optimizer_seconds
+
+    def bound(self, lengths: Sequence[int]) -> float:
+        """Return a time that no plan of these documents undercuts: of the step, and of the optimizer."""
+        cluster = self.forecast.setup.cluster
+        bounds = (lower_bounds(lengths, cluster, stages).largest for stages in self.bounding_stages)
+        return min(bounds) + self.forecast.optimizer_seconds
+
+    def plan(self, lengths: Sequence[int]) -> StepPlan:
+        """Return the plan of these documents by the planner of training."""
+        return _planned(self.planner, tuple(lengths))
+
+    def run(self, lengths: Sequence[int]) -> StepFigures:
+        """Return the figures of a step of these documents: planned by the planner of training, and replayed.
+
+        Memory is that of full micro-batches, except if the planner chooses slices.
+        """
+        table, slicing = self.forecast.table(self.plan(lengths))
+        device_bytes, host_bytes = self.full_bytes
+        if self.strategy.chooses_slices:
+            policy = self.forecast.under_policy(slicing)
+            stages = self.forecast.memory(table, slicing)
+            device_bytes = max(one.device.total for one in stages) if policy is None else policy.device_bytes
+            host_bytes = max(one.host for one in stages) if policy is None else policy.host_bytes
+        return StepFigures(self.forecast.time(table, slicing), device_bytes, host_bytes)
+
+    def step_bytes(self, lengths: Sequence[int]) -> float:
+        """Return the most bytes of a device in a step of these documents, whose micro-batches need not be full."""
+        return max(one.device.total for one in self.forecast.memory(*self.forecast.table(self.plan(lengths))))
+
+
+@lru_cache(maxsize=64)
+def _planned(planner: HdpPlanner, lengths: tuple[int, ...]) -> StepPlan:
+    """Plan once for strategies that differ in what the planner does not see, such as the optimizer or spare memory."""
+    return planner(lengths)
+
+
+def setup_of(task: Task, strategy: Strategy) -> Setup:
+    """Return the setup of a strategy. Raises Unfit if its ranks do not divide what they share, or are too few."""
+    cluster = cluster_of(task, strategy)
+    cost = strategy_cost(task.cost, strategy, cluster, task.operators)
+    devices, tensor_parallel = task.devices, strategy.tensor_parallel
+    return Setup(
+        shape=cost.shape,
+        mesh=Mesh(
+            strategy.stage_layers,
+            tensor_parallel,
+            sequence_parallel=tensor_parallel > 1,
+            virtual_stages=strategy.chunks,
+            expert_parallel=strategy.expert_parallel,
+            shares_optimizer=strategy.shares_optimizer,
+            devices_per_node=devices.per_node,
+        ),
+        numerics=Numerics(
+            cost.element_bytes,
+            task.operators,
+            strategy.loss_tokens,
+            task.rows_multiple,
+            recompute={FULL: "full", BLOCK: "block"}.get(strategy.activations, NO_RECOMPUTE),
+            recomputed_layers=strategy.recomputed_layers,
+        ),
+        cluster=cluster,
+        cost=cost,
+        sequences=Sequences(task.context),
+        budget=Budget(
+            devices.memory_bytes if strategy.device_gb is None else strategy.device_gb * 1e9,
+            strategy.host_gb * 1e9,
+            link_bytes_per_second=devices.link_bytes_per_second,
+        ),
+        slicing=AUTO if strategy.chooses_slices else ONE_SLICE,
+        policy=Policy(PRICED if strategy.activations == PRICED else "none"),
+        states=States(ties_embeddings=task.ties_embeddings),
+    )

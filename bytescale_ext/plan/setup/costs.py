@@ -1,0 +1,75 @@
+"""What pipeline stages cost: in seconds for forecasts, and in what planners balance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_cost import ModelCost, flops_stage_cost
+from bytescale_ext.plan.cost.model_shape import key_value_bytes
+from bytescale_ext.plan.schedule.slices import layer_cost
+from bytescale_ext.plan.setup.setup import Setup
+from bytescale_ext.plan.step.sizes import Cluster
+
+
+def stage_costs(setup: Setup) -> tuple[StageCost, ...]:
+    """Return the seconds of each pipeline stage, without what an activation policy adds."""
+    return layer_costs(setup, setup.mesh.stage_layers)
+
+
+def layer_costs(setup: Setup, num_layers: tuple[int, ...]) -> tuple[StageCost, ...]:
+    """Return the seconds of stages with so many layers, the last of which has the output layer."""
+    cost, nodes, last = setup.cost, setup.cost.nodes(setup.cluster), len(num_layers) - 1
+    link = setup.budget.link_bytes_per_second
+    return tuple(cost.stage(layers, stage == last, link).on(nodes) for stage, layers in enumerate(num_layers))
+
+
+def balanced_costs(setup: Setup) -> tuple[StageCost, ...]:
+    """Return what planners balance of each stage: seconds if these were measured or keys are swapped, else FLOPs."""
+    if setup.measured or setup.swaps_keys:
+        return stage_costs(setup)
+    mesh, nodes = setup.mesh, setup.cost.nodes(setup.cluster)
+    return tuple(
+        flops_stage_cost(setup.shape, layers, stage == mesh.last_stage, mesh.tensor_parallel).on(nodes)
+        for stage, layers in enumerate(mesh.stage_layers)
+    )
+
+
+@lru_cache(maxsize=256)
+def slowest_stage(setup: Setup) -> tuple[int, StageCost]:
+    """Return the stage that is slowest with a full micro-batch, and what planners balance of it."""
+    tokens = setup.cluster.tokens_per_rank
+    return max(enumerate(balanced_costs(setup)), key=lambda stage: stage[1].both.sequence_cost(tokens, 1))
+
+
+def equal_cost(setup: Setup) -> CostModel | None:
+    """Return the cost in which the slices of a document are equal; None: their tokens are equal."""
+    if setup.sequences.partition == "even":
+        return None
+    if setup.sequences.partition == "flops":
+        return layer_cost(setup.shape, "flops").both
+    return slowest_stage(setup)[1].both
+
+
+def recomputed(setup: Setup) -> tuple[StageCost, ...]:
+    """Return the seconds of stages whose first layers are computed again in the backward pass."""
+    most, forward = setup.numerics.recomputed_layers, setup.cost.forward
+    return tuple(
+        replace(stage, backward=stage.backward + forward.scaled(min(layers, most)))
+        for stage, layers in zip(stage_costs(setup), setup.mesh.stage_layers, strict=True)
+    )
+
+
+def byte_seconds(cost: ModelCost, cluster: Cluster) -> float:
+    """Return the seconds in which a rank receives a byte from the HDP ranks, all links of a node at work.
+
+    Inside a node it is the cost file's exchange of keys, or ``COLLECTIVE_BYTES_PER_SECOND``. Between nodes, n ranks of
+    a node share the border as in hierarchical rings (``Nodes.hops``): ``slowdown / n`` times as long, if that is more.
+    """
+    keys = key_value_bytes(cost.shape, cost.tensor_parallel, cost.element_bytes)
+    inside = cost.forward.c / keys or 1.0 / COLLECTIVE_BYTES_PER_SECOND
+    if cluster.node_ranks == cluster.num_ranks:
+        return inside
+    return inside * max(1.0, cost.slowdown / cluster.node_ranks)

@@ -1,0 +1,307 @@
+"""Time, memory and traffic of a planned step, as dry runs, searches, simulations and the training log read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from bytescale_ext.plan.activation.forecast import forecast
+from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
+from bytescale_ext.plan.cost.model_shape import ring_bytes_per_token
+from bytescale_ext.plan.cost.nodes import Nodes
+from bytescale_ext.plan.cost.shards import ShardTable
+from bytescale_ext.plan.cost.slice_shares import SliceShares
+from bytescale_ext.plan.evaluate.replay import StageReplay, replay_stages
+from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
+from bytescale_ext.plan.memory.held import DeviceParts, peak_memory
+from bytescale_ext.plan.schedule.actions import most_slices
+from bytescale_ext.plan.setup.choose import Decision
+from bytescale_ext.plan.setup.costs import layer_costs, recomputed, slowest_stage, stage_costs
+from bytescale_ext.plan.setup.coupling import coupling
+from bytescale_ext.plan.setup.memory import input_bytes, parameters, stage_memory, state_bytes, state_cases
+from bytescale_ext.plan.setup.offload import offloading_policy
+from bytescale_ext.plan.setup.policy import PolicySlices, UnderPolicy, under_policy
+from bytescale_ext.plan.setup.setup import BLOCK, Setup
+from bytescale_ext.plan.setup.update import Update, end_passes, message_seconds, update_of
+from bytescale_ext.plan.step.placed import micro_batch_counts
+from bytescale_ext.plan.step.plan import StepPlan
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step, which takes the sum of the four parts.
+
+    Attributes:
+        compute: computation, mean of all devices.
+        exposed: exchange of keys that does not overlap with computation, mean of all devices.
+        idle: waiting for rings and pipeline stages, mean of all devices.
+        update: gradients, parameters and optimizer, if they do not overlap with computation.
+        makespan: time from the first forward pass to the last backward pass.
+    """
+
+    compute: float
+    exposed: float
+    idle: float
+    update: float
+    makespan: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the step."""
+        return self.compute + self.exposed + self.idle + self.update
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Memory of one process of a stage at its peak, in bytes.
+
+    Attributes:
+        device: device memory by kind.
+        host: host memory for activations and swapped keys.
+        pages: host memory for pages of model states.
+    """
+
+    device: DeviceParts
+    host: float = 0.0
+    pages: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the busiest process of each kind receives in a step, in bytes.
+
+    Attributes:
+        rings: keys, values and their gradients from the ranks of its rings.
+        stages: outputs and gradients from neighbouring pipeline stages.
+        update: gradients and parameters from the ranks that have the same.
+        all_rings: bytes that all ranks receive in rings, in all layers.
+    """
+
+    rings: float
+    stages: float
+    update: float
+    all_rings: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicts the steps of a decision."""
+
+    decision: Decision
+
+    @property
+    def setup(self) -> Setup:
+        """What steps are planned for."""
+        return self.decision.setup
+
+    @cached_property
+    def whole(self) -> UnderPolicy | None:
+        """The stages under the activation policy in the given slices; None without policy, or if slices are chosen."""
+        setup = self.setup
+        if setup.chooses_slices or not setup.policy.is_on or setup.plans_offload:
+            return None
+        return under_policy(setup, setup.given_slicing, self.decision.link_share)
+
+    def under_policy(self, slicing: Slicing) -> UnderPolicy | None:
+        """Return the stages under the activation policy in the slices of a step; None without a policy."""
+        slices = self.decision.slices
+        return slices.of(slicing) if isinstance(slices, PolicySlices) else self.whole
+
+    def stages(self, slicing: Slicing) -> tuple[StageCost, ...]:
+        """Return the seconds of each stage, or of each virtual stage chunk by chunk, in the slices of a step."""
+        setup, nodes = self.setup, self.setup.cost.nodes(self.setup.cluster)
+        virtual = self.num_chunks(slicing) > 1
+        policy = self.under_policy(slicing)
+        if policy is not None:
+            return tuple(stage.on(nodes) for stage in (policy.virtual if virtual else policy.stages))
+        if setup.numerics.recompute == BLOCK:
+            return recomputed(setup)
+        return self._virtual_costs if virtual else stage_costs(setup)
+
+    @cached_property
+    def _virtual_costs(self) -> tuple[StageCost, ...]:
+        """Seconds of each virtual stage, chunk by chunk."""
+        mesh = self.setup.mesh
+        chunks = mesh.virtual_stages
+        return layer_costs(self.setup, tuple(layers // chunks for layers in mesh.stage_layers) * chunks)
+
+    def num_chunks(self, slicing: Slicing) -> int:
+        """Return the virtual stages of each stage that a replay runs; slices are replayed on whole stages."""
+        mesh = self.setup.mesh
+        equal = not any(layers % mesh.virtual_stages for layers in mesh.stage_layers)
+        return mesh.virtual_stages if slicing.num_slices == 1 and equal else 1
+
+    @cached_property
+    def _update(self) -> Update:
+        """Seconds in which the process with most parameters updates them."""
+        setup = self.setup
+        most = max(parameters(setup), key=lambda one: one.count)
+        return update_of(setup.cost, most, setup.cluster, setup.mesh.shares_optimizer)
+
+    @cached_property
+    def _message(self) -> tuple[float, float]:
+        """Seconds of a message between stages with all tokens of a micro-batch, and of one of a few bytes."""
+        setup = self.setup
+        if setup.mesh.num_stages == 1:
+            return 0.0, 0.0
+        return message_seconds(setup.cost, setup.cluster.tokens_per_rank, setup.spans_nodes), setup.cost.latency
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer, which overlap with nothing."""
+        return self._update.optimizer
+
+    def table(self, plan: StepPlan) -> tuple[ShardTable, Slicing]:
+        """Return the shards of a plan on ranks that run whole groups of micro-batches, and its slices."""
+        mesh = self.setup.mesh
+        group = mesh.num_stages if mesh.virtual_stages > 1 else 1
+        counts = micro_batch_counts(plan, mesh.expert_ranks, group)
+        slicing = plan.slicing or (ONE_SLICE if self.setup.chooses_slices else self.setup.given_slicing)
+        return ShardTable.of(plan).with_counts(np.array(counts)), slicing
+
+    def replay(self, table: ShardTable, slicing: Slicing) -> StageReplay:
+        """Return when each slice of a step runs on each stage, with messages between stages."""
+        message, latency = self._message
+        seconds = latency + message / slicing.num_slices
+        return replay_stages(table, self.stages(slicing), slicing, self.num_chunks(slicing), p2p_seconds=seconds)
+
+    def time(self, table: ShardTable, slicing: Slicing) -> StepTime:
+        """Return the time of a step, from its shards and its slices."""
+        result = self.replay(table, slicing)
+        exposed, idle = (share * result.makespan for share in (result.exposed_share, result.idle_share))
+        in_slots = (coupling(result, slicing.num_slices, self.setup.mesh.expert_ranks) - 1.0) * result.makespan
+        return StepTime(
+            compute=result.makespan - exposed - idle,
+            exposed=exposed,
+            idle=idle + in_slots,
+            update=self._update.exposed(*end_passes(result, slicing.num_slices)),
+            makespan=result.makespan,
+        )
+
+    def memory(self, table: ShardTable, slicing: Slicing) -> list[StageBytes]:
+        """Return the memory of each stage in a step, on the HDP rank that takes most.
+
+        If a policy moves activations, or only some layers are recomputed, micro-batches count as full.
+        """
+        setup, policy = self.setup, self.under_policy(slicing)
+        pages = [float(case.host_bytes) for case in state_cases(setup)] if setup.states.decided.stage else None
+        pages = pages or [0.0] * setup.mesh.num_stages
+        if policy is not None and not policy.keeps_all:
+            rows = zip(policy.state_bytes, policy.forecasts, pages, strict=True)
+            return [
+                StageBytes(DeviceParts(one.device_bytes, 0.0, 0.0, states, 0.0), one.host_bytes, page)
+                for states, one, page in rows
+            ]
+        if setup.plans_offload:
+            policy_of_all = offloading_policy(setup)
+            largest = policy_of_all.largest
+            held = forecast(policy_of_all.plan(largest), largest, policy_of_all.machine).device_bytes
+            rows_of = zip(state_bytes(setup), pages, strict=True)
+            return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for states, page in rows_of]
+        if setup.numerics.recompute == BLOCK:
+            found = zip(block_bytes(setup), state_bytes(setup), pages, strict=True)
+            return [StageBytes(DeviceParts(held, 0.0, 0.0, states, 0.0), 0.0, page) for held, states, page in found]
+        memory = stage_memory(setup)
+        most = peak_memory(table, slicing, slowest_stage(setup)[1].both, memory, setup.mesh.virtual_stages)
+        parts, in_host = most.stage_parts(memory), most.stage_host_bytes(memory)
+        return [StageBytes(*row) for row in zip(parts, in_host, pages, strict=True)]
+
+    @cached_property
+    def full_bytes(self) -> tuple[float, float]:
+        """The most memory of a device, and of a process's host memory, if micro-batches are full and run whole."""
+        setup = self.setup
+        if self.whole is not None:
+            return self.whole.device_bytes, self.whole.host_bytes
+        if setup.numerics.recompute == BLOCK:
+            both = zip(block_bytes(setup), state_bytes(setup), strict=True)
+            return max(held + states for held, states in both), 0.0
+        memory, mesh = stage_memory(setup).unsliced(), setup.mesh
+        if mesh.virtual_stages == 1:
+            in_flight = enumerate(tokens_in_flight(setup))
+            return memory.most_bytes([tokens * memory.token_bytes(stage) for stage, tokens in in_flight]), 0.0
+        table = full_micro_batches(4 * mesh.num_stages, setup.cluster.tokens_per_rank)
+        cost = slowest_stage(setup)[1].both
+        return peak_memory(table, ONE_SLICE, cost, memory, mesh.virtual_stages).device_bytes(memory), 0.0
+
+    def traffic(self, table: ShardTable, slicing: Slicing) -> Traffic:
+        """Return what processes receive in a step."""
+        setup, mesh, numerics = self.setup, self.setup.mesh, self.setup.numerics
+        ranks = table.row_ranks[table.rows]
+        tokens = np.bincount(ranks, weights=table.tokens, minlength=table.num_ranks).max()
+        shared = mesh.tensor_parallel if mesh.sequence_parallel else 1
+        directions = min(2, mesh.num_stages - 1) if mesh.virtual_stages == 1 else 2
+        output = setup.shape.hidden * numerics.element_bytes / shared
+        others = 1 - 1 / setup.cluster.num_ranks
+        gathered = numerics.element_bytes if mesh.shares_optimizer else numerics.gradient_bytes
+        from_rings = self.ring_bytes(table, slicing)
+        return Traffic(
+            rings=max(mesh.stage_layers) * float(from_rings.max()),
+            stages=directions * mesh.virtual_stages * float(tokens) * output,
+            update=(numerics.gradient_bytes + gathered) * others * max(one.dense for one in parameters(setup)),
+            all_rings=float(from_rings.sum()) * sum(mesh.stage_layers),
+        )
+
+    def ring_bytes(self, table: ShardTable, slicing: Slicing, node: int | None = None) -> Floats:
+        """Return the bytes that each HDP rank receives from its rings in one layer: [num_ranks].
+
+        With ``node``, the bytes that it sends to other nodes of so many ranks.
+        """
+        setup, numerics = self.setup, self.setup.numerics
+        sizes = numerics.element_bytes, numerics.sum_bytes
+        of_keys, both = ring_bytes_per_token(setup.shape, setup.mesh.tensor_parallel, *sizes)
+        keys, sums = ring_tokens(table, slowest_stage(setup)[1].both, slicing)
+        share = 1.0 if node is None else table.sent_to_other_nodes(node)
+        each = (of_keys * keys + (both - of_keys) * sums) * share
+        return np.bincount(table.row_ranks[table.rows], weights=each, minlength=table.num_ranks)
+
+
+def ring_tokens(table: ShardTable, cost: CostModel, slicing: Slicing) -> tuple[Floats, Floats]:
+    """Return the tokens of other ranks that each shard receives: with their keys, and with sums of their gradients.
+
+    Both are [n], over all slices. Keys travel in both passes; kept keys travel only once, in the forward pass.
+    """
+    lengths, widths = table.lengths.astype(np.float64), table.widths.astype(np.float64)
+    shares = SliceShares.of(cost, lengths, widths, slicing)
+    up_to_end = np.cumsum(shares.tokens, axis=1)
+    of_sums = np.where(shares.summed[:, None], shares.tokens, up_to_end).sum(axis=1)
+    of_keys = shares.exchanged.sum(axis=1) * np.where(shares.kept, 1.0, 2.0)
+    others = lengths * (widths - 1) / widths
+    return others * of_keys, others * of_sums
+
+
+def documents_on_nodes(table: ShardTable, node: int) -> tuple[int, int]:
+    """Return how many documents are on several nodes of ``node`` HDP ranks, and how many of them in nested rings."""
+    assert table.inner_rings is not None, "the table is that of a plan"
+    first = table.members == 0
+    nested = np.count_nonzero(first & (table.inner_rings > 1))
+    wide = np.count_nonzero(first & Nodes(node, 1.0).crossed(table.row_ranks[table.rows], table.widths))
+    return int(wide), int(nested)
+
+
+def tokens_in_flight(setup: Setup) -> list[int]:
+    """Return the tokens whose activations each stage holds at most, in full micro-batches that run whole."""
+    num_stages, tokens = setup.mesh.num_stages, setup.cluster.tokens_per_rank
+    return [most_slices(num_stages, ONE_SLICE, stage) * tokens for stage in range(num_stages)]
+
+
+def block_bytes(setup: Setup) -> Sequence[float]:
+    """Return the device bytes of each stage, without model states, whose first layers are recomputed.
+
+    Micro-batches are full and run whole.
+    """
+    memory = stage_memory(setup)
+    again, kept_bytes = memory.recomputing(input_bytes(setup)), memory.layer.activations
+    found = []
+    for stage, tokens in enumerate(tokens_in_flight(setup)):
+        layers = memory.num_layers[stage]
+        share = min(layers, setup.numerics.recomputed_layers) / layers
+        kept = share * input_bytes(setup) + (1 - share) * kept_bytes
+        found.append(again.working_bytes[stage] + layers * tokens * (kept + again.layer.angles / layers))
+    return found

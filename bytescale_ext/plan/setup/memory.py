@@ -1,0 +1,169 @@
+"""The memory of pipeline stages and of their model states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from bytescale_ext.plan.activation.tensors import expert_bytes, layer_tensors
+from bytescale_ext.plan.cost.model_shape import key_value_bytes
+from bytescale_ext.plan.memory.model_states import (
+    expert_parameters,
+    optimizer_bytes,
+    parameter_bytes,
+    stage_parameters,
+)
+from bytescale_ext.plan.memory.stage_memory import StageMemory
+from bytescale_ext.plan.schedule.document_slices import affordable_tokens
+from bytescale_ext.plan.setup.layers import expert_load, stage_settings
+from bytescale_ext.plan.setup.setup import FULL, NO_RECOMPUTE, Setup
+from bytescale_ext.plan.states.forecast import StateCase
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of one process.
+
+    Attributes:
+        dense: parameters that all HDP ranks have.
+        experts: parameters of the experts that are dealt out.
+        expert_holders: HDP ranks with the same experts, of ``num_ranks`` ranks.
+        num_ranks: HDP ranks.
+    """
+
+    dense: float
+    experts: float = 0.0
+    expert_holders: int = 1
+    num_ranks: int = 1
+
+    @property
+    def count(self) -> float:
+        """All parameters."""
+        return self.dense + self.experts
+
+    @property
+    def parts(self) -> tuple[tuple[float, int], ...]:
+        """Each part with the number of HDP ranks that have the same."""
+        return (self.dense, self.num_ranks), (self.experts, self.expert_holders)
+
+    def state_bytes(self, element_bytes: int, shares_optimizer: bool, offloaded_share: float = 0.0) -> float:
+        """Return the device bytes of parameters, gradients and resident optimizer states.
+
+        ``offloaded_share``: share of the optimizer's states that is not on the device.
+        """
+        total = 0.0
+        for count, ranks in self.parts:
+            holders = ranks if shares_optimizer else 1
+            total += count * parameter_bytes(element_bytes, holders)
+            total -= count * offloaded_share * optimizer_bytes(element_bytes) / holders
+        return total
+
+
+def parameters(setup: Setup) -> list[Parameters]:
+    """Return the parameters of a process of each stage."""
+    mesh, cluster = setup.mesh, setup.cluster
+    tensor_of_expert = mesh.expert_tensor_parallel or mesh.tensor_parallel
+    holders = max(1, cluster.num_ranks * mesh.tensor_parallel // (tensor_of_expert * mesh.expert_parallel))
+    added = setup.states.added_parameters or (0.0,) * mesh.num_stages
+    return [
+        Parameters(
+            dense=more + _dense_parameters(setup, stage),
+            experts=expert_parameters(shape, tensor_of_expert, mesh.expert_parallel),
+            expert_holders=holders,
+            num_ranks=cluster.num_ranks,
+        )
+        for stage, (shape, more) in enumerate(zip(setup.shape.stages(mesh.stage_layers), added, strict=True))
+    ]
+
+
+def _dense_parameters(setup: Setup, stage: int) -> float:
+    """Return the parameters of a stage without experts and added ones; tied embeddings of one stage are one matrix."""
+    mesh, shape = setup.mesh, setup.shape.part(setup.mesh.stage_layers[stage])
+    has_embedding, has_head = stage == 0 and not setup.states.embedding_in_host, stage == mesh.last_stage
+    count = stage_parameters(shape, mesh.tensor_parallel, has_embedding, has_head)
+    if has_embedding and has_head and setup.states.ties_embeddings:
+        count -= shape.vocab * shape.hidden / mesh.tensor_parallel
+    return count
+
+
+@lru_cache(maxsize=256)
+def state_cases(setup: Setup) -> tuple[StateCase, ...]:
+    """Return the model states of each stage as pages hold them; experts and added parameters are not counted."""
+    mesh, states = setup.mesh, setup.states
+    option = states.decided if not isinstance(states.option, str) else None
+    is_one_matrix = mesh.num_stages == 1 and states.ties_embeddings
+    return tuple(
+        StateCase(
+            shape=replace(setup.shape, num_layers=layers),
+            tensor_parallel=mesh.tensor_parallel,
+            has_embedding=stage == 0 and not is_one_matrix,
+            has_head=stage == mesh.last_stage,
+            element_bytes=setup.numerics.element_bytes,
+            optimizer_ranks=setup.optimizer_ranks,
+            page_bytes=states.page_bytes,
+            stage=max(1, option.stage) if option else 1,
+            window_layers=option.window_layers if option else 2,
+            update_steps=states.update_steps,
+        )
+        for stage, layers in enumerate(mesh.stage_layers)
+    )
+
+
+@lru_cache(maxsize=256)
+def state_bytes(setup: Setup) -> tuple[float, ...]:
+    """Return the device memory of the model states of each stage, in a step; where they are is decided."""
+    option = setup.states.decided
+    if option.stage:
+        return tuple(case.paged_bytes for case in state_cases(setup))
+    element, shares = setup.numerics.element_bytes, setup.mesh.shares_optimizer
+    offloaded = setup.states.offloaded_share
+    return tuple(stage.state_bytes(element, shares, offloaded) for stage in parameters(setup))
+
+
+def stage_memory(setup: Setup) -> StageMemory:
+    """Return the device memory of the stages, with their model states and without an activation policy.
+
+    If layers are recomputed in blocks, all of them count here as if they kept their activations.
+    """
+    numerics, cost, mesh = setup.numerics, setup.cost, setup.mesh
+    tensors = _tensor_bytes(setup)
+    if not setup.measured:
+        experts = expert_bytes(setup.shape, numerics.element_bytes, cost.tensor_parallel, expert_load(setup))
+        cost = replace(cost, layer_bytes=sum(tensors) + experts)
+    settings = stage_settings(setup, mesh.last_stage, ONE_SLICE)
+    memory = StageMemory.of(cost, mesh.stage_layers, setup.cluster, settings)
+    memory = replace(memory, rows_multiple=setup.rows_multiple, state_bytes=state_bytes(setup))
+    memory = memory.with_virtual_stages() if mesh.virtual_stages > 1 else memory
+    if numerics.recompute != FULL:
+        return memory
+    return memory.recomputing(input_bytes(setup), sliced=setup.slicing != ONE_SLICE)
+
+
+def input_bytes(setup: Setup) -> float:
+    """Return the bytes of a token that a layer keeps if it is recomputed: measured, or of its input."""
+    return setup.cost.recompute_bytes if setup.measured else _tensor_bytes(setup)[0]
+
+
+def _tensor_bytes(setup: Setup) -> list[float]:
+    """Return the bytes of a token in each tensor that a layer saves."""
+    mesh, numerics = setup.mesh, setup.numerics
+    tensors = layer_tensors(
+        setup.shape, numerics.element_bytes, mesh.tensor_parallel, mesh.sequence_parallel, numerics.operators
+    )
+    return [tensor.bytes_per_token for tensor in tensors]
+
+
+def affordable_keys(setup: Setup, slicing: Slicing) -> int:
+    """Return the longest sequence whose keys can be kept between slices in the memory that 1F1B would take.
+
+    It counts what a token is sure to keep in a layer: all tensors in 16 bits or, where activations are recomputed or
+    leave the device, the layer's input.
+    """
+    tensor_parallel = setup.mesh.tensor_parallel
+    tensors = layer_tensors(setup.shape, tensor_parallel=tensor_parallel)
+    if setup.numerics.recompute != NO_RECOMPUTE or setup.policy.is_on:
+        tensors = tensors[:1]
+    layer_bytes = sum(tensor.bytes_per_token for tensor in tensors)
+    keys = key_value_bytes(setup.shape, tensor_parallel)
+    return affordable_tokens(setup.mesh.num_stages, slicing, setup.cluster.tokens_per_rank, layer_bytes, keys)

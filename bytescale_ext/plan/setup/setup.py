@@ -1,0 +1,355 @@
+"""Everything that steps are planned for, as one frozen value.
+
+Training makes a ``Setup`` from Megatron's arguments, a command from its options, a search from a strategy. Layers,
+memory, costs, choices, planners and forecasts follow from it in the other files of this folder, for all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Final, Literal
+
+from bytescale_ext.plan.activation.load import MEMORY_BYTES_PER_SECOND, Machine
+from bytescale_ext.plan.activation.operators import FUSED, LayerOperators
+from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND, ModelCost
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.states.step_time import StateOption
+from bytescale_ext.plan.states.timeline import (
+    ADAM_BYTES_PER_SECOND,
+    READ_BYTES_PER_SECOND,
+    WRITE_BYTES_PER_SECOND,
+    Speeds,
+)
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+
+AUTO: Final = "auto"
+"""A choice that is left to the planner."""
+
+NO_RECOMPUTE: Final = "none"
+FULL: Final = "full"
+BLOCK: Final = "block"
+
+PAGE_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How the model is spread over devices.
+
+    Attributes:
+        stage_layers: transformer layers of each pipeline stage.
+        tensor_parallel: ranks that share each layer.
+        sequence_parallel: tensor-parallel ranks also share the tokens of norms and residuals.
+        virtual_stages: virtual stages (model chunks) of each pipeline stage.
+        expert_parallel: parts into which the experts of a layer are dealt out.
+        expert_tensor_parallel: ranks that share each expert; None: as many as share a layer.
+        shares_optimizer: HDP ranks share Adam's states (ZeRO-1).
+        devices_per_node: devices of a node; None: all devices are in one.
+    """
+
+    stage_layers: tuple[int, ...]
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    virtual_stages: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    shares_optimizer: bool = False
+    devices_per_node: int | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.stage_layers)
+
+    @property
+    def expert_ranks(self) -> int:
+        """HDP ranks that exchange tokens in layers of experts."""
+        group = (self.expert_tensor_parallel or self.tensor_parallel) * self.expert_parallel
+        return math.lcm(group, self.tensor_parallel) // self.tensor_parallel
+
+    @property
+    def last_stage(self) -> int:
+        """Number of the last stage, which has the output layer."""
+        return self.num_stages - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How layers compute.
+
+    Attributes:
+        element_bytes: bytes of one element of a parameter or an activation.
+        operators: fused and unfused operators of a layer.
+        loss_tokens: tokens whose logits exist together (``--chunked-cross-entropy``); None: all of a micro-batch.
+        rows: matrix products take rows in multiples of this: 16 or 32 in FP8, else 1.
+        recompute: what the backward pass computes again: "none", "full" (all layers), "block" (the first layers of each
+            stage) or "selective" (parts of layers).
+        recomputed_layers: layers of each stage that "block" computes again.
+        gradient_bytes: bytes of one element of a gradient that ranks exchange.
+        sum_bytes: bytes of one element of a sum of key gradients.
+    """
+
+    element_bytes: int = 2
+    operators: LayerOperators = FUSED
+    loss_tokens: int | None = None
+    rows: int = 1
+    recompute: str = NO_RECOMPUTE
+    recomputed_layers: int = 0
+    gradient_bytes: int = 4
+    sum_bytes: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory and links of one process.
+
+    Attributes:
+        device_bytes: memory of the device, all of it: model states, activations and keys.
+        host_bytes: host memory for activations and keys and, if the planner chooses model states, for their pages.
+        disk_bytes: space on a local disk for pages.
+        link_bytes_per_second: speed between device and host memory, one way.
+        memory_bytes_per_second: speed of device memory.
+    """
+
+    device_bytes: float = math.inf
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    link_bytes_per_second: float = LINK_BYTES_PER_SECOND
+    memory_bytes_per_second: float = MEMORY_BYTES_PER_SECOND
+
+    def machine(self, device_bytes: float, host_bytes: float) -> Machine:
+        """Return these links with what is left of both memories."""
+        return Machine(device_bytes, host_bytes, self.link_bytes_per_second, self.memory_bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """What is trained on.
+
+    Attributes:
+        longest: tokens of the longest sequence.
+        micro_batches: micro-batches of a rank and step; of documents, an estimate from their tokens.
+        sample_slices: tokens of each slice of samples that all have the same length; empty: documents, or whole
+            samples.
+        are_documents: sequences are documents, of which a step may need any number of micro-batches on a rank.
+        partition: what is equal in all slices of a document: "time", "flops" or "even" (tokens).
+    """
+
+    longest: int
+    micro_batches: int = 1
+    sample_slices: tuple[int, ...] = ()
+    are_documents: bool = True
+    partition: str = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """How documents are placed.
+
+    Attributes:
+        balance: planner by name; "auto": the balance planner that fits the mesh.
+        static_width: ranks of a static context-parallel mesh to compare with, or None.
+    """
+
+    balance: str = AUTO
+    static_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What becomes of activations between forward and backward pass.
+
+    Attributes:
+        name: policy by name, one of ``POLICIES``.
+        swap, recompute: given shares of the tokens, or None.
+    """
+
+    name: str = "none"
+    swap: float | None = None
+    recompute: float | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether activations follow a plan."""
+        return self.name != "none" or self.has_shares
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether shares are given, instead of planned."""
+        return (self.swap, self.recompute) != (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Model states: parameters, gradients and Adam's states.
+
+    Attributes:
+        option: where they are, or "auto".
+        allowed: values of ``--state-stage`` that "auto" may choose.
+        page_bytes: bytes of a page.
+        update_steps: steps beside which an update runs; 0: updates are exact.
+        has_disk: pages may be on a local disk.
+        ties_embeddings: input and output embedding are one matrix.
+        embedding_in_host: the input embedding is a table in host memory.
+        added_parameters: further parameters of each stage, such as n-gram tables; empty: none.
+        offloaded_share: share of Adam's states that Megatron itself keeps in host memory (``--optimizer-cpu-offload``).
+        shares_budget: pages share ``Budget.host_bytes`` with activations, because the planner chose them.
+        speeds: speeds of Adam in host memory and of the disk.
+        update_bytes_per_second: memory that Adam reads and writes on resident states.
+    """
+
+    option: StateOption | Literal["auto"] = field(default_factory=StateOption)
+    allowed: tuple[int, ...] = (1, 2, 3)
+    page_bytes: int = PAGE_BYTES
+    update_steps: int = 0
+    has_disk: bool = False
+    ties_embeddings: bool = False
+    embedding_in_host: bool = False
+    added_parameters: tuple[float, ...] = ()
+    offloaded_share: float = 0.0
+    shares_budget: bool = False
+    speeds: Speeds = field(
+        default_factory=lambda: Speeds(
+            LINK_BYTES_PER_SECOND, ADAM_BYTES_PER_SECOND, READ_BYTES_PER_SECOND, WRITE_BYTES_PER_SECOND
+        )
+    )
+    update_bytes_per_second: float = MEMORY_BYTES_PER_SECOND
+
+    @property
+    def decided(self) -> StateOption:
+        """Where the states are, once that is decided."""
+        assert isinstance(self.option, StateOption), "the model states are not chosen yet"
+        return self.option
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What steps are planned for.
+
+    Attributes:
+        shape: sizes of the model.
+        mesh: how the model is spread over devices.
+        numerics: how layers compute.
+        cluster: HDP ranks, C, and ranks of a node.
+        cost: seconds of the model, measured or estimated from rates.
+        sequences: what is trained on.
+        budget: memory and links of one process.
+        slicing: slices of a micro-batch; "auto": the planner chooses them for each step.
+        policy: what becomes of activations.
+        states: model states.
+        planning: how documents are placed.
+        measured: ``cost`` was measured. Otherwise planners balance FLOPs.
+    """
+
+    shape: ModelShape
+    mesh: Mesh
+    numerics: Numerics
+    cluster: Cluster
+    cost: ModelCost
+    sequences: Sequences
+    budget: Budget = Budget()
+    slicing: Slicing | Literal["auto"] = ONE_SLICE
+    policy: Policy = Policy()
+    states: States = States()
+    planning: Planning = Planning()
+    measured: bool = True
+
+    def __hash__(self) -> int:
+        """Return a hash that is computed once: figures of a setup are looked up by it."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone: hashes differ between processes."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        return self.cluster.num_ranks * self.mesh.num_stages * self.mesh.tensor_parallel
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the devices are in several nodes."""
+        return self.mesh.devices_per_node is not None and self.num_devices > self.mesh.devices_per_node
+
+    @property
+    def rows_multiple(self) -> int:
+        """Rows of which micro-batches and slices are a multiple."""
+        return self.numerics.rows * (self.mesh.tensor_parallel if self.mesh.sequence_parallel else 1)
+
+    @property
+    def chooses_slices(self) -> bool:
+        """Whether the planner chooses the slices of each step."""
+        return self.slicing == AUTO
+
+    @property
+    def given_slicing(self) -> Slicing:
+        """The slices of every step, where the planner does not choose them."""
+        assert isinstance(self.slicing, Slicing), "the planner chooses the slices of each step"
+        return self.slicing
+
+    @property
+    def swaps_keys(self) -> bool:
+        """Whether keys may be kept in host memory: as given, or where the planner chooses without a policy."""
+        if isinstance(self.slicing, Slicing):
+            return self.slicing.swapped_tokens > 0
+        return self.budget.host_bytes > 0 and not self.policy.is_on
+
+    @property
+    def plans_offload(self) -> bool:
+        """Whether the plan of a step chooses what each micro-batch offloads (ByteScale section 5.2)."""
+        return self.sequences.are_documents and self.policy.name == "offload" and self.policy.swap is None
+
+    @property
+    def has_aligned_slots(self) -> bool:
+        """Whether ranks that share a sequence need it in the same micro-batch slot."""
+        return self.mesh.num_stages > 1 or self.mesh.expert_ranks > 1
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share Adam's states of dense parameters."""
+        return self.cluster.num_ranks if self.mesh.shares_optimizer else 1
+
+    def with_option(self, option: StateOption) -> Setup:
+        """Return this setup with model states that the planner chose."""
+        return replace(self, states=replace(self.states, option=option, shares_budget=True))
+
+
+def setup_of_cost(
+    cost: ModelCost, num_stages: int = 1, cluster: Cluster | None = None, longest: int | None = None
+) -> Setup:
+    """Return the setup of a model in stages of equal layers, with nothing given but its cost.
+
+    HDP ranks share Adam's states, and operators of layers are fused.
+
+    Args:
+        cost: measured or published seconds of the model.
+        num_stages: pipeline stages.
+        cluster: HDP ranks; None: one rank.
+        longest: tokens of the longest sequence; None: as many as fit on all ranks.
+
+    Raises:
+        ValueError: the stages do not divide the layers.
+    """
+    cluster = cluster or Cluster(1, 8192)
+    return Setup(
+        shape=cost.shape,
+        mesh=Mesh(equal_layers(cost.shape, num_stages), cost.tensor_parallel, shares_optimizer=True),
+        numerics=Numerics(cost.element_bytes),
+        cluster=cluster,
+        cost=cost,
+        sequences=Sequences(longest or cluster.num_ranks * cluster.tokens_per_rank),
+    )
+
+
+def equal_layers(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Return the layers of equal stages. Raises ValueError if they do not divide the layers."""
+    if num_stages < 1 or shape.num_layers % num_stages:
+        raise ValueError(f"{num_stages} stages do not divide the {shape.num_layers} layers of the model")
+    return (shape.num_layers // num_stages,) * num_stages

@@ -1,0 +1,69 @@
+"""The setup of a training: what arguments make of it, and the slices that a policy may run in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
+from bytescale_ext.plan.setup.memory import state_bytes
+from bytescale_ext.plan.setup.policy import under_policy
+from megatron.bytescale.arguments.setup import setup_of
+from tests.bytescale.arguments.resolving import resolved
+from tests.bytescale.features.activations.test_flags import parsed
+from tests.bytescale.features.slices.test_flags import CHOSEN
+from tests.e2e.training import MODEL, TRAIN
+
+
+@pytest.mark.ranks
+def test_under_a_policy_the_planner_chooses_among_the_slices_in_which_it_fits() -> None:
+    """Every option that fits has a cost that includes what is copied and rebuilt; less memory leaves fewer options."""
+    given = [*MODEL, *TRAIN, "--cpu", *f"{CHOSEN} BUDGET --host-memory-gb 0.1 --no-measured-speeds".split()]
+
+    def config(budget: str, words: str) -> Any:
+        words_of_line = [budget if word == "BUDGET" else word for word in given]
+        return resolved(4, *words_of_line, *words.split()).features["activations"]
+
+    ample = config("0.01", "--activation-policy priced")
+    states = max(state_bytes(ample.decision.setup)) / 1e9
+    tight = config(f"{states + 0.0009}", "--activation-policy priced")
+    swapping = config("0.01", "--swap-fraction 1 --link-gb-per-second 0.001")
+    assert 0 < len(tight.choice.fitting) < len(ample.choice.fitting) == len(ample.choice.slicings)
+    kept = {slicing.kept_tokens / 256 for slicing in ample.choice.slicings}
+    assert kept == set(KEPT_SHARES)
+    for slicing in tight.choice.slicings:
+        fits = slicing in tight.choice.options
+        assert fits == (under_policy(tight.decision.setup, slicing) is not None)
+    free, slow = (one.choice.fitting[0].slowest for one in (ample, swapping))
+    assert slow.forward.b > 10 * free.forward.b
+    assert slow.backward.b > 10 * free.backward.b
+    chosen = tight.choice.options[-1]
+    of_step = tight.in_slices(chosen)
+    assert of_step.plan(of_step.largest).swap + of_step.plan(of_step.largest).recompute > 0
+    assert of_step.described().startswith("> bytescale: activations priced: swapped")
+    assert f"{len(tight.choice.fitting)} of {len(tight.choice.slicings)} combinations" in tight.described()
+
+
+def test_micro_batches_of_a_step() -> None:
+    """Samples are counted; documents are as many as fit if all were as long as the longest."""
+    samples = parsed(global_batch_size=64, micro_batch_size=2, data_parallel_size=4)
+    assert setup_of(samples).sequences.micro_batches == 8
+    documents = parsed("--hybrid-data-parallel", "--hdp-tokens-per-rank", "4096", global_batch_size=64, world_size=4)
+    assert setup_of(documents).sequences.micro_batches == 64 * 8192 // (4 * 4096)
+
+
+def test_memories_of_n_grams_are_parameters_of_their_stages() -> None:
+    words = "--ngram-layers 1,8 --ngram-rows 1000 --ngram-dim 8 --ngram-orders 2 --ngram-heads 1".split()
+    stages = {"pipeline_model_parallel_size": 2, "world_size": 2}
+    assert setup_of(parsed(*words, **stages)).states.added_parameters == (1000 * 8 + 2 * 1024 * 8,) * 2
+    in_host = setup_of(parsed(*words, "--ngram-storage", "host", **stages))
+    assert in_host.states.added_parameters == (2 * 1024 * 8,) * 2
+
+
+def test_states_that_megatron_offloads_are_not_on_the_device() -> None:
+    whole, half = (
+        state_bytes(setup_of(parsed(optimizer_cpu_offload=share > 0, optimizer_offload_fraction=share)))[0]
+        for share in (0.0, 0.5)
+    )
+    assert half == pytest.approx(whole * 12 / 18)

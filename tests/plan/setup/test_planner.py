@@ -1,0 +1,43 @@
+"""The planner follows the setup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bytescale_ext.config.slices import DocumentSliceConfig
+from bytescale_ext.plan.schedule.document_slices import SliceRule
+from bytescale_ext.plan.setup.choose import Decision
+from bytescale_ext.plan.setup.planner import balanced_cost, planner_of
+from bytescale_ext.plan.step.sizes import Slicing
+from tests.config.runs import hdp_of, run_of
+from tests.plan.simple_plans import plan_naive, plan_static
+
+LENGTHS = (250, 3, 60, 130, 64)
+
+
+def decision(**changes: Any) -> Decision:
+    return run_of(hdp_of(rows_multiple=2, **changes)).decision
+
+
+def test_planner_follows_the_setup() -> None:
+    assert planner_of(decision(balance="none"))(LENGTHS) == plan_naive(LENGTHS, 4, 64, 2)
+    assert planner_of(decision(balance="pp", num_stages=2))(LENGTHS).aligned
+    assert planner_of(decision(static_width=4))(LENGTHS) == plan_static(LENGTHS, 4, 64, 4)
+    assert planner_of(decision())(LENGTHS) != planner_of(decision(static_width=4))(LENGTHS)
+
+
+def test_nothing_is_sliced_or_offloaded_by_default() -> None:
+    hdp = hdp_of()
+    plain = run_of(hdp).decision
+    assert plain.finest == Slicing()
+    assert plain.offloading_layers is None
+    assert balanced_cost(plain) == hdp.cost
+
+
+def test_slices_of_documents_reach_the_planner() -> None:
+    slices = DocumentSliceConfig(SliceRule(Slicing(3, 50).two_ahead()), num_stages=2)
+    sliced = run_of(hdp_of(balance="pp", num_stages=2), slices).decision
+    assert sliced.finest == slices.slicing == Slicing(3, 50, True)
+    assert slices.group_size == 3
+    whole = run_of(hdp_of(balance="pp", num_stages=2)).decision
+    assert planner_of(sliced) != planner_of(whole)
