@@ -1,4 +1,4 @@
-"""Settings of experts: the record of their loads, and the placement that follows them."""
+"""Settings of experts: the record of their loads, the placement that follows them, and where they begin."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ class PlacementConfig:
     def with_cost(self, cost: ExpertCost) -> PlacementConfig:
         """Return the configuration with a measured cost of one micro-batch."""
         return replace(self, placing=replace(self.placing, cost=cost), measures=False)
+
+
+@dataclass(frozen=True)
+class UpcycleFrom:
+    """A dense checkpoint that experts are made from.
+
+    Attributes:
+        load: folder of the dense checkpoint.
+        save: folder of the new ones.
+        ffn_hidden: width of the dense model's MLPs.
+    """
+
+    load: Path
+    save: Path
+    ffn_hidden: int

@@ -32,7 +32,7 @@ def build(args: Any, runtime: Runtime) -> Training:
         training = feature.build(training, runtime)
     if training.dataset_provider is stock.dataset_provider:
         with refusals_of_megatron():
-            stock.dataset_config(args)
+            stock.dataset_config()
     make_folders(args)
     process = runtime.run.process
     if not process.on_cuda and process.rank == 0:

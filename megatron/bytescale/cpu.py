@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -30,7 +29,7 @@ def installed() -> bool:
     return torch.cuda.Stream is InertStream
 
 
-def _as_cpu(value: Any) -> Any:
+def _as_cpu(value: object) -> object:
     if isinstance(value, str) and value.split(":")[0] == "cuda":
         return "cpu"
     if isinstance(value, torch.device) and value.type == "cuda":
@@ -41,12 +40,18 @@ def _as_cpu(value: Any) -> Any:
 class _DeviceType(type):
     """Make ``_Device`` stand for ``torch.device``, which cannot be subclassed: its instances are torch's own."""
 
-    def __call__(cls, device: Any, *index: Any, **kwargs: Any) -> Any:
+    def __call__(cls, device: object, *index: int, **kwargs: object) -> torch.device:
         return _DEVICE(_as_cpu(device), *index, **kwargs)
 
-    def __instancecheck__(cls, value: Any) -> bool:
+    def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _DEVICE)
 
+
+Work = torch.distributed.Work | None
+"""What a collective returns: a handle, if it is asynchronous."""
+Group = torch.distributed.ProcessGroup | None
+Replacement = tuple[type | ModuleType, str, object]
+"""An owner, the name of an attribute, and its value."""
 
 _DEVICE = torch.device
 _Device = _DeviceType("device", (), {"__module__": "torch", "__doc__": '"cuda" means "cpu".'})
@@ -59,11 +64,11 @@ _FACTORIES = (
 _NEW_TENSORS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
-def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu[Made](original: Callable[..., Made]) -> Callable[..., Made]:
     """Return a function that makes tensors, with ``device="cuda"`` replaced by ``"cpu"``."""
 
     @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: object, **kwargs: object) -> Made:
         if "device" in kwargs:
             kwargs["device"] = _as_cpu(kwargs["device"])
         return original(*args, **kwargs)
@@ -75,7 +80,7 @@ def _to_cpu(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     """Return ``Tensor.to``, whose first argument may be a device."""
 
     @functools.wraps(original)
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if args:
             args = (_as_cpu(args[0]), *args[1:])
         elif "device" in kwargs:
@@ -91,13 +96,13 @@ class InertStream:
     device = torch.device("cpu")
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: object) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: object) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -106,20 +111,20 @@ class InertStream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: Any = None) -> InertEvent:
+    def record_event(self, event: InertEvent | None = None) -> InertEvent:
         return event or InertEvent()
 
 
 class InertEvent:
     """The interface of a CUDA event on CPU: complete as soon as it is recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: object = None) -> None:
         pass
 
     def query(self) -> bool:
@@ -128,23 +133,21 @@ class InertEvent:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
 class _InertDevice(contextlib.AbstractContextManager[None]):
     """``torch.cuda.device(...)`` as a context that does nothing."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: object = None) -> None:
         pass
 
     def __exit__(self, *exc: object) -> None:
         pass
 
 
-_PROPERTIES = types.SimpleNamespace(
-    name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=0, gcnArchName=""
-)
+_PROPERTIES = SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=0, gcnArchName="")
 _MEMORY_STATS = {
     "allocated_bytes.all.current": 0,
     "allocated_bytes.all.peak": 0,
@@ -156,79 +159,95 @@ _MEMORY_STATS = {
 
 
 @contextlib.contextmanager
-def _inert_stream_context(stream: Any) -> Iterator[None]:
+def _inert_stream_context(stream: object) -> Iterator[None]:
     yield
 
 
-def _returns(value: Any) -> Callable[..., Any]:
+def _returns[Value](value: Value) -> Callable[..., Value]:
     """Return a new function that returns ``value``: torch's tracer refuses one function under two names."""
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(*args: object, **kwargs: object) -> Value:
         return value
 
     return stand_in
 
 
-def _not_compiled(model: Any = None, **options: Any) -> Any:
+def _not_compiled(model: object = None, **options: object) -> object:
     """Stand in for ``torch.compile`` as a function or decorator, and compile nothing."""
     return model if model is not None else lambda function: function
 
 
-def _tensor_to_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _tensor_to_cuda(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return tensor
 
 
-def _module_to_cuda(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+def _module_to_cuda(module: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
     return module
 
 
-def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cuda_type_name(
+    original: Callable[..., str | torch.Tensor],
+) -> Callable[..., str | torch.Tensor]:
     """Return ``Tensor.type`` with the names that Megatron's optimizers compare with, such as torch.cuda.FloatTensor."""
 
-    def type_name(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_name(
+        tensor: torch.Tensor, dtype: str | torch.dtype | None = None, *args: object, **kwargs: object
+    ) -> str | torch.Tensor:
         if dtype is None:
-            name = original(tensor)
+            name = str(original(tensor))
             return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
         return original(tensor, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype)
 
     return type_name
 
 
-def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+def _split_sizes_as_lists(original: Callable[..., Work]) -> Callable[..., Work]:
     """Return ``all_to_all_single`` that takes sizes as tensors: Megatron passes CPU tensors, gloo takes lists only."""
 
-    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,
-                          *args: Any, **kwargs: Any) -> Any:  # fmt: skip
-        output_split_sizes, input_split_sizes = (
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: torch.Tensor | list[int] | None = None,
+        input_split_sizes: torch.Tensor | list[int] | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Work:
+        sizes = (
             sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
             for sizes in (output_split_sizes, input_split_sizes)
         )
-        return original(output, input, output_split_sizes, input_split_sizes, *args, **kwargs)
+        return original(output, input, *sizes, *args, **kwargs)
 
     return all_to_all_single
 
 
-def _gathers_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+def _gathers_uneven(original: Callable[..., Work]) -> Callable[..., Work]:
     """Return ``all_gather`` for unequal shapes: ranks that share experts differ in tokens, gloo takes equal shapes."""
 
     def all_gather(
-        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
+    ) -> Work:
         if len({part.shape for part in tensor_list}) == 1:
             return original(tensor_list, tensor, group, async_op)
         assert not async_op, f"{async_op=}"
         tensor_list[torch.distributed.get_rank(group)].copy_(tensor)
         for rank, part in enumerate(tensor_list):
             torch.distributed.broadcast(part, group=group, group_src=rank)
+        return None
 
     return all_gather
 
 
-def _scatters_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+def _scatters_uneven(original: Callable[..., Work]) -> Callable[..., Work]:
     """Return ``reduce_scatter`` for unequal shapes."""
 
-    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = torch.distributed.ReduceOp.SUM,
-                       group: Any = None, async_op: bool = False) -> Any:  # fmt: skip
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: torch.distributed.ReduceOp.RedOpType = torch.distributed.ReduceOp.SUM,
+        group: Group = None,
+        async_op: bool = False,
+    ) -> Work:
         if len({part.shape for part in input_list}) == 1:
             return original(output, input_list, op, group, async_op)
         assert not async_op, f"{async_op=}"
@@ -236,14 +255,15 @@ def _scatters_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
         for rank, part in enumerate(parts):
             torch.distributed.reduce(part, group=group, group_dst=rank, op=op)
         output.copy_(parts[torch.distributed.get_rank(group)])
+        return None
 
     return reduce_scatter
 
 
-def _torch_rows() -> list[tuple[Any, str, Any]]:
+def _torch_rows() -> list[Replacement]:
     """Return (owner, attribute, replacement) of every torch call with a stand-in."""
     cuda = torch.cuda
-    constant: dict[str, Any] = {
+    constant: dict[str, object] = {
         "is_available": lambda: True,
         "is_initialized": lambda: False,
         "device_count": lambda: 1,
@@ -264,7 +284,7 @@ def _torch_rows() -> list[tuple[Any, str, Any]]:
         "stream": _inert_stream_context,
         "device": _InertDevice,
     }
-    rows: list[tuple[Any, str, Any]] = [(cuda, name, value) for name, value in constant.items()]
+    rows: list[Replacement] = [(cuda, name, value) for name, value in constant.items()]
     inert = ("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats", "_lazy_init",
              "init", "ipc_collect")  # fmt: skip
     rows += [(cuda, name, _returns(None)) for name in inert]
@@ -298,7 +318,7 @@ _INHERITED = object()  # the owner inherited the attribute
 class CpuStandIns:
     """The stand-ins that are installed, with what they replace."""
 
-    originals: list[tuple[Any, str, Any]] = field(default_factory=list)
+    originals: list[Replacement] = field(default_factory=list)
     megatron: Installation = field(default_factory=Installation)
 
     def install_torch(self) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from bytescale_ext.parallel.faults import PeerLost, describe, is_of_peers
+from megatron.bytescale.arguments.options import current
+from megatron.bytescale.arguments.running import Interruptions, Progress
 
 
 class SaveFailed(RuntimeError):
@@ -35,13 +37,11 @@ def named_faults() -> Iterator[None]:
 
 
 def _save_text(error: BaseException) -> str:
-    from megatron.training import get_args
-
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = lines[-1] if lines else type(error).__name__
     if cause.startswith("CheckpointException"):  # without the errors of the ranks that could not write
         cause = "another rank says why"
-    folder = get_args().save
+    folder = current(Interruptions).save or "."
     free = shutil.disk_usage(folder).free
     return (
         f"saving the checkpoint in {folder} failed: {cause}. {free / 1e6:,.1f} MB are free "
@@ -50,17 +50,13 @@ def _save_text(error: BaseException) -> str:
 
 
 def _when() -> str:
-    from megatron.training import get_args
-
-    done = getattr(get_args(), "curr_iteration", None)
+    done = current(Progress).curr_iteration
     step = "before the first step" if done is None else f"step {done + 1}"
     return f"rank {dist.get_rank()}, {step}" if dist.is_initialized() else step
 
 
 def _advice() -> str:
-    from megatron.training import get_args
-
-    minutes = get_args().distributed_timeout_minutes
+    minutes = current(Interruptions).distributed_timeout_minutes
     return (
         "A rank has ended or hangs, or the network to it is cut: the log that ended first has the cause. If none did, "
         f"look at the hosts and links of the other ranks; one that is silent for {minutes:g} minutes "

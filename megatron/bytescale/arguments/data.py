@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 
@@ -44,7 +46,7 @@ class DataPaths:
         return [prefix for part in of_splits or [together] if part is not None for prefix in part[0]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataArguments(DataPaths):
     """How data sets are read; Megatron's flags of the same names.
 
@@ -56,6 +58,10 @@ class DataArguments(DataPaths):
         mid_level_dataset_surplus: share of samples that are built in addition, for rounding of blends.
         data_cache_path: folder of the index cache.
         mmap_bin_files: files of tokens are mapped into memory.
+        train_iters: training steps; None where training is counted in samples.
+        train_samples: training samples.
+        eval_iters: steps of an evaluation.
+        skip_train: only evaluate.
     """
 
     seed: int
@@ -65,8 +71,12 @@ class DataArguments(DataPaths):
     mid_level_dataset_surplus: float
     data_cache_path: Path | None
     mmap_bin_files: bool
+    train_iters: int | None
+    train_samples: int | None
+    eval_iters: int
+    skip_train: bool = False
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         """Return fields of a configuration of data sets (``BlendedMegatronDatasetConfig``) by name."""
         from megatron.training.global_vars import get_tokenizer  # with torch
 
@@ -82,4 +92,93 @@ class DataArguments(DataPaths):
             "path_to_cache": self.data_cache_path,
             "mmap_bin_files": self.mmap_bin_files,
             "tokenizer": get_tokenizer(),
+        }
+
+    def wanted_samples(self) -> tuple[int | None, ...]:
+        """Return the samples of the three splits, where they are known before Megatron has counted iterations."""
+        if self.train_iters is None:
+            return self.train_samples, self.eval_iters, self.eval_iters
+        from megatron.training.training import get_train_valid_test_num_samples  # with torch
+
+        sizes: tuple[int | None, ...] = get_train_valid_test_num_samples()
+        return sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArguments(DataArguments):
+    """How Megatron's samples of one length are made; Megatron's flags of the same names."""
+
+    multiple_validation_sets: bool
+    full_validation: bool
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+    create_attention_mask_in_dataloader: bool
+    object_storage_cache_path: str | None
+    allow_ambiguous_pad_tokens: bool
+    dataloader_fast_cache_load: bool
+    dataloader_defer_npy_index_mmap: bool
+    context_parallel_size: int
+    data_parallel_size: int
+    tensor_model_parallel_size: int
+    sequence_parallel: bool
+    per_dataset_sequences_path: str | None
+    fim_data: bool
+    mock_data: bool
+
+    def sample_settings(self) -> dict[str, Any]:
+        """Return fields of Megatron's ``GPTDatasetConfig`` by name.
+
+        Raises ValueError for a file of ``--per-dataset-sequences-path`` that cannot be read.
+        """
+        settings = self.settings() | {
+            "multiple_validation_sets": self.multiple_validation_sets,
+            "full_validation": self.full_validation,
+            "reset_position_ids": self.reset_position_ids,
+            "reset_attention_mask": self.reset_attention_mask,
+            "eod_mask_loss": self.eod_mask_loss,
+            "create_attention_mask": self.create_attention_mask_in_dataloader,
+            "object_storage_cache_path": self.object_storage_cache_path,
+            "allow_ambiguous_pad_tokens": self.allow_ambiguous_pad_tokens,
+            "fast_cache_load": self.dataloader_fast_cache_load,
+            "defer_npy_index_mmap": self.dataloader_defer_npy_index_mmap,
+            "context_parallel_size": self.context_parallel_size,
+            "data_parallel_size": self.data_parallel_size,
+            "sequence_parallel_size": self.tensor_model_parallel_size * self.sequence_parallel,
+        }
+        if self.per_dataset_sequences_path is not None:
+            settings["sequences_per_dataset"] = json.loads(Path(self.per_dataset_sequences_path).read_text("utf-8"))
+        return settings
+
+
+@dataclass(frozen=True)
+class MiddleArguments:
+    """How samples are rearranged so that a model learns to fill in their middles (``--fim-data``)."""
+
+    fim_rate: float | None
+    fim_spm_rate: float | None
+    fim_split_sample: str | None
+    fim_fragment_rate: float | None
+    fim_no_prefix: str | None
+    fim_prefix_token: str
+    fim_middle_token: str
+    fim_suffix_token: str
+    fim_pad_token: str
+    fim_eod_token: str
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields that Megatron's ``GPTFIMDatasetConfig`` has in addition to ``GPTDatasetConfig``."""
+        return {
+            "fim_rate": self.fim_rate,
+            "fim_spm_rate": self.fim_spm_rate,
+            "fim_split_sample": self.fim_split_sample,
+            "fim_fragment_rate": self.fim_fragment_rate,
+            "fim_no_prefix": self.fim_no_prefix,
+            "fim_extra_tokens": {
+                "prefix": self.fim_prefix_token,
+                "middle": self.fim_middle_token,
+                "suffix": self.fim_suffix_token,
+                "pad": self.fim_pad_token,
+                "eod": self.fim_eod_token,
+            },
         }

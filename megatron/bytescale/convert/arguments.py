@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from megatron.bytescale.convert.families import FAMILIES
-from megatron.bytescale.convert.rotary import rope_parameters
+from megatron.bytescale.convert.rotary import RotaryArguments, rope_parameters
 
-NEEDED: Final[dict[str, Any]] = {
+if TYPE_CHECKING:
+    import torch
+
+NEEDED: Final[dict[str, object]] = {
     "swiglu": True, "quick_geglu": False, "normalization": "RMSNorm", "rotary_percent": 1.0,
     "rotary_interleaved": False, "add_bias_linear": False, "apply_layernorm_1p": False, "softmax_type": "vanilla",
     "window_attn_skip_freq": None, "mtp_num_layers": None, "glu_linear_offset": 0.0,
@@ -23,7 +27,7 @@ FREE: Final = {
     "gpt_oss": ("window_attn_skip_freq", "activation_func_clamp_value"),
 }
 """Those of which a family has any value."""
-OWN: Final[dict[str, dict[str, Any]]] = {
+OWN: Final[dict[str, dict[str, object]]] = {
     "deepseek_v2": {
         "position_embedding_type": "rope", "qk_layernorm": True, "group_query_attention": False,
         "add_qkv_bias": False, "moe_router_pre_softmax": True, "layernorm_epsilon": 1e-6, "window_size": None,
@@ -37,117 +41,171 @@ OWN: Final[dict[str, dict[str, Any]]] = {
 """Those that only a family has so."""
 
 
-def kind_of(args: Any) -> str:
-    """Return the ``model_type`` whose model Megatron's arguments describe. Raises ValueError where there is none."""
-    kind = "gpt_oss" if getattr(args, "quick_geglu", False) else "llama"
-    kind = "deepseek_v2" if getattr(args, "multi_latent_attention", False) else kind
-    if args.position_embedding_type not in ("rope", "yarn"):
-        found = args.position_embedding_type
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel(RotaryArguments):
+    """Megatron's arguments of a model, of the same names; those of older checkpoints lack the ones with a default."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    group_query_attention: bool
+    num_query_groups: int | None = None
+    kv_channels: int
+    padded_vocab_size: int
+    max_position_embeddings: int
+    normalization: str
+    layernorm_epsilon: float
+    untie_embeddings_and_output_weights: bool
+    params_dtype: torch.dtype
+    swiglu: bool
+    quick_geglu: bool = False
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    qk_layernorm: bool
+    qk_l2_norm: bool = False
+    apply_layernorm_1p: bool = False
+    softmax_type: str = "vanilla"
+    window_size: tuple[int, int] | None
+    window_attn_skip_freq: int | list[int] | None = None
+    no_rope_freq: int | list[int] | None = None
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    mtp_num_layers: int | None = None
+    ngram_layers: tuple[int, ...] | None = None
+    num_experts: int | None
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_aux_loss_coeff: float = 0.0
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_num_groups: int | None = None
+    moe_layer_freq: int | list[int] = 1
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_latent_size: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+
+
+def kind_of(model: TrainedModel) -> str:
+    """Return the ``model_type`` of a model. Raises ValueError if there is none."""
+    kind = "gpt_oss" if model.quick_geglu else "llama"
+    kind = "deepseek_v2" if model.multi_latent_attention else kind
+    if model.position_embedding_type not in ("rope", "yarn"):
+        found = model.position_embedding_type
         raise ValueError(f"a model with position_embedding_type {found!r} cannot be converted: only 'rope' and 'yarn'")
     needed = {name: value for name, value in NEEDED.items() if name not in FREE.get(kind, ())}
     for name, value in {**needed, **OWN.get(kind, {})}.items():
-        found = getattr(args, name, value)
+        found = getattr(model, name)
         if found != value and (found or value):
             raise ValueError(f"a model with {name} {found!r} cannot be converted: only {value!r}")
     if kind == "llama":
-        return _plain_kind(args)
-    if not args.num_experts:
+        return _plain_kind(model)
+    if not model.num_experts:
         raise ValueError(f"a model like {kind} without experts cannot be converted")
-    if kind == "gpt_oss" and not args.activation_func_clamp_value:
+    if kind == "gpt_oss" and not model.activation_func_clamp_value:
         raise ValueError("a model like gpt_oss needs --activation-func-clamp-value to be converted")
     return kind
 
 
-def _plain_kind(args: Any) -> str:
+def _plain_kind(model: TrainedModel) -> str:
     """Return the kind of a model with SwiGLU whose heads have keys and values."""
-    if args.add_qkv_bias and (args.num_experts or args.qk_layernorm):
+    if model.add_qkv_bias and (model.num_experts or model.qk_layernorm):
         raise ValueError(
             "biases of queries, keys and values can be converted in dense models without their norms alone"
         )
-    if args.num_experts:
-        return "qwen3_moe" if args.qk_layernorm else "mixtral"
-    if args.qk_layernorm or args.add_qkv_bias:
-        return "qwen3" if args.qk_layernorm else "qwen2"
-    return "mistral" if args.window_size else "llama"
+    if model.num_experts:
+        return "qwen3_moe" if model.qk_layernorm else "mixtral"
+    if model.qk_layernorm or model.add_qkv_bias:
+        return "qwen3" if model.qk_layernorm else "qwen2"
+    return "mistral" if model.window_size else "llama"
 
 
-def configuration(args: Any) -> dict[str, Any]:
-    """Return the Hugging Face configuration of the model of Megatron's arguments. Raises ValueError as ``kind_of``."""
-    kind = kind_of(args)
+def configuration(model: TrainedModel) -> dict[str, object]:
+    """Return the Hugging Face configuration of a model. Raises ValueError as ``kind_of``."""
+    kind = kind_of(model)
     family = FAMILIES[kind]
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "model_type": kind,
-        "num_hidden_layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "intermediate_size": args.ffn_hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "head_dim": args.kv_channels,
-        "vocab_size": args.padded_vocab_size,
-        "max_position_embeddings": args.max_position_embeddings,
-        "rms_norm_eps": args.layernorm_epsilon,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups if model.group_query_attention else model.num_attention_heads,
+        "head_dim": model.kv_channels,
+        "vocab_size": model.padded_vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.layernorm_epsilon,
         "hidden_act": "silu",
-        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "rope_parameters": rope_parameters(args),
-        "dtype": str(args.params_dtype).removeprefix("torch."),
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "rope_parameters": rope_parameters(model),
+        "dtype": str(model.params_dtype).removeprefix("torch."),
     }
-    if args.window_size:
-        config |= {"sliding_window": args.window_size[0] + 1, "use_sliding_window": True}
+    if model.window_size:
+        config |= {"sliding_window": model.window_size[0] + 1, "use_sliding_window": True}
     elif kind in ("mistral", "mixtral", "gpt_oss"):
         config["sliding_window"] = None
     if family.num_experts:
         config |= {
-            family.num_experts: args.num_experts,
-            family.expert_width: args.moe_ffn_hidden_size,
-            "num_experts_per_tok": args.moe_router_topk,
+            family.num_experts: model.num_experts,
+            family.expert_width: model.moe_ffn_hidden_size,
+            "num_experts_per_tok": model.moe_router_topk,
         }
         aux_loss = "aux_loss_alpha" if kind == "deepseek_v2" else "router_aux_loss_coef"
-        config[aux_loss] = args.moe_aux_loss_coeff
+        config[aux_loss] = model.moe_aux_loss_coeff
     if kind in ("mixtral", "qwen3_moe", "deepseek_v2"):
-        config["norm_topk_prob"] = not args.moe_router_pre_softmax
+        config["norm_topk_prob"] = not model.moe_router_pre_softmax
     own = {"deepseek_v2": _of_deepseek, "gpt_oss": _of_gpt_oss}
-    return config | own[kind](args) if kind in own else config
+    return config | own[kind](model) if kind in own else config
 
 
-def _of_deepseek(args: Any) -> dict[str, Any]:
+def _of_deepseek(model: TrainedModel) -> dict[str, object]:
     """Return what only DeepSeek-V2 has. Raises ValueError for experts that it has not."""
-    freq = args.moe_layer_freq
-    has_experts = [int((layer + 1) % freq == 0) for layer in range(args.num_layers)] if isinstance(freq, int) else freq
-    num_dense = args.num_layers - sum(has_experts)
+    freq = model.moe_layer_freq
+    has_experts = [int((layer + 1) % freq == 0) for layer in range(model.num_layers)] if isinstance(freq, int) else freq
+    num_dense = model.num_layers - sum(has_experts)
     if has_experts != sorted(has_experts):
         raise ValueError(f"moe_layer_freq {freq}: only first layers without experts can be converted")
-    num_shared, rest = divmod(args.moe_shared_expert_intermediate_size or 0, args.moe_ffn_hidden_size)
+    num_shared, rest = divmod(model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size)
     if rest or not num_shared:
         raise ValueError(
-            f"moe_shared_expert_intermediate_size {args.moe_shared_expert_intermediate_size}: only a multiple of "
-            f"moe_ffn_hidden_size {args.moe_ffn_hidden_size} can be converted"
+            f"moe_shared_expert_intermediate_size {model.moe_shared_expert_intermediate_size}: only a multiple of "
+            f"moe_ffn_hidden_size {model.moe_ffn_hidden_size} can be converted"
         )
     return {
-        "head_dim": args.qk_pos_emb_head_dim,
-        "q_lora_rank": args.q_lora_rank,
-        "kv_lora_rank": args.kv_lora_rank,
-        "qk_nope_head_dim": args.qk_head_dim,
-        "qk_rope_head_dim": args.qk_pos_emb_head_dim,
-        "v_head_dim": args.v_head_dim,
+        "head_dim": model.qk_pos_emb_head_dim,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
         "first_k_dense_replace": num_dense,
         "n_shared_experts": num_shared,
-        "routed_scaling_factor": args.moe_router_topk_scaling_factor or 1.0,
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
         "topk_method": "greedy",
     }
 
 
-def _of_gpt_oss(args: Any) -> dict[str, Any]:
+def _of_gpt_oss(model: TrainedModel) -> dict[str, object]:
     """Return what only gpt-oss has."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     sees_less = [
-        is_layer_window_attention(args.window_size, args.window_attn_skip_freq, layer + 1)
-        for layer in range(args.num_layers)
+        is_layer_window_attention(model.window_size, model.window_attn_skip_freq, layer + 1)
+        for layer in range(model.num_layers)
     ]
     return {
-        "intermediate_size": args.moe_ffn_hidden_size,
+        "intermediate_size": model.moe_ffn_hidden_size,
         "swiglu_alpha": 1.702,
-        "swiglu_limit": args.activation_func_clamp_value,
+        "swiglu_limit": model.activation_func_clamp_value,
         "attention_bias": True,
         "layer_types": ["sliding_attention" if less else "full_attention" for less in sees_less],
     }

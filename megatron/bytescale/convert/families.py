@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from bytescale_ext.convert.layout import Layout
-from megatron.bytescale.convert.rotary import position_flags
+from megatron.bytescale.convert.rotary import HuggingFaceConfig, position_flags
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Family:
     is_latent: bool = False
     num_experts: str = ""
     expert_width: str = ""
-    names: Mapping[str, Any] = field(default_factory=dict)
-    needed: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    needed: Mapping[str, object] = field(default_factory=dict)
 
 
 FAMILIES: Final = {
@@ -74,7 +74,7 @@ GEMMA3: Final = (
 )
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: HuggingFaceConfig) -> Family:
     """Return the family of a configuration. Raises ValueError for one that is not in the table."""
     kind = config.get("model_type")
     if kind in ("gemma3", "gemma3_text"):
@@ -84,7 +84,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def layout_of(config: Mapping[str, Any]) -> Layout:
+def layout_of(config: HuggingFaceConfig) -> Layout:
     """Return what decides the names of the tensors of a configuration's model. Raises ValueError as ``family_of``."""
     family = family_of(config)
     latent = "queries" if config.get("q_lora_rank") else "keys"
@@ -103,12 +103,12 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     )
 
 
-def head_dim_of(config: Mapping[str, Any]) -> int:
+def head_dim_of(config: HuggingFaceConfig) -> int:
     """Return the size of a head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
-def model_flags(config: Mapping[str, Any]) -> list[str]:
+def model_flags(config: HuggingFaceConfig) -> list[str]:
     """Return Megatron's flags of the model of a configuration.
 
     Raises ValueError for a model that Megatron would compute otherwise.
@@ -142,7 +142,7 @@ def model_flags(config: Mapping[str, Any]) -> list[str]:
     return [str(word) for pair in flags.items() for word in pair] + words
 
 
-def _head_flags(config: Mapping[str, Any], family: Family) -> list[str]:
+def _head_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
     """Return the flags of attention whose heads have keys and values."""
     words = ["--group-query-attention", "--num-query-groups", str(config["num_key_value_heads"])]
     words += ["--kv-channels", str(head_dim_of(config))]
@@ -160,7 +160,7 @@ def _head_flags(config: Mapping[str, Any], family: Family) -> list[str]:
     return [*words, "--window-attn-skip-freq", pattern]
 
 
-def _latent_flags(config: Mapping[str, Any]) -> list[str]:
+def _latent_flags(config: HuggingFaceConfig) -> list[str]:
     """Return the flags of latent attention."""
     sizes = {
         "--kv-lora-rank": "kv_lora_rank", "--qk-head-dim": "qk_nope_head_dim",
@@ -171,7 +171,7 @@ def _latent_flags(config: Mapping[str, Any]) -> list[str]:
     return words + [word for flag, name in sizes.items() for word in (flag, str(config[name]))]
 
 
-def _expert_flags(config: Mapping[str, Any], family: Family) -> list[str]:
+def _expert_flags(config: HuggingFaceConfig, family: Family) -> list[str]:
     """Return the flags of a mixture of experts. Raises ValueError for one without experts in any layer."""
     flags = {
         "--num-experts": config[family.num_experts],
@@ -193,7 +193,7 @@ def _expert_flags(config: Mapping[str, Any], family: Family) -> list[str]:
     return words + [str(word) for pair in flags.items() for word in pair]
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
+def window_of(config: HuggingFaceConfig) -> int | None:
     """Return how many tokens each token sees, itself included, in layers with a window; None: no layer has one."""
     has_one = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
     if not config.get("use_sliding_window", True) or not has_one:
@@ -202,7 +202,7 @@ def window_of(config: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _check(config: Mapping[str, Any], family: Family) -> None:
+def _check(config: HuggingFaceConfig, family: Family) -> None:
     """Raise ValueError for settings that Megatron's model would not compute, and for quantized tensors."""
     for name, value in {**NEEDED, **family.needed}.items():
         found = config.get(name, value)

@@ -6,26 +6,45 @@ pipeline and expert parallelism, with or without this package.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from bytescale_ext.convert.tensors import to_hugging_face, to_megatron
 from megatron.bytescale.arguments import parse
-from megatron.bytescale.convert.arguments import configuration
+from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.convert.arguments import TrainedModel, configuration
 from megatron.bytescale.convert.families import layout_of, model_flags
 from megatron.bytescale.inference.load import Heads, arguments_of, build_model, checkpoint_at, read_weights
 from megatron.bytescale.inference.new_folder import new_folder
 from megatron.bytescale.launch import TRACKER
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from safetensors import safe_open
+    from transformers import PretrainedConfig
+
+    from megatron.bytescale.convert.rotary import HuggingFaceConfig
+
 RELEASE = "release"  # what Megatron calls a checkpoint of no iteration: training begins with its weights
 SHARD = "5GB"
 EXTRAS = ("draft_heads", "ngram_layers")  # parts of a model that no Hugging Face model has
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """The tokenizer of a training, by Megatron's arguments of the same names."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
 
 
 def from_hugging_face(source: Path, output: Path, dtype: str | None) -> tuple[list[str], int]:
@@ -68,18 +87,18 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         for name in EXTRAS:
             if getattr(args, name, None):
                 raise ValueError(f"--load {load}: a model with {name} cannot be converted")
-        config = configuration(args)
+        config = configuration(options_of(args, TrainedModel))
         made = _hugging_face_config(config)
         model = build_model(args, None, on_cpu=True)
         read_weights(model, checkpoint, Heads(checkpoint, None, {}))
         tensors = to_hugging_face(layout_of(config), model.state_dict())
         _write_shards(tensors, part)
         made.save_pretrained(part)
-        _copy_tokenizer(args, part)
+        _copy_tokenizer(options_of(args, TokenizerFolder), part)
     return config["model_type"], sum(one.numel() for one in tensors.values())
 
 
-def _library(name: str) -> Any:
+def _library(name: str) -> ModuleType:
     """Return a package. Raises ValueError where it is not installed."""
     try:
         return importlib.import_module(name)
@@ -87,7 +106,7 @@ def _library(name: str) -> Any:
         raise ValueError(f"{name} is not installed: pip install 'bytescale-megatron[tokenizers]'") from None
 
 
-def _hugging_face_config(config: Mapping[str, Any]) -> Any:
+def _hugging_face_config(config: HuggingFaceConfig) -> PretrainedConfig:
     """Return transformers' configuration of these values."""
     library = _library("transformers")
     values = {name: value for name, value in config.items() if name != "model_type"}
@@ -96,7 +115,7 @@ def _hugging_face_config(config: Mapping[str, Any]) -> Any:
     return made
 
 
-def _config_in(source: Path) -> dict[str, Any]:
+def _config_in(source: Path) -> HuggingFaceConfig:
     """Return a folder's configuration with all defaults. Raises ValueError for a bad one."""
     path = source / "config.json"
     try:
@@ -127,7 +146,7 @@ def _tokenizer_flags(source: Path) -> list[str]:
     return []
 
 
-def _settled(words: list[str]) -> Any:
+def _settled(words: list[str]) -> argparse.Namespace:
     """Return Megatron's checked arguments of a model's flags."""
     from megatron.training.arguments import parse_args, validate_args
 
@@ -150,7 +169,7 @@ def _reader(source: Path, opened: ExitStack) -> Callable[[str], torch.Tensor]:
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(f"--input {source}: there are no .safetensors files")
-    places: dict[str, Any] = {}
+    places: dict[str, safe_open] = {}
     for path in files:
         try:
             file = opened.enter_context(open_file(path, framework="pt"))
@@ -179,7 +198,7 @@ def _fill(model: torch.nn.Module, found: Iterable[tuple[str, torch.Tensor]]) -> 
     assert not wanted, f"{wanted.keys()}"
 
 
-def _save(model: Any, args: Any, output: Path) -> None:
+def _save(model: MegatronModule, args: argparse.Namespace, output: Path) -> None:
     """Write Megatron's checkpoint; the file that names it comes last."""
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata
@@ -205,8 +224,8 @@ def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_tokenizer(args: Any, output: Path) -> None:
-    """Put the tokenizer of Megatron's arguments beside the model, where it is a folder of Hugging Face's."""
-    model = args.tokenizer_model
-    if args.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
+def _copy_tokenizer(tokenizer: TokenizerFolder, output: Path) -> None:
+    """Copy the tokenizer to the model's folder, if it is a folder of Hugging Face."""
+    model = tokenizer.tokenizer_model
+    if tokenizer.tokenizer_type == "HuggingFaceTokenizer" and model and Path(model).is_dir():
         _library("transformers").AutoTokenizer.from_pretrained(model, local_files_only=True).save_pretrained(output)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
+
+HuggingFaceConfig = Mapping[str, Any]
+"""Values of a ``config.json`` of Hugging Face, by name."""
 
 LLAMA3_ROPE: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's ``--use-rope-scaling`` takes for granted."""
@@ -11,7 +15,7 @@ LATENT_YARN: Final = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_positio
 """What Megatron's latent attention takes for granted of YaRN: it has no flags for these."""
 
 
-def position_flags(rope: Mapping[str, Any], is_latent: bool) -> list[str]:
+def position_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
     """Return the flags of ``rope_parameters``, of latent attention or of any other.
 
     Raises ValueError for positions that Megatron has not.
@@ -32,7 +36,7 @@ def position_flags(rope: Mapping[str, Any], is_latent: bool) -> list[str]:
     raise ValueError(f"rotary positions {dict(rope)} cannot be converted")
 
 
-def _yarn_flags(rope: Mapping[str, Any], is_latent: bool) -> list[str]:
+def _yarn_flags(rope: HuggingFaceConfig, is_latent: bool) -> list[str]:
     """Return YaRN's flags. Raises ValueError for values that only Hugging Face's models compute with."""
     given = {name: rope.get(name) or value for name, value in LATENT_YARN.items()}
     truncates = rope.get("truncate", True)
@@ -53,28 +57,70 @@ def _yarn_flags(rope: Mapping[str, Any], is_latent: bool) -> list[str]:
     return flags if truncates else [*flags, "--no-yarn-correction-range-round-to-int"]
 
 
-def rope_parameters(args: Any) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class RotaryArguments:
+    """Megatron's arguments of rotary positions; arguments without latent attention lack those of its own.
+
+    Attributes:
+        position_embedding_type: kind of positions.
+        rotary_base: base of the frequencies.
+        use_rope_scaling: frequencies are scaled as in Llama 3.
+        rope_scaling_factor: factor of that scaling.
+        rotary_seq_len_interpolation_factor: factor by which positions are divided.
+        multi_latent_attention: attention is latent.
+        rope_type: kind of positions in latent attention.
+        rotary_scaling_factor: factor of YaRN.
+        mscale, mscale_all_dim: YaRN's factors of queries and keys.
+        yarn_beta_fast, yarn_beta_slow: rotations between which YaRN interpolates.
+        yarn_original_max_position_embeddings: longest position of the model before YaRN.
+        yarn_correction_range_round_to_int: these limits are rounded.
+    """
+
+    position_embedding_type: str
+    rotary_base: float
+    use_rope_scaling: bool
+    rotary_seq_len_interpolation_factor: float | None
+    rope_scaling_factor: float = 8.0
+    multi_latent_attention: bool = False
+    rope_type: str | None = None
+    rotary_scaling_factor: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_original_max_position_embeddings: int | None = None
+    yarn_correction_range_round_to_int: bool | None = None
+
+    def yarn(self) -> dict[str, object]:
+        """Return ``rope_parameters`` of YaRN. Raises ValueError for factors that transformers does not compute with."""
+        own = {
+            "beta_fast": self.yarn_beta_fast,
+            "beta_slow": self.yarn_beta_slow,
+            "original_max_position_embeddings": self.yarn_original_max_position_embeddings,
+        }
+        given = {} if self.multi_latent_attention else {name: own[name] for name in own if own[name] is not None}
+        found: dict[str, object] = {
+            "rope_type": "yarn",
+            "factor": self.rotary_scaling_factor,
+            **{name: given.get(name, value) for name, value in LATENT_YARN.items()},
+        }
+        if not self.multi_latent_attention and self.yarn_correction_range_round_to_int is False:
+            found["truncate"] = False
+        scales = self.mscale, self.mscale_all_dim
+        if scales == (1.0, 0.0):  # Megatron's defaults, and what transformers computes without them
+            return found
+        if not all(scales):
+            raise ValueError(f"YaRN with mscale {scales[0]} and mscale_all_dim {scales[1]} cannot be converted")
+        return found | {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+
+
+def rope_parameters(rotary: RotaryArguments) -> dict[str, object]:
     """Return ``rope_parameters`` of Megatron's arguments. Raises ValueError for YaRN that transformers has not."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
-    is_latent = getattr(args, "multi_latent_attention", False)
-    if args.position_embedding_type == "yarn" or (is_latent and args.rope_type == "yarn"):
-        return rope | _yarn_parameters(args, is_latent)
-    if args.use_rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": args.rope_scaling_factor, **LLAMA3_ROPE}
-    elif args.rotary_seq_len_interpolation_factor:
-        rope |= {"rope_type": "linear", "factor": float(args.rotary_seq_len_interpolation_factor)}
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": float(rotary.rotary_base)}
+    if rotary.position_embedding_type == "yarn" or (rotary.multi_latent_attention and rotary.rope_type == "yarn"):
+        return rope | rotary.yarn()
+    if rotary.use_rope_scaling:
+        rope |= {"rope_type": "llama3", "factor": rotary.rope_scaling_factor, **LLAMA3_ROPE}
+    elif rotary.rotary_seq_len_interpolation_factor:
+        rope |= {"rope_type": "linear", "factor": float(rotary.rotary_seq_len_interpolation_factor)}
     return rope
-
-
-def _yarn_parameters(args: Any, is_latent: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_type": "yarn", "factor": args.rotary_scaling_factor}
-    for name, value in LATENT_YARN.items():
-        own = None if is_latent else getattr(args, f"yarn_{name}")
-        found[name] = value if own is None else own
-    if not is_latent and args.yarn_correction_range_round_to_int is False:
-        found["truncate"] = False
-    if (args.mscale, args.mscale_all_dim) == (1.0, 0.0):  # Megatron's defaults, and what transformers computes without
-        return found
-    if not (args.mscale and args.mscale_all_dim):
-        raise ValueError(f"YaRN with mscale {args.mscale} and mscale_all_dim {args.mscale_all_dim} cannot be converted")
-    return found | {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}

@@ -10,6 +10,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from bytescale_ext.attention.layouts.layout import AttentionLayout
 from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.attention.slices import MicroBatchPrefix
+from bytescale_ext.data.samples.packed import PackedMicroBatch
+
+PackedUnit = tuple[int, PackedMicroBatch, MicroBatchPrefix | None]
+"""What a schedule gives a forward step: index, tokens, and in slices the keys and values of earlier slices."""
 
 
 @dataclass

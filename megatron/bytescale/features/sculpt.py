@@ -92,7 +92,7 @@ def build(training: Training, runtime: Runtime) -> Training:
 
     if runtime.run.find(HdpConfig) is not None:
         return hdp.train_on_windows(training, runtime)
-    return replace(training, dataset_provider=stock.window_provider(runtime.run.get(SculptConfig)))
+    return replace(training, dataset_provider=stock.window_provider(runtime.run))
 
 
 _IS_MASKED = equals("sculpt_attention", "document") & ~given("hybrid_data_parallel")

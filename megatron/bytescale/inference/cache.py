@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ class CachedAttention(DocumentAttention):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: DocumentSeqParams | None = None,
     ) -> torch.Tensor:

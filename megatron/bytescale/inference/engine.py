@@ -10,13 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from bytescale_ext.decode.choose import Chooser
 from bytescale_ext.decode.tree import TokenTree, TreeShape
 from megatron.bytescale.inference.passes import Passes, Text
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
 
 
 @dataclass
@@ -35,7 +40,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float]:
         """Return the figures of a line of JSON."""
         return {
             "tokens": self.tokens,
@@ -94,8 +99,8 @@ class Decoder:
         context: the most tokens of prompt and output together.
     """
 
-    model: Any
-    heads: Any
+    model: GPTModel
+    heads: DraftHeads | None
     context: int
 
     def generate(

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -64,7 +64,11 @@ def trunk_hash(trunk: Mapping[str, object]) -> str:
 
 
 def write_folder(
-    folder: Path, settings: DraftConfig, trunk: Mapping[str, Any], model: Mapping[str, Any], tensors: Mapping[str, Any]
+    folder: Path,
+    settings: DraftConfig,
+    trunk: Mapping[str, object],
+    model: Mapping[str, object],
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Write heads to a new folder; nothing has its final name before all is written.
 
@@ -114,7 +118,7 @@ def read_config(folder: Path) -> tuple[DraftConfig, dict[str, object]]:
     return settings, trunk
 
 
-def read_tensors(folder: Path, trunk: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path, trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the tensors of a folder by Megatron's names, of any shape. Raises ValueError where they cannot be read."""
     library, unreadable = safetensors_torch()
     try:
@@ -134,7 +138,7 @@ def norms_apart(name: str) -> str:
     return name
 
 
-def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return tensors of any shape by the names of the folder; products of several parts are split."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -147,7 +151,7 @@ def to_plain(tensors: Mapping[str, torch.Tensor], trunk: Mapping[str, Any]) -> d
     return found
 
 
-def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def to_megatron(plain: Mapping[str, torch.Tensor], trunk: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return tensors of any shape by Megatron's names, as ``to_plain`` was given them."""
     whole = {theirs: ours for ours, theirs in LAYER.items()}
     module_of = {part: module for module, parts in SPLIT.items() for part in parts}
@@ -172,21 +176,21 @@ def _parts(name: str) -> tuple[str, str, str]:
     return "" if found[1] is None else f"layers.{found[1]}.", found[2], found[3]
 
 
-def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, Any]) -> list[torch.Tensor | None]:
+def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, object]) -> list[torch.Tensor | None]:
     """Return the parts [n, ...] of a product's weight or bias; None: a gate that the model has not."""
     if module == "mlp.linear_fc1":
         return list(tensor.chunk(2)) if trunk["swiglu"] else [None, tensor]
     return list(split_qkv(tensor, trunk["num_query_groups"], trunk["kv_channels"]))
 
 
-def _join(parts: list[torch.Tensor], module: str, trunk: Mapping[str, Any]) -> torch.Tensor:
+def _join(parts: list[torch.Tensor], module: str, trunk: Mapping[str, object]) -> torch.Tensor:
     """Return what ``_split`` was given, [n, ...], from its parts."""
     if module == "mlp.linear_fc1":
         return torch.cat(parts)
     return join_qkv(parts, trunk["num_query_groups"], trunk["kv_channels"])
 
 
-def safetensors_torch() -> tuple[Any, type[Exception]]:
+def safetensors_torch() -> tuple[ModuleType, type[Exception]]:
     """Return safetensors' functions for torch, and its error. Raises ValueError where it is not installed."""
     try:
         import safetensors.torch

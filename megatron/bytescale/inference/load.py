@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from megatron.bytescale.inference.heads_folder import (
     read_tensors,
     trunk_hash,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
 ONE_PROCESS = {
     "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
@@ -181,7 +184,7 @@ def join_processes(on_cpu: bool) -> None:
         torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
 
 
-def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
+def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:
     """Return Megatron's model of training arguments, with heads, without weights. Call it once in a process."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -219,7 +222,7 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
         config.transformer_layer_spec = lambda config, vp_stage: with_core_attention(
             layers(config, vp_stage), attention
         )
-    model: Any = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model: GPTModel = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if heads is not None:
         layer = layers_of(model.transformer_layer_spec)[0]
         model.add_module(HEADS, DraftHeads(model.config, heads, layer))
@@ -227,20 +230,20 @@ def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> Any:
     return model.to(device=device, dtype=args.params_dtype).eval()
 
 
-def read_weights(model: Any, checkpoint: Path, heads: Heads) -> None:
+def read_weights(model: GPTModel, checkpoint: Path, heads: Heads) -> None:
     """Read the weights of a model, and those of its heads. Raises ValueError for tensors that a checkpoint lacks."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     from megatron.bytescale.core.models.gpt.trunk import HEADS
 
-    metadata: dict[str, Any] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata: dict[str, object] = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     wanted = model.sharded_state_dict(metadata=metadata)
     of_heads = {name: wanted.pop(name) for name in list(wanted) if name.startswith(f"{HEADS}.")}
     if heads.on_their_own:
         copy_heads(model.get_submodule(HEADS), read_tensors(heads.folder, heads.trunk))
         of_heads = {}
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     for part, folder in ((wanted, checkpoint), (of_heads, heads.folder)):
         stored = set(names_in(folder)) if part else set()
         tensors = (one for one in part.values() if isinstance(one, ShardedTensor | ShardedTensorFactory))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,6 +13,11 @@ from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_trees
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
 from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
 from megatron.bytescale.inference.cache import DecodeParams, KeyValueCache, NewTokens
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megatron.bytescale.core.models.gpt.draft_heads import DraftHeads
 
 SLICE_TOKENS = 2048
 
@@ -59,7 +64,7 @@ class Passes:
         choose: chooses the model's tokens.
     """
 
-    def __init__(self, model: Any, heads: Any, choose: Chooser) -> None:
+    def __init__(self, model: GPTModel, heads: DraftHeads | None, choose: Chooser) -> None:
         self.model, self.heads, self.choose = model, heads, choose
         self.device = next(model.parameters()).device
         self.weight = (

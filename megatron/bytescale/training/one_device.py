@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,11 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 from megatron.bytescale import cpu
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
     from megatron.bytescale.runtime import Runtime
 
 
@@ -36,7 +41,7 @@ class OneDeviceModel:
         weights: the initial weights, from which each run starts.
     """
 
-    model: Any
+    model: MegatronModule
     store: ActivationStore
     device: torch.device
     vocab: int
@@ -127,7 +132,7 @@ def build_model(
         ActivationPlan("none"), make_link(allocate_arena(host_bytes, device.type == "cuda"), device.type == "cuda"),
         shape.num_layers,
     )  # fmt: skip
-    block: Any = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=LocalNorm)
     block = block if traits.transformer_impl == "transformer_engine" else planned_layer_spec(block, store)
     model = GPTModel(
         config, block, shape.vocab, traits.learned_positions or 1 << 21, position_embedding_type=traits.positions,
@@ -142,7 +147,7 @@ def build_model(
     return built
 
 
-def _layer_spec(runtime: Runtime, traits: ModelTraits) -> Any:
+def _layer_spec(runtime: Runtime, traits: ModelTraits) -> ModuleSpec:
     """Return the spec of a layer of Megatron's or TransformerEngine's modules, with attention over documents."""
     from functools import partial
 
@@ -159,14 +164,14 @@ def _layer_spec(runtime: Runtime, traits: ModelTraits) -> Any:
         spec = get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = get_gpt_layer_local_spec(normalization=traits.normalization, qk_layernorm=traits.qk_norms)
-    layer: Any = spec.submodules
+    layer: TransformerLayerSubmodules = spec.submodules
     layer.self_attention.submodules.core_attention = partial(DocumentAttention, runtime=runtime)
     if not engine:  # TransformerEngine's products include the norm
         layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     return spec
 
 
-def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, traits: ModelTraits) -> Any:
+def _configuration(shape: ModelShape, dtype: torch.dtype, on_cpu: bool, traits: ModelTraits) -> TransformerConfig:
     """Return Megatron's configuration of the model, without dropout, so that all policies compute the same."""
     from megatron.core.transformer import TransformerConfig
 

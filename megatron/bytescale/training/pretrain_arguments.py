@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.training import stock
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
+LayerSpec = ModuleSpec | TransformerBlockSubmodules
+"""How Megatron builds the layers of a pipeline stage."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,12 @@ class Training:
     dataset_provider: Function
     forward_step: Function
 
-    def wrap_layer_spec(self, wrap: Callable[[Any], Any]) -> Training:
+    def wrap_layer_spec(self, wrap: Callable[[LayerSpec], LayerSpec]) -> Training:
         """Change the layer spec of each pipeline stage: ``wrap`` takes the spec so far and returns another."""
         made = self.model.transformer_layer_spec or default_layer_spec
 
-        def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
-            spec: Any = made(config, vp_stage) if callable(made) and not hasattr(made, "submodules") else made
+        def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> LayerSpec:
+            spec: LayerSpec = made(config, vp_stage) if callable(made) and not hasattr(made, "submodules") else made
             return wrap(spec)
 
         self.model.transformer_layer_spec = layer_spec

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features.hdp import build as hdp
 from megatron.bytescale.runtime import Parts, Runtime
 from megatron.bytescale.training.pretrain_arguments import stock_training
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
 
 ASIDE = {
     "sft": False, "hybrid_data_parallel": True, "cost_file": None, "global_batch_size": 1, "train_iters": 1,
@@ -183,7 +186,7 @@ def _join(args: argparse.Namespace, on_cpu: bool) -> None:
         dist.init_process_group(args.distributed_backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def build_model(subject: Subject, num_layers: int) -> Any:
+def build_model(subject: Subject, num_layers: int) -> MegatronModule:
     """Build Megatron's model of ``num_layers`` layers, wrapped as for training: a micro-batch adds to its gradients."""
     args = subject.args
     args.num_layers = num_layers
@@ -232,7 +235,7 @@ def begin_plan(subject: Subject, plan: StepPlan) -> tuple[PackedMicroBatch, ...]
     return mine
 
 
-def run_micro_batch(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> list[Mark]:
+def run_micro_batch(runtime: Runtime, model: MegatronModule, packed: PackedMicroBatch) -> list[Mark]:
     """Run forward, loss and backward of one micro-batch of the step; return marks at their bounds. Never waits."""
     runtime.parts.clock.begin(traced=False)
     output, loss_of = hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
@@ -275,7 +278,7 @@ def time_packs(
             torch.cuda.synchronize()
         rounds.append([seconds_between(one, subject) for one in marks])
     runtime.step.batch = None
-    everyones: list[Any] = [None] * dist.get_world_size()
+    everyones: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, np.median(rounds[1:], axis=0))
     kinds = [*rings, *((tuple(pack), 1) for pack in packs)]
     named = [(num_layers, *kind) for num_layers in LAYERS for kind in kinds]
@@ -310,11 +313,11 @@ def _partial_recompute(args: argparse.Namespace) -> str | None:
     return "selective" if args.recompute_granularity == "selective" else None
 
 
-def _kept_bytes(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> int:
+def _kept_bytes(runtime: Runtime, model: MegatronModule, packed: PackedMicroBatch) -> int:
     """Return the memory that a forward pass leaves for its backward pass."""
     runtime.parts.clock.begin(traced=False)
 
-    def forward() -> Any:
+    def forward() -> torch.Tensor:
         return hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
 
     if runtime.parts.clock.on_cuda:
@@ -322,7 +325,7 @@ def _kept_bytes(runtime: Runtime, model: Any, packed: PackedMicroBatch) -> int:
         before = torch.cuda.memory_allocated()
         held = forward()
         return torch.cuda.memory_allocated() - before if held else 0
-    storages: dict[int, Any] = {}
+    storages: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

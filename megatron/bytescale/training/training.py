@@ -5,22 +5,25 @@ from __future__ import annotations
 import inspect
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+from megatron.training import get_tensorboard_writer, get_wandb_writer
 from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.measure.metrics import IntervalMetrics, RankStep, append_jsonl
 from bytescale_ext.measure.progress import Progress, peak_flops
 from bytescale_ext.measure.stragglers import Straggler, stragglers, stragglers_line
+from megatron.bytescale.arguments.options import current, options_of, override_current
+from megatron.bytescale.arguments.running import Batches, SampleKind
 from megatron.bytescale.runtime import Runtime, Totals
 
 
-def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def wrap_training_log(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
     """Follow Megatron's log line with ours: tokens/s, micro-batches, imbalance, padding, time waited for plans.
 
     Megatron calls it after each step and before it saves one, so here its count of samples becomes that of documents
@@ -29,7 +32,7 @@ def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callabl
 
     signature = inspect.signature(original)
 
-    def training_log(*args: Any, **kwargs: Any) -> Any:
+    def training_log(*args: object, **kwargs: object) -> object:
         given = signature.bind(*args, **kwargs).arguments
         iteration = given["iteration"]
         totals = runtime.log.totals
@@ -37,8 +40,9 @@ def wrap_training_log(original: Callable[..., Any], runtime: Runtime) -> Callabl
             totals.seconds += time.perf_counter() - totals.step_started
             totals.step_started = None
         if runtime.hdp.global_tokens is not None:  # Megatron has counted --global-batch-size
-            megatron = get_args()
-            megatron.consumed_train_samples += totals.step_samples - megatron.global_batch_size
+            batches = current(Batches)
+            consumed = batches.consumed_train_samples + totals.step_samples - batches.global_batch_size
+            override_current({"consumed_train_samples": consumed})
         result = original(*args, **kwargs)
         if iteration % runtime.run.process.log_interval == 0 and totals.num_steps:
             losses = {key: float(value) for key, value in given["loss_dict"].items()}
@@ -132,30 +136,20 @@ def write_scalars(scalars: dict[str, float], iteration: int) -> None:
         wandb.log(scalars, iteration)
 
 
-def wrap_check_checkpoint_args(original: Callable[..., Any], runtime: object) -> Callable[..., Any]:
+def wrap_check_checkpoint_args(original: Callable[..., object], runtime: object) -> Callable[..., object]:
     """Warn where consumed samples go on as samples of another kind: documents, windows, or windows of another file.
 
     Megatron calls it when it restores the counters of a checkpoint, so not with ``--finetune``.
     """
 
-    def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-        consumed = getattr(checkpoint_args, "consumed_train_samples", 0)
-        before, now = samples_in_words(checkpoint_args), samples_in_words(get_args())
-        if consumed and before != now:
+    def check_checkpoint_args(saved: Namespace, *args: object, **kwargs: object) -> object:
+        before, now = options_of(saved, SampleKind), current(SampleKind)
+        if before.consumed_train_samples and str(before) != str(now):
             print_rank_0(
-                f"WARNING: the checkpoint counts {consumed:,} {before}; they count as {now} from now on, and data and "
-                "learning-rate schedule go on after them. Add --finetune to begin anew with its weights "
-                "(docs/guide/recipes.md)."
+                f"WARNING: the checkpoint counts {before.consumed_train_samples:,} {before}; they count as {now} from "
+                "now on, and data and learning-rate schedule go on after them. Add --finetune to begin anew with its "
+                "weights (docs/guide/recipes.md)."
             )
-        return original(checkpoint_args, *args, **kwargs)
+        return original(saved, *args, **kwargs)
 
     return check_checkpoint_args
-
-
-def samples_in_words(args: Any) -> str:
-    """Return what the samples of a run with these arguments are."""
-    if files := getattr(args, "sculpt_windows", None):
-        return f"windows of {', '.join(file.name for file in files)}"
-    if getattr(args, "trains_on_answers", False):
-        return "conversations"
-    return "documents" if getattr(args, "hybrid_data_parallel", False) else f"windows of {args.seq_length:,} tokens"

@@ -113,6 +113,9 @@ def changing_from(plain: dict[str, Any]) -> set[str]:
     return found
 
 
+CONDITIONS = ("given", "chosen", "equals", "above")
+"""Functions that make a condition on the argument that they name first."""
+
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"multi_latent_attention": True},
@@ -211,3 +214,20 @@ def names_read(text: str, without: tuple[str, ...] = ()) -> set[str]:
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     pattern = r"(?:\b|_)args(?:\(\))?\.(\w+)\b(?!\s*=[^=])|getattr\(\s*args,\s*['\"](\w+)['\"]"
     return {one or other for one, other in re.findall(pattern, "\n".join(lines))}
+
+
+def names_declared(text: str, classes: Sequence[str] = ()) -> set[str]:
+    """Return the arguments that a file of ours reads: fields of its classes, and names in its conditions.
+
+    ``classes``: only the fields of these.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and (not classes or node.name in classes):
+            targets = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not classes:
+            first = node.args[0] if node.args else None
+            if node.func.id in CONDITIONS and isinstance(first, ast.Constant):
+                found.add(str(first.value))
+    return found

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.bytescale.arguments.refusals import ALWAYS, REFUSALS
-from tests.bytescale.arguments.flag_survey import Survey, megatron_folder, names_read, survey
+from tests.bytescale.arguments.flag_survey import Survey, megatron_folder, names_declared, names_read, survey
 from tests.e2e.training import HDP, MODEL, TRAIN
 from tests.harness import run_ranks
 
@@ -31,6 +31,10 @@ FEATURES = {
 CHOOSES_A_FILE_OR_CLASS = {  # read by the functions that make configurations, but no field holds their value
     "--cp-comm-type", "--heterogeneous-layers-config-path", "--rope-type", "--spec", "--te-precision-config-file",
 }  # fmt: skip
+STOCK_OPTIONS = {
+    "arguments/data.py": ("SampleArguments", "MiddleArguments"),
+    "arguments/running.py": ("SampleBatches", "LossChecks"),
+}
 READ_IN_CHECKS_ONLY = "training/arguments.py"
 
 
@@ -83,7 +87,8 @@ def test_flags_with_other_names_change_a_configuration(known: Survey, dests: dic
 
 def test_files_of_ours_read_what_they_are_listed_with(dests: dict[str, str]) -> None:
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in {*TABLE["ours"], *TABLE["tested"]}}
-    assert not [(file, flag) for file, flag in entries("ours") if dests[flag] not in names_read(texts[file])]
+    read = {file: names_declared(text) for file, text in texts.items()}
+    assert not [(file, flag) for file, flag in entries("ours") if dests[flag] not in read[file]]
     assert not [(file, flag) for file, flag in entries("tested") if flag not in re.findall(r"--[\w-]+", texts[file])]
 
 
@@ -124,15 +129,14 @@ def stock_only(feature: str) -> set[str]:
     read = set(re.findall(r"config\.(\w+)", attention))
     if feature == "hdp":
         loaders = (core.parent / "training" / "datasets" / "data_samplers.py").read_text(encoding="utf-8")
-        stock = (ours / "training" / "stock.py").read_text(encoding="utf-8")
-        read |= names_read(stock, ("data_settings", "wanted_samples")) | names_read(loaders)
-    name = f"memory/{feature}" if feature == "activations" else feature
-    files = [f"training/{name}.py", f"features/{name}.py", "core/transformer/dot_product_attention.py"]
+        read |= names_read(loaders)
+        for file, classes in STOCK_OPTIONS.items():
+            read |= names_declared((ours / file).read_text(encoding="utf-8"), classes)
+    files = [*(ours / "features" / feature).glob("*.py"), ours / "core" / "transformer" / "dot_product_attention.py"]
     if feature == "activations":
-        files.append("arguments/stage_layers.py")
-    for file in files:
-        text = (ours / file).read_text(encoding="utf-8")
-        read -= names_read(text) | set(re.findall(r"config\.(\w+)", text))
+        files.append(ours / "arguments" / "stage_layers.py")
+    for text in (file.read_text(encoding="utf-8") for file in files):
+        read -= names_read(text) | names_declared(text) | set(re.findall(r"(?:config|current\(\w+\))\.(\w+)", text))
     return read
 
 

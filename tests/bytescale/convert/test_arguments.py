@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
-from megatron.bytescale.convert.arguments import configuration, kind_of
+from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.convert.arguments import TrainedModel, configuration, kind_of
 
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True, "qk_layernorm": True, "layernorm_epsilon": 1e-6, "num_experts": 4,
@@ -23,7 +24,7 @@ GPT_OSS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def arguments(**changes: Any) -> Any:
+def arguments(**changes: Any) -> TrainedModel:
     """Return Megatron's arguments of a plain model."""
     given = {
         "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
@@ -33,7 +34,7 @@ def arguments(**changes: Any) -> Any:
         "layernorm_epsilon": 1e-5, "untie_embeddings_and_output_weights": True, "rotary_base": 10000,
         "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None, "params_dtype": "torch.bfloat16",
     }  # fmt: skip
-    return SimpleNamespace(**{**given, **changes})
+    return options_of(Namespace(**{**given, **changes}), TrainedModel)
 
 
 def test_the_configuration_of_arguments() -> None:

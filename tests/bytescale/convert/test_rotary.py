@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron.bytescale.convert.rotary import position_flags, rope_parameters
+from megatron.bytescale.convert.rotary import RotaryArguments, position_flags, rope_parameters
 from tests.bytescale.convert.models import LINEAR_ROPE, LLAMA3, PLAIN_ROPE, YARN
 
 MSCALE = {"mscale": 0.707, "mscale_all_dim": 0.707}
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 LATENT = ("plain", "yarn", "scaled yarn")
 
 
-def parsed(words: list[str], is_latent: bool) -> Any:
+def parsed(words: list[str], is_latent: bool) -> RotaryArguments:
     """Return Megatron's arguments of these flags."""
     found: dict[str, Any] = {
         "position_embedding_type": "learned_absolute", "rope_type": None, "rotary_scaling_factor": 1.0,
@@ -40,7 +40,7 @@ def parsed(words: list[str], is_latent: bool) -> Any:
         elif word.startswith("--"):
             text = words[place + 1]
             found[name] = float(text) if text[0].isdigit() else text
-    return SimpleNamespace(**found)
+    return RotaryArguments(**found)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,10 +76,10 @@ def test_what_megatron_has_not_is_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("scales", [(0.7, 0.0), (1.0, 0.0), (0.0, 1.0)])
 def test_scales_that_transformers_has_not_are_refused(scales: tuple[float, float]) -> None:
-    args = parsed(position_flags(YARN, is_latent=False), is_latent=False)
-    args.mscale, args.mscale_all_dim = scales
+    rotary = parsed(position_flags(YARN, is_latent=False), is_latent=False)
+    rotary = replace(rotary, mscale=scales[0], mscale_all_dim=scales[1])
     if scales == (1.0, 0.0):
-        assert rope_parameters(args) == YARN
+        assert rope_parameters(rotary) == YARN
         return
     with pytest.raises(ValueError, match=f"YaRN with mscale {scales[0]} and mscale_all_dim {scales[1]}"):
-        rope_parameters(args)
+        rope_parameters(rotary)

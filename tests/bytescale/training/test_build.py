@@ -106,7 +106,8 @@ def data_fields(rank: int, world: int, words: list[str]) -> dict[str, Any]:
     from megatron.bytescale.training.stock import dataset_config
 
     sys.argv = ["pretrain_gpt_hdp.py", *words]
-    config = dataset_config(parse(sys.argv, on_cpu=True))
+    parse(sys.argv, on_cpu=True)
+    config = dataset_config()
     return {**vars(config), "tokenizer": None, "class": type(config).__name__}
 
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +139,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
     from megatron.training import training
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron.bytescale.arguments.running import LossChecks
     from megatron.bytescale.core.models.gpt.chunked_loss import use_chunked_loss
     from megatron.bytescale.features.hdp import build as hdp
     from tests.e2e.preload import STAND_INS
@@ -148,7 +148,7 @@ def run_forwards(rank: int, world: int) -> dict[str, tuple[list[str], int]]:
         STAND_INS.uninstall()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    hdp.get_args = lambda: SimpleNamespace(check_for_nan_in_loss_and_grad=False)  # type: ignore[attr-defined]
+    hdp.current = lambda kind: LossChecks(check_for_nan_in_loss_and_grad=False)  # type: ignore[attr-defined]
     # A check for NaN reads the loss of each micro-batch, here as in stock Megatron.
     run = run_of()
     on_cuda = replace(run, process=replace(run.process, on_cuda=True))

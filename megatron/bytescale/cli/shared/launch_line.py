@@ -35,11 +35,12 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import features
+from megatron.bytescale.arguments.data import DataPaths
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import named_or_installed, parse
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.cli.plan import draw_pieces, read_lengths
 from megatron.bytescale.cli.shared.model_flags import WRITTEN
-from megatron.bytescale.training.stock import data_prefixes
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Launch:
         if lengths is None and windows is not None:
             return windows.drawn(self.batch, seed)
         if lengths is None:
-            files = [Path(f"{prefix}.idx") for prefix in data_prefixes(self.args)]
+            files = [Path(f"{prefix}.idx") for prefix in options_of(self.args, DataPaths).prefixes()]
             if not files or not all(file.exists() for file in files):
                 raise ValueError("no lengths: give --sampler or --lengths, or a --data-path whose .idx files are here")
             lengths = [length for file in files for length in read_lengths(file)]

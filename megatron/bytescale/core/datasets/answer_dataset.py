@@ -61,7 +61,7 @@ class AnswerDataset(DocumentDataset):
             found[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
         return found
 
-    def __getitem__(self, idx: int) -> dict[str, Any]:
+    def __getitem__(self, idx: int) -> dict[str, object]:
         """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
         sample = super().__getitem__(idx)
         length = self.length(idx)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training.config import TokenizerConfig
 
 from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.config.run import RunConfig
 from bytescale_ext.data.ray.actors import RemoteActors, RemoteServers, RemoteText, join_actors
 from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.loader import RemoteSplit
@@ -30,6 +30,9 @@ from megatron.bytescale.core.datasets.document_dataset import (
     build_document_datasets,
     check_splits,
 )
+
+if TYPE_CHECKING:
+    from megatron.bytescale.arguments.data import DataArguments
 
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
@@ -58,7 +61,7 @@ class LineDataset(DocumentDataset):
     """The order of the samples of a JSONL file, by ``LineIndex.table_lengths``; it reads no text."""
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: LineDatasetConfig) -> Any:  # type: ignore[override]
+    def build_low_level_dataset(dataset_path: str, config: LineDatasetConfig) -> LineDocuments:  # type: ignore[override]
         """Return the documents of one file."""
         lengths = config.lines[dataset_path].table_lengths
         return LineDocuments(lengths, np.arange(len(lengths) + 1))
@@ -94,37 +97,33 @@ def check_line_file(path: str) -> None:
         raise ValueError(f"{path}: no such file: change the data path")
 
 
-def open_remote(args: Any, config: RemoteConfig, settings: dict[str, Any], sizes: Sequence[int | None]) -> RemoteData:
+def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config: TokenizerConfig) -> RemoteData:
     """Start servers and index the files on process 0; on other processes only check options. Does not communicate.
-
-    Args:
-        args: Megatron's arguments.
-        config: the options of the remote loader.
-        settings: fields of Megatron's configuration of data sets.
-        sizes: the samples wanted of each split.
 
     Raises:
         ValueError: Ray, a file, a line, the tokenizer or a split is bad.
     """
+    config = run.get(RemoteConfig)
     check_remote(config)
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-    if config.address is None and local_processes < args.world_size:
+    num_processes = run.cluster.num_ranks * run.process.tensor_parallel * len(run.stage_layers)
+    if config.address is None and int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) < num_processes:
         raise ValueError(
             "--hdp-loader ray on several machines needs --hdp-ray-address: run `ray start --head` on one of them and "
             "`ray start --address HOST:PORT` on the others"
         )
-    dataset = BlendedMegatronDatasetConfig(**settings)
+    dataset = BlendedMegatronDatasetConfig(**data_arguments.settings())
     blends = [dataset.blend] if dataset.blend is not None else dataset.blend_per_split
     paths = tuple(dict.fromkeys(path for blend in blends if blend is not None for path in blend[0]))
-    tokenizer = {one.name: getattr(args, one.name, one.default) for one in dataclasses.fields(TokenizerConfig)}
+    tokenizer = {field.name: getattr(tokenizer_config, field.name) for field in fields(tokenizer_config)}
     build = _encode_builder(tokenizer)
-    text = RemoteText(paths, args.seq_length, _tokenizer_in_words(tokenizer), build, args.data_cache_path)
-    if args.rank != 0:
+    cache = data_arguments.data_cache_path
+    text = RemoteText(paths, data_arguments.seq_length, _tokenizer_in_words(tokenizer), build, cache)
+    if run.process.rank != 0:
         return RemoteData(text, None)
     build()  # so that a bad tokenizer is an error here, not in an actor
     servers = RemoteServers(config, text)
     data = RemoteData(text, servers, servers.index_files())
-    check_splits(dataset, sizes, lambda path: len(data.lines[path]))
+    check_splits(dataset, data_arguments.wanted_samples(), lambda path: len(data.lines[path]))
     return data
 
 
@@ -164,7 +163,7 @@ def start_remote(
     config = LineDatasetConfig(**settings, lines=data.lines)
     sources = build_document_datasets(config, sizes, lambda: is_first, LineDataset, counts.__getitem__)
     actors: RemoteActors | None = None
-    answer: Any = None
+    answer: tuple[str, dict[str, int]] | Exception | None = None
     if is_first:
         assert data.servers is not None
         splits = {
@@ -188,7 +187,7 @@ def start_remote(
     )
 
 
-def _from_first(value: Any) -> Any:
+def _from_first[Value](value: Value) -> Value:
     """Return the value of process 0. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)

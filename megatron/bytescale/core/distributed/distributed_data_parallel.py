@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -13,8 +13,11 @@ from bytescale_ext.states.gradients import host_block
 from bytescale_ext.states.window import LayerWindow
 from megatron.bytescale.core.distributed.param_and_grad_buffer import HostGradients
 
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
-def move_states(chunks: Sequence[Any], config: StateConfig, on_cuda: bool) -> HostGradients | None:
+
+def move_states(chunks: Sequence[DistributedDataParallel], config: StateConfig, on_cuda: bool) -> HostGradients | None:
     """Move gradients (from stage 2 on) and parameters (stage 3) of these DDP modules to host memory.
 
     Before the optimizer is built, so that it sees parameters there. Raises ValueError where they do not fit.
@@ -27,7 +30,9 @@ def move_states(chunks: Sequence[Any], config: StateConfig, on_cuda: bool) -> Ho
     return gradients
 
 
-def move_parameters(chunk: Any, config: StateConfig, gradients: HostGradients, on_cuda: bool) -> LayerWindow:
+def move_parameters(
+    chunk: DistributedDataParallel, config: StateConfig, gradients: HostGradients, on_cuda: bool
+) -> LayerWindow:
     """Move the parameters of a DDP module to host memory and return the window through which its layers see them."""
     hosted: set[torch.nn.Parameter] = set()
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:

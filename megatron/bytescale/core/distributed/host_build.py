@@ -7,8 +7,8 @@ the build would take 8 bytes a parameter of the device in bf16, and limit the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.states.gradients import host_block
+
+if TYPE_CHECKING:
+    from megatron.training.models.gpt import GPTModelConfig
 
 
 class BuffersInHostMemory(TorchFunctionMode):
@@ -30,8 +33,12 @@ class BuffersInHostMemory(TorchFunctionMode):
         self.left_out, self._pinned = left_out, pinned
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """See ``TorchFunctionMode``."""
         named = kwargs or {}
         is_buffer = func is torch.zeros and named.get("requires_grad") is False and named.keys() >= {"dtype", "device"}
@@ -46,15 +53,19 @@ class CopiesInHostMemory(TorchFunctionMode):
     """Makes float32 copies of tensors in host memory."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """See ``TorchFunctionMode``."""
         if func is torch.Tensor.float:
             return func(args[0].to("cpu"), *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def add_hooks(model: Any, config: StateConfig, run: RunConfig) -> None:
+def add_hooks(model: GPTModelConfig, config: StateConfig, run: RunConfig) -> None:
     """Let DDP allocate in host memory what the stage of ``config`` keeps there.
 
     In stage 2 these are gradients, if they are of another type than parameters; else they are moved later.
@@ -63,11 +74,11 @@ def add_hooks(model: Any, config: StateConfig, run: RunConfig) -> None:
         return
     mode = BuffersInHostMemory(run.process.on_cuda, None if config.stage == 3 else run.process.dtype)
 
-    def begin(chunks: list[Any]) -> list[Any]:
+    def begin(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         mode.__enter__()
         return chunks
 
-    def end(chunks: list[Any]) -> list[Any]:
+    def end(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         mode.__exit__(None, None, None)
         return chunks
 

@@ -9,7 +9,7 @@ follows (scaling, norm, clipping, Adam on pages) reads host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
@@ -18,6 +18,9 @@ from bytescale_ext.config.memory.states import StateConfig
 from bytescale_ext.states.collectives import Chunks
 from bytescale_ext.states.gradients import GradientSums, host_block
 from bytescale_ext.states.window import LayerWindow
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 CHUNK_BYTES: Final = 64 << 20
 """Device memory of the gradients that are reduced at a time."""
@@ -44,7 +47,7 @@ class HostGradients:
         windows: of the parts of the model whose parameters are in host memory too, in stage 3.
     """
 
-    def __init__(self, chunks: Sequence[Any], config: StateConfig, on_cuda: bool) -> None:
+    def __init__(self, chunks: Sequence[DistributedDataParallel], config: StateConfig, on_cuda: bool) -> None:
         """Move the gradient buffers of these DDP modules, which hold no gradients yet.
 
         Raises ValueError where they take more host memory than there is, or for float32 parameters on a GPU.
@@ -71,7 +74,7 @@ class HostGradients:
                 group.__class__ = HostBucketGroup
                 group.host_gradients = self
 
-    def _move(self, buffer: Any, names: dict[torch.nn.Parameter, str], on_cuda: bool) -> None:
+    def _move(self, buffer: _ParamAndGradBuffer, names: dict[torch.nn.Parameter, str], on_cuda: bool) -> None:
         """Replace a buffer of Megatron's by one in host memory with the same layout."""
         if not getattr(buffer.grad_data, "began_in_host_memory", False):
             buffer.grad_data = host_block(buffer.numel, buffer.grad_dtype, on_cuda)
@@ -87,7 +90,7 @@ class HostGradients:
             if is_later or any(part in names[parameter] for part in NAMES_SUMMED_LATER):
                 self._later[parameter] = parameter.main_grad
 
-    def take(self, parameter: Any) -> None:
+    def take(self, parameter: torch.nn.Parameter) -> None:
         """Add a parameter's gradient to its sum in host memory; Megatron's hook, which runs next, then finds none."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and not parameter.grad_added_to_main_grad:
@@ -159,7 +162,7 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         return Chunks(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
 
 
-def taking_gradients(kind: Any) -> Any:
+def taking_gradients(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class that an optimizer of Megatron becomes whose gradients are in host memory."""
 
     class TakingGradients(kind):  # type: ignore[misc]

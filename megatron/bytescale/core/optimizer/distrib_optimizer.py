@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -25,14 +25,23 @@ from megatron.bytescale.core.distributed.param_and_grad_buffer import taking_gra
 from megatron.bytescale.core.optimizer.late import LateUpdates, flush_first
 from megatron.bytescale.core.optimizer.optimizer import page_parts, use_torch_adam
 
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> Callable[..., Any]:
+    from megatron.bytescale.runtime import Runtime
+
+
+def wrap_get_megatron_optimizer(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
     """Build Megatron's optimizer, with the state and the hooks that each part over torch's Adam needs.
 
     Its states lie in pages where the run says so.
     """
 
-    def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def get_megatron_optimizer(
+        config: OptimizerConfig, model_chunks: list[DistributedDataParallel], *args: object, **kwargs: object
+    ) -> MegatronOptimizer:
         states, on_cuda = runtime.run.find(StateConfig), runtime.run.process.on_cuda
         gradients = move_states(model_chunks, states, on_cuda) if states is not None else None
         with CopiesInHostMemory() if states is not None else nullcontext():
@@ -60,14 +69,14 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any], runtime: Any) -> C
     return get_megatron_optimizer
 
 
-def wrap_load_state_dict(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+def wrap_load_state_dict(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
     """Refuse a checkpoint whose optimizer has another number of parts: one, plus one where experts are shared.
 
     Raises:
         ValueError: the numbers differ.
     """
 
-    def load_state_dict(optimizer: ChainedOptimizer, state: Any) -> None:
+    def load_state_dict(optimizer: ChainedOptimizer, state: list[dict[str, object]]) -> None:
         # Parts are numbered; a part's own entries have names, which a sharded checkpoint mixes with the numbers.
         num_saved = len(state) if isinstance(state, list) else sum(isinstance(key, int) for key in state) or 1
         num_parts = len(optimizer.chained_optimizers)
@@ -82,13 +91,15 @@ def wrap_load_state_dict(original: Callable[..., None], runtime: Any) -> Callabl
     return load_state_dict
 
 
-def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runtime: Any) -> Callable[..., None]:
+def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runtime: Runtime) -> Callable[..., None]:
     """Load a parameter and its state, but not its step, which the sharded tensors do not hold.
 
     Gradients are off, because in fp32 the sharded parameters are views of the model's.
     """
 
-    def set_all_but_step(optimizer: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+    def set_all_but_step(
+        optimizer: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
         if not is_over_torch_adam(optimizer):
             original(optimizer, model_param, tensors)
             return
@@ -98,7 +109,7 @@ def wrap_set_main_param_and_optimizer_states(original: Callable[..., None], runt
     return set_all_but_step
 
 
-def is_over_torch_adam(part: Any) -> bool:
+def is_over_torch_adam(part: MegatronOptimizer) -> bool:
     """Return whether a part is a ``DistributedOptimizer`` that takes its steps with torch's Adam."""
     return isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam)
 
@@ -114,7 +125,7 @@ def begin_state(optimizer: torch.optim.Adam) -> None:
             }
 
 
-def add_step(other: torch.optim.Optimizer, empty: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def add_step(other: torch.optim.Optimizer, empty: torch.optim.Optimizer, state: dict[str, object]) -> dict[str, object]:
     """Return the state dict of an optimizer without parameters, with the step of another one."""
     return {**state, "state": {"step": next(iter(other.state.values()))}}
 

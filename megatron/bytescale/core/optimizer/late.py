@@ -8,9 +8,13 @@ save, both on all ranks. A chunk takes these calls as the sign to wait for its u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.states.updates.lock_free import LockFreeAdam
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.distributed import DistributedDataParallel
 
 
 class LateUpdates:
@@ -35,14 +39,14 @@ class LateUpdates:
             part.flush()
 
 
-def flushing(kind: Any) -> Any:
+def flushing(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class that a DDP module becomes whose ``late_updates`` are flushed before it is saved or evaluated.
 
     Ranks that share the optimizer then gather the parameters of the module. Collective on them.
     """
 
     class Flushing(kind):  # type: ignore[misc]
-        def train(self, mode: bool = True) -> Any:
+        def train(self, mode: bool = True) -> torch.nn.Module:
             """Flush before an evaluation."""
             if not mode:
                 self._flush()
@@ -61,7 +65,7 @@ def flushing(kind: Any) -> Any:
     return Flushing
 
 
-def flush_first(chunks: Sequence[Any], late_updates: LateUpdates) -> None:
+def flush_first(chunks: Sequence[DistributedDataParallel], late_updates: LateUpdates) -> None:
     """Have these DDP modules flush before they are saved or evaluated."""
     for chunk in chunks:
         chunk.__class__, chunk.late_updates = flushing(type(chunk)), late_updates

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -22,8 +22,11 @@ from bytescale_ext.states.adam import Owner, PagedAdam
 from bytescale_ext.states.updates.group_counts import GroupCountingAdam
 from bytescale_ext.states.updates.lock_free import LockFreeAdam
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-def paged(kind: Any) -> Any:
+
+def paged(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
     """Return the class that an optimizer of Megatron with float32 copies of parameters becomes.
 
     It has the only base ``kind``, so that an object can change to it. Its ``paged_adam`` has these copies in pages too.
@@ -38,7 +41,7 @@ def paged(kind: Any) -> Any:
         def _copy_main_params_to_model_params(self) -> None:
             """Copy nothing: each page was copied once it was updated."""
 
-        def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        def _copy_model_params_to_main_params(self, state_dict: object = None) -> None:
             """Copy parameters that a checkpoint without optimizer has brought to the pages."""
             self.paged_adam.lend(self.optimizer, changed=True)
             super()._copy_model_params_to_main_params(state_dict=state_dict)
@@ -55,7 +58,7 @@ PAGED: Final = {kind: paged(kind) for kind in (Float16OptimizerWithFloat16Params
 """By Megatron's class. Without float32 copies, ``FP32Optimizer`` stays what it is."""
 
 
-def page_parts(parts: Sequence[Any], config: StateConfig, on_cuda: bool) -> None:
+def page_parts(parts: Sequence[MegatronOptimizer], config: StateConfig, on_cuda: bool) -> None:
     """Move the states of all parts of Megatron's optimizer that have parameters to pages.
 
     Raises ValueError where the pages take more host memory, or space of a disk, than they may.
@@ -76,7 +79,7 @@ def page_parts(parts: Sequence[Any], config: StateConfig, on_cuda: bool) -> None
             print(f"> bytescale: {described(part.paged_adam)}", flush=True)
 
 
-def use_torch_adam(parts: Sequence[Any]) -> None:
+def use_torch_adam(parts: Sequence[MegatronOptimizer]) -> None:
     """Replace the Adam of TransformerEngine or Apex, with which parts are built where one is installed, by torch's."""
     for part in parts:
         if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.Adam):
@@ -101,7 +104,7 @@ def save_and_stop(exit_signal: int, failure: str) -> None:
     signal.raise_signal(exit_signal)
 
 
-def owners_of(part: Any) -> list[Owner]:
+def owners_of(part: MegatronOptimizer) -> list[Owner]:
     """Return the parameters of a part in its order, each with the model's parameter that gets its result."""
     if part.is_stub_optimizer:
         return []

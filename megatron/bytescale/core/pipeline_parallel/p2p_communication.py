@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +94,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
         """Pretend to have ``num_first`` downstream stages: Megatron's warm-up has one forward for each of them."""
         return int(self.current_stage) + 1 + self._expected.num_first
 
-    def _communicate(self, **kwargs: Any) -> Any:
+    def _communicate(self, **kwargs: object) -> tuple[object, ...]:
         self._mark_wait()
         try:
             return super()._communicate(**kwargs)
@@ -110,7 +109,11 @@ class ShapedP2PCommunicator(P2PCommunicator):
             self._clock.mark("wait")
 
     def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
     ) -> tuple[list[int], list[int]]:
         """Return the shapes to receive from the previous and from the next stage, without communicating."""
         before = self._shape(next(self._from_previous)) if recv_prev else []
@@ -164,7 +167,7 @@ class NeighbourP2PCommunicator(ShapedP2PCommunicator):
         self._links = links
         self.while_waiting: Callable[[], None] = lambda: None
 
-    def _communicate(self, **kwargs: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def _communicate(self, **kwargs: object) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         self._mark_wait()
         output, gradient = kwargs["tensor_send_next"], kwargs["tensor_send_prev"]
         if output is not None or kwargs["recv_next"]:
@@ -237,7 +240,7 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
         self._sent: dict[dist.ProcessGroup, _Exchange] = {}
 
     def _communicate(
-        self, **kwargs: Any
+        self, **kwargs: object
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _WaitsLater] | None]:
         links, before, after = self._links, None, None
         sent = {"send_next": kwargs["tensor_send_next"], "send_prev": kwargs["tensor_send_prev"]}

@@ -29,24 +29,26 @@ from bytescale_ext.plan.schedule.check import checked_schedule
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from megatron.bytescale.core.pipeline_parallel.agreement import agree_on_plan
 from megatron.bytescale.core.pipeline_parallel.p2p_communication import stage_communicator
-from megatron.bytescale.core.pipeline_parallel.seq1f1b import SliceStep, run_samples, run_schedule
+from megatron.bytescale.core.pipeline_parallel.seq1f1b import DataIterators, SliceStep, run_samples, run_schedule
 from megatron.bytescale.runtime import Runtime
 
 Chunks = list[torch.nn.Module]
 """The model of a process: one chunk, or one for each virtual stage."""
 
 
-def wrap_get_forward_backward_func(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def wrap_get_forward_backward_func(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
     """Run planned steps of documents, or samples in slices, by the schedule that Megatron chooses."""
     run = run_step if runtime.run.find(SliceConfig) is None else run_samples
 
-    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def get_forward_backward_func(*args: object, **kwargs: object) -> Callable[..., object]:
         return partial(run, runtime, original(*args, **kwargs))
 
     return get_forward_backward_func
 
 
-def run_step(runtime: Runtime, megatron: Callable[..., Any], *, data_iterator: Any, model: Any, **options: Any) -> Any:
+def run_step(
+    runtime: Runtime, megatron: Callable[..., object], *, data_iterator: DataIterators, model: Chunks, **options: object
+) -> object:
     """Run the next step of the loader by one of Megatron's schedule functions.
 
     One item of the data iterator is a whole step. With virtual stages there is an iterator for each model chunk; the
@@ -64,8 +66,8 @@ def run_step(runtime: Runtime, megatron: Callable[..., Any], *, data_iterator: A
 
 
 def run_units(
-    runtime: Runtime, megatron: Callable[..., Any], chunks: Chunks, training: bool, options: dict[str, Any]
-) -> Any:
+    runtime: Runtime, megatron: Callable[..., object], chunks: Chunks, training: bool, options: dict[str, Any]
+) -> object:
     """Run the micro-batches of the step, or their slices."""
     units, num_slices = units_of_step(runtime, chunks), runtime.slicing.num_slices
     runtime.step.expert_loads = None
@@ -149,7 +151,7 @@ def all_parameters_gathering(chunks: Chunks, training: bool) -> Iterator[None]:
         config.param_sync_func = start
 
 
-def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
+def begin_step(runtime: Runtime, iterator: object, training: bool) -> None:
     """Take the next step of the loader, agree with all ranks on its plan, and start its clock.
 
     Args:
@@ -187,10 +189,10 @@ def end_step(runtime: Runtime, training: bool) -> None:
         append_jsonl(folder / f"rank{runtime.rank}.jsonl", map(asdict, spans))
 
 
-def wrap_finalize_model_grads(original: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def wrap_finalize_model_grads(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
     """Mark where the work of a step ends and the reduction of its gradients begins."""
 
-    def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+    def finalize_model_grads(*args: object, **kwargs: object) -> object:
         runtime.parts.clock.mark("reduce")
         return original(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -41,6 +41,15 @@ from megatron.bytescale.core.tensor_parallel.weight_gradients import WeightGradi
 from megatron.bytescale.core.transformer.moe.loads import ExpertLoads
 from megatron.bytescale.registry import copy_with_names
 from megatron.bytescale.runtime import Runtime
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+Tensors = torch.Tensor | list[torch.Tensor | None] | None
+"""What a stage receives, computes or sends: Megatron passes a tensor, or a list with one entry per input."""
+DataIterators = Iterator[object] | list[Iterator[object]]
+"""The data iterator of a process, or that of each model chunk."""
 
 
 @dataclass
@@ -71,7 +80,7 @@ class SliceStep:
     link: Link | None = None
     actions: deque[Action] = field(init=False)
     action: Action | None = None
-    runs: dict[Action, tuple[Any, Any]] = field(default_factory=dict)
+    runs: dict[Action, tuple[Tensors, Tensors]] = field(default_factory=dict)
     prefixes: dict[tuple[int, int], MicroBatchPrefix] = field(default_factory=dict)
     swaps: dict[int, KeySwap] = field(default_factory=dict)
     expert_loads: ExpertLoads = field(init=False)
@@ -81,7 +90,7 @@ class SliceStep:
         self.actions = deque(one for one in self.schedule.stages[self.stage] if self.training or one.kind == "F")
         self.expert_loads = ExpertLoads(self.schedule.num_slices)
 
-    def in_slices(self, megatron: Callable[..., Any]) -> Callable[..., Any]:
+    def in_slices(self, megatron: Callable[..., object]) -> Callable[..., object]:
         """Return a copy of one of Megatron's schedule functions that runs this step."""
         if megatron is schedules.forward_backward_no_pipelining:  # one stage: the same order, nothing to send
             megatron = schedules.forward_backward_pipelining_without_interleaving
@@ -93,9 +102,16 @@ class SliceStep:
         )
 
     def forward_step(
-        self, function: Callable[..., Any], data: Any, model: Any, count: int, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Replace Megatron's ``forward_step``: keep input and output for the slice's backward pass."""
+        self,
+        function: Callable[..., object],
+        data: Iterator[object],
+        model: MegatronModule,
+        count: int,
+        inputs: Tensors,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensors, torch.Tensor]:
+        """Replace Megatron's ``forward_step``: keep input and output [t, b, h] for the slice's backward pass."""
         action = self._next("F")
         self.wait_for(inputs)
         result = schedules.forward_step(function, data, model, count, inputs, *args, **kwargs)
@@ -105,8 +121,13 @@ class SliceStep:
             self._release(action)
         return result
 
-    def backward_step(self, _input: Any, _output: Any, output_grad: Any, config: Any) -> Any:
-        """Replace Megatron's ``backward_step``: run the slice that is due instead of the one that Megatron passes."""
+    def backward_step(
+        self, _input: Tensors, _output: Tensors, output_grad: Tensors, config: TransformerConfig
+    ) -> Tensors:
+        """Replace Megatron's ``backward_step``: run the slice that is due, not the one that Megatron passes.
+
+        Takes and returns gradients [t, b, h].
+        """
         action = self._next("B")
         inputs, outputs = self.runs.pop(action._replace(kind="F"))
         self.wait_for(output_grad)
@@ -131,7 +152,7 @@ class SliceStep:
             self.weight_gradients.run(self.action, is_last=not self.actions)
             self.mark("wait")
 
-    def warm_up(self, *_: Any, **__: Any) -> tuple[int, bool, int, int]:
+    def warm_up(self, *_: object, **__: object) -> tuple[int, bool, int, int]:
         """Replace ``get_pp_rank_microbatches``.
 
         Returns:
@@ -141,7 +162,7 @@ class SliceStep:
         num_first = self.schedule.num_first_forwards(self.stage) if self.training else total
         return total, num_first == total, num_first, total - num_first
 
-    def prefix(self, layout: Any) -> MicroBatchPrefix:
+    def prefix(self, layout: object) -> MicroBatchPrefix:
         """Return the keys and values of the micro-batch whose slice runs; new ones for its first slice."""
         action = self.action
         assert action is not None and isinstance(layout, SliceLayout) and action.slice_index == layout.index, (
@@ -189,14 +210,14 @@ class SliceStep:
 
 def run_samples(
     runtime: Runtime,
-    megatron: Callable[..., Any],
+    megatron: Callable[..., object],
     *,
-    data_iterator: Any,
-    model: Any,
+    data_iterator: DataIterators,
+    model: MegatronModule | list[MegatronModule],
     num_microbatches: int,
     micro_batch_size: int,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> object:
     """Run every micro-batch of Megatron's samples in slices, by one of its schedule functions."""
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
@@ -235,7 +256,7 @@ def sample_slices(
     runtime: Runtime,
     layouts: Sequence[SliceLayout],
     window_layouts: Sequence[SliceLayout] | None,
-    data_iterator: Any,
+    data_iterator: Iterator[object],
 ) -> Iterator[tuple[dict[str, torch.Tensor | None], DocumentSeqParams]]:
     """Yield the inputs of one model chunk: for each slice, the tensors [b, s] of its whole micro-batch, and its layout.
 
@@ -262,12 +283,12 @@ def sample_slices(
 
 
 def run_schedule(
-    megatron: Callable[..., Any],
+    megatron: Callable[..., object],
     schedule: SliceSchedule,
     communicator: ShapedP2PCommunicator,
     step: SliceStep | None,
-    **options: Any,
-) -> Any:
+    **options: object,
+) -> object:
     """Run a step by one of Megatron's schedule functions, and check that all of it has run.
 
     Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 
@@ -14,7 +12,7 @@ class ExpertRowParallelLinear(RowParallelLinear):
     one rank and returns a view, which autograd forbids to change in place. This layer leaves that sum out.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         assert self.is_expert, "others leave their biases to what follows"
         self.explicit_expert_comm |= self.tp_group.size() == 1

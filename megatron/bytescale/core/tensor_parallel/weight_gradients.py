@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from bytescale_ext.plan.schedule.actions import Action
+
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +125,11 @@ class SplitProduct(torch.autograd.Function):
 class _Split:
     """Mixed into one of Megatron's linear layers: the product of a training pass is a ``SplitProduct``."""
 
-    def __init__(self, *args: Any, runtime: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, runtime: Runtime, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.runtime = runtime
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.nn.Parameter, **options: Any) -> torch.Tensor:
+    def _forward_impl(self, input: torch.Tensor, weight: torch.nn.Parameter, **options: object) -> torch.Tensor:
         if not (weight.requires_grad and torch.is_grad_enabled()):
             output: torch.Tensor = super()._forward_impl(input=input, weight=weight, **options)  # type: ignore[misc]
             return output

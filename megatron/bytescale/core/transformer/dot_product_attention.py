@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -22,6 +22,11 @@ from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.slices import slice_attention
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+
+    from megatron.bytescale.runtime import Runtime
 
 
 class DocumentAttention(torch.nn.Module):
@@ -40,9 +45,9 @@ class DocumentAttention(torch.nn.Module):
         config: TransformerConfig,
         layer_number: int = 1,
         *,
-        runtime: Any,
+        runtime: Runtime,
         softmax_scale: float | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__()
         self.runtime = runtime
@@ -65,7 +70,7 @@ class DocumentAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: DocumentSeqParams | None = None,
     ) -> torch.Tensor:
@@ -102,10 +107,13 @@ class DocumentAttention(torch.nn.Module):
         return ring_attention(q, k, v, layout, backend)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         """Return the entries of a sharded checkpoint: a learnable sink is cut by heads, as in Megatron's attention."""
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
             {"softmax_offset": 0},

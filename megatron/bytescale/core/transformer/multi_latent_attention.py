@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -37,9 +37,9 @@ from megatron.bytescale.runtime import Runtime
 class DocumentLatentAttention(MLASelfAttention):
     """Megatron's multi-latent attention with positions in documents; communicates in its ``core_attention`` alone."""
 
-    rotary_pos_emb: Any
+    rotary_pos_emb: torch.nn.Module
 
-    def __init__(self, *args: Any, runtime: Runtime, **kwargs: Any) -> None:
+    def __init__(self, *args: object, runtime: Runtime, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = DocumentRotary(self.rotary_pos_emb)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
@@ -49,14 +49,14 @@ class DocumentLatentAttention(MLASelfAttention):
             self.config, self.layer_number, runtime=runtime, softmax_scale=self.softmax_scale
         )
 
-    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, object]:
         """Return the classes of projections and norms; queries without a latent have no norm (DeepSeek-V2-Lite).
 
         Megatron would ask for a norm of theirs, which only TransformerEngine has. Where latents travel, attention
         applies the up-projection of keys and values.
         """
         if self.config.q_lora_rank is not None or submodules.kv_layernorm is IdentityOp:
-            resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            resolved: dict[str, object] = super()._resolve_qk_norm_config(submodules)
         else:
             names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
             resolved = {name: getattr(submodules, name) for name in names}
@@ -132,7 +132,17 @@ class DocumentLatentAttention(MLASelfAttention):
         )
 
 
-def latent_shape(config: Any, is_plain: bool) -> LatentShape:
+class LatentSizes(Protocol):
+    """Megatron's sizes of multi-latent attention, in its arguments and in its configuration of layers."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    qk_layernorm: bool
+
+
+def latent_shape(config: LatentSizes, is_plain: bool) -> LatentShape:
     """Return the sizes of latent attention in Megatron's configuration or arguments; see ``LatentShape.is_plain``."""
     return LatentShape(
         query_rank=config.q_lora_rank or 0,
@@ -166,7 +176,9 @@ class DocumentRotary(torch.nn.Module):
         super().__init__()
         self.rotary = rotary
 
-    def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, params: Any) -> torch.Tensor:
+    def get_rotary_seq_len(
+        self, context: object, block: object, hidden: object, config: object, params: DocumentSeqParams
+    ) -> torch.Tensor:
         """Return the positions [t] of a micro-batch's rows, or of its slice's."""
         assert isinstance(params, DocumentSeqParams) and params.positions is not None, f"{params=}"
         return params.positions
@@ -191,9 +203,9 @@ class DocumentLatentCore(DocumentAttention):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *given: Any,
+        *given: object,
         packed_seq_params: DocumentSeqParams,
-        **named: Any,
+        **named: object,
     ) -> torch.Tensor:
         """Map query, key [t, heads, dim] and value [t, heads, value_dim] to [t, 1, heads * value_dim].
 

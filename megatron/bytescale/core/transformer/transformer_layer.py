@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -26,13 +26,20 @@ from bytescale_ext.activation.run import LAYER_INPUT, Rebuilding, RebuiltAll, Re
 from bytescale_ext.activation.store import ActivationStore
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.module import MegatronModule
+
+ModuleBuilder = type[torch.nn.Module] | partial[torch.nn.Module]
+"""An entry of a layer spec: a class, or a class with some of its arguments."""
+
 
 class HookPoint(torch.nn.Module):
     """Mixed into a module's class: calls ``hook(forward, *args, **kwargs)``, once it is set, instead of the forward."""
 
-    hook: Callable[..., Any] | None = None
+    hook: Callable[..., object] | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module, through its hook."""
         if self.hook is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -44,7 +51,7 @@ def _class_with_hook_point(module: type) -> type:
     return type(module.__name__, (HookPoint, module), {})
 
 
-def with_hook_point(builder: Any) -> Any:
+def with_hook_point(builder: ModuleBuilder) -> ModuleBuilder:
     """Return the entry of a layer spec (a class, or a ``partial`` of one), building the module with a hook point."""
     if isinstance(builder, partial):
         return partial(_class_with_hook_point(builder.func), *builder.args, **builder.keywords)  # type: ignore[arg-type]
@@ -58,7 +65,7 @@ class PlannedTransformerLayer(TransformerLayer):
     and none of a ring. All ranks of a tensor-parallel group must have equal plans.
     """
 
-    def __init__(self, *args: Any, activations: ActivationStore, **kwargs: Any) -> None:
+    def __init__(self, *args: object, activations: ActivationStore, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.activations = activations
         self.run_as(self.layer_number)
@@ -82,7 +89,9 @@ class PlannedTransformerLayer(TransformerLayer):
         """Call ``method`` of the layer's current run, if any, instead of the module's forward."""
         assert isinstance(module, HookPoint), f"{type(module)=}"
 
-        def hook(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def hook(
+            forward: Callable[..., object], *args: object, **kwargs: object
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
             if self._run is None:
                 return forward(*args, **kwargs)
             if isinstance(module, DocumentAttention):  # it would save such copies of queries, keys and values itself
@@ -92,7 +101,9 @@ class PlannedTransformerLayer(TransformerLayer):
 
         module.hook = hook
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map hidden states [rows, b, h] to (output [rows, b, h], context), as Megatron's layer does."""
         is_frozen = not hidden_states.requires_grad and not any(one.requires_grad for one in self.parameters())
         if not self.training or not torch.is_grad_enabled() or is_frozen:  # nothing is saved
@@ -112,7 +123,7 @@ class PlannedTransformerLayer(TransformerLayer):
         record.close()
         return result
 
-    def _forward_resident(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_resident(self, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a layer that keeps everything. Its backward pass starts reading the layer that runs backward next."""
         read_next = self.activations.before_resident(self._number)
         result = super().forward(*args, **kwargs)
@@ -128,7 +139,7 @@ class PlannedTransformerLayer(TransformerLayer):
         finally:
             self._run = None
 
-    def _rebuild(self, kwargs: dict[str, Any], record: LayerRecord) -> None:
+    def _rebuild(self, kwargs: Mapping[str, object], record: LayerRecord) -> None:
         """Run the token-wise operations again for the rows from ``record.first_row`` on."""
         first = record.first_row
         inputs = record.rows_from(LAYER_INPUT, first).detach().requires_grad_()
@@ -185,13 +196,13 @@ def planned_layer_spec(
 
 def _with_hook_points(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
     """Return the submodules of a layer, with hook points at its products and its attention."""
-    attention: Any = layer.self_attention
+    attention: Attention = layer.self_attention
     inside = attention.submodules
     inside = replace(
         inside,
         **{name: with_hook_point(getattr(inside, name)) for name in ("linear_qkv", "core_attention", "linear_proj")},
     )
-    mlp: Any = layer.mlp
+    mlp: MegatronModule = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
         mlp = with_hook_point(mlp)
     elif mlp is not IdentityOp:

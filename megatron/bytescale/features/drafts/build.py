@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -12,10 +11,10 @@ from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.core.models.gpt.draft_loss import report, report_both
 
 
-def report_drafts(settings: DraftConfig, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+def report_drafts(settings: DraftConfig, forward_step: Callable[..., object]) -> Callable[..., object]:
     """Return ``forward_step_func`` whose loss is that of the heads, and of the model where it is trained too."""
 
-    def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
         output, of_model = forward_step(data_iterator, model)
         if settings.train_trunk:
             return output, partial(report_both, settings, of_model)

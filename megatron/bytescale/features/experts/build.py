@@ -9,11 +9,11 @@ The transfers have a communicator of their own. Later micro-batches, slices and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from megatron.core import parallel_state
 
 from megatron.bytescale.core.parallel_state import own_groups
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer, Placements
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 
 @dataclass
@@ -43,10 +46,12 @@ class FetchAhead:
         self.placements.weights_group = own_groups([ranks], timeout_minutes)[ranks]
         return model_chunks
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., object]) -> Callable[..., object]:
         """Return a forward step that starts the first transfer of its chunk."""
 
-        def forward_and_fetch(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_fetch(
+            data_iterator: Iterator[object], model: torch.nn.Module, *args: object, **kwargs: object
+        ) -> object:
             layers = self.chunks.get(id(model))
             if layers is None:
                 layers = self.chunks[id(model)] = linked_layers(model)
@@ -76,7 +81,7 @@ def linked_layers(model: torch.nn.Module) -> list[PlacedMoELayer]:
     return layers
 
 
-def wait_for_weights(chunk: Any, experts: torch.nn.Module) -> None:
+def wait_for_weights(chunk: DistributedDataParallel, experts: torch.nn.Module) -> None:
     """Wait until the optimizer's ranks have gathered the weights of experts (``--overlap-param-gather``).
 
     Megatron's DDP waits in a hook of each module that has weights, which here would be too late: they are read before.

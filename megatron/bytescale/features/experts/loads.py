@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.training import get_args
 from megatron.training.utils import print_rank_0, print_rank_last
 
 from bytescale_ext.config.experts import PlacementConfig, TraceTo
@@ -21,6 +20,7 @@ from bytescale_ext.measure.metrics import append_jsonl
 from bytescale_ext.plan.experts.check import check_placement
 from bytescale_ext.plan.experts.cost import balance_ratio
 from bytescale_ext.plan.experts.placement import Ints, PlacementPlan, home_parts
+from megatron.bytescale.arguments.running import running_step
 from megatron.bytescale.core.transformer.moe.counted_layer import TokenCounts, with_counts
 from megatron.bytescale.core.transformer.moe.placed_layer import Placements, with_slots
 from megatron.bytescale.features.experts.build import FetchAhead
@@ -65,8 +65,8 @@ def count_tokens(training: Training, runtime: Runtime, at_step_end: Callable[[St
 def after_steps(training: Training, act: Callable[[], None]) -> Training:
     """Call ``act`` after the gradients of each step are reduced."""
 
-    def wrap_finalize(finalize: Callable[..., Any]) -> Callable[..., Any]:
-        def finalize_and_act(*args: Any, **kwargs: Any) -> Any:
+    def wrap_finalize(finalize: Callable[..., object]) -> Callable[..., object]:
+        def finalize_and_act(*args: object, **kwargs: object) -> object:
             result = finalize(*args, **kwargs)
             act()
             return result
@@ -104,7 +104,7 @@ def record(target: TraceTo, loads: StepLoads) -> None:
     group = parallel_state.get_pipeline_model_parallel_group()
     torch.distributed.all_gather_object(stages, loads.by_layer, group=group)
     if parallel_state.get_pipeline_model_parallel_rank() == 0:
-        rows: list[dict[str, object]] = [{"step": get_args().curr_iteration + 1}]
+        rows: list[dict[str, object]] = [{"step": running_step() + 1}]
         rows[0]["loads"] = {str(layer): found.tolist() for of_stage in stages for layer, found in of_stage.items()}
         if not target.path.exists() or not target.path.stat().st_size:
             rows.insert(0, asdict(target.head))
@@ -163,7 +163,7 @@ class Feedback:
         torch.distributed.all_reduce(sums)
         total, count = sums.tolist()
         if count:
-            self.history.add(get_args().curr_iteration, total / count / RATIO_PARTS)
+            self.history.add(running_step(), total / count / RATIO_PARTS)
 
 
 class Follower:
@@ -186,7 +186,7 @@ class Follower:
 
     def __call__(self, loads: StepLoads) -> None:
         """Note the loads of a step, and make new plans at the end of each interval."""
-        config, step = self.config, get_args().curr_iteration + 1
+        config, step = self.config, running_step() + 1
         homes = home_parts(config.num_experts, config.num_ranks)
         for layer, found in loads.by_layer.items():
             placed = self.placements.of(layer).parts()

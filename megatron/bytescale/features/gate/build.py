@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from megatron.training import get_args
 from megatron.training.utils import print_rank_last
 
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.experts.gate import DenseToSparse
 from bytescale_ext.plan.schedule.slices import slice_ranges
+from megatron.bytescale.arguments.options import current
+from megatron.bytescale.arguments.running import SampleBatches, running_step
+from megatron.bytescale.core.packed_seq_params import PackedUnit
 from megatron.bytescale.core.transformer.moe.gate import Gate, with_gate
 from megatron.bytescale.core.transformer.moe.gate_noise import numbers_of_documents, numbers_of_samples
 from megatron.bytescale.features.experts.loads import after_steps
@@ -37,11 +38,11 @@ def anneal(training: Training, runtime: Runtime) -> Training:
     return after_steps(training, ActiveExperts(gate, runtime))
 
 
-def _heated(gate: Gate, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _heated(gate: Gate, forward: Callable[..., object]) -> Callable[..., object]:
     """Return a forward step that runs at the temperature of its step."""
 
-    def forward_at_temperature(*args: Any, **kwargs: Any) -> Any:
-        gate.step = get_args().curr_iteration
+    def forward_at_temperature(*args: object, **kwargs: object) -> object:
+        gate.step = running_step()
         gate.temperature = gate.plan.temperature(gate.step)
         return forward(*args, **kwargs)
 
@@ -68,10 +69,12 @@ class Numbering:
     step: int = -1
     passes: dict[int, int] = field(default_factory=dict)
 
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., object]) -> Callable[..., object]:
         """Return a forward step that numbers its tokens."""
 
-        def forward_with_numbers(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward_with_numbers(
+            data_iterator: Iterator[PackedUnit], model: torch.nn.Module, *args: object, **kwargs: object
+        ) -> tuple[torch.Tensor, object]:
             if not model.training:
                 return forward(data_iterator, model, *args, **kwargs)
             if self.of_documents:
@@ -90,7 +93,7 @@ class Numbering:
 
         return forward_with_numbers
 
-    def _numbered(self, units: Iterator[Any]) -> Iterator[Any]:
+    def _numbered(self, units: Iterator[PackedUnit]) -> Iterator[PackedUnit]:
         """Yield units of documents, and number their tokens."""
         for unit in units:
             self.gate.tokens = numbers_of_documents(unit[1]).to(torch.cuda.current_device())
@@ -98,16 +101,16 @@ class Numbering:
 
     def _of_samples(self, chunk: int) -> torch.Tensor:
         """Return int64 [rows, b] of the next pass of a model chunk."""
-        args = get_args()
-        if self.step != args.curr_iteration:
-            self.step, self.passes = args.curr_iteration, {}
+        batches, step = current(SampleBatches), running_step()
+        if self.step != step:
+            self.step, self.passes = step, {}
         number = self.passes[chunk] = self.passes.get(chunk, -1) + 1
         micro_batch, part = divmod(number, max(1, len(self.parts)))
-        rows = args.seq_length // args.context_parallel_size
+        rows = batches.seq_length // batches.context_parallel_size
         first = rows * parallel_state.get_context_parallel_rank()
         positions = self.parts[part] if self.parts else range(first, first + rows)
-        group = micro_batch * args.data_parallel_size + parallel_state.get_data_parallel_rank()
-        size = args.micro_batch_size
+        group = micro_batch * batches.data_parallel_size + parallel_state.get_data_parallel_rank()
+        size = batches.micro_batch_size
         return numbers_of_samples(group * size, size, positions).to(torch.cuda.current_device())
 
 
@@ -128,7 +131,7 @@ class ActiveExperts:
 
     def __call__(self) -> None:
         """Count a step. Collective on all processes while the gate anneals."""
-        step = get_args().curr_iteration + 1
+        step = running_step() + 1
         self.runtime.step.active_experts = float(self.runtime.run.shape.experts_per_token)
         if self.gate.plan.temperature(step - 1) is not None:
             sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)

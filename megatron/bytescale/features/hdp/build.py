@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
-from megatron.training import get_args
+from megatron.training.config import TokenizerConfig
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import print_rank_0
 
@@ -23,6 +22,7 @@ from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.config.multi_token import MultiTokenConfig
 from bytescale_ext.config.remote import RemoteConfig
+from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import SculptConfig
 from bytescale_ext.config.slices import DocumentSliceConfig
 from bytescale_ext.data.loading.loader import StepLoader, StepsAhead
@@ -34,6 +34,9 @@ from bytescale_ext.data.samples.packed import PackedMicroBatch
 from bytescale_ext.plan.setup.planner import planner_of
 from bytescale_ext.plan.step.check import check_step_plan
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.data import DataArguments
+from megatron.bytescale.arguments.options import current
+from megatron.bytescale.arguments.running import Batches, LossChecks, RandomStates
 from megatron.bytescale.core.datasets.answer_dataset import answer_config, build_conversations, check_answers
 from megatron.bytescale.core.datasets.document_dataset import (
     SampleSource,
@@ -46,13 +49,12 @@ from megatron.bytescale.core.datasets.step_tokens import samples_that_hold
 from megatron.bytescale.core.datasets.window_dataset import build_windows, window_config
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
-from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+from megatron.bytescale.core.packed_seq_params import DocumentSeqParams, PackedUnit
 from megatron.bytescale.core.parallel_state import create_ring_comm, hdp_rank
 from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_model_grads
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
-from megatron.bytescale.training.stock import data_prefixes, data_settings, wanted_samples
 
 
 def train_on_documents(training: Training, runtime: Runtime) -> Training:
@@ -60,10 +62,10 @@ def train_on_documents(training: Training, runtime: Runtime) -> Training:
 
     Raises ValueError for data that cannot be read.
     """
-    args, run = get_args(), runtime.run
-    check_data(args, is_text=run.find(RemoteConfig) is not None)
+    data, run = current(DataArguments), runtime.run
+    check_data(data, run, is_text=run.find(RemoteConfig) is not None)
     if all(run.find(kind) is None for kind in (RemoteConfig, SculptConfig, AnswerLossConfig)):  # which check themselves
-        check_labels(check_splits(BlendedMegatronDatasetConfig(**data_settings(args)), wanted_samples(args)))
+        check_labels(check_splits(BlendedMegatronDatasetConfig(**data.settings()), data.wanted_samples()))
     use_document_model(training, runtime)
     return replace(training, dataset_provider=dataset_provider(runtime), forward_step=forward_step(runtime))
 
@@ -77,28 +79,29 @@ def use_document_model(training: Training, runtime: Runtime) -> Training:
 
 def load_from_ray(training: Training, runtime: Runtime) -> Training:
     """Load documents from Ray actors, which start here on process 0. Raises ValueError where they cannot."""
-    args = get_args()
-    remote = open_remote(args, runtime.run.get(RemoteConfig), data_settings(args), wanted_samples(args))
+    data = current(DataArguments)
+    remote = open_remote(data, runtime.run, current(TokenizerConfig))
     make_plan = plan_maker(runtime, planner_of(runtime.run.decision))
 
     def sources(num_samples: Sequence[int | None]) -> Sequence[RemoteSplit | None]:
-        return start_remote(remote, data_settings(args), num_samples, make_plan)
+        return start_remote(remote, data.settings(), num_samples, make_plan)
 
     return replace(training, dataset_provider=dataset_provider(runtime, sources))
 
 
 def train_on_windows(training: Training, runtime: Runtime) -> Training:
     """Plan windows, or their documents, in place of the documents of a data set. Raises ValueError for empty splits."""
-    config = runtime.run.get(SculptConfig)
-    windows = window_config(config, data_settings(get_args()))
-    check_splits(windows, wanted_samples(get_args()), windows.num_windows)
+    data = current(DataArguments)
+    windows = window_config(runtime.run.get(SculptConfig), data.settings())
+    check_splits(windows, data.wanted_samples(), windows.num_windows)
     return replace(training, dataset_provider=dataset_provider(runtime, partial(build_windows, windows)))
 
 
 def train_on_answers(training: Training, runtime: Runtime) -> Training:
     """Give documents a loss of their answers alone. Raises ValueError for splits without an answer."""
-    config = answer_config(runtime.run.get(AnswerLossConfig).prefixes, data_settings(get_args()))
-    for line in check_answers(check_splits(config, wanted_samples(get_args()))):
+    data = current(DataArguments)
+    config = answer_config(runtime.run.get(AnswerLossConfig).prefixes, data.settings())
+    for line in check_answers(check_splits(config, data.wanted_samples())):
         print_rank_0(line)
     return replace(training, dataset_provider=dataset_provider(runtime, partial(build_conversations, config)))
 
@@ -112,8 +115,8 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
     counted, calls = counting(kernel)
     comm = create_ring_comm(runtime.device, run.process.timeout_minutes)
     runtime.add_parts(kernel=counted, kernel_calls=calls, comm=comm)
-    args = get_args()
-    if args.hidden_dropout and args.save and not args.data_parallel_random_init:
+    states = current(RandomStates)
+    if states.hidden_dropout and states.save and not states.data_parallel_random_init:
         print_rank_0(
             "> bytescale: checkpoints hold the random state of rank 0 alone, so dropout differs after resuming; "
             "--data-parallel-random-init saves that of every rank, to resume on as many"
@@ -123,15 +126,15 @@ def prepare_model(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> list
 
 def document_sources(num_samples: Sequence[int | None]) -> Sequence[SampleSource | None]:
     """Return the documents of each split of Megatron's data sets."""
-    config = BlendedMegatronDatasetConfig(**data_settings(get_args()))
+    config = BlendedMegatronDatasetConfig(**current(DataArguments).settings())
     return build_document_datasets(config, num_samples, lambda: True)
 
 
 def dataset_provider(
     runtime: Runtime,
-    sources: Callable[[Any], Sequence[SampleSource | RemoteSplit | None]] = document_sources,
+    sources: Callable[[Sequence[int | None]], Sequence[SampleSource | RemoteSplit | None]] = document_sources,
     planner: Planner | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split.
 
     Args:
@@ -141,13 +144,15 @@ def dataset_provider(
     """
     planner = planner or planner_of(runtime.run.decision)
 
-    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
+    def provide(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[StepsAhead | None, ...]:
         if vp_stage:  # all chunks run the step that the first chunk's loader returns
             return None, None, None
-        args = get_args()
-        batch = args.global_batch_size
-        eval_batch = args.eval_global_batch_size or batch
-        places = ((args.consumed_train_samples, batch), (args.consumed_valid_samples, eval_batch), (0, eval_batch))
+        batches = current(Batches)
+        places = (
+            (batches.consumed_train_samples, batches.global_batch_size),
+            (batches.consumed_valid_samples, batches.evaluation),
+            (0, batches.evaluation),
+        )
         slices, depths = runtime.run.find(DocumentSliceConfig), runtime.run.find(MultiTokenConfig)
         drafts = runtime.run.find(DraftConfig)
         ngram = runtime.run.find(NgramConfig)
@@ -158,11 +163,11 @@ def dataset_provider(
                 rank=hdp_rank(),
                 samples_per_step=size,
                 consumed_samples=consumed,
-                first_step=0 if cyclic else args.iteration,
+                first_step=0 if cyclic else batches.iteration,
                 cyclic=cyclic,
                 plan_ahead=runtime.hdp.plan_ahead,
                 rows_multiple=runtime.hdp.rows_multiple,
-                vocab_size=args.padded_vocab_size,
+                vocab_size=runtime.run.shape.vocab,
                 pin_memory=runtime.parts.clock.on_cuda,
                 slice_rule=None if slices is None or slices.slicing.num_slices == 1 else slices.rule,
                 window=runtime.run.shape.window,
@@ -181,14 +186,15 @@ def dataset_provider(
 
 def enough_samples(runtime: Runtime, num_samples: Sequence[int | None]) -> Sequence[int | None]:
     """Return the samples that each split needs, where training steps differ in samples; else what Megatron wants."""
-    args, hdp, answers = get_args(), runtime.hdp, runtime.run.find(AnswerLossConfig)
+    batches, hdp, answers = current(Batches), runtime.hdp, runtime.run.find(AnswerLossConfig)
     train, *others = num_samples
     if train and hdp.global_tokens is not None:
-        config = BlendedMegatronDatasetConfig(**data_settings(args))
+        settings = current(DataArguments).settings()
+        config = BlendedMegatronDatasetConfig(**settings)
         if answers is not None:
-            config = answer_config(answers.prefixes, data_settings(args))
-        left = hdp.global_tokens * (args.train_iters - args.iteration)
-        train = args.consumed_train_samples + samples_that_hold(left, config)
+            config = answer_config(answers.prefixes, settings)
+        left = hdp.global_tokens * (batches.train_iters - batches.iteration)
+        train = batches.consumed_train_samples + samples_that_hold(left, config)
     if train and hdp.schedule:
         train += hdp.schedule[-1][1]  # the last step may begin just before the end
     return [train, *others]
@@ -220,13 +226,15 @@ def step_loader(
     return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads)
 
 
-def forward_step(runtime: Runtime) -> Callable[..., Any]:
+def forward_step(runtime: Runtime) -> Callable[..., object]:
     """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
 
     With slices it runs one slice, with the keys and values of earlier slices.
     """
 
-    def forward(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def forward(
+        data_iterator: Iterator[PackedUnit], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., object]]:
         index, packed, prefix = next(data_iterator)
         chunk = unwrap_model(model)
         if model.training:
@@ -276,7 +284,7 @@ def sum_of_losses(
     """
     total = torch.sum(losses.view(-1).float() * packed.loss_mask)
     num_labels = packed.loss_mask.sum().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
+    if current(LossChecks).check_for_nan_in_loss_and_grad:
         documents = packed.documents_text()
         for test in (torch.isnan, torch.isinf):
             get_rerun_state_machine().validate_result(
@@ -289,12 +297,12 @@ def sum_of_losses(
     return total, num_labels, {"lm loss": torch.stack([total.detach(), num_labels.to(total.dtype)])}
 
 
-def check_data(args: Any, is_text: bool) -> None:
+def check_data(data: DataArguments, run: RunConfig, is_text: bool) -> None:
     """Raise ValueError for data sets that are missing, truncated, empty, of another format or of another vocabulary.
 
     Reads the index of each; only the first process scans token ids. ``is_text``: the data are .jsonl files.
     """
-    prefixes = data_prefixes(args)
+    prefixes = data.prefixes()
     if not prefixes:
         raise ValueError("no data: give --data-path PREFIX (`bytescale corpus` makes one)")
     for prefix in prefixes:
@@ -302,14 +310,14 @@ def check_data(args: Any, is_text: bool) -> None:
             check_line_file(prefix)
             continue
         check_indexed_dataset(prefix)
-        if args.rank == 0:
-            check_token_ids(prefix, args.padded_vocab_size)
+        if run.process.rank == 0:
+            check_token_ids(prefix, run.shape.vocab)
     with refusals_of_megatron():
-        config = BlendedMegatronDatasetConfig(**data_settings(args))
+        config = BlendedMegatronDatasetConfig(**data.settings())
     parts = config.blend_per_split if config.blend is None else config.split_matrix
-    for name, wanted, part in (("train", not args.skip_train, parts[0]), ("valid", args.eval_iters > 0, parts[1])):
+    for name, wanted, part in (("train", not data.skip_train, parts[0]), ("valid", data.eval_iters > 0, parts[1])):
         if wanted and part is None:  # Megatron would train on nothing, or evaluate without a data iterator
             raise ValueError(
-                f"no documents for the {name} split: give another --split (it is {args.split}) or "
+                f"no documents for the {name} split: give another --split (it is {data.split}) or "
                 f"--{name}-data-path{', or --eval-iters 0' if name == 'valid' else ''}"
             )

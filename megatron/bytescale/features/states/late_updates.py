@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from megatron.training import get_args
 from megatron.training.utils import print_rank_last
 
+from megatron.bytescale.arguments.running import running_step
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
 from megatron.bytescale.training.training import write_scalars
@@ -18,8 +17,8 @@ def tell_staleness(training: Training, runtime: Runtime) -> Training:
     """Log how many steps' gradients the parameters of each step lack, and how long steps waited for updates."""
     staleness = Staleness(runtime)
 
-    def count_first(finalize: Callable[..., Any]) -> Callable[..., Any]:
-        def count_and_finalize(*args: Any, **kwargs: Any) -> Any:
+    def count_first(finalize: Callable[..., object]) -> Callable[..., object]:
+        def count_and_finalize(*args: object, **kwargs: object) -> object:
             staleness.count()
             return finalize(*args, **kwargs)
 
@@ -44,7 +43,7 @@ class Staleness:
 
     def count(self) -> None:
         """Count a step, whose passes are over and whose update is not."""
-        late, step = self.runtime.parts.late_updates, get_args().curr_iteration + 1
+        late, step = self.runtime.parts.late_updates, running_step() + 1
         assert late is not None
         self.runtime.step.stale_steps = late.missing
         self.counts.append(late.missing)

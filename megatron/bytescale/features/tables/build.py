@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -21,16 +20,18 @@ def keep_tables(
     tables = TablesOfStep(lambda module: isinstance(module, kind), rows_of)
     training.model.pre_wrap_hooks.append(tables.collect)
 
-    def read_rows_first(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def read_and_forward(data_iterator: Any, model: Any) -> Any:
+    def read_rows_first(forward: Callable[..., object]) -> Callable[..., object]:
+        def read_and_forward(data_iterator: Iterator[object], model: torch.nn.Module) -> object:
             assert runtime.step.batch is not None
             tables.begin(runtime.step.batch, model.training, runtime.step.next_batch)
             return forward(data_iterator, model)
 
         return read_and_forward
 
-    def send_rows_last(finalize: Callable[..., Any]) -> Callable[..., Any]:
-        def finalize_and_send(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
+    def send_rows_last(finalize: Callable[..., object]) -> Callable[..., object]:
+        def finalize_and_send(
+            model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, *args: object, **kwargs: object
+        ) -> None:
             finalize(model, num_tokens, *args, **kwargs)  # which adds up the labels of all ranks
             tables.end(num_tokens)
 

@@ -14,20 +14,20 @@ from functools import partial
 
 import torch
 from megatron.core.transformer.moe.upcycling_utils import upcycle_state_dict
-from megatron.training import get_args
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.utils import print_rank_0
 
+from bytescale_ext.config.experts import UpcycleFrom
+from megatron.bytescale.arguments.options import override_current
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
 
 
 def upcycle(training: Training, runtime: Runtime) -> Training:
     """Copy the dense model into the experts when these are built. Megatron itself then begins without a checkpoint."""
-    args = get_args()
-    copying = partial(copy_dense, training.model, args.load)
-    args.moe_use_upcycling, args.load = False, None
+    copying = partial(copy_dense, training.model, runtime.run.get(UpcycleFrom))
+    override_current({"moe_use_upcycling": False, "load": None})
     training.model.pre_wrap_hooks.append(copying)
     return training
 
@@ -41,18 +41,21 @@ def dense_config(config: GPTModelConfig, ffn_hidden: int) -> GPTModelConfig:
     return dense
 
 
-def copy_dense(config: GPTModelConfig, load: str, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def copy_dense(
+    config: GPTModelConfig, dense_run: UpcycleFrom, model_chunks: list[torch.nn.Module]
+) -> list[torch.nn.Module]:
     """Build the dense model, load it and copy it into the model of experts. Collective.
 
-    Samples that the dense run has consumed stay consumed, but with ``--finetune``; steps are counted anew.
+    Samples that the dense run has consumed stay consumed, except with ``--finetune``; steps are counted anew.
     """
-    args = get_args()
     (model,) = model_chunks
-    builder = GPTModelBuilder(dense_config(config, args.ffn_hidden_size * args.moe_upcycling_granularity))
+    builder = GPTModelBuilder(dense_config(config, dense_run.ffn_hidden))
     dense = builder.build_model(model.pg_collection, model.pre_process, model.post_process)
-    args.load = load
+    override_current({"load": str(dense_run.load)})
     load_checkpoint([dense], None, None)
-    args.load, args.iteration = None, 0
+    override_current({"load": None, "iteration": 0})
     model.load_state_dict(upcycle_state_dict([model], [dense])["model"])
-    print_rank_0(f"> bytescale: {config.transformer.num_moe_experts} experts of each layer are copies of {load}")
+    print_rank_0(
+        f"> bytescale: {config.transformer.num_moe_experts} experts of each layer are copies of {dense_run.load}"
+    )
     return model_chunks

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescale_ext.config.experts import UpcycleFrom
 from bytescale_ext.config.run import RunConfig
 from megatron.bytescale.arguments.conditions import equals, given, where
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
@@ -22,19 +23,6 @@ FLAG = "--moe-use-upcycling"
 
 
 @dataclass(frozen=True)
-class UpcycleFrom:
-    """A dense checkpoint that experts are made from.
-
-    Attributes:
-        load: folder of the dense checkpoint.
-        save: folder of the new ones.
-    """
-
-    load: Path
-    save: Path
-
-
-@dataclass(frozen=True)
 class UpcycleOptions:
     """Megatron's flags of the folders, and of the ranks that share experts.
 
@@ -42,11 +30,15 @@ class UpcycleOptions:
         load: folder of the dense checkpoint.
         save: folder of the new ones.
         expert_model_parallel_size: ranks over which experts are spread.
+        ffn_hidden_size: width of an expert.
+        moe_upcycling_granularity: parts of an MLP that become experts of their own.
     """
 
     load: str | None
     save: str | None
     expert_model_parallel_size: int
+    ffn_hidden_size: int
+    moe_upcycling_granularity: int
 
     def folders(self) -> tuple[Path, Path]:
         """Return ``load`` and ``save``. Raises ValueError if one is missing."""
@@ -81,8 +73,8 @@ def before_checks(options: UpcycleOptions) -> Overrides:
 
 
 def resolve(options: UpcycleOptions, run: RunConfig) -> UpcycleFrom:
-    """Return the folders."""
-    return UpcycleFrom(*options.folders())
+    """Return the folders, and the width of the dense model."""
+    return UpcycleFrom(*options.folders(), options.ffn_hidden_size * options.moe_upcycling_granularity)
 
 
 def build(training: Training, runtime: Runtime) -> Training:

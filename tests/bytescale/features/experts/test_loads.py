@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ def write_counts(rank: int, world: int, file: str, steps: int) -> dict[int, list
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     counts, target = TokenCounts(), TraceTo(Path(file), HEAD)
     for step in range(steps):
-        experts.get_args = lambda step=step: SimpleNamespace(curr_iteration=step)
+        experts.running_step = lambda step=step: step
         chosen = torch.zeros(10 * rank + 1, 4, dtype=torch.bool)
         chosen[:, rank] = True
         for layer in LAYERS:
@@ -89,7 +88,7 @@ def follow(interval: int, cost: ExpertCost, passes: int = 1) -> list[tuple[int, 
         patch.setattr(experts, "print_rank_last", lines.append)
         patch.setattr(experts, "write_scalars", lambda scalars, step: lines.append(f"{step} {scalars}"))
         for step, popular in enumerate([0, 0, 3, 3]):
-            patch.setattr(experts, "get_args", lambda step=step: SimpleNamespace(curr_iteration=step))
+            patch.setattr(experts, "running_step", lambda step=step: step)
             loads = np.full((2, 4), 20)
             loads[:, popular] = 200
             follower(experts.StepLoads({7: loads}, passes))
@@ -132,7 +131,7 @@ def feed_back(rank: int, world: int) -> list[float]:
     feedback = experts.Feedback(runtime_of(), placements, LoadHistory(lag=1))
     uneven, even = np.array([[30, 0, 10, 0]] * 2), np.array([[5, 5, 5, 5]] * 2)
     for step in (7, 8):
-        experts.get_args = lambda step=step: SimpleNamespace(curr_iteration=step)
+        experts.running_step = lambda step=step: step
         feedback(experts.StepLoads({3: uneven if rank < 2 else even}, 1))
         parts = np.array([[512, 1024, 512, 0], [512, 0, 512, 1024]])
         placements.by_layer[3] = PlacementPlan.of(parts, 4)
@@ -157,7 +156,7 @@ def no_layers(rank: int, world: int) -> list[float]:
     loads = {3: np.array([[30, 0, 10, 0]] * 2)} if rank else {}
     found: list[float] = []
     for of_step in (loads, {}):  # in the second step nobody has any
-        experts.get_args = lambda: SimpleNamespace(curr_iteration=0)
+        experts.running_step = lambda: 0
         feedback = experts.Feedback(runtime_of(), Placements(PlacementPlan.static(4, 2, 3)), LoadHistory(lag=1))
         feedback(experts.StepLoads(of_step, 1))
         found.append(feedback.history.at(1))

@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
 def _megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     STEP["curr_iteration"] = 0
     sizes = {"seq_length": 8, "context_parallel_size": 1, "data_parallel_size": 2, "micro_batch_size": 3}
-    monkeypatch.setattr(module, "get_args", lambda: SimpleNamespace(**sizes, **STEP))
+    monkeypatch.setattr("megatron.training.get_args", lambda: SimpleNamespace(**sizes, **STEP))
     monkeypatch.setattr(module.parallel_state, "get_data_parallel_rank", lambda: 1)
     monkeypatch.setattr(module.parallel_state, "get_context_parallel_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")

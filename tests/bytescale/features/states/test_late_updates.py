@@ -25,7 +25,7 @@ class Training:
 def test_the_log_has_the_mean_and_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     counter = SimpleNamespace(curr_iteration=0)
-    monkeypatch.setattr(module, "get_args", lambda: counter)
+    monkeypatch.setattr("megatron.training.get_args", lambda: counter)
     monkeypatch.setattr(module, "print_rank_last", lines.append)
     monkeypatch.setattr(module, "write_scalars", lambda scalars, step: lines.append(f"{step} {scalars}"))
     late = SimpleNamespace(missing=0, wait_seconds=0.0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from bytescale_ext.config.experts import UpcycleFrom
 from megatron.bytescale.features.upcycle import build as module
+from tests.config.runs import run_of
 
 
 def config() -> Any:
@@ -35,9 +38,9 @@ class Model(torch.nn.Module):
 
 
 def test_it_is_loaded_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(
-        load="dense", iteration=0, moe_use_upcycling=True, ffn_hidden_size=48, moe_upcycling_granularity=2
-    )
+    args = SimpleNamespace(load="dense", iteration=0, moe_use_upcycling=True)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    run = run_of().with_feature("upcycling", UpcycleFrom(Path("dense"), Path("new"), 96))
     built, read, lines = [], [], []
 
     class Builder:
@@ -57,12 +60,12 @@ def test_it_is_loaded_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"model": {"weight": 2 * dense[0].weight.data}}
 
     for name, value in {
-        "get_args": lambda: args, "GPTModelBuilder": Builder, "load_checkpoint": load, "print_rank_0": lines.append,
+        "GPTModelBuilder": Builder, "load_checkpoint": load, "print_rank_0": lines.append,
         "upcycle_state_dict": convert,
     }.items():  # fmt: skip
         monkeypatch.setattr(module, name, value)
     training: Any = SimpleNamespace(model=config())
-    assert module.upcycle(training, SimpleNamespace()) is training  # type: ignore[arg-type]
+    assert module.upcycle(training, SimpleNamespace(run=run)) is training  # type: ignore[arg-type]
     assert (args.moe_use_upcycling, args.load) == (False, None), "Megatron neither upcycles nor loads"
     first, copying = training.model.pre_wrap_hooks
     assert first is print, "it is the last hook"

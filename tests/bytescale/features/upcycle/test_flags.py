@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from bytescale_ext.config.experts import UpcycleFrom
 from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
-from megatron.bytescale.features.upcycle.flags import REFUSALS, UpcycleFrom
+from megatron.bytescale.features.upcycle.flags import REFUSALS
 from megatron.bytescale.launch import TRACKER
 from tests.bytescale.features.activations.test_flags import parsed
 from tests.bytescale.features.gate.test_flags import FITTING, ON
 
-UPCYCLED = {**FITTING, "moe_use_upcycling": True, "expert_tensor_parallel_size": 1, "moe_router_pre_softmax": False}
+UPCYCLED = {
+    **FITTING, "moe_use_upcycling": True, "expert_tensor_parallel_size": 1, "moe_router_pre_softmax": False,
+    "moe_upcycling_granularity": 2,
+}  # fmt: skip
 
 
 def config_of(folder: Path, *words: str, **settings: Any) -> UpcycleFrom:
@@ -33,7 +37,7 @@ def test_off_by_default() -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    assert config_of(tmp_path) == UpcycleFrom(tmp_path / "dense", tmp_path / "new")
+    assert config_of(tmp_path) == UpcycleFrom(tmp_path / "dense", tmp_path / "new", 2 * 4096)
     assert config_of(tmp_path, *ON).load == tmp_path / "dense", "with a gate too"
 
 

@@ -12,7 +12,6 @@ tokens, and Megatron sums the gradients of parameters so marked.
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -76,7 +75,7 @@ class DraftHeads(MegatronModule):
             if not getattr(parameter, "tensor_model_parallel", False):
                 parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def states(self, hidden: torch.Tensor, embedded: torch.Tensor, **layer_inputs: Any) -> torch.Tensor:
+    def states(self, hidden: torch.Tensor, embedded: torch.Tensor, **layer_inputs: object) -> torch.Tensor:
         """Return the state [s, b, h] of the first head.
 
         Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +28,10 @@ from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.runtime import Runtime
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
@@ -36,7 +40,7 @@ def add_draft_heads(
 ) -> list[torch.nn.Module]:
     """``ModelConfig.pre_wrap_hooks``: freeze the model, and give the chunk with the output layer its heads."""
     for chunk in model_chunks:
-        trunk, model = Trunk(chunk, not settings.train_trunk), _untyped(chunk)
+        trunk, model = Trunk(chunk, not settings.train_trunk), _as_gpt(chunk)
         model.hide_loss_modules = partial(without_heads, chunk)
         if not model.post_process:
             continue
@@ -50,7 +54,7 @@ def add_draft_heads(
     return model_chunks
 
 
-def _untyped(chunk: torch.nn.Module) -> Any:
+def _as_gpt(chunk: torch.nn.Module) -> GPTModel:
     return chunk
 
 
@@ -74,11 +78,11 @@ class DraftLoss:
         self,
         *,
         hidden_states: torch.Tensor,
-        output_layer: Any,
+        output_layer: ColumnParallelLinear,
         output_weight: torch.Tensor | None,
         labels: torch.Tensor,
         packed_seq_params: DocumentSeqParams,
-        **model: Any,
+        **model: object,
     ) -> torch.Tensor:
         """Return the [2 heads + 3] sums that ``report`` splits; where the model is trained, its losses [s] follow.
 
@@ -111,8 +115,8 @@ class DraftLoss:
         hidden: torch.Tensor,
         labels: torch.Tensor,
         params: DocumentSeqParams,
-        output_layer_and_weight: tuple[Any, torch.Tensor],
-        model: dict[str, Any],
+        output_layer_and_weight: tuple[ColumnParallelLinear, torch.Tensor],
+        model: dict[str, object],
     ) -> torch.Tensor:
         """Return [2 heads + 3] sums, of arguments as ``__call__`` has them; the weight: [v / ranks, h]."""
         output_layer, weight = output_layer_and_weight

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -29,8 +30,13 @@ from megatron.bytescale.core.transformer.multi_latent_attention import DocumentL
 from megatron.bytescale.core.transformer.norm import LocalNorm
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 
+if TYPE_CHECKING:
+    import torch
 
-def document_layer_spec(runtime: Any) -> Any:
+    from megatron.bytescale.runtime import Runtime
+
+
+def document_layer_spec(runtime: Runtime) -> Callable[..., ModuleSpec | TransformerBlockSubmodules]:
     """Return ``GPTModelConfig.transformer_layer_spec``: the default spec, with document attention."""
 
     def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
@@ -50,14 +56,14 @@ def document_layer_spec(runtime: Any) -> Any:
 
 
 def with_sample_attention(
-    spec: ModuleSpec | TransformerBlockSubmodules, runtime: Any
+    spec: ModuleSpec | TransformerBlockSubmodules, runtime: Runtime
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return a layer spec, or spec of a block, whose attention is ours for samples of one length."""
     return with_core_attention(spec, partial(SampleAttention, runtime=runtime))
 
 
 def with_core_attention(
-    spec: ModuleSpec | TransformerBlockSubmodules, attention: Any
+    spec: ModuleSpec | TransformerBlockSubmodules, attention: type[torch.nn.Module] | partial[torch.nn.Module]
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return a layer spec, or spec of a block, with this ``core_attention``."""
     spec = copy.deepcopy(spec)
@@ -66,20 +72,20 @@ def with_core_attention(
     return spec
 
 
-def with_split_products(spec: TransformerBlockSubmodules, runtime: Any) -> TransformerBlockSubmodules:
+def with_split_products(spec: TransformerBlockSubmodules, runtime: Runtime) -> TransformerBlockSubmodules:
     """Change a new spec of a block of local layers: weight gradients run by themselves, except those of experts."""
     column, row = (partial(one, runtime=runtime) for one in (SplitColumnParallelLinear, SplitRowParallelLinear))
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv, attention.linear_proj = column, row
-        mlp: Any = layer.submodules.mlp
+        mlp: ModuleSpec = layer.submodules.mlp
         if getattr(mlp, "func", None) is not MoELayer:
             dense = replace(mlp.keywords["submodules"], linear_fc1=column, linear_fc2=row)
             layer.submodules.mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": dense})
     return spec
 
 
-def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_engine: bool) -> None:
+def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Runtime, has_engine: bool) -> None:
     """Set our attention and router, and without TransformerEngine our norms and products, in the spec of one layer."""
     attention = layer.self_attention.submodules
     attention.core_attention = partial(DocumentAttention, runtime=runtime)
@@ -87,12 +93,12 @@ def _set_document_modules(layer: TransformerLayerSubmodules, runtime: Any, has_e
         attention.core_attention = IdentityOp  # it makes its own
         layer.self_attention.module = DocumentLatentAttention
         layer.self_attention.params = {**layer.self_attention.params, "runtime": runtime}
-    mlp: Any = layer.mlp
+    mlp: ModuleSpec = layer.mlp
     if getattr(mlp, "func", None) is MoELayer:
         router = SampleRouter if runtime.run.find(HdpConfig) is None else DocumentRouter
         modules = replace(mlp.keywords["submodules"], router=partial(router, runtime=runtime))
         if not has_engine:
-            experts: Any = modules.experts
+            experts: ModuleSpec = modules.experts
             products = replace(experts.keywords["submodules"], linear_fc2=ExpertRowParallelLinear)
             modules.experts = partial(experts.func, *experts.args, **{**experts.keywords, "submodules": products})
         layer.mlp = partial(mlp.func, **{**mlp.keywords, "submodules": modules})

@@ -12,9 +12,9 @@ The loss of a micro-batch gets, for each of the D depths, ``mtp_loss_scaling_fac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -29,10 +29,19 @@ from megatron.bytescale.core.transformer.dot_product_attention import DocumentAt
 from megatron.bytescale.core.transformer.moe.router import DocumentRouter
 from megatron.bytescale.runtime import Runtime
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.moe.router import Router
+
 Report = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 SUMS = 3
 """Sums of each depth: weighted losses, losses, and their number."""
+
+Inputs = tuple[tuple[object, ...], dict[str, Any]]
+"""Positional and named arguments of a module, as a hook changes them."""
 
 
 class LaterTokenLayer(MultiTokenPredictionLayer):
@@ -43,7 +52,7 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         embedding: Callable[..., torch.Tensor],
-        **given: Any,
+        **given: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Return what Megatron's returns, of a table [depths from this one on, t] of tokens, and one of positions."""
         ahead = partial(embedding, input_ids=input_ids[:1], position_ids=position_ids[:1])
@@ -65,7 +74,7 @@ def use_later_tokens(
 class LaterTokens:
     """Hooks on the model chunk that has the layers of multi-token prediction, and what they note in a forward pass."""
 
-    def __init__(self, chunk: Any, settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime) -> None:
+    def __init__(self, chunk: GPTModel, settings: MultiTokenConfig, chunk_tokens: int | None, runtime: Runtime) -> None:
         self.chunk, self.settings, self.chunk_tokens = chunk, settings, chunk_tokens
         self.labels: torch.Tensor | None = None
         self.states: torch.Tensor | None = None
@@ -76,17 +85,17 @@ class LaterTokens:
         chunk.mtp.register_forward_pre_hook(self.use_tables, with_kwargs=True)
         chunk.mtp.register_forward_hook(self.note)
 
-    def begin(self, chunk: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def begin(self, chunk: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Take tokens and labels from Megatron's model, which would shift them; embed the tokens in its place."""
         self.labels = kwargs["labels"]
         if self.labels is None:
             return None
-        tokens, positions, *others = args
+        tokens, positions, *others = inputs
         embedded = self.chunk.embedding(input_ids=tokens, position_ids=positions) if self.chunk.pre_process else None
         own = {"labels": None, "decoder_input": embedded, "output_processor": self.losses}
         return (None, positions, *others), {**kwargs, **own}
 
-    def use_tables(self, block: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def use_tables(self, block: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]) -> Inputs:
         """Give the layers the later tokens of each row, and their positions, [depths, t]; 0 where there are none."""
         params, labels = kwargs["packed_seq_params"], self.labels
         assert labels is not None and params.positions is not None, f"{params=}"
@@ -95,11 +104,11 @@ class LaterTokens:
         ahead = torch.arange(1, len(tokens) + 1, device=labels.device)[:, None]
         positions = (params.positions + ahead) * (targets >= 0)
         if hasattr(self.chunk, "rotary_pos_emb"):
-            found = use_document_angles(self.chunk.rotary_pos_emb, block, args, kwargs)
+            found = use_document_angles(self.chunk.rotary_pos_emb, block, inputs, kwargs)
             kwargs = kwargs if found is None else found[1]
-        return args, {**kwargs, "input_ids": tokens, "position_ids": positions}
+        return inputs, {**kwargs, "input_ids": tokens, "position_ids": positions}
 
-    def note(self, block: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+    def note(self, block: torch.nn.Module, inputs: tuple[object, ...], output: torch.Tensor) -> None:
         """Note the states of all depths, [(1 + depths) * s / ranks, 1, h]."""
         self.states = output
 
@@ -115,10 +124,10 @@ class LaterTokens:
         *,
         hidden_states: torch.Tensor,
         labels: None,
-        output_layer: Any,
+        output_layer: ColumnParallelLinear,
         output_weight: torch.Tensor | None,
         packed_seq_params: DocumentSeqParams,
-        **model: Any,
+        **model: object,
     ) -> torch.Tensor:
         """GPTModel's ``output_processor``: return the sums of each depth, and the model's losses after them.
 
@@ -150,9 +159,9 @@ class LaterTokens:
         self,
         hidden: torch.Tensor,
         labels: torch.Tensor,
-        output_layer: Any,
+        output_layer: ColumnParallelLinear,
         output_weight: torch.Tensor | None,
-        model: dict[str, Any],
+        model: dict[str, object],
     ) -> torch.Tensor:
         """Return the losses [1, s], in float32, of labels [1, s] by states [s / ranks, 1, h]."""
         if self.chunk_tokens is not None:
@@ -169,14 +178,14 @@ def use_document_modules(layer: MultiTokenPredictionLayer, runtime: Runtime) -> 
     A router of experts becomes one over documents. As in Megatron it routes and counts every token, also the last ones
     of a document, which guess nothing at this depth; padding is left out.
     """
-    attention: Any = layer.mtp_model_layer.self_attention
+    attention: Attention = layer.mtp_model_layer.self_attention
     config, old = layer.config, attention.core_attention
     new = DocumentAttention(config, layer.layer_number, runtime=runtime, softmax_scale=config.softmax_scale)
     if config.softmax_type == "learnable":
         new.softmax_offset = old.softmax_offset
     attention.core_attention = new
     if isinstance(layer.mtp_model_layer.mlp, MoELayer):
-        router: Any = layer.mtp_model_layer.mlp.router
+        router: Router = layer.mtp_model_layer.mlp.router
         router.__class__ = DocumentRouter
         router.runtime = runtime
 
@@ -195,10 +204,10 @@ def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report
     return loss, num_labels, figures
 
 
-def report_depths(settings: MultiTokenConfig, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+def report_depths(settings: MultiTokenConfig, forward_step: Callable[..., object]) -> Callable[..., object]:
     """Return ``forward_step_func`` whose loss is that of the model and of all depths."""
 
-    def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:
+    def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:
         output, of_model = forward_step(data_iterator, model)
         return output, partial(report, settings, of_model)
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlock
 
 HEADS = "draft_heads"
 """Name of the heads in Megatron's model and in checkpoints."""
@@ -38,13 +41,13 @@ class Trunk:
         if norm is not None:
             norm.register_forward_pre_hook(self._note_hidden)
 
-    def _detach_source(self, chunk: torch.nn.Module, inputs: Any) -> None:
-        decoder: Any = chunk.decoder
+    def _detach_source(self, chunk: torch.nn.Module, inputs: tuple[object, ...]) -> None:
+        decoder: TransformerBlock = chunk.decoder
         self.source = None if chunk.pre_process or not self.is_frozen else decoder.input_tensor
         if self.source is not None:
             decoder.set_input_tensor(self.source.detach())
 
-    def _link_source(self, chunk: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def _link_source(self, chunk: torch.nn.Module, inputs: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
         source, self.source, self.hidden = self.source, None, None
         if source is None:
             return output
@@ -59,13 +62,13 @@ class _ZeroGradient(torch.autograd.Function):
     """Return an output as it is; the input that it came from gets zeros as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: torch.autograd.function.FunctionCtx, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.like = source.shape, source.dtype, source.device
         ctx.mark_dirty(output)  # the output itself, not a view: Megatron frees what it has sent
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         shape, dtype, device = ctx.like
         return grad, torch.zeros(shape, dtype=dtype, device=device)
 
@@ -92,7 +95,7 @@ def begin_as_last_layer(chunk: torch.nn.Module, state: dict[str, torch.Tensor], 
     """
     if any(name.startswith(f"{prefix}{HEADS}.") for name in state):
         return
-    layers: Any = chunk.decoder.layers  # type: ignore[union-attr]
+    layers: torch.nn.ModuleList = chunk.decoder.layers  # type: ignore[union-attr]
     last = f"{prefix}decoder.layers.{len(layers) - 1}"
     for name, value in chunk.get_submodule(HEADS).state_dict(prefix=f"{prefix}{HEADS}.").items():
         part, _, rest = name.removeprefix(f"{prefix}{HEADS}.").partition(".")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -25,7 +24,7 @@ class TokenCounts:
     """
 
     by_layer: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    at_step_end: list[Callable[[Any], None]] = field(default_factory=list)
+    at_step_end: list[Callable[[object], None]] = field(default_factory=list)
 
     def note(self, layer: int, chosen: torch.Tensor) -> None:
         """Add the tokens of a micro-batch. ``chosen``: bool [tokens, experts]."""
@@ -50,7 +49,7 @@ class CountedMoELayer(MoELayer):
     A forward pass that will be recomputed runs without gradients and is not counted; the recomputation is.
     """
 
-    def __init__(self, *args: Any, counts: TokenCounts | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: object, counts: TokenCounts | None = None, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.counts = counts
 
@@ -65,7 +64,9 @@ class CountedMoELayer(MoELayer):
         return probs, chosen
 
 
-def with_counts(spec: ModuleSpec | TransformerBlockSubmodules, counts: TokenCounts) -> Any:
+def with_counts(
+    spec: ModuleSpec | TransformerBlockSubmodules, counts: TokenCounts
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Change a new spec of a block or a layer: its layers of experts count tokens."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -22,6 +22,10 @@ from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELaye
 from megatron.bytescale.core.transformer.moe.gate_noise import gumbel_noise
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer
 from megatron.bytescale.core.transformer.spec_utils import layers_of
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router import Router
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 
 @dataclass
@@ -115,21 +119,21 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
     class GatedMoELayer(base):  # type: ignore[valid-type,misc]
         """A layer of experts, or of experts in slots, with two dispatchers."""
 
-        def __init__(self, *args: Any, gate: Gate, **kwargs: Any) -> None:
+        def __init__(self, *args: object, gate: Gate, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             self.gate = gate
-            fixed: Any = self.token_dispatcher  # type: ignore[has-type]
+            fixed: MoETokenDispatcher = self.token_dispatcher  # type: ignore[has-type]
             config = copy.copy(fixed.config)
             config.moe_expert_capacity_factor = float(config.num_moe_experts)  # so that it counts what it sends
             groups = kwargs.get("pg_collection") or get_default_pg_collection()
-            dispatcher: Callable[..., Any] = type(fixed)
+            dispatcher: Callable[..., object] = type(fixed)
             local = fixed.num_local_experts, fixed.local_expert_indices
             counting = dispatcher(*local, config=config, pg_collection=groups)
             if self.shared_expert_overlap and self.use_shared_expert:
                 counting.set_shared_experts(self.shared_experts)
             self.dispatchers = {True: counting, False: fixed}
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> object:
             """Run the layer with the dispatcher of the running step."""
             self.token_dispatcher = self.dispatchers[self.gate.temperature is not None]
             return super().forward(*args, **kwargs)
@@ -137,15 +141,15 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
     return GatedMoELayer
 
 
-def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Any:
+def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> ModuleSpec | TransformerBlockSubmodules:
     """Change a new spec of a block or a layer: the routers of its layers of experts follow a gate."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp
         kind = getattr(mlp, "func", None)
         if kind in (MoELayer, CountedMoELayer, PlacedMoELayer):
             modules = mlp.keywords["submodules"]
-            router: Any = modules.router if isinstance(modules.router, partial) else partial(modules.router)
-            following: Any = annealed(router.func, gate)
+            router: partial[Router] = modules.router if isinstance(modules.router, partial) else partial(modules.router)
+            following: type[Router] = annealed(router.func, gate)
             modules = replace(modules, router=partial(following, *router.args, **router.keywords))
             keywords = {**mlp.keywords, "submodules": modules, "gate": gate}
             base = CountedMoELayer if kind is MoELayer else kind

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -51,7 +50,7 @@ class PlacedMoELayer(CountedMoELayer):
     experts: SlotExperts
     fetch_next: Callable[[], None] | None = None
 
-    def __init__(self, *args: Any, placements: Placements, **kwargs: Any) -> None:
+    def __init__(self, *args: object, placements: Placements, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.placements = placements
         self.experts.is_grouped = self.config.moe_grouped_gemm
@@ -62,7 +61,7 @@ class PlacedMoELayer(CountedMoELayer):
         config = copy.copy(self.config)
         config.num_moe_experts = num_slots * self.ep_group.size()
         first = num_slots * self.ep_group.rank()
-        dispatcher: Callable[..., Any] = type(self.token_dispatcher)  # type: ignore[has-type]
+        dispatcher: Callable[..., object] = type(self.token_dispatcher)  # type: ignore[has-type]
         slots = list(range(first, first + num_slots))
         self.token_dispatcher = dispatcher(num_slots, slots, config=config, pg_collection=groups)
         if self.shared_expert_overlap and self.use_shared_expert:
@@ -91,7 +90,9 @@ class PlacedMoELayer(CountedMoELayer):
         self.experts.fetch()
 
 
-def with_slots(spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements) -> Any:
+def with_slots(
+    spec: ModuleSpec | TransformerBlockSubmodules, placements: Placements
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Change a new spec whose layers of experts count tokens: they follow placements."""
     for layer in layers_of(spec):
         mlp = layer.submodules.mlp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -24,6 +24,9 @@ from megatron.bytescale.core.transformer.moe.loads import (
     balance_loss,
 )
 
+if TYPE_CHECKING:
+    from megatron.bytescale.runtime import Runtime
+
 
 class Balanced(NamedTuple):
     """One auxiliary loss of a slice.
@@ -42,7 +45,7 @@ class Balanced(NamedTuple):
 class SliceRouter(TopKRouter):
     """Megatron's router over slices of micro-batches."""
 
-    def __init__(self, *, runtime: Any, **kwargs: Any) -> None:
+    def __init__(self, *, runtime: Runtime, **kwargs: object) -> None:
         super().__init__(**kwargs)
         self.runtime = runtime
 
@@ -77,7 +80,7 @@ class SliceRouter(TopKRouter):
         self,
         probs: torch.Tensor,
         loss: Balanced,
-        weight: Callable[[SliceLoad], Any],
+        weight: Callable[[SliceLoad], torch.Tensor],
         record: Callable[[SliceLoad, torch.Tensor], None],
     ) -> torch.Tensor:
         """Attach the auxiliary loss of the whole micro-batch to the probabilities of a slice, and return them.
@@ -141,7 +144,7 @@ class SampleRouter(SliceRouter):
     ) -> torch.Tensor:
         """Attach a loss that is a mean over ``batch`` samples; columns of one sample are its experts."""
 
-        def weight(total: SliceLoad) -> Any:
+        def weight(total: SliceLoad) -> torch.Tensor:
             return coefficient / batch * self._divided_by_megatron(total.num_local_tokens * batch)
 
         def record(_: SliceLoad, value: torch.Tensor) -> None:
@@ -151,7 +154,7 @@ class SampleRouter(SliceRouter):
 
         return self.attach(probs, loss, weight, record)
 
-    def _divided_by_megatron(self, num_tokens: Any) -> Any:
+    def _divided_by_megatron(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """Return what Megatron divides gradients by beyond the micro-batches of a step.
 
         ``num_tokens``: of a micro-batch, on this rank.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -180,7 +180,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 def grouped_pass(
-    expert: Any, experts: Sequence[Weights], sizes: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor
+    expert: MLP, experts: Sequence[Weights], sizes: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor
 ) -> torch.Tensor:
     """Return what experts make of tokens, [tokens, hidden], with one product for each of their two linear layers.
 
@@ -240,7 +240,7 @@ class SlotExperts(SequentialMLP):
             permuted_probs: [tokens].
         """
         tokens = permuted_local_hidden_states
-        modules: list[Any] = list(self.local_experts)
+        modules: list[MLP] = list(self.local_experts)
         replicas: list[Weights] = []
         if self.exchange is not None:
             self.fetch()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +14,10 @@ from bytescale_ext.config.memory.host_tables import HostTables
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.states.rows import RowTable
 from megatron.bytescale.core.models.common.embeddings.host_table import HostTable
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class HostEmbedding(torch.nn.Module):
@@ -26,7 +30,7 @@ class HostEmbedding(torch.nn.Module):
     def __init__(self, embedding: LanguageModelEmbedding, settings: HostTables) -> None:
         """Take the values of an embedding. Collective on the tensor-parallel group."""
         super().__init__()
-        self.config: Any = embedding.config
+        self.config: TransformerConfig = embedding.config
         self._rows_first = embedding.reduce_scatter_embeddings  # the order of what Megatron's embedding returns
         weight = embedding.word_embeddings.weight.detach()
         group = parallel_state.get_tensor_model_parallel_group()
@@ -45,12 +49,15 @@ class HostEmbedding(torch.nn.Module):
         return self.host.values_of(token_ids.contiguous()).to(self.config.params_dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         """Return the entries of a sharded checkpoint: this rank's rows. Collective."""
         return dict(self.host.sharded_entries(prefix))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
         """Load this rank's rows."""
         self.host.load(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *others)
@@ -67,7 +74,7 @@ def rows_of_table(values: np.ndarray, rows: range) -> RowTable:
 def put_on_host(settings: HostTables, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """``ModelConfig.pre_wrap_hooks``: move the embedding of the vocabulary to host memory."""
     for chunk in model_chunks:
-        embedding: Any = getattr(chunk, "embedding", None)
+        embedding: LanguageModelEmbedding | None = getattr(chunk, "embedding", None)
         if embedding is not None:
             embedding.word_embeddings = HostEmbedding(embedding, settings)
     return model_chunks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ import torch
 from bytescale_ext.data.loading.step import StepBatch
 from megatron.bytescale.core.models.common.embeddings.host_table import HostTable
 from megatron.bytescale.core.models.common.embeddings.ngram_memory import NgramMemory
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 
 
 class HostNgramMemory(NgramMemory):
@@ -31,13 +34,16 @@ class HostNgramMemory(NgramMemory):
         return self.host.values_of(rows).to(self.key.dtype)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         """Return the entries of a sharded checkpoint, with this rank's rows. Collective."""
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return sharded | self.host.sharded_entries(prefix, self.place_among_layers() if sharded_offsets else ())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
         """Load this rank's rows with the rest."""
         self.host.load(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *others)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.states.cache import RowCache
 from bytescale_ext.states.rows import RowTable
 from bytescale_ext.states.sharded import ShardedRows
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class HostTable:
@@ -107,8 +110,8 @@ class HostTable:
             for name, values in (("rows", shard.values), ("squares", shard.squares))
         }
 
-    def load(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Take this rank's rows out of a state, and forget those in the cache."""
+    def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+        """Take this rank's rows [n, dim] and their squares [n] out of a state, and empty the cache."""
         shard = self._rows.shard
         for name, values in (("rows", shard.values), ("squares", shard.squares)):
             values[...] = state_dict.pop(prefix + name).numpy()
@@ -119,7 +122,7 @@ class HostTable:
 class HasHostTable(Protocol):
     """A module with a table in host memory."""
 
-    config: Any
+    config: TransformerConfig
     host: HostTable
 
 
@@ -133,7 +136,7 @@ class TablesOfStep:
 
     def __init__(self, is_one: Callable[[torch.nn.Module], bool], rows_of: Callable[[StepBatch], np.ndarray]) -> None:
         self._is_one, self._rows_of = is_one, rows_of
-        self._modules: list[Any] = []
+        self._modules: list[torch.nn.Module] = []
         self._step: StepBatch | None = None
         self._ahead: Future[None] | None = None
         self._group_ahead: torch.distributed.ProcessGroup | None = None

@@ -7,7 +7,7 @@ hook before the layer's forward, so that recomputation and activation policies r
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +18,10 @@ from torch.nn import functional
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.states.rows import RowTable
 from megatron.bytescale.core.packed_seq_params import DocumentSeqParams
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+    from megatron.core.transformer.transformer_block import TransformerBlock
 
 NAME = "ngram_memory"
 
@@ -82,14 +86,17 @@ class NgramMemory(torch.nn.Module):
         return hidden + torch.sigmoid(scores) * value
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         """Return the entries of a sharded checkpoint.
 
         Where Megatron saves the layers of a model as one tensor for each name, memories are one for the layers that
         have them.
         """
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
             {},
@@ -104,7 +111,7 @@ class NgramMemory(torch.nn.Module):
         layers = self.settings.layers
         return ((0, layers.index(self.layer_number), len(layers)),)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
         """Load as torch does. Raises ValueError for rows that other hashes have trained."""
         saved = state_dict.get(f"{prefix}fingerprint")
         if saved is not None and int(saved) != self.settings.rule.fingerprint:
@@ -125,7 +132,7 @@ def add_memories(
 ) -> list[torch.nn.Module]:
     """``ModelConfig.pre_wrap_hooks``: give each layer that ``settings`` names a memory of the class ``make``."""
     for chunk in model_chunks:
-        decoder: Any = chunk.decoder
+        decoder: TransformerBlock = chunk.decoder
         for layer in decoder.layers:
             if layer.layer_number in settings.layers:
                 layer.add_module(NAME, make(decoder.config, settings, layer.layer_number))
@@ -133,9 +140,11 @@ def add_memories(
     return model_chunks
 
 
-def add_memory(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def add_memory(
+    layer: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     """Run the memory of a layer on the hidden states in its arguments."""
     params = kwargs["packed_seq_params"]
     assert isinstance(params, DocumentSeqParams), f"{params=}"
     memory = layer.get_submodule(NAME)
-    return args, {**kwargs, "hidden_states": memory(kwargs["hidden_states"], params.gram_rows)}
+    return inputs, {**kwargs, "hidden_states": memory(kwargs["hidden_states"], params.gram_rows)}

@@ -26,14 +26,14 @@ def use_document_positions(model_chunks: list[torch.nn.Module]) -> list[torch.nn
 
 
 def use_document_angles(
-    rotary: RotaryEmbedding, decoder: torch.nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]] | None:
+    rotary: RotaryEmbedding, decoder: torch.nn.Module, inputs: tuple[object, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]] | None:
     """Replace Megatron's angles in the arguments of a decoder, if they carry documents."""
     params = kwargs["packed_seq_params"]
     if not isinstance(params, DocumentSeqParams):
         return None
     assert params.positions is not None, f"{params=}"
-    return args, {**kwargs, "rotary_pos_emb": document_angles(rotary, params.positions)}
+    return inputs, {**kwargs, "rotary_pos_emb": document_angles(rotary, params.positions)}
 
 
 def document_angles(rotary: RotaryEmbedding, positions: torch.Tensor) -> torch.Tensor:
