@@ -8,7 +8,8 @@ from typing import Any
 from bytescale_ext.plan.setup.choose import remaining_text
 from megatron.bytescale import features
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
-from megatron.bytescale.arguments.values import make_folders
+from megatron.bytescale.arguments.options import options_of
+from megatron.bytescale.arguments.values import Folders, make_folders
 from megatron.bytescale.checkpoints import use_last_whole
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import stock
@@ -33,7 +34,7 @@ def build(args: Any, runtime: Runtime) -> Training:
     if training.dataset_provider is stock.dataset_provider:
         with refusals_of_megatron():
             stock.dataset_config()
-    make_folders(args)
+    make_folders(options_of(args, Folders))
     process = runtime.run.process
     if not process.on_cuda and process.rank == 0:
         print("> bytescale: training on CPU with gloo; CUDA calls are replaced (megatron/bytescale/cpu.py)")

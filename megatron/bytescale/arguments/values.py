@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import os
@@ -9,8 +10,12 @@ import re
 import socket
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from megatron.bytescale.arguments.options import options_of
 
 MODEL: Final = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
 POSITIVE: Final = (*MODEL, "--global-batch-size", "--micro-batch-size", "--train-samples")
@@ -35,82 +40,141 @@ PACKAGES: Final = {
 }
 
 
-def check_values(args: Any) -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of a training, before Megatron checks them; None: not given."""
+
+    num_layers: int | None
+    hidden_size: int | None
+    num_attention_heads: int | None
+    kv_channels: int | None
+    seq_length: int | None
+    max_position_embeddings: int | None
+    global_batch_size: int | None
+    micro_batch_size: int | None
+    train_samples: int | None
+    train_iters: int | None
+    skip_train: bool
+    use_checkpoint_args: bool
+    yaml_cfg: str | None
+    hdp_tokens_per_rank: int | None = None
+    hdp_timeline_step: int | None = None
+    hdp_memory_step: int | None = None
+
+    def of(self, flag: str) -> int | None:
+        """Return the size that a flag gives."""
+        size: int | None = getattr(self, _name_of(flag))
+        return size
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Folders that a training reads and writes; None: not given."""
+
+    save: str | None
+    save_interval: int | None
+    load: str | None
+    tensorboard_dir: str | None
+    data_cache_path: str | None
+    hdp_log_dir: Path | None = None
+
+    def of(self, flag: str) -> Path | None:
+        """Return the folder that a flag gives."""
+        folder: str | Path | None = getattr(self, _name_of(flag))
+        return None if folder is None else Path(folder)
+
+    def written(self) -> Iterator[tuple[str, Path]]:
+        """Yield (flag, folder) of each folder that a training writes to."""
+        return ((flag, folder) for flag in WRITTEN if (folder := self.of(flag)) is not None)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of training, validation and test, as text."""
+
+    split: str | None
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer; None: not given."""
+
+    tokenizer_type: str | None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+
+
+def check_values(args: argparse.Namespace) -> None:
     """Check sizes, shares, folders and the tokenizer, before anything is built. Raises ValueError naming the flag."""
-    _check_sizes(args)
-    _check_split(args)
-    _check_folders(args)
-    check_tokenizer(args)
+    _check_sizes(options_of(args, Sizes))
+    _check_split(options_of(args, Split).split)
+    _check_folders(options_of(args, Folders))
+    check_tokenizer(options_of(args, Tokenizer))
 
 
-def value_of(args: Any, flag: str) -> Any:
-    """Return the value of a flag; None where it was not given."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
-def _check_sizes(args: Any) -> None:
-    missing = [flag for flag in MODEL[:3] if value_of(args, flag) is None]
-    reads_sizes = args.use_checkpoint_args or args.yaml_cfg is not None
+def _check_sizes(sizes: Sizes) -> None:
+    missing = [flag for flag in MODEL[:3] if sizes.of(flag) is None]
+    reads_sizes = sizes.use_checkpoint_args or sizes.yaml_cfg is not None
     if missing and not reads_sizes:
         raise ValueError(f"no {', '.join(missing)}: give the model; the README has a whole launch line to begin with")
     for flag in POSITIVE:
-        value = value_of(args, flag)
+        value = sizes.of(flag)
         if value is not None and not 1 <= value <= MOST:
             raise ValueError(f"{flag} {value} must be at least 1" + (" and at most 2^40" if value > MOST else ""))
-    if args.kv_channels is None and args.hidden_size and args.hidden_size % args.num_attention_heads:
-        raise ValueError(
-            f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads {args.num_attention_heads}"
-        )
-    tokens = args.hdp_tokens_per_rank
+    hidden, heads = sizes.hidden_size, sizes.num_attention_heads
+    if sizes.kv_channels is None and hidden and heads and hidden % heads:
+        raise ValueError(f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}")
+    tokens = sizes.hdp_tokens_per_rank
     if tokens is not None and tokens > MOST:
         raise ValueError(f"--hdp-tokens-per-rank {tokens} must be at most 2^40")
-    iterations = args.train_iters
-    if iterations is not None and iterations < (0 if args.skip_train else 1):
+    iterations = sizes.train_iters
+    if iterations is not None and iterations < (0 if sizes.skip_train else 1):
         raise ValueError(f"--train-iters {iterations}: nothing to train; give at least 1")
     for flag in RECORDED_STEPS:
-        step = value_of(args, flag)
+        step = sizes.of(flag)
         if step is not None and step < 1:
             raise ValueError(f"{flag} {step}: iterations begin with 1")
         if step is not None and iterations and step > iterations and os.environ.get("RANK", "0") == "0":
             print(f"warning: {flag} {step} is after the last iteration, {iterations}: nothing will be recorded")
 
 
-def _check_split(args: Any) -> None:
+def _check_split(split: str | None) -> None:
     """Raise ValueError for a ``--split`` that is not up to three shares."""
-    if args.split is None:
+    if split is None:
         return
     try:
-        shares = [float(part) for part in args.split.replace("/", ",").split(",")]
+        shares = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or not sum(shares):
-        raise ValueError(f"--split {args.split}: give the shares of training, validation and test, such as 99,1,0")
+        raise ValueError(f"--split {split}: give the shares of training, validation and test, such as 99,1,0")
 
 
-def _check_folders(args: Any) -> None:
+def _check_folders(folders: Folders) -> None:
     """Raise ValueError if a folder is a file, or none can be made there. Makes none: the line may yet be refused."""
-    if args.save is not None and args.save_interval is None:
-        raise ValueError(f"--save {args.save} needs --save-interval: the iterations from one checkpoint to the next")
+    if folders.save is not None and folders.save_interval is None:
+        raise ValueError(f"--save {folders.save} needs --save-interval: the iterations from one checkpoint to the next")
     for flag in FOLDERS:
-        folder = value_of(args, flag)
-        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+        folder = folders.of(flag)
+        if folder is not None and folder.exists() and not folder.is_dir():
             raise ValueError(f"{flag} {folder} is a file; give a folder")
-    for flag in WRITTEN:
-        folder = value_of(args, flag)
-        if folder is None:
-            continue
-        there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    for flag, folder in folders.written():
+        there = next(path for path in (folder, *folder.parents) if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             reason = "no permission for" if there.is_dir() else "not a folder:"
             raise ValueError(f"{flag} {folder} cannot be written ({reason} {there}); choose another folder")
 
 
-def make_folders(args: Any) -> None:
+def make_folders(folders: Folders) -> None:
     """Make the folders that a run writes to, before its first save needs one. Raises ValueError naming the flag."""
-    for flag in WRITTEN:
-        folder = value_of(args, flag)
-        if folder is not None:
-            _check_writable(flag, Path(folder))
+    for flag, folder in folders.written():
+        _check_writable(flag, folder)
 
 
 def check_file(flag: str, path: Path) -> None:
@@ -129,28 +193,29 @@ def _check_writable(flag: str, folder: Path) -> None:
         raise ValueError(f"{flag} {folder} cannot be written ({error.strerror}); choose another folder") from error
 
 
-def check_tokenizer(args: Any) -> None:
+def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raise ValueError for a tokenizer without its package, model, files or vocabulary."""
-    kind = args.tokenizer_type
+    kind = tokenizer.tokenizer_type
     if kind is None:
         raise ValueError("no --tokenizer-type: give the tokenizer that wrote the data (`bytescale corpus` prints it)")
     for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
-        path = value_of(args, flag)
+        path = getattr(tokenizer, _name_of(flag))
         is_hub_name = flag == "--tokenizer-model" and kind in HUB_KINDS and HUB_NAME.fullmatch(str(path))
         if path is not None and not is_hub_name and not Path(path).exists():
             raise ValueError(f"{flag} {path}: no such file")
     package = PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
         raise ValueError(f"--tokenizer-type {kind}: {package} is not installed; run pip install -e '.[tokenizers]'")
-    if kind == "NullTokenizer" and args.vocab_size is None:
+    if kind == "NullTokenizer" and tokenizer.vocab_size is None:
         raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (`bytescale corpus` prints it)")
     by_files = kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
-    if package is not None and not by_files and args.tokenizer_model is None:
+    if package is not None and not by_files and tokenizer.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
-    if kind == "TikTokenizer" and not args.tokenizer_model.endswith(".json"):
-        raise ValueError(f"--tokenizer-model {args.tokenizer_model}: a TikTokenizer's vocabulary is a .json file")
-    if kind in HUB_KINDS and not Path(args.tokenizer_model).exists():
-        _check_hub(args.tokenizer_model)
+    model = tokenizer.tokenizer_model
+    if kind == "TikTokenizer" and not (model and model.endswith(".json")):
+        raise ValueError(f"--tokenizer-model {model}: a TikTokenizer's vocabulary is a .json file")
+    if kind in HUB_KINDS and model and not Path(model).exists():
+        _check_hub(model)
 
 
 def _check_hub(name: str) -> None:

@@ -241,9 +241,9 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(
         monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
         monkeypatch.setattr(values.urllib.request, "getproxies", dict)
         monkeypatch.setattr(values.importlib.util, "find_spec", lambda name: object())
-        args = SimpleNamespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no-such/model")
+        tokenizer = values.Tokenizer("HuggingFaceTokenizer", "no-such/model")
         if cached or offline:
-            values.check_tokenizer(args)
+            values.check_tokenizer(tokenizer)
         else:
             with pytest.raises(ValueError, match=r"no-such/model: no such folder, .* 127.0.0.1 cannot be reached"):
-                values.check_tokenizer(args)
+                values.check_tokenizer(tokenizer)
