@@ -127,7 +127,7 @@ def refusal_rows() -> Iterator[str]:
         for name, instead in row.instead.items():
             advice = cell(instead.format(flags[name].strip("`")))
             refused_by.setdefault((row.flag, advice), []).append(flags[name])
-    for (flag, advice), names in refused_by.items():
+    for (flag, advice), names in sorted(refused_by.items()):
         yield f"| `{flag}` | {', '.join(names)} | {advice} |\n"
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from megatron.bytescale import cli
 from megatron.bytescale.arguments.parse import add_arguments
-from megatron.bytescale.arguments.refusals import REFUSALS
+from megatron.bytescale.features import refusals
 from scripts import reference
 from tests.e2e.docs.pages import code_lines
 from tests.harness import run_ranks
@@ -38,7 +38,7 @@ PAPERS = [README, ROOT / "CONTRIBUTING.md", *PAGES, ROOT / "scripts" / "bench" /
 TREES = ("bytescale_ext", "docs", "megatron", "scripts", "tests", ".ci")
 MUST_NOT_EXIST = "megatron/__init__.py"
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
-REFUSED_FLAGS = {FLAG.match(refusal.flag).group() for refusal in REFUSALS}  # type: ignore[union-attr]
+REFUSED_FLAGS = {found.group() for row in refusals() if (found := FLAG.match(row.flag))}
 
 
 def our_flags() -> set[str]:

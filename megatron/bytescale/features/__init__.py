@@ -70,8 +70,8 @@ def enabled(args: argparse.Namespace) -> list[Feature[Any]]:
 
 
 def refusals() -> list[Refusal]:
-    """Return the shared table of refusals and the rows of each feature."""
-    return [*REFUSALS, *(row for feature in FEATURES for row in feature.refusals)]
+    """Return the rows of each feature, and those of every run."""
+    return [*(row for feature in FEATURES for row in feature.refusals), *REFUSALS]
 
 
 def patches_of(names: Collection[str]) -> list[Patch]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from bytescale_ext.config.loss_chunks import LossChunks
 from bytescale_ext.config.run import RunConfig
-from megatron.bytescale.arguments.conditions import chosen
+from megatron.bytescale.arguments.conditions import chosen, given
+from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -54,6 +55,13 @@ def build(training: Training, runtime: Runtime) -> Training:
     return training
 
 
+REFUSALS = (
+    refuse("--defer-embedding-wgrad-compute", "loss_chunks"),
+    refuse("--mtp-num-layers without --hybrid-data-parallel", "loss_chunks", "add --hybrid-data-parallel, which "
+           "computes its losses in chunks too", given("mtp_num_layers") & ~given("hybrid_data_parallel")),
+    refuse("--logits-save-dir", "loss_chunks"),
+)  # fmt: skip
+
 LOSS_CHUNKS = Feature(
     name="loss_chunks",
     flag="--chunked-cross-entropy",
@@ -63,4 +71,5 @@ LOSS_CHUNKS = Feature(
     options=LossOptions,
     resolve=resolve,
     build=build,
+    refusals=REFUSALS,
 )

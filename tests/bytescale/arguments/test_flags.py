@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.bytescale.arguments.refusals import ALWAYS, REFUSALS
+from megatron.bytescale.features import refusals
 from tests.bytescale.arguments.flag_survey import Survey, megatron_folder, names_declared, names_read, survey
 from tests.e2e.training import HDP, MODEL, TRAIN
 from tests.harness import run_ranks
@@ -56,7 +57,7 @@ def dests(known: Survey) -> dict[str, str]:
 
 
 def flags_refused_by(column: str) -> set[str]:
-    return {row.flag.split()[0] for row in REFUSALS if column in row.instead}
+    return {row.flag.split()[0] for row in refusals() if column in row.instead}
 
 
 def test_each_flag_of_the_parser_stands_once_in_the_table(dests: dict[str, str]) -> None:

@@ -9,8 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.bytescale.arguments.refusals import ALWAYS, PROGRAM, REFUSALS, refuse, refuse_conflicts
-from megatron.bytescale.features import FEATURES
+from megatron.bytescale.arguments.conditions import above
+from megatron.bytescale.arguments.refusals import ALWAYS, PROGRAM, REFUSALS, Refusal, refuse, refuse_conflicts
+from megatron.bytescale.features import FEATURES, loss_chunks, refusals
+from megatron.bytescale.features.activations import refusals as activations
+from megatron.bytescale.features.hdp import refusals as hdp
+from megatron.bytescale.features.slices import refusals as slices
 from tests.e2e.training import HDP, MODEL, TRAIN
 from tests.harness import run_ranks
 
@@ -143,7 +147,8 @@ EXAMPLES.update({f"--{switch}": f"--{switch}" for switch in SWITCHES})
 WITHOUT = {  # words of COMMON
     "--num-experts with biases of local layers without --hybrid-data-parallel": "--disable-bias-linear",
 }
-PAIRS = [(row, feature) for row in REFUSALS for feature in row.instead]
+ROWS: list[Refusal] = [*hdp.REFUSALS, *slices.REFUSALS, *loss_chunks.REFUSALS, *activations.REFUSALS, *REFUSALS]
+PAIRS = [(row, feature) for row in ROWS for feature in row.instead]
 
 
 def answer(rank: int, world: int, lines: Sequence[list[str]]) -> list[str]:
@@ -183,9 +188,9 @@ def answers() -> dict[tuple[str, str], str]:
 
 
 def test_each_row_has_an_example() -> None:
-    assert sorted(row.flag for row in REFUSALS) == sorted(EXAMPLES)
-    assert all(row.flag.split()[0] == EXAMPLES[row.flag].split()[0] for row in REFUSALS)
-    assert all(row.instead for row in REFUSALS)
+    assert {row.flag for row in ROWS} == set(EXAMPLES)
+    assert all(row.flag.split()[0] == EXAMPLES[row.flag].split()[0] for row in ROWS)
+    assert all(row.instead for row in ROWS)
 
 
 @pytest.mark.ranks
@@ -204,13 +209,13 @@ def test_each_feature_is_accepted_without_those_settings() -> None:
 
 
 def test_rows_name_features_of_the_table() -> None:
-    names = {feature.name for feature in FEATURES}
-    assert {name for row in REFUSALS for name in row.instead} <= names | {ALWAYS}
-    assert all(row.flag not in {other.flag for other in REFUSALS if other is not row} for row in REFUSALS)
+    named = [(row.flag, name) for row in refusals() for name in row.instead]
+    assert {name for _, name in named} <= {feature.name for feature in FEATURES} | {ALWAYS}
+    assert len(set(named)) == len(named), "a feature refuses a setting once"
 
 
 def test_only_enabled_features_refuse() -> None:
-    rows = [refuse("--one > 1", "a b", "use {}", lambda args: args.one > 1, b="leave it at 1")]
+    rows = [refuse("--one > 1", "a b", "use {}", above("one", 1), b="leave it at 1")]
     args = argparse.Namespace(one=2)
     refuse_conflicts(args, {"c": "--c"}, rows)
     with pytest.raises(ValueError, match=r"^--a does not work with --one > 1: use --a$"):

@@ -14,6 +14,7 @@ from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.setup.setup import Policy, Setup
 from bytescale_ext.plan.step.sizes import ONE_SLICE
+from megatron.bytescale.features.activations.refusals import REFUSALS
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -233,4 +234,5 @@ ACTIVATIONS = Feature(
     before_checks=before_checks,
     needs="--activation-policy, --swap-fraction or --recompute-fraction",
     reads_cost=True,
+    refusals=REFUSALS,
 )

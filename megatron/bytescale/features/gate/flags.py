@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.experts.gate import EXP, FINALS, SCHEDULES, TOP1, TOPK, DenseToSparse
 from megatron.bytescale.arguments.conditions import equals, given, where
+from megatron.bytescale.arguments.layer_settings import Balancing
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
@@ -134,19 +135,8 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 
 _VARIES = "remove it: while the gate anneals, tokens have different numbers of experts"
-_BY_LOADS = ("sinkhorn", "quantile_balancing", "global_aux_loss")
-
-
-@dataclass(frozen=True)
-class _Balancing:
-    """How the loads of experts are balanced: by one way, or by several together."""
-
-    moe_router_load_balancing_type: str | list[str]
-
-    def chooses_experts(self) -> bool:
-        """Return whether it chooses experts by itself, or by statistics of top-k choices."""
-        types = self.moe_router_load_balancing_type
-        return any(name in _BY_LOADS for name in (types if isinstance(types, list) else [types]))
+_BY_LOADS = {"sinkhorn", "quantile_balancing", "global_aux_loss"}
+"""Ways of balancing that choose experts themselves, or by statistics of top-k choices."""
 
 
 REFUSALS = (
@@ -159,7 +149,7 @@ REFUSALS = (
     refuse("--moe-router-fusion", "gate", "remove it: the fused router knows top-k alone"),
     refuse("--moe-router-enable-expert-bias", "gate", "remove it: it follows the loads of top-k choices"),
     refuse("--moe-router-load-balancing-type", "gate", "use aux_loss, seq_aux_loss or none",
-           where(_Balancing, _Balancing.chooses_experts)),
+           where(Balancing, lambda balancing: bool(balancing.ways & _BY_LOADS))),
     refuse("--moe-router-score-function sigmoid", "gate", "use softmax, as the gate does",
            equals("moe_router_score_function", "sigmoid")),
 )  # fmt: skip

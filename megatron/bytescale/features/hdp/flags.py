@@ -14,6 +14,7 @@ from bytescale_ext.plan.setup.planner import balance_of, share_of_experts
 from bytescale_ext.plan.step.sizes import RING_FORMS
 from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
 from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.hdp.refusals import REFUSALS
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -222,4 +223,5 @@ HDP = Feature(
     before_checks=before_checks,
     after_checks=after_checks,
     reads_cost=True,
+    refusals=REFUSALS,
 )

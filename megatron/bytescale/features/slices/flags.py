@@ -19,6 +19,7 @@ from bytescale_ext.plan.setup.layers import slice_rule
 from bytescale_ext.plan.setup.setup import AUTO, Setup
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.feature import Feature
+from megatron.bytescale.features.slices.refusals import REFUSALS
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -305,4 +306,5 @@ SLICES = Feature(
     needs="--seq1f1b-slices of 2 or more",
     borrows=borrowed_flags,
     reads_cost=True,
+    refusals=REFUSALS,
 )

@@ -19,18 +19,35 @@ share only rings with this group, and those belong to both.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
 
 
-def ranks_that_share_experts(args: Any) -> int:
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Megatron's arguments of the ranks that share layers and experts, of the same names.
+
+    Attributes:
+        num_experts: experts of a layer.
+        tensor_model_parallel_size: ranks that share a layer.
+        expert_tensor_parallel_size: ranks that share an expert; None or 0: as many as share a layer.
+        expert_model_parallel_size: ranks over which experts are spread.
+    """
+
+    num_experts: int | None
+    tensor_model_parallel_size: int
+    expert_tensor_parallel_size: int | None
+    expert_model_parallel_size: int
+
+
+def ranks_that_share_experts(sizes: ExpertSizes) -> int:
     """Return how many HDP ranks exchange tokens in layers of experts; 1 without experts.
 
     They are contiguous and start at a multiple of this number. Megatron lays the processes of a pipeline stage out in a
     row: tensor-parallel ranks are neighbours, and so are the ``expert tensor x expert model`` parallel ranks of an
     expert group. An HDP rank that lies in two expert groups couples them.
     """
-    if not args.num_experts:
+    if not sizes.num_experts:
         return 1
-    tensor_ranks = args.tensor_model_parallel_size
-    group = (args.expert_tensor_parallel_size or tensor_ranks) * args.expert_model_parallel_size
+    tensor_ranks = sizes.tensor_model_parallel_size
+    group = (sizes.expert_tensor_parallel_size or tensor_ranks) * sizes.expert_model_parallel_size
     return int(math.lcm(group, tensor_ranks) // tensor_ranks)
