@@ -41,7 +41,7 @@ class _DeviceType(type):
     """Make ``_Device`` stand for ``torch.device``, which cannot be subclassed: its instances are torch's own."""
 
     def __call__(cls, device: object, *index: int, **kwargs: object) -> torch.device:
-        return _DEVICE(_as_cpu(device), *index, **kwargs)
+        return _DEVICE(_as_cpu(device), *index, **kwargs)  # type: ignore[call-overload]
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _DEVICE)

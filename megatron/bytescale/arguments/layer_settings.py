@@ -15,7 +15,7 @@ class Windows:
     def look_elsewhere(self) -> bool:
         """Return whether windows reach ahead of a token, or not back."""
         size = self.window_size
-        return bool(size) and (len(size) != 2 or size[0] < 1 or size[1] != 0)
+        return size is not None and len(size) > 0 and (len(size) != 2 or size[0] < 1 or size[1] != 0)
 
 
 @dataclass(frozen=True)

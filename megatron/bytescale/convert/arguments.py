@@ -174,6 +174,7 @@ def _of_deepseek(model: TrainedModel) -> dict[str, object]:
     num_dense = model.num_layers - sum(has_experts)
     if has_experts != sorted(has_experts):
         raise ValueError(f"moe_layer_freq {freq}: only first layers without experts can be converted")
+    assert model.moe_ffn_hidden_size is not None, f"{model=}"
     num_shared, rest = divmod(model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size)
     if rest or not num_shared:
         raise ValueError(

@@ -29,7 +29,7 @@ class Family:
     is_latent: bool = False
     num_experts: str = ""
     expert_width: str = ""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: HuggingFaceConfig = field(default_factory=dict)
     needed: Mapping[str, object] = field(default_factory=dict)
 
 

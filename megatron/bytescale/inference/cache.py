@@ -84,8 +84,9 @@ class CachedAttention(DocumentAttention):
         assert isinstance(params, DecodeParams) and params.parts, f"{params=}"
         counts = [part.count for part in params.parts]
         of_parts = zip(params.parts, *(tensor[:, 0].split(counts) for tensor in (query, key, value)), strict=True)
-        found = []
+        found, kernel = [], self.runtime.parts.kernel
+        assert kernel is not None, "it is chosen when the model is built"
         for part, q, k, v in of_parts:
             keys, values = part.cache.append(self, k, v)
-            found.append(cached_attention(q, keys, values, part.visible, self.runtime.parts.kernel, self.scale))
+            found.append(cached_attention(q, keys, values, part.visible, kernel, self.scale))
         return torch.cat(found).flatten(1)[:, None]

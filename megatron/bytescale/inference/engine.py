@@ -40,7 +40,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | list[int]]:
         """Return the figures of a line of JSON."""
         return {
             "tokens": self.tokens,

@@ -180,14 +180,20 @@ def _split(tensor: torch.Tensor, module: str, trunk: Mapping[str, object]) -> li
     """Return the parts [n, ...] of a product's weight or bias; None: a gate that the model has not."""
     if module == "mlp.linear_fc1":
         return list(tensor.chunk(2)) if trunk["swiglu"] else [None, tensor]
-    return list(split_qkv(tensor, trunk["num_query_groups"], trunk["kv_channels"]))
+    return list(split_qkv(tensor, *_groups_and_width(trunk)))
 
 
 def _join(parts: list[torch.Tensor], module: str, trunk: Mapping[str, object]) -> torch.Tensor:
     """Return what ``_split`` was given, [n, ...], from its parts."""
     if module == "mlp.linear_fc1":
         return torch.cat(parts)
-    return join_qkv(parts, trunk["num_query_groups"], trunk["kv_channels"])
+    return join_qkv(parts, *_groups_and_width(trunk))
+
+
+def _groups_and_width(trunk: Mapping[str, object]) -> tuple[int, int]:
+    groups, width = trunk["num_query_groups"], trunk["kv_channels"]
+    assert isinstance(groups, int) and isinstance(width, int), f"{trunk=}"
+    return groups, width
 
 
 def safetensors_torch() -> tuple[ModuleType, type[Exception]]:

@@ -93,11 +93,13 @@ class Passes:
 
     def draft(self, texts: Sequence[Text], depths: Sequence[int], shape: TreeShape) -> list[TokenTree]:
         """Return a tree below the last token of each text, at most so deep."""
+        heads = self.heads
+        assert heads is not None, "there are no draft heads"
         states = torch.stack([text.state for text in texts if text.state is not None])
 
         def guess(head: int, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             embedded = None if head == 0 else self._embed(tokens.tolist())
-            states, guesses = self.heads.head(head, states[:, None], embedded)
+            states, guesses = heads.head(head, states[:, None], embedded)
             return states[:, 0], self._logits(guesses[:, 0]).float().log_softmax(-1)
 
         return grow_trees([text.last for text in texts], states, depths, guess, shape)

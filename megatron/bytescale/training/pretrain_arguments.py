@@ -16,7 +16,7 @@ from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.training import stock
 
 Function = Callable[..., object]
-LayerSpec = ModuleSpec | TransformerBlockSubmodules
+type LayerSpec = ModuleSpec | TransformerBlockSubmodules
 """How Megatron builds the layers of a pipeline stage."""
 
 

@@ -33,6 +33,8 @@ SumOfLosses = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """Sum of the losses, number of labels, and the report of a micro-batch by name."""
 LossFunction = Callable[[torch.Tensor], SumOfLosses]
 """From the losses of tokens; what Megatron's ``forward_step_func`` returns with them."""
+ForwardStep = Callable[..., tuple[torch.Tensor, LossFunction]]
+"""Megatron's ``forward_step_func``: from a data iterator and a model."""
 
 SPIKE: Final = 10
 """``--check-for-spiky-loss`` reports a loss this many times the largest so far, as Megatron's own script does."""
@@ -119,8 +121,9 @@ def read_batch(data_iterator: Iterator[Batch]) -> dict[str, torch.Tensor | None]
     return dict(get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group))
 
 
-def mean_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> SumOfLosses:
+def mean_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> SumOfLosses:
     """Return (sum of the losses, number of labels, report) of one micro-batch; masks and losses [b, s]."""
+    assert loss_mask is not None, "only the last stage computes losses, and it reads masks"
     loss_mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * loss_mask)
     num_labels = loss_mask.sum().to(torch.int)

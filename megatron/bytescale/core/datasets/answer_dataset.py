@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 from bytescale_ext.data.corpus.mask_file import open_mask
@@ -61,7 +62,7 @@ class AnswerDataset(DocumentDataset):
             found[: end - start] = self.config.masks[str(self.dataset_path)][first + start : first + end]
         return found
 
-    def __getitem__(self, idx: int) -> dict[str, object]:
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
         sample = super().__getitem__(idx)
         length = self.length(idx)

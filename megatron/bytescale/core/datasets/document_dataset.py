@@ -144,7 +144,7 @@ class DocumentDataset(MegatronDataset):
         sample = self.sample(i)
         return f"{sample.prefix}: document {sample.document} tokens {sample.start}-{sample.start + sample.length}"
 
-    def __getitem__(self, idx: int) -> dict[str, object]:
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return the whole sample under the keys of Megatron's GPT samples: tensors [length], without padding."""
         length = self.length(idx)
         tokens, labels, loss_mask = shift_labels(self.read(idx, 0, length + 1), length)

@@ -17,7 +17,7 @@ from megatron.training.config import TokenizerConfig
 
 from bytescale_ext.config.remote import RemoteConfig
 from bytescale_ext.config.run import RunConfig
-from bytescale_ext.data.ray.actors import RemoteActors, RemoteServers, RemoteText, join_actors
+from bytescale_ext.data.ray.actors import RemoteActors, RemoteAddress, RemoteServers, RemoteText, join_actors
 from bytescale_ext.data.ray.lines import LineIndex
 from bytescale_ext.data.ray.loader import RemoteSplit
 from bytescale_ext.data.ray.scheduler import FileSamples, MakePlan, Samples, SplitSamples
@@ -116,7 +116,7 @@ def open_remote(data_arguments: DataArguments, run: RunConfig, tokenizer_config:
     paths = tuple(dict.fromkeys(path for blend in blends if blend is not None for path in blend[0]))
     tokenizer = {field.name: getattr(tokenizer_config, field.name) for field in fields(tokenizer_config)}
     build = _encode_builder(tokenizer)
-    cache = data_arguments.data_cache_path
+    cache = None if data_arguments.data_cache_path is None else str(data_arguments.data_cache_path)
     text = RemoteText(paths, data_arguments.seq_length, _tokenizer_in_words(tokenizer), build, cache)
     if run.process.rank != 0:
         return RemoteData(text, None)
@@ -163,7 +163,7 @@ def start_remote(
     config = LineDatasetConfig(**settings, lines=data.lines)
     sources = build_document_datasets(config, sizes, lambda: is_first, LineDataset, counts.__getitem__)
     actors: RemoteActors | None = None
-    answer: tuple[str, dict[str, int]] | Exception | None = None
+    answer: tuple[RemoteAddress, dict[str, int]] | Exception | None = None
     if is_first:
         assert data.servers is not None
         splits = {
@@ -179,6 +179,7 @@ def start_remote(
     answer = _from_first(answer)
     if isinstance(answer, Exception):
         raise answer
+    assert answer is not None, "process 0 sends one"
     address, num_samples = answer
     actors = actors or join_actors(address)
     names = (split.name for split in Split)

@@ -113,7 +113,7 @@ class WindowDataset(DocumentDataset):
 class WindowSamples(WindowDataset):
     """Windows as Megatron's own training reads samples: tensors of ``--seq-length`` tokens, padded at the end."""
 
-    def __getitem__(self, idx: int) -> dict[str, object]:
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return the sample under the keys of Megatron's GPT samples: tensors [s], and a mask [1, s, s].
 
         Only attention inside documents needs the mask, which is True where a token is not seen.

@@ -8,7 +8,7 @@ the build would take 8 bytes a parameter of the device in bf16, and limit the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -36,8 +36,8 @@ class BuffersInHostMemory(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """See ``TorchFunctionMode``."""
         named = kwargs or {}
@@ -56,8 +56,8 @@ class CopiesInHostMemory(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """See ``TorchFunctionMode``."""
         if func is torch.Tensor.float:

@@ -9,7 +9,7 @@ follows (scaling, norm, clipping, Adam on pages) reads host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, _ParamAndGradBuffer
@@ -21,6 +21,7 @@ from bytescale_ext.states.window import LayerWindow
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 CHUNK_BYTES: Final = 64 << 20
 """Device memory of the gradients that are reduced at a time."""
@@ -35,6 +36,20 @@ SUMMED_LATER: Final = (
 """Attributes of parameters whose gradients Megatron sums once more, over other groups, after the data-parallel ones."""
 
 NAMES_SUMMED_LATER: Final = ("q_layernorm", "k_layernorm", "position_embeddings")
+
+
+class ModelParameter(Protocol):
+    """A parameter of Megatron's, with the sum of its gradients.
+
+    Attributes:
+        grad: the gradient of the last backward pass.
+        main_grad: the sum.
+        grad_added_to_main_grad: a fused kernel has added the gradient already.
+    """
+
+    grad: torch.Tensor | None
+    main_grad: torch.Tensor
+    grad_added_to_main_grad: bool
 
 
 class HostGradients:
@@ -90,7 +105,7 @@ class HostGradients:
             if is_later or any(part in names[parameter] for part in NAMES_SUMMED_LATER):
                 self._later[parameter] = parameter.main_grad
 
-    def take(self, parameter: torch.nn.Parameter) -> None:
+    def take(self, parameter: ModelParameter) -> None:
         """Add a parameter's gradient to its sum in host memory; Megatron's hook, which runs next, then finds none."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and not parameter.grad_added_to_main_grad:
@@ -162,10 +177,10 @@ class HostBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         return Chunks(group, self.host_gradients.device, CHUNK_BYTES // dtype.itemsize)
 
 
-def taking_gradients(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def taking_gradients(kind: type[MegatronOptimizer]) -> type[MegatronOptimizer]:
     """Return the class that an optimizer of Megatron becomes whose gradients are in host memory."""
 
-    class TakingGradients(kind):  # type: ignore[misc]
+    class TakingGradients(kind):  # type: ignore[misc,valid-type]
         def prepare_grads(self) -> bool:
             """Attach the gradients once all of them are in host memory."""
             self.host_gradients.take_back()

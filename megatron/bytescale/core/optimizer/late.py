@@ -39,13 +39,13 @@ class LateUpdates:
             part.flush()
 
 
-def flushing(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def flushing(kind: type[DistributedDataParallel]) -> type[DistributedDataParallel]:
     """Return the class that a DDP module becomes whose ``late_updates`` are flushed before it is saved or evaluated.
 
     Ranks that share the optimizer then gather the parameters of the module. Collective on them.
     """
 
-    class Flushing(kind):  # type: ignore[misc]
+    class Flushing(kind):  # type: ignore[misc,valid-type]
         def train(self, mode: bool = True) -> torch.nn.Module:
             """Flush before an evaluation."""
             if not mode:

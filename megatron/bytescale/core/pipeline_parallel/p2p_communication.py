@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
         """Pretend to have ``num_first`` downstream stages: Megatron's warm-up has one forward for each of them."""
         return int(self.current_stage) + 1 + self._expected.num_first
 
-    def _communicate(self, **kwargs: object) -> tuple[object, ...]:
+    def _communicate(self, **kwargs: Any) -> tuple[object, ...]:
         self._mark_wait()
         try:
             return super()._communicate(**kwargs)
@@ -123,7 +124,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
     def _shape(self, num_rows: int) -> list[int]:
         return [num_rows, self._expected.batch, self.config.hidden_size]
 
-    def wait_for(self, tensor: torch.Tensor | None) -> None:
+    def wait_for(self, tensor: object) -> None:
         """Return when a received tensor of any shape may be read; here each exchange was waited for."""
 
     def _start(
@@ -167,7 +168,7 @@ class NeighbourP2PCommunicator(ShapedP2PCommunicator):
         self._links = links
         self.while_waiting: Callable[[], None] = lambda: None
 
-    def _communicate(self, **kwargs: object) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def _communicate(self, **kwargs: Any) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         self._mark_wait()
         output, gradient = kwargs["tensor_send_next"], kwargs["tensor_send_prev"]
         if output is not None or kwargs["recv_next"]:
@@ -240,7 +241,7 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
         self._sent: dict[dist.ProcessGroup, _Exchange] = {}
 
     def _communicate(
-        self, **kwargs: object
+        self, **kwargs: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _WaitsLater] | None]:
         links, before, after = self._links, None, None
         sent = {"send_next": kwargs["tensor_send_next"], "send_prev": kwargs["tensor_send_prev"]}
@@ -273,7 +274,7 @@ class OverlappedP2PCommunicator(ShapedP2PCommunicator):
         self._received[id(exchange.received)] = exchange
         return exchange.received
 
-    def wait_for(self, tensor: torch.Tensor | None) -> None:
+    def wait_for(self, tensor: object) -> None:
         """Return when a received tensor of any shape may be read."""
         if tensor is not None:
             self._mark_wait()

@@ -36,11 +36,13 @@ Chunks = list[torch.nn.Module]
 """The model of a process: one chunk, or one for each virtual stage."""
 
 
-def wrap_get_forward_backward_func(original: Callable[..., object], runtime: Runtime) -> Callable[..., object]:
+def wrap_get_forward_backward_func[**P](
+    original: Callable[P, Callable[..., object]], runtime: Runtime
+) -> Callable[P, Callable[..., object]]:
     """Run planned steps of documents, or samples in slices, by the schedule that Megatron chooses."""
     run = run_step if runtime.run.find(SliceConfig) is None else run_samples
 
-    def get_forward_backward_func(*args: object, **kwargs: object) -> Callable[..., object]:
+    def get_forward_backward_func(*args: P.args, **kwargs: P.kwargs) -> Callable[..., object]:
         return partial(run, runtime, original(*args, **kwargs))
 
     return get_forward_backward_func
@@ -151,7 +153,7 @@ def all_parameters_gathering(chunks: Chunks, training: bool) -> Iterator[None]:
         config.param_sync_func = start
 
 
-def begin_step(runtime: Runtime, iterator: object, training: bool) -> None:
+def begin_step(runtime: Runtime, iterator: Any, training: bool) -> None:
     """Take the next step of the loader, agree with all ranks on its plan, and start its clock.
 
     Args:

@@ -75,7 +75,7 @@ class SliceStep:
     schedule: SliceSchedule
     stage: int
     training: bool
-    wait_for: Callable[[torch.Tensor | None], None] = lambda tensor: None
+    wait_for: Callable[[Tensors], None] = lambda tensor: None
     mark: Callable[[str], None] = lambda kind: None
     link: Link | None = None
     actions: deque[Action] = field(init=False)

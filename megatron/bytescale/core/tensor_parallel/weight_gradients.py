@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -129,13 +129,15 @@ class _Split:
         super().__init__(*args, **kwargs)
         self.runtime = runtime
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.nn.Parameter, **options: object) -> torch.Tensor:
+    def _forward_impl(self, input: torch.Tensor, weight: torch.nn.Parameter, **options: Any) -> torch.Tensor:
         if not (weight.requires_grad and torch.is_grad_enabled()):
             output: torch.Tensor = super()._forward_impl(input=input, weight=weight, **options)  # type: ignore[misc]
             return output
         shares_rows = options["sequence_parallel"]
         group = options["tp_group"] if shares_rows or options["allreduce_dgrad"] else None
-        product = Product(weight, group, shares_rows, self.runtime.step.weight_gradients)
+        gradients = self.runtime.step.weight_gradients
+        assert gradients is not None, "no step by our schedule runs"
+        product = Product(weight, group, shares_rows, gradients)
         return SplitProduct.apply(input, options["bias"], product)
 
 

@@ -98,9 +98,9 @@ class DocumentAttention(torch.nn.Module):
         """
         layout = params.layout if self.window is None else params.window_layout
         assert layout is not None, f"{params=}"
-        backend = Backend(
-            self.runtime.parts.comm, self.runtime.parts.kernel, self.scale, self.softmax_offset, expansion
-        )
+        parts = self.runtime.parts
+        assert parts.kernel is not None, "it is chosen when the model is built"
+        backend = Backend(parts.comm, parts.kernel, self.scale, self.softmax_offset, expansion)
         if isinstance(layout, SliceLayout):
             assert params.prefix is not None, f"{params=}"
             return slice_attention(q, k, v, params.prefix.layer(self), layout, backend)

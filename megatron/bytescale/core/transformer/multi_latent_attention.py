@@ -37,7 +37,7 @@ from megatron.bytescale.runtime import Runtime
 class DocumentLatentAttention(MLASelfAttention):
     """Megatron's multi-latent attention with positions in documents; communicates in its ``core_attention`` alone."""
 
-    rotary_pos_emb: torch.nn.Module
+    rotary_pos_emb: DocumentRotary
 
     def __init__(self, *args: object, runtime: Runtime, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)

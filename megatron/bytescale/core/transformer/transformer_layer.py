@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.module import MegatronModule
 
-ModuleBuilder = type[torch.nn.Module] | partial[torch.nn.Module]
+ModuleBuilder = type | partial[torch.nn.Module]
 """An entry of a layer spec: a class, or a class with some of its arguments."""
 
 
@@ -89,9 +89,7 @@ class PlannedTransformerLayer(TransformerLayer):
         """Call ``method`` of the layer's current run, if any, instead of the module's forward."""
         assert isinstance(module, HookPoint), f"{type(module)=}"
 
-        def hook(
-            forward: Callable[..., object], *args: object, **kwargs: object
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def hook(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
             if self._run is None:
                 return forward(*args, **kwargs)
             if isinstance(module, DocumentAttention):  # it would save such copies of queries, keys and values itself
@@ -139,7 +137,7 @@ class PlannedTransformerLayer(TransformerLayer):
         finally:
             self._run = None
 
-    def _rebuild(self, kwargs: Mapping[str, object], record: LayerRecord) -> None:
+    def _rebuild(self, kwargs: Mapping[str, Any], record: LayerRecord) -> None:
         """Run the token-wise operations again for the rows from ``record.first_row`` on."""
         first = record.first_row
         inputs = record.rows_from(LAYER_INPUT, first).detach().requires_grad_()

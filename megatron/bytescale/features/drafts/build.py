@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from bytescale_ext.config.drafts import DraftConfig
 from megatron.bytescale.core.models.gpt.draft_loss import report, report_both
+from megatron.bytescale.training.stock import ForwardStep, LossFunction
 
 
-def report_drafts(settings: DraftConfig, forward_step: Callable[..., object]) -> Callable[..., object]:
+def report_drafts(settings: DraftConfig, forward_step: ForwardStep) -> ForwardStep:
     """Return ``forward_step_func`` whose loss is that of the heads, and of the model where it is trained too."""
 
-    def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., object]]:
+    def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         output, of_model = forward_step(data_iterator, model)
         if settings.train_trunk:
             return output, partial(report_both, settings, of_model)

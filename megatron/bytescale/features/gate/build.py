@@ -69,7 +69,7 @@ class Numbering:
     step: int = -1
     passes: dict[int, int] = field(default_factory=dict)
 
-    def wrap(self, forward: Callable[..., object]) -> Callable[..., object]:
+    def wrap(self, forward: Callable[..., tuple[torch.Tensor, object]]) -> Callable[..., tuple[torch.Tensor, object]]:
         """Return a forward step that numbers its tokens."""
 
         def forward_with_numbers(

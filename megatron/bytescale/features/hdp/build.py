@@ -17,6 +17,7 @@ from megatron.training.utils import print_rank_0
 
 from bytescale_ext.attention.kernels.table import choose_kernel, counting
 from bytescale_ext.attention.layouts.rows import CuSeqlens
+from bytescale_ext.attention.layouts.slices import SliceLayout
 from bytescale_ext.config.answers import AnswerLossConfig
 from bytescale_ext.config.drafts import DraftConfig
 from bytescale_ext.config.memory.ngram import NgramConfig
@@ -239,7 +240,8 @@ def forward_step(runtime: Runtime) -> Callable[..., object]:
         chunk = unwrap_model(model)
         if model.training:
             runtime.parts.clock.mark("forward", index)
-            if not chunk.vp_stage and (prefix is None or not packed.layout.index):
+            is_first = prefix is None or not isinstance(packed.layout, SliceLayout) or not packed.layout.index
+            if not chunk.vp_stage and is_first:
                 # Each micro-batch once on each stage, which is what Megatron's counter divides by.
                 count_sequences(packed.counted_lengths, runtime.device)
         packed = packed.to(runtime.device)

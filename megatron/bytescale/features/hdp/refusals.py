@@ -21,7 +21,7 @@ class _VirtualGroups:
     def are_small(self) -> bool:
         """Return whether a group is smaller than the pipeline."""
         size = self.microbatch_group_size_per_vp_stage
-        return bool(size) and size < self.pipeline_model_parallel_size
+        return size is not None and 0 < size < self.pipeline_model_parallel_size
 
 
 _NEW_SHAPES = "remove it: micro-batches differ in shape"

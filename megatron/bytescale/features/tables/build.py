@@ -33,6 +33,7 @@ def keep_tables(
             model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, *args: object, **kwargs: object
         ) -> None:
             finalize(model, num_tokens, *args, **kwargs)  # which adds up the labels of all ranks
+            assert num_tokens is not None, "losses are summed over tokens"
             tables.end(num_tokens)
 
         return finalize_and_send

@@ -82,7 +82,7 @@ class DraftLoss:
         output_weight: torch.Tensor | None,
         labels: torch.Tensor,
         packed_seq_params: DocumentSeqParams,
-        **model: object,
+        **model: Any,
     ) -> torch.Tensor:
         """Return the [2 heads + 3] sums that ``report`` splits; where the model is trained, its losses [s] follow.
 
@@ -116,7 +116,7 @@ class DraftLoss:
         labels: torch.Tensor,
         params: DocumentSeqParams,
         output_layer_and_weight: tuple[ColumnParallelLinear, torch.Tensor],
-        model: dict[str, object],
+        model: dict[str, Any],
     ) -> torch.Tensor:
         """Return [2 heads + 3] sums, of arguments as ``__call__`` has them; the weight: [v / ranks, h]."""
         output_layer, weight = output_layer_and_weight

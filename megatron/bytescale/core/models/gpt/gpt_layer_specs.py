@@ -63,7 +63,7 @@ def with_sample_attention(
 
 
 def with_core_attention(
-    spec: ModuleSpec | TransformerBlockSubmodules, attention: type[torch.nn.Module] | partial[torch.nn.Module]
+    spec: ModuleSpec | TransformerBlockSubmodules, attention: type | Callable[..., torch.nn.Module]
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """Return a layer spec, or spec of a block, with this ``core_attention``."""
     spec = copy.deepcopy(spec)

@@ -127,7 +127,7 @@ class LaterTokens:
         output_layer: ColumnParallelLinear,
         output_weight: torch.Tensor | None,
         packed_seq_params: DocumentSeqParams,
-        **model: object,
+        **model: Any,
     ) -> torch.Tensor:
         """GPTModel's ``output_processor``: return the sums of each depth, and the model's losses after them.
 
@@ -161,7 +161,7 @@ class LaterTokens:
         labels: torch.Tensor,
         output_layer: ColumnParallelLinear,
         output_weight: torch.Tensor | None,
-        model: dict[str, object],
+        model: dict[str, Any],
     ) -> torch.Tensor:
         """Return the losses [1, s], in float32, of labels [1, s] by states [s / ranks, 1, h]."""
         if self.chunk_tokens is not None:
@@ -204,7 +204,9 @@ def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report
     return loss, num_labels, figures
 
 
-def report_depths(settings: MultiTokenConfig, forward_step: Callable[..., object]) -> Callable[..., object]:
+def report_depths(
+    settings: MultiTokenConfig, forward_step: Callable[..., tuple[torch.Tensor, Callable[..., Report]]]
+) -> Callable[..., tuple[torch.Tensor, Callable[..., Report]]]:
     """Return ``forward_step_func`` whose loss is that of the model and of all depths."""
 
     def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:

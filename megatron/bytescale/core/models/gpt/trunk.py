@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,13 +62,13 @@ class _ZeroGradient(torch.autograd.Function):
     """Return an output as it is; the input that it came from gets zeros as its gradient."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.like = source.shape, source.dtype, source.device
         ctx.mark_dirty(output)  # the output itself, not a view: Megatron frees what it has sent
         return output
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         shape, dtype, device = ctx.like
         return grad, torch.zeros(shape, dtype=dtype, device=device)
 
@@ -95,7 +95,8 @@ def begin_as_last_layer(chunk: torch.nn.Module, state: dict[str, torch.Tensor], 
     """
     if any(name.startswith(f"{prefix}{HEADS}.") for name in state):
         return
-    layers: torch.nn.ModuleList = chunk.decoder.layers  # type: ignore[union-attr]
+    layers = chunk.get_submodule("decoder.layers")
+    assert isinstance(layers, torch.nn.ModuleList), f"{type(layers)=}"
     last = f"{prefix}decoder.layers.{len(layers) - 1}"
     for name, value in chunk.get_submodule(HEADS).state_dict(prefix=f"{prefix}{HEADS}.").items():
         part, _, rest = name.removeprefix(f"{prefix}{HEADS}.").partition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -24,7 +25,7 @@ class TokenCounts:
     """
 
     by_layer: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    at_step_end: list[Callable[[object], None]] = field(default_factory=list)
+    at_step_end: list[Callable[[Any], None]] = field(default_factory=list)
 
     def note(self, layer: int, chosen: torch.Tensor) -> None:
         """Add the tokens of a micro-batch. ``chosen``: bool [tokens, experts]."""

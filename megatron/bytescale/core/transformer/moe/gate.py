@@ -24,7 +24,7 @@ from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer
 from megatron.bytescale.core.transformer.spec_utils import layers_of
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.moe.router import Router
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 
@@ -119,14 +119,16 @@ def gated(base: type[CountedMoELayer]) -> type[CountedMoELayer]:
     class GatedMoELayer(base):  # type: ignore[valid-type,misc]
         """A layer of experts, or of experts in slots, with two dispatchers."""
 
-        def __init__(self, *args: object, gate: Gate, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
+        def __init__(
+            self, *args: object, gate: Gate, pg_collection: ProcessGroupCollection | None = None, **kwargs: object
+        ) -> None:
+            super().__init__(*args, pg_collection=pg_collection, **kwargs)
             self.gate = gate
             fixed: MoETokenDispatcher = self.token_dispatcher  # type: ignore[has-type]
             config = copy.copy(fixed.config)
             config.moe_expert_capacity_factor = float(config.num_moe_experts)  # so that it counts what it sends
-            groups = kwargs.get("pg_collection") or get_default_pg_collection()
-            dispatcher: Callable[..., object] = type(fixed)
+            groups = pg_collection or get_default_pg_collection()
+            dispatcher: Callable[..., MoETokenDispatcher] = type(fixed)
             local = fixed.num_local_experts, fixed.local_expert_indices
             counting = dispatcher(*local, config=config, pg_collection=groups)
             if self.shared_expert_overlap and self.use_shared_expert:
@@ -148,9 +150,8 @@ def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Modu
         kind = getattr(mlp, "func", None)
         if kind in (MoELayer, CountedMoELayer, PlacedMoELayer):
             modules = mlp.keywords["submodules"]
-            router: partial[Router] = modules.router if isinstance(modules.router, partial) else partial(modules.router)
-            following: type[Router] = annealed(router.func, gate)
-            modules = replace(modules, router=partial(following, *router.args, **router.keywords))
+            router = modules.router if isinstance(modules.router, partial) else partial(modules.router)
+            modules = replace(modules, router=partial(annealed(router.func, gate), *router.args, **router.keywords))
             keywords = {**mlp.keywords, "submodules": modules, "gate": gate}
             base = CountedMoELayer if kind is MoELayer else kind
             layer.submodules.mlp = partial(gated(base), *mlp.args, **keywords)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -18,6 +19,10 @@ from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELaye
 from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts
 from megatron.bytescale.core.transformer.moe.slots import SlotTable
 from megatron.bytescale.core.transformer.spec_utils import layers_of
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 
 @dataclass
@@ -50,18 +55,20 @@ class PlacedMoELayer(CountedMoELayer):
     experts: SlotExperts
     fetch_next: Callable[[], None] | None = None
 
-    def __init__(self, *args: object, placements: Placements, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *args: object, placements: Placements, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
         self.placements = placements
         self.experts.is_grouped = self.config.moe_grouped_gemm
         self.table: SlotTable | None = None
-        groups = kwargs.get("pg_collection") or get_default_pg_collection()
+        groups = pg_collection or get_default_pg_collection()
         self.source_group = groups.tp_ep
         num_slots = placements.first.num_slots
         config = copy.copy(self.config)
         config.num_moe_experts = num_slots * self.ep_group.size()
         first = num_slots * self.ep_group.rank()
-        dispatcher: Callable[..., object] = type(self.token_dispatcher)  # type: ignore[has-type]
+        dispatcher: Callable[..., MoETokenDispatcher] = type(self.token_dispatcher)  # type: ignore[has-type]
         slots = list(range(first, first + num_slots))
         self.token_dispatcher = dispatcher(num_slots, slots, config=config, pg_collection=groups)
         if self.shared_expert_overlap and self.use_shared_expert:

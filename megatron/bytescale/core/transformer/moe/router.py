@@ -97,11 +97,13 @@ class DocumentRouter(SliceRouter):
         The report sums over the tensor-parallel group, and averages over HDP ranks and over
         ``get_num_microbatches()``, which is not the number of micro-batches here.
         """
+        batch = self.runtime.step.batch
+        assert batch is not None, "no planned step runs"
         layers = self.config.num_layers  # those of multi-token prediction come after the others
         num_parts = self.runtime.run.cluster.num_ranks * get_num_microbatches()
         get_moe_metrics_tracker().record(
             name,
-            loss * (num_parts / self.runtime.step.batch.num_tokens),
+            loss * (num_parts / batch.num_tokens),
             self.layer_number + layers * self.is_mtp_layer,
             layers + (self.config.mtp_num_layers or 0),
             reduce_group=self.tp_cp_group,

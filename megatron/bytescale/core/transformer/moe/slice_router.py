@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from bytescale_ext.config.slices import SliceConfig
 from megatron.bytescale.core.transformer.moe.loads import (
+    ExpertLoads,
     GradientOfScores,
     LayerLoads,
     SliceLoad,
@@ -49,6 +50,13 @@ class SliceRouter(TopKRouter):
         super().__init__(**kwargs)
         self.runtime = runtime
 
+    @property
+    def loads(self) -> ExpertLoads:
+        """What routers note for other slices; a step of slices must run."""
+        loads = self.runtime.step.expert_loads
+        assert loads is not None, "no step of slices runs"
+        return loads
+
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +67,7 @@ class SliceRouter(TopKRouter):
         """
         routed: tuple[torch.Tensor, torch.Tensor] = super().routing(logits, padding_mask)
         is_recomputed_later = self.training and not torch.is_grad_enabled()
-        if is_recomputed_later and self.runtime.step.expert_loads is not None and self.is_aux_loss_enabled():
+        if is_recomputed_later and self.loads is not None and self.is_aux_loss_enabled():
             num_rows, batch = logits.shape[:2]
             mask = None if padding_mask is None else padding_mask.reshape(-1)
             chosen, scores = compute_routing_scores_for_aux_loss(
@@ -80,7 +88,7 @@ class SliceRouter(TopKRouter):
         self,
         probs: torch.Tensor,
         loss: Balanced,
-        weight: Callable[[SliceLoad], torch.Tensor],
+        weight: Callable[[SliceLoad], torch.Tensor | float],
         record: Callable[[SliceLoad, torch.Tensor], None],
     ) -> torch.Tensor:
         """Attach the auxiliary loss of the whole micro-batch to the probabilities of a slice, and return them.
@@ -91,8 +99,8 @@ class SliceRouter(TopKRouter):
             weight: loads of the micro-batch -> factor of the loss.
             record: logs the loss, given the loads of the micro-batch.
         """
-        loads: LayerLoads = self.runtime.step.expert_loads.note(self, loss.kind, loss.load)
-        if self.runtime.step.expert_loads.is_last() and not loads.is_recorded:
+        loads: LayerLoads = self.loads.note(self, loss.kind, loss.load)
+        if self.loads.is_last() and not loads.is_recorded:
             loads.is_recorded = True
             total = loads.total()
             record(total, balance_loss(total, self.num_experts, self.topk))
@@ -144,7 +152,7 @@ class SampleRouter(SliceRouter):
     ) -> torch.Tensor:
         """Attach a loss that is a mean over ``batch`` samples; columns of one sample are its experts."""
 
-        def weight(total: SliceLoad) -> torch.Tensor:
+        def weight(total: SliceLoad) -> torch.Tensor | float:
             return coefficient / batch * self._divided_by_megatron(total.num_local_tokens * batch)
 
         def record(_: SliceLoad, value: torch.Tensor) -> None:
@@ -154,14 +162,14 @@ class SampleRouter(SliceRouter):
 
         return self.attach(probs, loss, weight, record)
 
-    def _divided_by_megatron(self, num_tokens: torch.Tensor) -> torch.Tensor:
+    def _divided_by_megatron(self, num_tokens: torch.Tensor | float) -> torch.Tensor | float:
         """Return what Megatron divides gradients by beyond the micro-batches of a step.
 
         ``num_tokens``: of a micro-batch, on this rank.
         """
         if self.calculate_per_token_loss:
-            return num_tokens * self.tp_cp_group.size()
-        return self.runtime.step.expert_loads.num_slices
+            return num_tokens * int(self.tp_cp_group.size())
+        return self.loads.num_slices
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Attach the slice's share of the micro-batch's z loss to logits [tokens, experts], and return them."""
@@ -169,7 +177,8 @@ class SampleRouter(SliceRouter):
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
         assert padding_mask is None, "samples have no padding"
-        lengths, action = self.runtime.run.get(SliceConfig).lengths, self.runtime.step.expert_loads.action
+        lengths, action = self.runtime.run.get(SliceConfig).lengths, self.loads.action
+        assert action is not None, "no slice runs"
         share = lengths[action.slice_index] / sum(lengths)
         loss = z_loss_func(logits, 1.0) * share
         weight = coefficient / self.tp_cp_group.size() * self._divided_by_megatron(logits.shape[0] / share)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ class TablesOfStep:
 
     def __init__(self, is_one: Callable[[torch.nn.Module], bool], rows_of: Callable[[StepBatch], np.ndarray]) -> None:
         self._is_one, self._rows_of = is_one, rows_of
-        self._modules: list[torch.nn.Module] = []
+        self._modules: list[HasHostTable] = []
         self._step: StepBatch | None = None
         self._ahead: Future[None] | None = None
         self._group_ahead: torch.distributed.ProcessGroup | None = None
@@ -144,7 +144,7 @@ class TablesOfStep:
     def collect(self, model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """``ModelConfig.pre_wrap_hooks``: find the tables of all model chunks. Collective on the ranks of a stage."""
         for chunk in model_chunks:
-            self._modules += [part for part in chunk.modules() if self._is_one(part)]
+            self._modules += [cast("HasHostTable", part) for part in chunk.modules() if self._is_one(part)]
         group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
         if self._modules and group.size() > 1:
             ranks: Sequence[int] = torch.distributed.get_process_group_ranks(group)
