@@ -95,7 +95,7 @@ def to_folder(load: Path, output: Path) -> tuple[str, int]:
         _write_shards(tensors, part)
         made.save_pretrained(part)
         _copy_tokenizer(options_of(args, TokenizerFolder), part)
-    return config["model_type"], sum(one.numel() for one in tensors.values())
+    return str(config["model_type"]), sum(one.numel() for one in tensors.values())
 
 
 def _library(name: str) -> ModuleType:

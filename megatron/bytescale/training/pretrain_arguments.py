@@ -14,6 +14,7 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
 from megatron.bytescale.training import stock
+from megatron.bytescale.training.stock import DatasetProvider, ForwardStep
 
 Function = Callable[..., object]
 type LayerSpec = ModuleSpec | TransformerBlockSubmodules
@@ -31,8 +32,8 @@ class Training:
     """
 
     model: GPTModelConfig
-    dataset_provider: Function
-    forward_step: Function
+    dataset_provider: DatasetProvider
+    forward_step: ForwardStep
 
     def wrap_layer_spec(self, wrap: Callable[[LayerSpec], LayerSpec]) -> Training:
         """Change the layer spec of each pipeline stage: ``wrap`` takes the spec so far and returns another."""
@@ -51,7 +52,7 @@ class Training:
         transformer.finalize_model_grads_func = wrap(transformer.finalize_model_grads_func or finalize_model_grads)
         return self
 
-    def wrap_forward_step(self, wrap: Callable[[Function], Function]) -> Training:
+    def wrap_forward_step(self, wrap: Callable[[ForwardStep], ForwardStep]) -> Training:
         """Wrap the function that runs one micro-batch forward."""
         return replace(self, forward_step=wrap(self.forward_step))
 

@@ -278,14 +278,14 @@ def time_packs(
             torch.cuda.synchronize()
         rounds.append([seconds_between(one, subject) for one in marks])
     runtime.step.batch = None
-    everyones: list[object] = [None] * dist.get_world_size()
+    everyones: list[np.ndarray | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, np.median(rounds[1:], axis=0))
     kinds = [*rings, *((tuple(pack), 1) for pack in packs)]
     named = [(num_layers, *kind) for num_layers in LAYERS for kind in kinds]
     return [
         Timing(num_layers, lengths, forward, backward, width)
         for (num_layers, lengths, width), (forward, backward) in zip(
-            named, np.mean(everyones, axis=0).tolist(), strict=True
+            named, np.mean([one for one in everyones if one is not None], axis=0).tolist(), strict=True
         )
     ]
 
@@ -317,7 +317,7 @@ def _kept_bytes(runtime: Runtime, model: MegatronModule, packed: PackedMicroBatc
     """Return the memory that a forward pass leaves for its backward pass."""
     runtime.parts.clock.begin(traced=False)
 
-    def forward() -> torch.Tensor:
+    def forward() -> object:
         return hdp.forward_step(runtime)(iter([(0, packed, None)]), model)
 
     if runtime.parts.clock.on_cuda:
@@ -325,7 +325,7 @@ def _kept_bytes(runtime: Runtime, model: MegatronModule, packed: PackedMicroBatc
         before = torch.cuda.memory_allocated()
         held = forward()
         return torch.cuda.memory_allocated() - before if held else 0
-    storages: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -177,7 +177,7 @@ class DocumentRotary(torch.nn.Module):
         self.rotary = rotary
 
     def get_rotary_seq_len(
-        self, context: object, block: object, hidden: object, config: object, params: DocumentSeqParams
+        self, context: object, block: object, hidden: object, config: object, params: DocumentSeqParams | None
     ) -> torch.Tensor:
         """Return the positions [t] of a micro-batch's rows, or of its slice's."""
         assert isinstance(params, DocumentSeqParams) and params.positions is not None, f"{params=}"

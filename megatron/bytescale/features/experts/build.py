@@ -9,7 +9,7 @@ The transfers have a communicator of their own. Later micro-batches, slices and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 
 from megatron.bytescale.core.parallel_state import own_groups
 from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer, Placements
+from megatron.bytescale.training.stock import ForwardStep, LossFunction
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -46,12 +47,12 @@ class FetchAhead:
         self.placements.weights_group = own_groups([ranks], timeout_minutes)[ranks]
         return model_chunks
 
-    def wrap(self, forward: Callable[..., object]) -> Callable[..., object]:
+    def wrap(self, forward: ForwardStep) -> ForwardStep:
         """Return a forward step that starts the first transfer of its chunk."""
 
         def forward_and_fetch(
             data_iterator: Iterator[object], model: torch.nn.Module, *args: object, **kwargs: object
-        ) -> object:
+        ) -> tuple[torch.Tensor, LossFunction]:
             layers = self.chunks.get(id(model))
             if layers is None:
                 layers = self.chunks[id(model)] = linked_layers(model)

@@ -23,6 +23,7 @@ from megatron.bytescale.core.transformer.moe.gate_noise import numbers_of_docume
 from megatron.bytescale.features.experts.loads import after_steps
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
+from megatron.bytescale.training.stock import ForwardStep, LossFunction
 from megatron.bytescale.training.training import write_scalars
 
 
@@ -38,10 +39,10 @@ def anneal(training: Training, runtime: Runtime) -> Training:
     return after_steps(training, ActiveExperts(gate, runtime))
 
 
-def _heated(gate: Gate, forward: Callable[..., object]) -> Callable[..., object]:
+def _heated[**P, R](gate: Gate, forward: Callable[P, R]) -> Callable[P, R]:
     """Return a forward step that runs at the temperature of its step."""
 
-    def forward_at_temperature(*args: object, **kwargs: object) -> object:
+    def forward_at_temperature(*args: P.args, **kwargs: P.kwargs) -> R:
         gate.step = running_step()
         gate.temperature = gate.plan.temperature(gate.step)
         return forward(*args, **kwargs)
@@ -69,12 +70,12 @@ class Numbering:
     step: int = -1
     passes: dict[int, int] = field(default_factory=dict)
 
-    def wrap(self, forward: Callable[..., tuple[torch.Tensor, object]]) -> Callable[..., tuple[torch.Tensor, object]]:
+    def wrap(self, forward: ForwardStep) -> ForwardStep:
         """Return a forward step that numbers its tokens."""
 
         def forward_with_numbers(
             data_iterator: Iterator[PackedUnit], model: torch.nn.Module, *args: object, **kwargs: object
-        ) -> tuple[torch.Tensor, object]:
+        ) -> tuple[torch.Tensor, LossFunction]:
             if not model.training:
                 return forward(data_iterator, model, *args, **kwargs)
             if self.of_documents:

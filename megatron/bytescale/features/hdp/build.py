@@ -56,6 +56,7 @@ from megatron.bytescale.core.pipeline_parallel.schedules import wrap_finalize_mo
 from megatron.bytescale.core.transformer.moe.router import padding_mask
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
+from megatron.bytescale.training.stock import DatasetProvider, ForwardStep, LossFunction
 
 
 def train_on_documents(training: Training, runtime: Runtime) -> Training:
@@ -135,7 +136,7 @@ def dataset_provider(
     runtime: Runtime,
     sources: Callable[[Sequence[int | None]], Sequence[SampleSource | RemoteSplit | None]] = document_sources,
     planner: Planner | None = None,
-) -> Callable[..., object]:
+) -> DatasetProvider:
     """Return ``train_valid_test_datasets_provider``: one loader of whole steps for each split.
 
     Args:
@@ -227,15 +228,13 @@ def step_loader(
     return StepLoader(source, plan_maker(runtime, PlannerInProcess(planner)), settings, source.sequences, loads)
 
 
-def forward_step(runtime: Runtime) -> Callable[..., object]:
+def forward_step(runtime: Runtime) -> ForwardStep:
     """Return ``forward_step_func``: one micro-batch of documents through the model, or through a stage's chunk of it.
 
     With slices it runs one slice, with the keys and values of earlier slices.
     """
 
-    def forward(
-        data_iterator: Iterator[PackedUnit], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., object]]:
+    def forward(data_iterator: Iterator[PackedUnit], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         index, packed, prefix = next(data_iterator)
         chunk = unwrap_model(model)
         if model.training:

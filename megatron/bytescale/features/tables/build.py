@@ -11,6 +11,7 @@ from bytescale_ext.data.loading.step import StepBatch
 from megatron.bytescale.core.models.common.embeddings.host_table import TablesOfStep
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training.pretrain_arguments import Training
+from megatron.bytescale.training.stock import ForwardStep, LossFunction
 
 
 def keep_tables(
@@ -20,8 +21,10 @@ def keep_tables(
     tables = TablesOfStep(lambda module: isinstance(module, kind), rows_of)
     training.model.pre_wrap_hooks.append(tables.collect)
 
-    def read_rows_first(forward: Callable[..., object]) -> Callable[..., object]:
-        def read_and_forward(data_iterator: Iterator[object], model: torch.nn.Module) -> object:
+    def read_rows_first(forward: ForwardStep) -> ForwardStep:
+        def read_and_forward(
+            data_iterator: Iterator[object], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, LossFunction]:
             assert runtime.step.batch is not None
             tables.begin(runtime.step.batch, model.training, runtime.step.next_batch)
             return forward(data_iterator, model)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from megatron.core import parallel_state
@@ -150,8 +150,10 @@ def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Modu
         kind = getattr(mlp, "func", None)
         if kind in (MoELayer, CountedMoELayer, PlacedMoELayer):
             modules = mlp.keywords["submodules"]
-            router = modules.router if isinstance(modules.router, partial) else partial(modules.router)
-            modules = replace(modules, router=partial(annealed(router.func, gate), *router.args, **router.keywords))
+            router: type[TopKRouter] | partial[TopKRouter] = modules.router
+            given = router if isinstance(router, partial) else partial(router)
+            following: Callable[..., TopKRouter] = annealed(cast("type[TopKRouter]", given.func), gate)
+            modules = replace(modules, router=partial(following, *given.args, **given.keywords))
             keywords = {**mlp.keywords, "submodules": modules, "gate": gate}
             base = CountedMoELayer if kind is MoELayer else kind
             layer.submodules.mlp = partial(gated(base), *mlp.args, **keywords)
