@@ -207,7 +207,7 @@ def report(settings: MultiTokenConfig, of_model: Callable[[torch.Tensor], Report
 def report_depths(
     settings: MultiTokenConfig, forward_step: Callable[..., tuple[torch.Tensor, Callable[..., Report]]]
 ) -> Callable[..., tuple[torch.Tensor, Callable[..., Report]]]:
-    """Return ``forward_step_func`` whose loss is that of the model and of all depths."""
+    """Return ``forward_step_func`` that reports the losses of the model and of all depths, [3 depths + s]."""
 
     def forward(data_iterator: Iterator[object], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Report]]:
         output, of_model = forward_step(data_iterator, model)

@@ -152,7 +152,7 @@ def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Modu
             modules = mlp.keywords["submodules"]
             router: type[TopKRouter] | partial[TopKRouter] = modules.router
             given = router if isinstance(router, partial) else partial(router)
-            following: Callable[..., TopKRouter] = annealed(cast("type[TopKRouter]", given.func), gate)
+            following: Callable[..., object] = annealed(cast("type[TopKRouter]", given.func), gate)
             modules = replace(modules, router=partial(following, *given.args, **given.keywords))
             keywords = {**mlp.keywords, "submodules": modules, "gate": gate}
             base = CountedMoELayer if kind is MoELayer else kind
