@@ -150,7 +150,7 @@ def with_gate(spec: ModuleSpec | TransformerBlockSubmodules, gate: Gate) -> Modu
         kind = getattr(mlp, "func", None)
         if kind in (MoELayer, CountedMoELayer, PlacedMoELayer):
             modules = mlp.keywords["submodules"]
-            router: type[TopKRouter] | partial[TopKRouter] = modules.router
+            router: Callable[..., TopKRouter] = modules.router
             given = router if isinstance(router, partial) else partial(router)
             following: Callable[..., object] = annealed(cast("type[TopKRouter]", given.func), gate)
             modules = replace(modules, router=partial(following, *given.args, **given.keywords))
