@@ -28,7 +28,6 @@ MAX_FLOORS = 7
 FLOORS = (("step",), ("cost",), ("schedule",), ("hdp", "activation", "memory", "states", "experts", "sculpt"),
           ("evaluate",), ("setup",), ("search",))  # fmt: skip
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-SOLVER = "ortools"  # certifies, inside one function
 
 
 @for_each(SOURCE)

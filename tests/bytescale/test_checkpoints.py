@@ -61,11 +61,6 @@ def test_files_that_describe_shards_are_looked_at_too(name: str, tmp_path: Path)
     assert name in flaw_of(tmp_path, 2)
 
 
-def test_a_missing_shard_is_a_flaw(tmp_path: Path) -> None:
-    sharded(tmp_path, 2).unlink()
-    assert "cut short: 0 of " in flaw_of(tmp_path, 2)
-
-
 def test_an_empty_tracker_file_is_no_reason_to_stop(tmp_path: Path) -> None:
     """Megatron would exit with code 0."""
     for iteration in (2, 4):

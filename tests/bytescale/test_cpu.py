@@ -84,7 +84,7 @@ def test_another_megatron_leaves_no_stand_in() -> None:
     run_ranks(refuse_another_megatron, 1, init_group=False)
 
 
-def use_devices(rank: int, world: int) -> None:
+def use_devices() -> None:
     cuda = torch.device("cuda", 0)
     assert torch.device("cuda").type == "cpu" == cuda.type
     for device in ("cuda", "cuda:1", cuda, torch.cuda.current_device()):
@@ -112,12 +112,7 @@ def use_devices(rank: int, world: int) -> None:
     assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
 
 
-@pytest.mark.ranks
-def test_cuda_means_cpu() -> None:
-    run_ranks(use_devices, 1, init_group=False)
-
-
-def use_streams(rank: int, world: int) -> None:
+def use_streams() -> None:
     stream, event = torch.cuda.Stream(priority=-1), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream):
         torch.zeros(2).record_stream(stream)
@@ -144,12 +139,7 @@ def use_streams(rank: int, world: int) -> None:
     assert torch.compile(abs) is abs
 
 
-@pytest.mark.ranks
-def test_streams_and_events_do_nothing() -> None:
-    run_ranks(use_streams, 1, init_group=False)
-
-
-def use_random_states(rank: int, world: int) -> None:
+def use_random_states() -> None:
     import megatron.core.tensor_parallel.random as parallel_random
 
     torch.cuda.manual_seed(5)
@@ -176,12 +166,7 @@ def use_random_states(rank: int, world: int) -> None:
         assert not torch.equal(torch.rand(3), inside)
 
 
-@pytest.mark.ranks
-def test_random_state_is_the_cpus() -> None:
-    run_ranks(use_random_states, 1, init_group=False)
-
-
-def use_type_names(rank: int, world: int) -> None:
+def use_type_names() -> None:
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
     assert torch.nn.Parameter(torch.zeros(1)).type() == "torch.cuda.FloatTensor"
@@ -190,9 +175,16 @@ def use_type_names(rank: int, world: int) -> None:
     assert torch.zeros(1).type("torch.IntTensor").dtype == torch.int32
 
 
+def use_all(rank: int, world: int) -> None:
+    use_devices()
+    use_streams()
+    use_random_states()
+    use_type_names()
+
+
 @pytest.mark.ranks
-def test_type_names_are_cudas() -> None:
-    run_ranks(use_type_names, 1, init_group=False)
+def test_cuda_means_cpu() -> None:
+    run_ranks(use_all, 1, init_group=False)
 
 
 def exchange(rank: int, world: int, as_tensors: bool) -> list[float]:

@@ -77,12 +77,6 @@ def test_every_source_file_is_shipped(names: set[str]) -> None:
     assert {name for name in names if name.endswith(".py")} == sources
 
 
-def test_cost_files_are_shipped(names: set[str]) -> None:
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "bytescale_ext" / "measure" / "costs").glob("*.json")}
-    assert files
-    assert {name for name in names if name.endswith(".json")} == files
-
-
 def test_the_description_has_no_link_that_leads_nowhere(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.registry import Installation, Patch, check, describe, resolve, source_hash
+from megatron.bytescale.registry import Installation, Patch, check, describe, source_hash
 
 
 def shout(words: str) -> str:
@@ -118,10 +118,6 @@ def test_a_second_install_is_refused_and_the_first_stays(modules: dict[str, Any]
     assert_untouched(modules, first)
 
 
-def test_resolve_gives_owner_name_and_function(modules: dict[str, Any]) -> None:
-    assert resolve("upstream:shout") == (modules["upstream"], "shout", shout)
-
-
 def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
     line = describe(ROWS[0])
     for words in ("shout", "untouched", ROWS[0].source_hash, "loud, proud: no hook", "[upstream.shout, holder]"):
@@ -134,9 +130,3 @@ def test_describe_tells_the_state(modules: dict[str, Any]) -> None:
     assert f"unknown source {source_hash(shout)}" in describe(row(source_hash="0" * 12))
     modules["upstream"].shout = whisper
     assert f"unknown source {source_hash(whisper)}" in describe(ROWS[0])
-
-
-def test_source_hash_is_of_the_text() -> None:
-    assert source_hash(shout) != source_hash(whisper)
-    assert len(source_hash(shout)) == 12
-    assert int(source_hash(shout), 16) >= 0

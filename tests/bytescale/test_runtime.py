@@ -35,10 +35,6 @@ def step_of(made: Runtime, padding: int = 1) -> StepBatch:
     return StepBatch(0, tuple(range(len(LENGTHS))), plan, mine, wait_seconds=0.25)
 
 
-def test_every_rank_plans_the_same() -> None:
-    assert len({planner_of(runtime(rank).run.decision)(LENGTHS).digest() for rank in range(4)}) == 1
-
-
 def test_figures_of_a_step_are_counted_once() -> None:
     made = runtime(rank=1)
     assert made.parts.comm is not None
@@ -101,16 +97,3 @@ def test_staleness_is_summed() -> None:
         made.step.stale_steps = stale
         made.count_step()
     assert (made.log.totals.stale_steps, made.log.totals.most_stale_steps) == (6, 3)
-
-
-def test_use_before_the_model_is_built_is_our_bug() -> None:
-    made = runtime()
-    with pytest.raises(AssertionError, match="batch"):
-        made.count_step()
-    made.add_parts(comm=None)
-    with pytest.raises(AssertionError, match="comm"):
-        _ = made.rank
-
-
-def test_device_is_the_clocks() -> None:
-    assert runtime().device == torch.device("cpu")

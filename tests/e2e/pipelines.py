@@ -1,21 +1,22 @@
-"""Trainings over pipeline stages that print what each stage ran, and the gradients of all stages as one model."""
+"""Trainings that print what each pipeline stage ran, and their comparison with one process of stock Megatron."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.e2e.once import once
 from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
-from tests.e2e.training import MODEL, TRAIN, Outcome, train_ranks
+from tests.e2e.training import MODEL, TRAIN, Outcome, name_of, train_ranks
 
 TOLERANCE = 1e-5
 STEPS = 3
@@ -25,12 +26,22 @@ BALANCE = "--hdp-balance none --hdp-tokens-per-rank 128".split()
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 UNALIGNED = [*SHARDED, "--no-align-grad-reduce"]
 PP2 = "--pipeline-model-parallel-size 2".split()
-PP4 = "--pipeline-model-parallel-size 4".split()
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2".split()
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 SELECTIVE = ["--recompute-granularity", "selective"]
 LAYOUT = "--pipeline-model-parallel-layout E|t|t||t||t|L --no-overlap-p2p-communication".split()
 UNEVEN = "--decoder-first-pipeline-num-layers 3".split()
+Expected = tuple[list[float], dict[str, torch.Tensor]]  # losses, and gradients of the first step
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of a run, and the flags that lay the model out over them."""
+
+    num_ranks: int
+    flags: list[str] = field(default_factory=list)
+    num_stages: int = 1
+    tp_size: int = 1
 
 
 def train_and_record(num_idle: int = 0) -> None:
@@ -173,6 +184,33 @@ def _whole_gradients(folder: Path, num_stages: int, tp_rank: int) -> dict[str, t
                 whole[re.sub(r"(?<!mtp\.)layers\.(\d+)\.", shift, name)] = gradient
             num_layers += max(local, default=-1) + 1
     return whole
+
+
+def oracle_of(
+    corpus: Path, model: list[str] = MODEL, entry: Any = train_one_by_one, flags: Sequence[object] = ()
+) -> Expected:
+    """Return the losses and gradients of one process of stock Megatron, which trains once in a test session."""
+
+    def train(folder: Path) -> Expected:
+        (outcome,) = run(corpus, folder, 1, [*ONE_BY_ONE, *flags], entry, model)
+        return outcome.losses, whole_gradients(folder, 1, 1)[0]
+
+    return once(train, "oracle", str(corpus), model, name_of(entry), list(map(str, flags)))
+
+
+def check_equals(
+    expected: Expected,
+    corpus: Path,
+    save: Path,
+    layout: Layout,
+    flags: Sequence[object],
+    **given: Any,
+) -> list[Outcome]:
+    """Train in a layout, as ``run`` does, and compare losses and the first gradients with the expected ones."""
+    outcomes = run(corpus, save, layout.num_ranks, [*flags, *layout.flags], **{"entry": train_and_record, **given})
+    assert outcomes[-1].losses == pytest.approx(expected[0], rel=TOLERANCE), outcomes[-1].text[-500:]
+    check_gradients(layout, save, expected[1])
+    return outcomes
 
 
 def check_gradients(case: Any, save: Path, expected: dict[str, torch.Tensor]) -> None:

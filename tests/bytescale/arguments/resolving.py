@@ -43,6 +43,19 @@ def refused(num_processes: int, *words: object) -> str:
     return found.error
 
 
+def check_refused(*rows: tuple[int, Sequence[object], str]) -> None:
+    """Check that launch lines, resolved in one process, are refused in one line each.
+
+    A row is (number of processes, words of the line, words of the refusal, separated by bars).
+    """
+    found = resolve_lines(*((num_processes, words) for num_processes, words, _ in rows))
+    for outcome, (_, words, message) in zip(found, rows, strict=True):
+        assert outcome.error is not None, words
+        assert "\n" not in outcome.error
+        for part in message.split("|"):
+            assert part in outcome.error, words
+
+
 def _resolve_lines(rank: int, world: int, lines: Sequence[tuple[int, list[str]]]) -> list[Resolved]:
     return [_resolve(num_processes, words) for num_processes, words in lines]
 

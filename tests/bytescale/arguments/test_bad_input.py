@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.e2e.corpora import VOCAB, write_documents
+from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train
 from tests.harness import run_ranks
 
@@ -68,45 +70,43 @@ def test_the_same_line_without_a_fault_trains(corpus: Path) -> None:
     assert MARK not in outcome.text
 
 
-def test_missing_index(copy: Path) -> None:
-    os.remove(f"{copy}.idx")
-    assert_has(refused(copy), f"{copy}.idx", "no such file")
+def overwrite(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
 
 
-def test_missing_tokens(copy: Path) -> None:
-    os.remove(f"{copy}.bin")
-    assert_has(refused(copy), f"{copy}.bin", "no such file", "copy both files")
-
-
-@pytest.mark.parametrize(("kind", "size"), [("bin", 100), ("idx", 20), ("idx", 100)])
-def test_truncated(copy: Path, kind: str, size: int) -> None:
-    os.truncate(f"{copy}.{kind}", size)
-    assert_has(refused(copy), f"{copy}.{kind}", size, "copy")
-
-
-@pytest.mark.parametrize("content", [b"", b"something else entirely, of forty-odd bytes"])
-def test_foreign_index(copy: Path, content: bytes) -> None:
-    Path(f"{copy}.idx").write_bytes(content)
-    assert_has(refused(copy), f"{copy}.idx", "not an index file of Megatron", "write the data set again")
-
-
-def test_token_ids_beyond_the_vocabulary(copy: Path) -> None:
-    # The first token of document 2, past the 61 + 1 ids that are padded to 128.
-    tokens = np.memmap(f"{copy}.bin", dtype=np.uint16, mode="r+")
+def use_a_large_token(file: Path) -> None:
+    """Change the first token of document 2 to one past the 61 + 1 ids that are padded to 128."""
+    tokens = np.memmap(file, dtype=np.uint16, mode="r+")
     tokens[256 + 3] = 60000
     tokens.flush()
-    assert_has(refused(copy), copy, "document 2", 60000, "vocabulary", "--vocab-size")
-    assert VOCAB < 128
+
+
+# (suffix of the damaged file, what happens to it, words of the message beside its name)
+DAMAGES: list[tuple[str, Callable[[Path], None], list[object]]] = [
+    ("idx", os.remove, ["no such file"]),
+    ("bin", os.remove, ["no such file", "copy both files"]),
+    ("bin", partial(os.truncate, length=100), [100, "copy"]),
+    ("idx", partial(os.truncate, length=100), [100, "copy"]),
+    (
+        "idx",
+        partial(overwrite, content=b"something else"),
+        ["not an index file of Megatron", "write the data set again"],
+    ),
+    ("bin", use_a_large_token, ["document 2", 60000, "vocabulary", "--vocab-size"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "words"), DAMAGES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_damaged_files(kind: str, damage: Callable[[Path], None], words: list[object], copy: Path) -> None:
+    damage(Path(f"{copy}.{kind}"))
+    assert_has(refused(copy), copy, *words)
 
 
 def test_data_set_without_a_token(tmp_path: Path) -> None:
     empty = write_documents(tmp_path / "empty", lengths=(0, 0), copies=1)
     assert_has(refused(empty), empty, "holds no token", "write the data set again")
-
-
-def test_data_set_without_a_document(tmp_path: Path) -> None:
-    empty = write_documents(tmp_path / "empty", lengths=(), copies=1)
-    assert_has(refused(empty), empty, "holds no token")
 
 
 def test_split_without_a_document(corpus: Path) -> None:
@@ -129,30 +129,15 @@ def test_data_arguments_in_a_file_that_is_missing(tmp_path: Path) -> None:
     assert_has(refusal(train(1, *flags)), tmp_path / "none", "No such file")
 
 
-def test_no_data_path() -> None:
-    assert_has(refusal(train(1, *MODEL, *TRAIN, *HDP, "--hdp-tokens-per-rank", 256)), "--data-path")
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--hdp-tokens-per-rank 0", ["--hdp-tokens-per-rank", "positive", "got 0"]),
         ("--hdp-tokens-per-rank 64", ["--seq-length 256", "there are 1", "fits is 256"]),
-        ("--context-parallel-size 2", ["--context-parallel-size > 1", "leave it at 1"]),
-        ("--hybrid-context-parallel", ["--hybrid-context-parallel", "choose one"]),
         ("--pipeline-model-parallel-size 2", ["--pipeline-model-parallel-size 2", "start 2 processes"]),
         ("--expert-model-parallel-size 2", ["num_experts must be non None"]),
-        ("--enable-cuda-graph", ["--enable-cuda-graph", "differ in shape"]),
-        ("--external-cuda-graph", ["--external-cuda-graph"]),
-        ("--cuda-graph-impl local", ["--cuda-graph-impl"]),
-        ("--tensor-model-parallel-size 2", ["1 processes", "--tensor-model-parallel-size 2", "start 2"]),
-        ("--hdp-attention-kernel nonsense", ["'nonsense'", "choose one of", "reference"]),
         ("--hdp-attention-kernel torch_flash", ["'torch_flash'", "runs on cuda, not on cpu"]),
         ("--yaml-cfg settings.yaml", ["--yaml-cfg", "command line"]),
-        ("--yaml-cfg=settings.yaml", ["--yaml-cfg", "command line"]),
-        ("--recompute-granularity full --recompute-method uniform", ["recompute"]),
         ("--min-lr 1", ["Megatron refuses", "min_lr"]),
-        ("--no-position-embedding --position-embedding-type none", ["Megatron refuses", "--position-embedding-type"]),
         ("--data-path 0.3 a b", ["0.3.idx: no such file"]),
     ],
 )
@@ -174,23 +159,6 @@ def train_first_rank(num_ranks: int, *flags: object) -> Outcome:
     first, *others = train_ranks(num_ranks, *flags)
     assert all(MARK not in outcome.text for outcome in others)
     return first
-
-
-def test_checkpoint_folder_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    save = tmp_path / "file" / "checkpoints"
-    assert_has(refused(corpus, "--save", save), f"--save {save}", "cannot be written", "choose another folder")
-
-
-def test_value_of_another_type_is_argparses_to_refuse(corpus: Path) -> None:
-    message = refused(corpus, "--hdp-tokens-per-rank", "many")
-    assert_has(message, "--hdp-tokens-per-rank", "'many'")
-
-
-def test_usage_is_one_line(corpus: Path) -> None:
-    outcome = train(1, *MODEL, "--no-such-flag")
-    assert_has(refusal(outcome), "--no-such-flag")
-    assert len(outcome.text.splitlines()) <= 3
 
 
 def with_another_megatron() -> None:
@@ -219,15 +187,6 @@ def with_a_replaced_alias() -> None:
     pretrain_gpt_hdp.main()
 
 
-def without_a_function() -> None:
-    import megatron.training.training
-
-    import pretrain_gpt_hdp
-
-    del megatron.training.training.training_log
-    pretrain_gpt_hdp.main()
-
-
 def test_megatron_of_another_version(corpus: Path) -> None:
     message = refused(corpus, entry=with_another_megatron)
     assert message == "megatron-core is 0.20.0; install megatron-core==0.19.2"
@@ -242,11 +201,6 @@ def test_changed_function(corpus: Path) -> None:
 def test_function_replaced_by_another_library(corpus: Path) -> None:
     message = refused(corpus, entry=with_a_replaced_alias)
     assert_has(message, "megatron.training.training.get_forward_backward_func", "another library")
-
-
-def test_function_that_is_gone(corpus: Path) -> None:
-    message = refused(corpus, entry=without_a_function)
-    assert_has(message, "megatron.training.training:training_log is not in", "install megatron-core==0.19.2")
 
 
 def check_without_megatron(rank: int, world: int) -> str:

@@ -7,17 +7,10 @@ import argparse
 import pytest
 
 from megatron.bytescale.arguments.parse import NEEDS, set_device_defaults
-from tests.bytescale.arguments.resolving import refused, resolved
+from tests.bytescale.arguments.resolving import resolve_lines, resolved
 from tests.e2e.training import HDP, MODEL, TRAIN
 
 COMMON = [*MODEL, *TRAIN, *HDP, "--data-path", "unread"]
-
-
-@pytest.mark.ranks
-def test_costs_come_from_a_file_that_a_feature_reads() -> None:
-    message = refused(1, *MODEL, *TRAIN, "--micro-batch-size", 1, "--data-path", "unread", "--cost-file", "cost.json")
-    assert message == "--cost-file needs --hybrid-data-parallel or --seq1f1b-slices or --activation-policy"
-    assert "cost.json" in refused(4, *COMMON, "--cost-file", "cost.json")
 
 
 @pytest.mark.ranks
@@ -31,29 +24,31 @@ def test_cpu_defaults_need_no_flag() -> None:
         assert values[name] is False, name
 
 
-@pytest.mark.ranks
-def test_transformer_engine_by_name_is_refused_on_cpu() -> None:
-    message = refused(1, *MODEL, *TRAIN, "--transformer-impl", "transformer_engine")
-    assert message.startswith("--transformer-impl transformer_engine: there is no GPU")
-    assert "--transformer-impl local" in message
+STOCK = [*MODEL, *TRAIN, "--attention-dropout", 0]
+# (words of a launch line, how the refusal begins)
+REFUSED: list[tuple[list[object], str]] = [
+    (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine: there is no GPU"),
+    (
+        ["--micro-batch-size", 1, "--data-path", "unread", "--cost-file", "cost.json"],
+        "--cost-file needs --hybrid-data-parallel or --seq1f1b-slices or --activation-policy",
+    ),
+    ([*HDP, "--data-path", "unread", "--cost-file", "cost.json"], "--cost-file cost.json"),
+    (["--hdp-loader", "ray"], "--hdp-loader needs --hybrid-data-parallel"),
+    (["--hdp-ray-servers", 2], "--hdp-ray-servers needs --hdp-loader ray"),
+    (["--hdp-ray-address", "host:1"], "--hdp-ray-address needs --hdp-loader ray"),
+    (["--hdp-ray-server-tokens", 7], "--hdp-ray-server-tokens needs --hdp-loader ray"),
+    (["--hdp-json-key", "body"], "--hdp-json-key needs --hdp-loader ray"),
+    (["--hdp-kept-keys", 5], "--hdp-kept-keys needs --seq1f1b-slices of 2 or more"),
+    (["--hdp-kept-keys", 5, "--seq1f1b-slices", 2], "--hdp-kept-keys needs --hybrid-data-parallel"),
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        ("--hdp-loader ray", "--hybrid-data-parallel"),
-        ("--hdp-ray-servers 2", "--hdp-loader ray"),
-        ("--hdp-ray-address host:1", "--hdp-loader ray"),
-        ("--hdp-ray-server-tokens 7", "--hdp-loader ray"),
-        ("--hdp-json-key body", "--hdp-loader ray"),
-        ("--hdp-kept-keys 5", "--seq1f1b-slices of 2 or more"),
-        ("--hdp-kept-keys 5 --seq1f1b-slices 2", "--hybrid-data-parallel"),
-    ],
-)
-def test_flags_need_the_feature_that_they_belong_to(words: str, needed: str) -> None:
-    attention = ["--attention-dropout", 0]
-    assert refused(4, *MODEL, *TRAIN, *attention, *words.split()) == f"{words.split()[0]} needs {needed}"
+def test_flags_need_the_feature_that_they_belong_to() -> None:
+    found = resolve_lines(*((4, [*STOCK, *words]) for words, _ in REFUSED))
+    for outcome, (_, message) in zip(found, REFUSED, strict=True):
+        assert outcome.error is not None
+        assert outcome.error.startswith(message)
 
 
 ENGINE, APEX = "transformer_engine", ("apex", "fused_weight_gradient_mlp_cuda", "scaled_masked_softmax_cuda")

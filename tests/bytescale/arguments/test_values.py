@@ -44,32 +44,23 @@ CASES: list[tuple[list[str], str]] = [
     *(
         ([*COMMON, f"{flag}={value}"], f"{flag} {value} must be at least 1")
         for flag, value in (
-            ("--seq-length", 0), ("--seq-length", -5), ("--num-layers", 0), ("--hidden-size", -1),
-            ("--num-attention-heads", 0), ("--global-batch-size", 0), ("--max-position-embeddings", -1),
-            ("--seq-length", 10**24),
+            ("--seq-length", -5), ("--num-layers", 0), ("--global-batch-size", 0), ("--max-position-embeddings", -1),
         )
     ),
     ([*COMMON, "--hdp-tokens-per-rank", "0"], "--hdp-tokens-per-rank must be positive, got 0"),
     ([*COMMON, "--hdp-tokens-per-rank", str(10**20)], "must be at most 2^40"),
-    ([*COMMON, "--hdp-tokens-per-rank", str(10**24)], "must be at most 2^40"),
     ([*COMMON, "--hdp-tokens-per-rank", "8K"], "invalid int value: '8K'"),
     ([*COMMON, "--train-iters", "0"], "--train-iters 0: nothing to train"),
-    ([*COMMON, "--train-iters=-1"], "--train-iters -1: nothing to train"),
     ([*COMMON, "--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
     ([*COMMON, "--split", "a,b,c"], "--split a,b,c: give the shares of training, validation and test"),
-    ([*COMMON, "--split=-1,2,3"], "--split -1,2,3: give the shares"),
-    ([*COMMON, "--split", "1,1,1,1"], "--split 1,1,1,1: give the shares"),
-    ([*COMMON, "--split", "0,0,0"], "--split 0,0,0: give the shares"),
     ([*COMMON, "--split", "nan,1,1"], "--split nan,1,1: give the shares"),
     *(([*COMMON, flag, "{in}/file"], f"{flag} {{in}}/file is a file; give a folder") for flag in values.FOLDERS),
     *(([*COMMON, flag, "{in}/file/sub"], f"{flag} {{in}}/file/sub cannot be written") for flag in values.WRITTEN),
     ([*without("--save-interval"), "--save", "{in}/new"], "--save {in}/new needs --save-interval"),
     ([*COMMON, "--hdp-timeline-step", "2"], "--hdp-timeline-step needs --hdp-log-dir"),
     ([*COMMON, "--hdp-timeline-step", "0"], "--hdp-timeline-step 0: iterations begin with 1"),
-    ([*COMMON, "--hdp-memory-step", "0"], "--hdp-memory-step 0: iterations begin with 1"),
     (without("--data-path"), "no data: give --data-path PREFIX"),
     ([*COMMON, "--data-path", "{in}/none", "--save", "{in}/new", "--hdp-log-dir", "{in}/new"], "none.idx: no such"),
-    ([*COMMON, "--hdp-attention-kernel", "best", "--save", "{in}/save"], "kernel 'best'"),
     (UNTOKENIZED, "no --tokenizer-type: give the tokenizer that wrote the data"),
     ([*UNTOKENIZED, "--tokenizer-type", "NullTokenizer"], "NullTokenizer needs --vocab-size"),
     ([*UNTOKENIZED, "--tokenizer-type", "Other"], "invalid choice: 'Other'"),
@@ -173,24 +164,7 @@ def test_a_timeline_beyond_the_run_is_a_warning(folder: Path, tmp_path: Path) ->
     assert "warning: --hdp-timeline-step 999 is after the last iteration, 3: nothing will be recorded\n" in output
 
 
-VALUES = [
-    "0",
-    "-1",
-    "1",
-    "3",
-    "x",
-    "",
-    "nan",
-    "inf",
-    "1e30",
-    "8K",
-    "/dev/null",
-    "auto",
-    "even",
-    "1,2",
-    "ray",
-    "NullTokenizer",
-]
+VALUES = ["0", "-1", "1", "3", "x", "", "nan", "inf", "1e30", "8K", "/dev/null", "auto", "even", "1,2", "ray"]
 SEPARATE = {"--help", "--hdp-loader", "--cpu"}  # ends the parser; starts processes; is on anyway
 
 

@@ -93,33 +93,3 @@ def test_a_cost_file_gives_the_times(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["lengths"][0]["forecast"]["step_seconds"] < slow / 100
     with pytest.raises(ValueError, match="hidden"):
         run("--cost-file", tmp_path / "cost.json", "--model-flags", LLAMA.replace("4096", "2048"))
-
-
-def test_plot(tmp_path: Path) -> None:
-    assert run("--model-flags", LLAMA, "--plot", tmp_path / "policies.png", "--chunked-cross-entropy", 4096) == 0
-    assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="there is no folder"):
-        run("--model-flags", LLAMA, "--plot", tmp_path / "no" / "policies.png", "--chunked-cross-entropy", 4096)
-
-
-def test_megatrons_defaults() -> None:
-    shape = shape_of_flags("--num-layers 2 --hidden-size 48 --num-attention-heads 4")
-    assert (shape.ffn_hidden, shape.num_kv_heads, shape.head_dim, shape.gated) == (192, 4, 12, False)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--host-memory-gb", -1], "--host-memory-gb must be at least 0"),
-        (["--policy", "best"], "choose one of none, memo"),
-        (["--model-flags", "--num-layers 2"], "no --hidden-size, --num-attention-heads: give the model"),
-        (["--model-flags", "--num-layers two --hidden-size 8 --num-attention-heads 2"], "--num-layers"),
-        (["--policy", "memo", "--host-memory-gb", 1], "GB of host memory"),
-        (["--device-memory-gb", 1], "it takes .* GB of device memory"),
-        (["--tflops", 0, 1, 1], "--tflops must be positive"),
-        (["--cost-file", "missing.json"], "missing.json"),
-    ],
-)
-def test_bad_input(words: list[object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(*words)

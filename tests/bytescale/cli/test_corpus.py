@@ -87,24 +87,3 @@ def test_the_flags_of_the_tokenizer_are_those_of_training(tmp_path: Path, capsys
     assert not_utf8 == "not UTF-8  0 (bad bytes replaced)"
     assert shlex.split(trained.removeprefix("train with ")) == ["--data-path", str(tmp_path / "out"), *flags]
     assert check_indexed_dataset(str(tmp_path / "out")).num_tokens == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vocab-size", "300"], "vocab_size without a tokenizer: add --tokenizer-type"),
-        (["--merge-file", "m", "--vocab-file", "v"], "merge_file, vocab_file without a tokenizer"),
-        (["--glob", "*.cpp"], "no file below matches '*.cpp': give another --glob or another folder"),
-        (["--json-key", "body"], "c.jsonl:1: no text under the key 'body' (found: ['text']): change --json-key"),
-        (["--tokenizer-type", "NullTokenizer"], "--tokenizer-type NullTokenizer needs --vocab-size"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    tmp_path: Path, source: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert corpus(tmp_path / "out", "--from", source, *words) == 2
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert shown.err.startswith("bytescale corpus: error: ")
-    assert message in shown.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -63,8 +63,3 @@ def test_the_exit_code_tells_whether_megatron_is_known(
         assert json.loads(shown) == asdict(report)
     else:
         assert shown == doctor.as_text(report) + "\n"
-
-
-def test_versions_of_packages() -> None:
-    assert doctor._version("megatron-core") == "0.19.2"
-    assert doctor._version("no-such-package") is None

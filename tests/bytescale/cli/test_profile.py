@@ -45,33 +45,6 @@ def test_the_flags_after_the_dashes_are_megatrons() -> None:
     assert args.max_tokens is None
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "no model: give the flags of the training command after a --"),
-        (["--ring-bytes-per-second", "0", "--", "--swiglu"], "--ring-bytes-per-second 0: give a positive number"),
-        (["--ring-bytes-per-second", "nan", "--", "--swiglu"], "--ring-bytes-per-second nan"),
-        (["--max-tokens", "8", "--", "--swiglu"], "--max-tokens 8: give at least 64"),
-    ],
-)
-def test_bad_words_are_found_before_anything_is_measured(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["profile", "--output", str(tmp_path / "cost.json"), *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("bytescale profile: error: ")
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert captured.out == ""
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["none/cost.json", "."])
-def test_an_output_that_cannot_be_written(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["profile", "--output", str(tmp_path / name), "--", "--swiglu"]) == 2
-    assert "cannot be written" in capsys.readouterr().err
-
-
 def test_the_report_says_what_was_measured_and_how_well_it_predicts() -> None:
     found = [Prediction(1, (64,), 0.010, 0.011), Prediction(3, (32, 8, 8), 0.020, 0.021)]
     text = profile.report_text(shipped("bytescale_7b"), found)

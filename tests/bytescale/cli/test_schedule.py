@@ -10,7 +10,6 @@ import pytest
 from bytescale_ext.plan.schedule.actions import parse_schedule, seq1f1b_schedule
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale import cli
-from tests.bytescale.cli.test_cli import run_python
 
 WORDS = ["schedule", "--stages", "4", "--microbatches", "8", "--slices", "4"]
 
@@ -65,41 +64,3 @@ def test_measured_costs_set_the_model(capsys: pytest.CaptureFixture[str], tmp_pa
     most_sums = 131072 * 2 * 2 * cost.shape.num_kv_heads * cost.shape.head_dim * 2
     assert tokens * layers * cost.layer_bytes < row["activation_bytes"]
     assert row["activation_bytes"] < layers * (tokens * cost.layer_bytes + most_sums)
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(suffix: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / f"schedule.{suffix}"
-    words = ["schedule", "--stages", "2", "--microbatches", "2", "--slices", "2", "--plot", str(path)]
-    assert f"wrote {path}" in shown(words, capsys)
-    assert path.stat().st_size > 5000
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--seq1f1b-partition", "equal"], "partition 'equal': give time, flops, even"),
-        (["--seq1f1b-partition", "1,2"], "there must be 4, of 131072 tokens together"),
-        (["--seq-length", "3"], "use at most 3 slices"),
-        (["--tp", "3"], "the nearest lengths that can be are 131070 or 131073"),
-        (["--stages", "2", "--vpp", "2"], "--vpp 2 needs --stages of 3 or more"),
-        (["--slices", "3", "--vpp", "2", "--microbatches", "5"], "the nearest numbers of micro-batches are 4 or 6"),
-        (["--plot", "no/such/folder.png"], "there is no folder no/such"),
-        (["--plot", "picture.txt"], "give a name that ends with .png"),
-    ],
-)
-def test_bad_input_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*WORDS, *words]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
-@pytest.mark.ranks
-def test_it_needs_neither_torch_nor_megatron() -> None:
-    code = (
-        "import sys; from megatron.bytescale.cli import main; code = main(sys.argv[1:]); "
-        "sys.exit(code or int('torch' in sys.modules or 'matplotlib' in sys.modules))"
-    )
-    ended = run_python(code, "schedule", "--stages", "2", "--microbatches", "2")
-    assert ended.returncode == 0, ended.stderr

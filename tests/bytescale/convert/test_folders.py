@@ -18,7 +18,7 @@ from megatron.bytescale.core.transformer.spec_utils import layers_of
 from megatron.bytescale.launch import TRACKER
 from tests.bytescale.convert.models import MODELS, VOCAB, configuration_of
 from tests.e2e.corpora import write_documents
-from tests.e2e.hdp.test_latent import PlainAttention
+from tests.e2e.hdp.test_models import PlainAttention
 from tests.e2e.once import once
 from tests.e2e.training import HDP, TRAIN, train
 from tests.harness import run_ranks

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
-from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.features.fp8 import FP8, RECIPES, REFUSALS, check_engine, check_widths, fp8_rows, resolve
 from tests.bytescale.arguments.resolving import checked, refused
@@ -59,13 +58,6 @@ def test_what_would_compute_in_another_type_or_have_other_rows_is_refused() -> N
     for one, name in zip(changes, names, strict=True):
         assert refusal_of(**one).startswith(f"--fp8-format does not work with {name}: ")
     assert refusal_of(fp8_output_proj=True) == refusal_of(chunked_cross_entropy=64) == ""
-
-
-def test_it_is_a_feature_of_documents_alone() -> None:
-    assert FP8 in features.FEATURES
-    assert FP8.is_on(argparse.Namespace(**READY))
-    assert not FP8.is_on(argparse.Namespace(**{**READY, "hybrid_data_parallel": False}))
-    assert not FP8.is_on(argparse.Namespace(**{**READY, "fp8": None}))
 
 
 @pytest.mark.ranks
@@ -162,17 +154,8 @@ def test_losses_in_fp8_are_near_those_in_bf16(slices: list[str], tmp_path: Path)
     """Three steps on one GPU; documents of 1 to 256 tokens, so that nearly every micro-batch needs padding."""
     write_documents(tmp_path / "corpus")
     wide = "--hidden-size 256 --ffn-hidden-size 512 --bf16 --make-vocab-size-divisible-by 128".split()
-    words = [
-        *MODEL,
-        *TRAIN,
-        *HDP,
-        "--data-path",
-        str(tmp_path / "corpus"),
-        *wide,
-        "--hdp-tokens-per-rank",
-        "256",
-        *slices,
-    ]
+    words = [*MODEL, *TRAIN, *HDP, "--data-path", str(tmp_path / "corpus"), *wide]
+    words += ["--hdp-tokens-per-rank", "256", *slices]
     in_bf16 = train_on_gpu(words)
     in_fp8 = train_on_gpu([*words, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"])
     assert "FP8 (tensorwise): micro-batches are padded to multiples of 16 rows" in in_fp8

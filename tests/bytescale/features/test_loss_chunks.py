@@ -1,4 +1,4 @@
-"""The flag of the loss in chunks, and the hook that it adds to the model."""
+"""The flag of the loss in chunks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ from tests.config.runs import run_of
 
 
 def test_the_flag_is_the_number_of_tokens() -> None:
-    args = Namespace(chunked_cross_entropy=8)
-    assert LOSS_CHUNKS.is_on(args)
-    assert LOSS_CHUNKS.resolve(LOSS_CHUNKS.read(args), run_of()) == LossChunks(8)
-    assert not LOSS_CHUNKS.is_on(Namespace(chunked_cross_entropy=None))
-
-
-def test_no_chunk_is_empty() -> None:
-    args = Namespace(chunked_cross_entropy=0)
-    assert LOSS_CHUNKS.is_on(args)
+    assert LOSS_CHUNKS.resolve(LOSS_CHUNKS.read(Namespace(chunked_cross_entropy=8)), run_of()) == LossChunks(8)
     with pytest.raises(ValueError, match=r"--chunked-cross-entropy 0 must be at least 1 token"):
-        LOSS_CHUNKS.resolve(LOSS_CHUNKS.read(args), run_of())
+        LOSS_CHUNKS.resolve(LOSS_CHUNKS.read(Namespace(chunked_cross_entropy=0)), run_of())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bytescale_ext.config.remote import RemoteConfig
-from megatron.bytescale.features.ray import RAY
 from tests.bytescale.arguments.resolving import resolved
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -19,7 +18,3 @@ def test_remote_loading() -> None:
     assert found.features["ray"] == RemoteConfig("host:6379", 5, 99, "body")
     assert resolved(4, *COMMON, "--hdp-loader", "ray").features["ray"] == RemoteConfig()
     assert "ray" not in resolved(4, *COMMON, "--hdp-loader", "local").features
-
-
-def test_it_needs_documents() -> None:
-    assert RAY.requires == ("hdp",)

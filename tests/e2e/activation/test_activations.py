@@ -56,7 +56,6 @@ CASES: dict[str, tuple[int, list[str]]] = {
         2,
         [*MODEL, *STEPS, *HDP, "--hdp-tokens-per-rank", "256", *TWO_STAGES, "--seq1f1b-slices", "3"],
     ),
-    "slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES]),
     "eager-slices-pipeline": (2, [*MODEL, *STEPS, *SLICES, *TWO_STAGES, "--seq1f1b-eager"]),
 }
 OUR_ATTENTION = ["--swap-fraction", "0"]  # and nothing else: the layers keep everything
@@ -73,15 +72,12 @@ POLICIES: dict[str, list[str]] = {
 # What runs: every policy once with HDP, and of the two that differ most at least one everywhere.
 RUNS = [
     *(("hdp", policy) for policy in POLICIES),
-    ("hdp-tensor-sequence-parallel", "priced"),
     ("hdp-tensor-sequence-parallel", "measured"),
     ("hdp-pipeline", "memo"),
     ("hdp-experts", "priced"),
     ("hdp-slices-pipeline", "priced"),
     ("plain-grouped-pipeline", "priced"),
     ("plain-virtual-pipeline", "memo"),
-    ("slices-pipeline", "memo"),
-    ("slices-pipeline", "priced"),
     ("eager-slices-pipeline", "memo"),
 ]
 

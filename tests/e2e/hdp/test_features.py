@@ -19,18 +19,17 @@ MULTI_HEAD = " ".join(MODEL).replace("--group-query-attention --num-query-groups
 TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64".split()
 # name: (ranks of the HDP run, model flags of both runs, flags of the HDP run)
 CASES: dict[str, tuple[int, list[str], list[str]]] = {
-    "layernorm-gelu-bias-tied-learned-positions": (4, CLASSIC_MODEL, []),
-    "classic-sequence-parallel": (4, CLASSIC_MODEL, [*TP_SP, "--hdp-tokens-per-rank", "128"]),
-    "tied-sequence-parallel-zero1": (
+    "layernorm-gelu-bias-tied-learned-positions": (4, CLASSIC_MODEL, [*TP_SP, "--hdp-tokens-per-rank", "128"]),
+    "tied-zero1-tight-clipping": (
         4,
-        [flag for flag in MODEL if not flag.startswith("--untie")],
+        [*(flag for flag in MODEL if not flag.startswith("--untie")), "--clip-grad", "0.05"],
+        ["--use-distributed-optimizer"],
+    ),
+    "multi-head-qk-layernorm-rotary-base": (
+        4,
+        [*MULTI_HEAD, "--qk-layernorm", "--rotary-percent", "0.5", "--rotary-base", "100"],
         [*TP_SP, "--hdp-tokens-per-rank", "128", "--use-distributed-optimizer"],
     ),
-    "multi-head": (4, MULTI_HEAD, []),
-    "rotary-percent-and-base": (4, [*MODEL, "--rotary-percent", "0.5", "--rotary-base", "100"], []),
-    "qk-layernorm-sequence-parallel": (4, [*MODEL, "--qk-layernorm"], [*TP_SP, "--hdp-tokens-per-rank", "128"]),
-    "tight-clipping": (4, [*MODEL, "--clip-grad", "0.05"], ["--use-distributed-optimizer"]),
-    "three-ranks-in-rings-of-three": (3, [*MODEL, "--global-batch-size", "9"], ["--hdp-tokens-per-rank", "86"]),
 }
 
 
@@ -102,23 +101,15 @@ def test_hidden_dropout_is_deterministic(corpus: Path, plain: Outcome) -> None:
     assert first != pytest.approx(plain.losses[:2], rel=1e-3)
 
 
-def test_evaluation_equals_one_process(corpus: Path) -> None:
+@pytest.mark.parametrize("batch", [[], ["--eval-global-batch-size", 12]], ids=["same", "its own"])
+def test_evaluation_equals_one_process(batch: list[object], corpus: Path) -> None:
     evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2".split()
-    common = [*MODEL, *TRAIN, "--data-path", corpus, *evaluate]
-    expected = train(1, *common, *ORACLE, entry=train_documents_one_by_one)
+    common = [*MODEL, *TRAIN, "--data-path", corpus, *evaluate, *batch, "--train-iters", 2]
+    expected = train(1, *common, *ORACLE, "--eval-micro-batch-size", 1, entry=train_documents_one_by_one)
     assert len(expected.validation_losses) == 3  # after 2 iterations, at the end, and on the test set
     found = train(4, *common, *HDP, *SHARDED)
     assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
     assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-
-
-def test_evaluation_batch_of_its_own(corpus: Path) -> None:
-    evaluate = "--split 60,20,20 --eval-interval 2 --eval-iters 2 --eval-global-batch-size 12".split()
-    common = [*MODEL, *TRAIN, "--data-path", corpus, *evaluate, "--train-iters", 2]
-    expected = train(1, *common, *ORACLE, "--eval-micro-batch-size", 1, entry=train_documents_one_by_one)
-    found = train(4, *common, *HDP)
-    assert len(expected.validation_losses) == 3  # after 2 iterations, at the end, and on the test set
-    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=TOLERANCE)
 
 
 def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path, plain: Outcome) -> None:
@@ -127,11 +118,3 @@ def test_kernels_agree_and_the_choice_is_logged_once(corpus: Path, plain: Outcom
     assert len(lines) == 1
     assert lines[0].startswith("> bytescale: attention kernel reference (")
     assert outcomes[-1].losses == pytest.approx(plain.losses, rel=TOLERANCE)
-
-
-def test_unknown_kernel_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
-    outcome = train_ranks(2, *MODEL, *TRAIN, "--data-path", corpus, *HDP, "--hdp-tokens-per-rank", 128,
-                          "--hdp-attention-kernel", "fastest")[0]  # fmt: skip
-    assert outcome.code == 2
-    assert "fastest" in outcome.text
-    assert "iteration" not in outcome.text.partition("error:")[2]

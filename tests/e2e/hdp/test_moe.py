@@ -15,7 +15,7 @@ import torch
 
 from tests.e2e.corpora import documents, write_documents
 from tests.e2e.oracle import draw_weights_by_name, relative_error, shard_of, train_documents_one_by_one
-from tests.e2e.pipelines import FULL
+from tests.e2e.pipelines import FULL, SHARDED
 from tests.e2e.training import HDP, MODEL, TRAIN, Outcome, train
 from tests.harness import RanksFailed
 
@@ -34,7 +34,6 @@ EXACT = (
     "--moe-z-loss-coeff 1e-2 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
     "--moe-shared-expert-intermediate-size 16"
 ).split()
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128".split()
 EP2 = ["--expert-model-parallel-size", 2]
 PP2 = ["--pipeline-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]
@@ -43,10 +42,8 @@ TWO_STEPS = ["--train-iters", 2]
 RECOMPUTED = ["--recompute-granularity", "selective", "--recompute-modules", "moe"]
 CHOSEN_SLICES = ["--seq1f1b-slices", "auto", "--device-memory-gb", 1]
 CASES: dict[str, tuple[int, list[object]]] = {
-    "plain": (4, []),
     "allgather": (4, ["--moe-token-dispatcher-type", "allgather"]),
     "zero1-overlap-recompute": (4, [*SHARDED, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
-    "empty-ranks": (8, ["--hdp-tokens-per-rank", 256, *SHARDED]),
     "ep2": (4, [*EP2, *SHARDED, "--moe-shared-expert-overlap"]),
     "ep2-tp2": (4, [*EP2, *TP2, "--expert-tensor-parallel-size", 1]),  # the experts of one HDP rank
     "ep2-tp2-etp2": (4, [*EP2, *TP2, *SHARDED]),  # shared by two
@@ -193,8 +190,7 @@ def aux_oracle(lone_documents: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 AUX_CASES = {
-    "zero1": SHARDED,
-    "ep2": EP2,
+    "ep2-zero1": [*EP2, *SHARDED],
     "slices-ep2-pp2": [*EP2, *PP2, *SLICES],
     "slices-tp2-recompute": [*TP2, *SLICES, *FULL],
 }

@@ -8,24 +8,23 @@ import pytest
 
 from bytescale_ext.plan.search.strategy import BLOCK_RECOMPUTE
 from tests.e2e.oracle import gradients, relative_error, shard_of, train_documents_one_by_one
+from tests.e2e.pipelines import FULL, SHARDED
 from tests.e2e.training import HDP, MODEL, TRAIN, SavedRun, train, train_once
 
 pytestmark = pytest.mark.ranks
 
 TOLERANCE = 1e-5
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 CASES = {
     "plain": (4, ["--train-iters", 6]),
-    "zero1-overlap": (4, SHARDED),
     "zero1-recompute-block": (4, ["--use-distributed-optimizer", *BLOCK_RECOMPUTE, 1]),
-    "tp2": (4, ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 128]),
+    "tp2-recompute-selective": (
+        4,
+        ["--tensor-model-parallel-size", 2, "--hdp-tokens-per-rank", 128, "--recompute-granularity", "selective"],
+    ),
     "tp2-sp-zero1": (8, ["--tensor-model-parallel-size", 2, "--sequence-parallel", *SHARDED]),
-    "recompute-full": (4, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()),
-    "recompute-selective": (4, ["--recompute-granularity", "selective"]),
     "three-ranks": (3, ["--hdp-tokens-per-rank", 86, "--global-batch-size", 9]),
     "one-rank": (1, ["--hdp-tokens-per-rank", 256]),
-    "empty-ranks": (8, ["--hdp-tokens-per-rank", 256, *SHARDED]),
-    "static-width": (4, ["--hdp-static-width", 4]),
+    "empty-ranks-recompute-full": (8, ["--hdp-tokens-per-rank", 256, *SHARDED, *FULL]),
     "hierarchical-rings": (
         4,
         "--hdp-static-width 4 --hdp-ranks-per-node 2 --hdp-hierarchical-rings always".split(),

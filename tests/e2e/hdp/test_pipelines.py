@@ -6,10 +6,8 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from bytescale_ext.measure.timeline import read_spans
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
@@ -28,72 +26,56 @@ from tests.e2e.pipelines import (
     UNALIGNED,
     UNEVEN,
     VIRTUAL,
-    check_gradients,
+    Layout,
+    check_equals,
+    oracle_of,
     printed,
     run,
     train_and_record,
     train_one_by_one,
-    whole_gradients,
 )
 from tests.e2e.training import CLASSIC_MODEL, HDP, Outcome
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def oracle(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and the first gradients of one process."""
-    save = tmp_path_factory.mktemp("oracle")
-    losses = run(corpus, save, 1, ONE_BY_ONE, train_one_by_one)[0].losses
-    return losses, whole_gradients(save, 1, 1)[0]
-
-
 @dataclass(frozen=True)
-class Case:
-    """One layout of 4 layers over stages, virtual stages, HDP ranks and tensor-parallel ranks."""
+class Case(Layout):
+    """A layout of 4 layers, whose planner balances pipelines in one of three ways.
 
-    num_ranks: int
-    num_stages: int
-    flags: list[str]
+    Attributes:
+        num_chunks: chunks of layers on each stage.
+        num_idle: ranks without tokens.
+        balance: value of --hdp-balance.
+    """
+
     num_chunks: int = 1
-    tp_size: int = 1
     num_idle: int = 0
     balance: str = "none"
 
 
 CASES = {
-    "pp2": Case(4, 2, UNEVEN),
-    "pp2-sharded-full": Case(4, 2, [*UNALIGNED, *FULL], balance="pp"),
-    "pp2-one-idle": Case(8, 2, SHARDED, num_idle=1),
-    "pp4-selective": Case(8, 4, SELECTIVE, balance="pp"),
-    "tp2-pp2": Case(8, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], tp_size=2,
+    "pp2": Case(4, UNEVEN, 2),
+    "pp2-sharded-full": Case(4, [*UNALIGNED, *FULL], 2, balance="pp"),
+    "pp2-one-idle": Case(8, SHARDED, 2, num_idle=1),
+    "pp4-selective": Case(8, SELECTIVE, 4, balance="pp"),
+    "tp2-pp2": Case(8, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], 2, tp_size=2,
                     balance="bytescale"),
-    "pp2-virtual-full": Case(4, 2, [*VIRTUAL, *SHARDED, *FULL, "--overlap-p2p-communication-warmup-flush"], 2),
+    "pp2-virtual-full": Case(4, [*VIRTUAL, *SHARDED, *FULL, "--overlap-p2p-communication-warmup-flush"], 2,
+                             num_chunks=2),
     "pp2-virtual-group": Case(
-        4, 2, [*VIRTUAL, *UNALIGNED, "--microbatch-group-size-per-virtual-pipeline-stage", "3"], 2,
+        4, [*VIRTUAL, *UNALIGNED, "--microbatch-group-size-per-virtual-pipeline-stage", "3"], 2, num_chunks=2,
         balance="pp"),
-    "pp4-virtual-layout": Case(8, 4, [*LAYOUT, *UNALIGNED], 2),
+    "pp4-virtual-layout": Case(8, [*LAYOUT, *UNALIGNED], 4, num_chunks=2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_one_process(
-    name: str, corpus: Path, oracle: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
     case = CASES[name]
-    flags = [
-        *HDP,
-        *BALANCE,
-        "--hdp-balance",
-        case.balance,
-        "--pipeline-model-parallel-size",
-        case.num_stages,
-        *case.flags,
-    ]
-    outcomes = run(corpus, tmp_path, case.num_ranks, flags, partial(train_and_record, case.num_idle))
-    assert outcomes[-1].losses == pytest.approx(oracle[0], rel=TOLERANCE)
-    check_order(case, outcomes)
-    check_gradients(case, tmp_path, oracle[1])
+    flags = [*HDP, *BALANCE, "--hdp-balance", case.balance, "--pipeline-model-parallel-size", case.num_stages]
+    entry = partial(train_and_record, case.num_idle)
+    check_order(case, check_equals(oracle_of(corpus), corpus, tmp_path, case, flags, entry=entry))
 
 
 def check_order(case: Case, outcomes: list[Outcome]) -> None:
@@ -133,20 +115,12 @@ def test_evaluation_is_that_of_one_process(corpus: Path) -> None:
         assert found[-1].losses == pytest.approx(expected[0].losses, rel=TOLERANCE)
 
 
-def test_resumed_in_mid_epoch_on_other_stages(corpus: Path, oracle: tuple[list[float], Any], tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    common = [
-        *HDP,
-        *BALANCE,
-        "--ckpt-format",
-        "torch_dist",
-        "--use-distributed-optimizer",
-        "--hdp-tokens-per-rank",
-        128,
-    ]
+def test_resumed_in_mid_epoch_on_other_stages(corpus: Path, tmp_path: Path) -> None:
+    save, losses = tmp_path / "save", oracle_of(corpus)[0]
+    common = [*HDP, *BALANCE, "--ckpt-format", "torch_dist", "--use-distributed-optimizer"]
     begun = run(corpus, save, 2, [*common, "--exit-interval", 1], train_and_record)
-    assert begun[-1].losses == pytest.approx(oracle[0][:1], rel=TOLERANCE)
-    first, mean_of_two, third = oracle[0]  # Megatron's line after the second step of a run shows the mean of two
+    assert begun[-1].losses == pytest.approx(losses[:1], rel=TOLERANCE)
+    first, mean_of_two, third = losses  # Megatron's line after the second step of a run shows the mean of two
     second = 2 * mean_of_two - first
     resumed = run(corpus, None, 4, [*common, *PP2, *VIRTUAL, "--load", save], train_and_record)
     assert resumed[-1].losses == pytest.approx([second, (second + third) / 2], rel=TOLERANCE)

@@ -62,13 +62,12 @@ CASES = {
     "pp2": Case(3, 4, 2, [*UNEVEN, "--hdp-kept-keys", "0"], num_evaluations=2, kept_keys="up to 0 tokens"),
     "pp2-even-full": Case(4, 4, 2, [*FULL, "--seq1f1b-partition", "even", *SWAPPED], balance="pp"),
     "pp2-one-idle": Case(2, 8, 2, SHARDED, num_idle=1),
-    "pp4-selective-flops": Case(3, 8, 4, [*SELECTIVE, "--seq1f1b-partition", "flops"], balance="pp"),
-    "pp4-eager": Case(3, 8, 4, ["--seq1f1b-eager"], balance="pp"),
+    "pp4-eager-selective-flops": Case(3, 8, 4, [*SELECTIVE, "--seq1f1b-partition", "flops", "--seq1f1b-eager"],
+                                      balance="pp"),
     "tp2-pp2": Case(5, 8, 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *UNALIGNED], tp_size=2,
                     balance="bytescale", rows=16),
     "pp1": Case(2, 2, 1, FULL),
-    "pp2-kept-keys": Case(4, 4, 2, [*SELECTIVE, "--hdp-kept-keys", "150", "--seq1f1b-eager"], balance="pp",
-                          kept_keys="up to 150 tokens"),
+    "pp2-kept-keys": Case(4, 4, 2, ["--hdp-kept-keys", "150"], balance="pp", kept_keys="up to 150 tokens"),
     "pp2-zero-bubble": Case(3, 4, 2, [ZERO_BUBBLE, *UNALIGNED], num_evaluations=2),
     "pp2-zero-bubble-whole": Case(1, 4, 2, [ZERO_BUBBLE], balance="pp", kept_keys="a stage holds up to 2 slices"),
     "pp2-chosen-policy": Case(0, 4, 2, [*POLICY, "--device-memory-gb", "0.0008"], balance="pp",
@@ -138,16 +137,3 @@ def check_order(case: Case, outcomes: list[Outcome]) -> None:
             widths |= {tuple(sorted({len(shard.ring) for shard in held.shards})) for held in plan.ranks[hdp_rank]}
     assert any(max(one, default=1) > 1 for one in widths)
     assert any(1 in one for one in widths)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--seq1f1b-partition 30,20", "--seq1f1b-partition 30,20 does not work with --hybrid-data-parallel"),
-    ],
-)
-def test_what_slices_of_documents_cannot_have_is_refused(flags: str, message: str, corpus: Path) -> None:
-    words = [*HDP, *BALANCE, "none", "--seq1f1b-slices", 2, *flags.split()]
-    outcome = run(corpus, None, 2, words, train_and_record)[0]
-    assert outcome.code == 2
-    assert re.search(message, outcome.text)

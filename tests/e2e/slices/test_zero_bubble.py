@@ -19,7 +19,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 CASES = {
     "whole micro-batches": (2, "", ""),
-    "slices": (2, "", "--seq1f1b-slices 3"),
     "tensor parallel": (4, "--tensor-model-parallel-size 2", "--seq1f1b-slices 2 --sequence-parallel"),
 }
 

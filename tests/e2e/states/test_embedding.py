@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.once import once
 from tests.e2e.oracle import draw_weights_by_name, train_documents_one_by_one
-from tests.e2e.pipelines import FULL, ONE_BY_ONE, TOLERANCE, check_gradients, run, train_and_record, whole_gradients
-from tests.e2e.states.test_ngram import Case, PlainTable
+from tests.e2e.pipelines import FULL, TOLERANCE, Layout, check_equals, oracle_of, run, train_and_record
+from tests.e2e.states.test_ngram import PlainTable
 from tests.e2e.training import HDP, step_losses
 
 pytestmark = pytest.mark.ranks
@@ -20,8 +18,8 @@ pytestmark = pytest.mark.ranks
 UNTIED = ["--untie-embeddings-and-output-weights", "--ckpt-format", "torch_dist"]
 HOST = [*HDP, *UNTIED, "--embedding-storage", "host", "--embedding-cache-rows", "0.1"]
 CASES = {
-    "rings-packs": Case(2, ["--hdp-tokens-per-rank", "128"]),
-    "tensor-parallel": Case(
+    "rings-packs": Layout(2, ["--hdp-tokens-per-rank", "128"]),
+    "tensor-parallel": Layout(
         2,
         ["--tensor-model-parallel-size", "2", "--sequence-parallel", *FULL, "--hdp-tokens-per-rank", "256"],
         tp_size=2,
@@ -31,32 +29,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_plain_table(name: str, corpus: Path, tmp_path: Path) -> None:
-    case = CASES[name]
-    losses, expected = once(partial(train_oracle, corpus), "embedding oracle")
-    saving = ["--save-interval", 2] if case.tp_size == 1 else []
-    outcomes = run(corpus, tmp_path, case.num_ranks, [*HOST, *case.flags, *saving], train_and_record)
-    assert outcomes[-1].losses == pytest.approx(losses, rel=TOLERANCE), outcomes[-1].text[-500:]
-    check_gradients(case, tmp_path, expected)
+    expected = oracle_of(corpus, entry=train_plain_embedding_one_by_one, flags=UNTIED)
+    saving = ["--save-interval", 2] if CASES[name].tp_size == 1 else []
+    outcomes = check_equals(expected, corpus, tmp_path, CASES[name], [*HOST, *saving])
     assert "token ids is in host memory" in outcomes[0].text
     if saving:  # of two ranks; one goes on
-        loading = [
-            "--load",
-            tmp_path,
-            "--ckpt-step",
-            2,
-            "--hdp-log-dir",
-            tmp_path / "then",
-            "--hdp-tokens-per-rank",
-            "256",
-        ]
-        run(corpus, None, 1, [*HOST, *loading], train_and_record)
-        assert step_losses(tmp_path / "then") == pytest.approx([losses[2]], rel=TOLERANCE)
-
-
-def train_oracle(corpus: Path, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses and the first gradients of one process of stock Megatron, one document at a time."""
-    (outcome,) = run(corpus, folder, 1, [*ONE_BY_ONE, *UNTIED], train_plain_embedding_one_by_one)
-    return outcome.losses, whole_gradients(folder, 1, 1)[0]
+        loading = ["--load", tmp_path, "--ckpt-step", 2, "--hdp-log-dir", tmp_path / "then"]
+        run(corpus, None, 1, [*HOST, *loading, "--hdp-tokens-per-rank", "256"], train_and_record)
+        assert step_losses(tmp_path / "then") == pytest.approx([expected[0][2]], rel=TOLERANCE)
 
 
 class PlainEmbedding(torch.nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,17 +16,16 @@ import torch
 
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.data.samples.grams import GramRule
-from tests.e2e.once import once
 from tests.e2e.oracle import draw_weights_by_name, train_documents_one_by_one
 from tests.e2e.pipelines import (
     FULL,
-    ONE_BY_ONE,
     PP2,
     TOLERANCE,
-    check_gradients,
+    Layout,
+    check_equals,
+    oracle_of,
     run,
     train_and_record,
-    whole_gradients,
 )
 from tests.e2e.pipelines import LAYERS as LAYER_FLAGS
 from tests.e2e.training import HDP, MODEL, TRAIN, step_losses, train_to_failure
@@ -36,30 +35,20 @@ pytestmark = pytest.mark.ranks
 LAYERS, ROWS, DIM = (2, 3), 50, 8  # so few rows that n-grams share them
 NGRAM = "--ngram-layers 2,3 --ngram-orders 1,3 --ngram-heads 2 --ngram-rows 50 --ngram-dim 8".split()
 RULE = GramRule((1, 3), 2, ROWS)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Some ranks; the layout is in the flags."""
-
-    num_ranks: int
-    flags: list[str] = field(default_factory=list)
-    num_stages: int = 1
-    tp_size: int = 1
-
-
 SLICES = [*PP2, "--seq1f1b-slices", "3", "--hdp-tokens-per-rank", "128"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *FULL, "--hdp-tokens-per-rank", "256"]
 POLICY = "--swap-fraction 0.3 --recompute-fraction 0.3 --host-memory-gb 0.1".split()
 CASES = {
-    "stages-slices-pages": Case(2, ["--state-policy", "paged", *SLICES, "--hdp-tokens-per-rank", "256"], num_stages=2),
-    "tensor-parallel-recompute": Case(2, TP2, tp_size=2),
+    "stages-slices-pages": Layout(
+        2, ["--state-policy", "paged", *SLICES, "--hdp-tokens-per-rank", "256"], num_stages=2
+    ),
+    "tensor-parallel-recompute": Layout(2, TP2, tp_size=2),
 }
 HOST = ["--ngram-storage", "host", "--ngram-cache-rows"]
 HOST_CASES = {
-    "rings-packs-policy": Case(2, [*HOST, "0.3", "--hdp-tokens-per-rank", "128", *POLICY]),
-    "rings-stages-slices": Case(4, [*HOST, "0.1", "--ngram-cache-policy", "lfuopt", *SLICES], num_stages=2),
-    "tensor-parallel-recompute": Case(2, [*HOST, "1", "--ngram-cache-policy", "lfu", *TP2], tp_size=2),
+    "rings-packs-policy": Layout(2, [*HOST, "0.3", "--hdp-tokens-per-rank", "128", *POLICY]),
+    "rings-stages-slices": Layout(4, [*HOST, "0.1", "--ngram-cache-policy", "lfuopt", *SLICES], num_stages=2),
+    "tensor-parallel-recompute": Layout(2, [*HOST, "1", "--ngram-cache-policy", "lfu", *TP2], tp_size=2),
 }
 AT_ONCE = ["--ngram-staleness-warmup", 0]
 HOST_RUN = [*NGRAM, "--ckpt-format", "torch_dist"]
@@ -67,26 +56,20 @@ HOST_RUN = [*NGRAM, "--ckpt-format", "torch_dist"]
 
 @pytest.mark.parametrize("name", HOST_CASES)
 def test_tables_on_the_host_train_as_one_plain_table(name: str, corpus: Path, tmp_path: Path) -> None:
-    case = HOST_CASES[name]
-    losses, expected = once(partial(train_oracle, corpus, entry=train_plain_table_one_by_one), "host oracle")
-    outcomes = run(corpus, tmp_path, case.num_ranks, [*HDP, *case.flags, *HOST_RUN], train_with_drawn_memory)
-    assert outcomes[-1].losses == pytest.approx(losses, rel=TOLERANCE), outcomes[-1].text[-500:]
-    check_gradients(case, tmp_path, expected)
+    expected = oracle_of(corpus, entry=train_plain_table_one_by_one)
+    check_equals(expected, corpus, tmp_path, HOST_CASES[name], [*HDP, *HOST_RUN], entry=train_with_drawn_memory)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_one_process(name: str, corpus: Path, tmp_path: Path) -> None:
-    case = CASES[name]
-    losses, expected = once(partial(train_oracle, corpus), "ngram oracle")
-    outcomes = run(corpus, tmp_path, case.num_ranks, [*HDP, *case.flags, *NGRAM], train_with_drawn_memory)
-    assert outcomes[-1].losses == pytest.approx(losses, rel=TOLERANCE), outcomes[-1].text[-500:]
-    check_gradients(case, tmp_path, expected)
+    expected = oracle_of(corpus, entry=train_plain_memory_one_by_one)
+    outcomes = check_equals(expected, corpus, tmp_path, CASES[name], [*HDP, *NGRAM], entry=train_with_drawn_memory)
     assert "n-gram memory of 2,448 parameters in each of the layers 2, 3" in outcomes[0].text
 
 
 def test_tables_of_two_ranks_go_on_with_one(corpus: Path, tmp_path: Path) -> None:
     """Saved after one step by ranks whose caches hold updates back, and killed in the next; one rank goes on."""
-    losses, _ = once(partial(train_oracle, corpus, entry=train_plain_table_one_by_one), "host oracle")
+    losses, _ = oracle_of(corpus, entry=train_plain_table_one_by_one)
     sharded = [*HOST_RUN, "--use-distributed-optimizer", "--hdp-tokens-per-rank", 256]
     saving = [*HOST, "1", "--ngram-staleness-write", 9, *AT_ONCE, "--save", tmp_path, "--save-interval", 1]
     model = [*MODEL, *TRAIN, *LAYER_FLAGS, "--data-path", corpus, "--make-vocab-size-divisible-by", 128]
@@ -112,12 +95,6 @@ def train_until_killed() -> None:
 
     TablesOfStep.end = end_or_die  # type: ignore[method-assign]
     train_with_drawn_memory()
-
-
-def train_oracle(corpus: Path, folder: Path, entry: Any = None) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses and the first gradients of one process of stock Megatron, one document at a time."""
-    (outcome,) = run(corpus, folder, 1, ONE_BY_ONE, entry or train_plain_memory_one_by_one)
-    return outcome.losses, whole_gradients(folder, 1, 1)[0]
 
 
 def memory_module() -> ModuleType:

@@ -13,8 +13,6 @@ from megatron.bytescale.cli import main
     ("words", "message"),
     [
         ([], "one of the arguments --from --to is required"),
-        (["--from", "hf", "--to", "hf"], "argument --to: not allowed with argument --from"),
-        (["--from", "hf"], "--from hf needs --input, and no --load"),
         (["--from", "hf", "--load", "a"], "--from hf needs --input, and no --load"),
         (["--to", "hf", "--input", "a", "--load", "a"], "--to hf needs --load, and no --input"),
         (["--to", "hf", "--load", "a", "--dtype", "bf16"], "--dtype goes with --from"),

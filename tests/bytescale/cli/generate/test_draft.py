@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron.bytescale import cli
-from megatron.bytescale.cli.generate import draft
 from tests.e2e.drafts import ONE, heads_of, trunk
 from tests.harness import run_ranks
 
@@ -51,8 +50,3 @@ def test_export(tmp_path: Path) -> None:
     figures = json.loads(shown.splitlines()[-1])
     assert figures == {"output": str(tmp_path / "again"), "parameters": numel, **config["heads"]}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "clover"]
-
-
-def test_its_example_is_a_line_that_it_takes() -> None:
-    args = cli.parse(draft.EXAMPLE.split()[1:])
-    assert (args.prog, args.to, args.output) == ("bytescale draft export", "safetensors", Path("clover"))

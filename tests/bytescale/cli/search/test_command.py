@@ -102,12 +102,6 @@ def test_what_is_assumed_or_not_tried_is_said(capsys: pytest.CaptureFixture[str]
     assert "not tried: --activation-policy does not work with --fp8-format" in text
 
 
-def test_a_model_that_does_not_train_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused([*LINE, "--model-flags", f"{MODEL} --enable-cuda-graph"], capsys)
-    assert "--hybrid-data-parallel does not work with --enable-cuda-graph" in line
-    assert line.count("\n") == 1
-
-
 def open_size(words: list[str]) -> list[str]:
     """Return a command without the documents of a step."""
     place = words.index("--global-batch-size")
@@ -146,17 +140,6 @@ def test_explain_names_values_that_do_not_fit(capsys: pytest.CaptureFixture[str]
     assert "nothing fits with any value of --hdp-tokens-per-rank" in with_any
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused([*LINE, "--device-memory-gb", "0.001"], capsys)
-    assert "strategies fits; what fits: 0.0" in line
-    assert "GB of device memory (tp" in line
-
-
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed([*LINE, "--plot", str(tmp_path / "search.png")], capsys)
-    assert (tmp_path / "search.png").stat().st_size > 5000
-
-
 def test_an_interrupted_search_prints_what_it_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,14 +156,3 @@ def test_an_interrupted_search_prints_what_it_found(
     shown = capsys.readouterr()
     assert "stopped; the best so far:" in shown.err
     assert shown.out.splitlines()[3].split()[0] == "1"
-
-
-def test_an_interrupted_search_without_anything_ends(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> Iterator[Exploration]:
-        yield Exploration()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "explore", interrupted)
-    assert cli.main(LINE) == 130

@@ -7,7 +7,7 @@ from bytescale_ext.plan.search.costed import StepFigures
 from bytescale_ext.plan.search.explore import Exploration, Scored, in_sizes
 from bytescale_ext.plan.search.strategy import Strategy
 from bytescale_ext.plan.setup.forecast import StepTime
-from megatron.bytescale.cli.search.table import binds, counts_text, loses, rows_of, table_text
+from megatron.bytescale.cli.search.table import binds, counts_text, loses, rows_of
 from tests.plan.search.tasks import STEPS, small_task
 
 FAST = Scored(Strategy(1, (6,), 1024), (StepFigures(StepTime(8.0, 0.1, 0.1, 0.0, 1.0), 5e8, 0.0),) * 2, small_task())
@@ -44,15 +44,6 @@ def test_what_binds_and_loses() -> None:
     assert binds({**parts, "exposed": 2.0}, 0.96) == "computing, memory"
     assert loses(parts, parts) == "equal"
     assert loses({**parts, "compute": 91.0}, parts) == "+1 s computing"
-
-
-def test_the_table_lines_up() -> None:
-    lines = table_text(rows_of([FAST, SLOW], None)).splitlines()
-    assert lines[0].split()[:4] == ["strategy", "documents", "s/step", "p95"]
-    assert "tp 2, pp 1, C 1024" in lines[2]
-    assert lines[2].endswith("+2.9 s waiting")
-    assert lines[1].index("8.2") + 3 == lines[0].index("s/step") + 6
-    assert lines[1].split()[-1] == "computing"
 
 
 def test_counts() -> None:

@@ -150,25 +150,27 @@ def test_other_lines_are_refused(name: str, found: dict[str, Migration | str]) -
     assert "\n" not in str(found[name])
 
 
-def command(rank: int, world: int, words: list[str]) -> tuple[int, str, str]:
+def commands(rank: int, world: int, calls: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Return exit code, output and errors of each call of ``bytescale doctor --cpu``."""
     from megatron.bytescale.cli import main
 
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        code = main(["doctor", "--cpu", *words])
-    return code, out.getvalue(), errors.getvalue()
+    found = []
+    for words in calls:
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            code = main(["doctor", "--cpu", *words])
+        found.append((code, out.getvalue(), errors.getvalue()))
+    return found
 
 
 def test_the_command_prints_changes_and_line() -> None:
-    line, undecided = LINES["batch"], LINES["decision"]
-    code, out, _ = run_ranks(command, 1, ["--launch", line], init_group=False)[0]
-    assert code == 0
-    assert out.splitlines()[0].startswith("replace  pretrain_gpt.py -> pretrain_gpt_hdp.py ")
-    assert out.splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node=4 pretrain_gpt_hdp.py ")
-    code, out, _ = run_ranks(command, 1, ["--launch", undecided, "--json"], init_group=False)[0]
-    assert code == 1
-    shown = json.loads(out)
+    calls = [["--launch", LINES["batch"]], ["--launch", LINES["decision"], "--json"], ["--launch", LINES["script"]]]
+    changed, undecided, refused = run_ranks(commands, 1, calls, init_group=False)[0]
+    assert changed[0] == 0
+    assert changed[1].splitlines()[0].startswith("replace  pretrain_gpt.py -> pretrain_gpt_hdp.py ")
+    assert changed[1].splitlines()[-1].startswith("torchrun --nnodes 2 --nproc-per-node=4 pretrain_gpt_hdp.py ")
+    assert undecided[0] == 1
+    shown = json.loads(undecided[1])
     assert Change(**shown["changes"][-1]).what == "decide"
     assert shown["line"][0] == "torchrun"
-    code, out, errors = run_ranks(command, 1, ["--launch", LINES["script"]], init_group=False)[0]
-    assert (code, out, errors.count("\n")) == (2, "", 1)
+    assert (refused[0], refused[1], refused[2].count("\n")) == (2, "", 1)

@@ -49,11 +49,8 @@ def test_kept_keys_are_those_given_or_those_of_training() -> None:
 @pytest.mark.parametrize(
     ("words", "stages", "message"),
     [
-        ("--slices 0", 4, "--slices 0 must be at least 1"),
         ("--kept-keys 5", 4, "--kept-keys 5 must be at least 0, and needs --slices"),
         ("--slices 2 --kept-keys -1", 4, "--kept-keys -1 must be at least 0"),
-        ("--eager", 4, "--eager needs --slices of 2 or more"),
-        ("--slices 2 --device-memory-gb 80", 4, "--device-memory-gb needs --slices auto"),
         ("--slices 2 --host-memory-gb 80", 4, "--host-memory-gb needs --slices auto"),
         ("--swapped-keys 5", 4, "--swapped-keys 5 must be at least 0, and needs --slices"),
     ],
@@ -82,17 +79,13 @@ def test_the_planner_chooses_within_the_memory_of_a_device() -> None:
 @pytest.mark.parametrize(
     ("words", "stages", "message"),
     [
-        ("--slices auto", 4, "--slices auto needs --device-memory-gb"),
         ("--slices auto --device-memory-gb -1", 4, "--slices auto needs --device-memory-gb"),
-        ("--slices auto --device-memory-gb 80", 1, "--slices auto needs a pipeline"),
-        ("--slices auto --device-memory-gb 80 --eager", 4, "chooses what --kept-keys, --swapped-keys and --eager set"),
         ("--slices auto --device-memory-gb 80 --swapped-keys 9", 4, "chooses what --kept-keys, --swapped-keys and"),
         (
             "--slices auto --device-memory-gb 80 --host-memory-gb -1",
             4,
             "--host-memory-gb -1 is not an amount",
         ),
-        ("--slices auto --device-memory-gb 80 --kept-keys 9", 4, "chooses what --kept-keys, --swapped-keys and"),
         ("--slices auto --device-memory-gb 2", 4, "take at least"),
     ],
 )

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from megatron.bytescale.cli.shared.tables import aligned
 
 
@@ -12,8 +10,3 @@ def test_columns_are_as_wide_as_their_longest_cell() -> None:
         "static    9.5  memory",
         "ours    10.25",
     ]
-
-
-def test_rows_differ_in_their_number_of_cells() -> None:
-    with pytest.raises(ValueError, match="argument"):
-        aligned([("a", "b"), ("c",)], left=())

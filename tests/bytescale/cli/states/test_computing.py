@@ -25,11 +25,6 @@ def hidden(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
     return found
 
 
-def test_without_lengths_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(printed(capsys, *WORDS, "--json"))
-    assert found.keys() == {"stages", "largest"}
-
-
 def test_what_hides_and_what_would_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *WORDS, "--sampler", "github", "--microbatches", "4")
     line = re.search(r"^of ([\d.]+) GB that the fullest stage copies in a step, ([\d.]+)% hides behind computing and "
@@ -81,10 +76,8 @@ def test_the_choice_follows_the_budgets(capsys: pytest.CaptureFixture[str]) -> N
     ("words", "message"),
     [
         (["--sampler", "none"], "--sampler none is unknown; choose one of"),
-        (["--lengths", "no.idx"], "--lengths no.idx: no such file"),
         (["--activation-policy", "most", "--tokens-per-rank", "8"], "--activation-policy most is unknown"),
         (["--activation-policy", "priced"], "--activation-policy needs --tokens-per-rank"),
-        (["--tflops", "1", "0", "1"], "--tflops must be positive"),
         (["--tokens-per-rank", "8G"], "do not fit in 80 GB of device memory"),
     ],
 )

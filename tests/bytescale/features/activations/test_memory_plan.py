@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.slices import SliceConfig
@@ -20,7 +19,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features import refusals
-from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN, layout_of
+from megatron.bytescale.features.activations.memory_plan import layout_of
 from tests.bytescale.features.activations.test_activation_memory import MEMORY, RECORD
 from tests.bytescale.features.activations.test_flags import MEMO
 from tests.bytescale.features.activations.test_flags import parsed as parsed_with
@@ -48,17 +47,11 @@ def test_a_plan_of_this_model_is_taken(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"hidden_size": 512}, "for another model or step: hidden is 1024 there and 512 here"),
-        ({"params_dtype": torch.float32}, "dtype is bfloat16 there and float32 here"),
         ({"seq_length": 16384}, "it is for 8192 tokens and micro-batches have up to 16384"),
         ({"chunked_cross_entropy": 64}, "--chunked-cross-entropy is None there and 64 here"),
         ({"swap_fraction": 0.5}, "the swap of activations is 0.25 there and 0.5 here"),
         ({"normalization": "LayerNorm"}, "normalization is RMSNorm there and LayerNorm here"),
-        ({"add_bias_linear": False}, "linear_biases is True there and False here; qkv_biases is True there and"),
         ({"add_bias_linear": False, "add_qkv_bias": True}, "step: linear_biases is True there and False here; record"),
-        ({"qk_layernorm": True}, "qk_norms is False there and True here"),
-        ({"position_embedding_type": "learned_absolute"}, "positions is rope there and learned_absolute here; learned"),
-        ({"untie_embeddings_and_output_weights": False}, "tied_embeddings is False there and True here"),
-        ({"bias_swiglu_fusion": False}, "fused_activation is True there and False here"),
     ],
 )
 def test_a_plan_of_another_model_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -78,11 +71,6 @@ def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
             resolve(parsed(*POLICY, "--memory-plan", str(tmp_path / name)))
 
 
-def test_the_flag_switches_it_on() -> None:
-    assert MEMORY_PLAN.is_on(parsed("--memory-plan", "plan.json"))
-    assert not MEMORY_PLAN.is_on(parsed(*POLICY))
-
-
 def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> None:
     words = ("--activation-policy", "offload", "--host-memory-gb", "2", "--memory-plan", write(tmp_path / "p.json"))
     with pytest.raises(ValueError, match=r"--memory-plan needs one share for all micro-batches"):
@@ -97,20 +85,10 @@ def test_shares_of_the_plan_of_documents_do_not_go_with_it(tmp_path: Path) -> No
             "--hybrid-data-parallel over tensor-parallel ranks, stages or slices: remove it: steps of documents differ",
         ),
         (
-            {"hybrid_data_parallel": True, "pipeline_model_parallel_size": 2},
-            "--hybrid-data-parallel over tensor-parallel ranks, stages or slices: remove it",
-        ),
-        (
-            {"hybrid_data_parallel": True, "seq1f1b_slices": 2},
-            "--hybrid-data-parallel over tensor-parallel ranks, stages or slices: remove it",
-        ),
-        (
             {"step_batch_size_schedule": "0:2"},
             "--step-batch-size-schedule: remove it: steps would have different numbers",
         ),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine: use local"),
-        ({"fp32_residual_connection": True}, "--fp32-residual-connection: remove it"),
-        ({"cross_entropy_loss_fusion": True}, "--cross-entropy-loss-fusion: remove it"),
         ({"num_experts": 4, "add_bias_linear": False}, "--num-experts: remove it"),
     ],
 )

@@ -26,10 +26,6 @@ def config_of(path: Path, **settings: Any) -> TraceTo:
     return resolve(args).get(TraceTo)
 
 
-def test_off_by_default() -> None:
-    assert resolve(parsed()).find(TraceTo) is None
-
-
 def test_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "loads.jsonl"
     assert config_of(path) == TraceTo(path, TraceHead(experts=8, topk=2, ranks=2))

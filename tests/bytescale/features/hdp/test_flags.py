@@ -18,7 +18,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.cli import plan, simulate
 from megatron.bytescale.features.hdp import flags as hdp
 from scripts import reference
-from tests.bytescale.arguments.resolving import refused, resolved
+from tests.bytescale.arguments.resolving import check_refused, resolved
 from tests.config.runs import hdp_of
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -140,83 +140,48 @@ def test_without_hybrid_data_parallelism_its_defaults_stay_megatrons() -> None:
     assert values["dataloader_type"] != "external"
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--hdp-tokens-per-rank 64",
-        "--hdp-plan-ahead 2",
-        "--hdp-static-width 2",
-        "--hdp-log-dir logs",
-        "--hdp-timeline-step 2",
-        "--hdp-memory-step 2",
-        "--hdp-attention-kernel reference",
-        "--hdp-balance none",
-        "--hdp-ranks-per-node 2",
-        "--hdp-hierarchical-rings always",
-        "--hdp-plan-seconds 1",
-        "--hdp-check-plans-every 5",
-    ],
+# (processes, words after the common ones, words of the refusal)
+REFUSED = (
+    (4, "--global-batch-size 6", "6 is not a multiple of the 4 data-parallel ranks|next multiple is 8"),
+    (4, "--eval-global-batch-size 6", "--eval-global-batch-size 6 is not a multiple of the 4|next multiple is 8"),
+    (3, "--global-batch-size 9", "--seq-length 256|there are 3|--hdp-tokens-per-rank that fits is 86"),
+    (4, "--hdp-tokens-per-rank 0", "--hdp-tokens-per-rank must be positive, got 0"),
+    (4, "--tensor-model-parallel-size 2", "there are 2|fits is 128"),
+    (3, "--tensor-model-parallel-size 2", "3 processes|start 4 processes"),
+    (
+        8,
+        "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 65",
+        "--hdp-tokens-per-rank 65|a multiple of 2|--sequence-parallel|66",
+    ),
+    (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
+    (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
+    (4, "--hdp-check-plans-every 0", "--hdp-check-plans-every must be at least 1, got 0"),
+    (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
+    (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp does not align slots|use auto"),
+    (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
+    (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
+    (4, "--seq1f1b-slices 2 --hdp-kept-keys -1", "--hdp-kept-keys must be at least 0, got -1"),
+    (4, "--seq1f1b-slices 2 --hdp-swapped-keys -1", "--hdp-swapped-keys must be at least 0, got -1"),
+    (4, "--seq1f1b-slices 2 --hdp-swapped-keys 9", "--hdp-swapped-keys needs --host-memory-gb"),
+    (
+        4,
+        "--seq1f1b-slices 2 --hdp-swapped-keys 256 --hdp-kept-keys 0 --host-memory-gb 0.00001",
+        "keys of documents of up to 256 tokens take|GB of host memory, and --host-memory-gb is 1e-05|swap fewer",
+    ),
+    (4, "--hdp-timeline-step 3", "--hdp-timeline-step needs --hdp-log-dir"),
 )
-def test_our_flags_need_the_main_one(words: str) -> None:
-    assert refused(4, *MODEL, *TRAIN, *words.split()) == f"{words.split()[0]} needs --hybrid-data-parallel"
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("num_processes", "words", "expected"),
-    [
-        (
-            4,
-            "--global-batch-size 6",
-            "6 is not a multiple of the 4 data-parallel ranks|next multiple is 8",
-        ),
-        (4, "--global-batch-size 0", "--global-batch-size 0 is not a multiple|next multiple is 4"),
-        (4, "--eval-global-batch-size 6", "--eval-global-batch-size 6 is not a multiple of the 4|next multiple is 8"),
-        (3, "--global-batch-size 9", "--seq-length 256|there are 3|--hdp-tokens-per-rank that fits is 86"),
-        (4, "--hdp-tokens-per-rank 0", "--hdp-tokens-per-rank must be positive, got 0"),
-        (4, "--hdp-tokens-per-rank 63", "--seq-length 256|there are 4|fits is 64"),
-        (4, "--tensor-model-parallel-size 2", "there are 2|fits is 128"),
-        (1, "--tensor-model-parallel-size 2", "1 processes|--tensor-model-parallel-size 2|start 2 processes"),
-        (3, "--tensor-model-parallel-size 2", "3 processes|start 4 processes"),
-        (
-            8,
-            "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 65",
-            "--hdp-tokens-per-rank 65|a multiple of 2|--sequence-parallel|66",
-        ),
-        (4, "--hdp-plan-ahead 0", "--hdp-plan-ahead must be at least 1, got 0"),
-        (4, "--hdp-plan-seconds 0", "--hdp-plan-seconds must be positive, got 0"),
-        (4, "--hdp-check-plans-every 0", "--hdp-check-plans-every must be at least 1, got 0"),
-        (4, "--hdp-ranks-per-node 0", "--hdp-ranks-per-node must be at least 1, got 0"),
-        (8, "--hdp-balance dp --pipeline-model-parallel-size 2", "--hdp-balance dp does not align slots|use auto"),
-        (6, "--pipeline-model-parallel-size 4", "6 processes|x --pipeline-model-parallel-size 4|start 8"),
-        (4, "--hdp-static-width 3", "--hdp-static-width 3 does not divide the 4"),
-        (4, "--seq1f1b-slices 2 --hdp-kept-keys -1", "--hdp-kept-keys must be at least 0, got -1"),
-        (4, "--seq1f1b-slices 2 --hdp-swapped-keys -1", "--hdp-swapped-keys must be at least 0, got -1"),
-        (4, "--seq1f1b-slices 2 --hdp-swapped-keys 9", "--hdp-swapped-keys needs --host-memory-gb"),
-        (
-            4,
-            "--seq1f1b-slices 2 --hdp-swapped-keys 256 --hdp-kept-keys 0 --host-memory-gb 0.00001",
-            "keys of documents of up to 256 tokens take|GB of host memory, and --host-memory-gb is 1e-05|swap fewer",
-        ),
-        (4, "--hdp-timeline-step 3", "--hdp-timeline-step needs --hdp-log-dir"),
-        (4, "--hdp-tokens-per-rank many", "argparse refuses it"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(num_processes: int, words: str, expected: str) -> None:
-    message = refused(num_processes, *COMMON, *words.split())
-    assert isinstance(message, str), message
-    assert "\n" not in message
-    for part in expected.split("|"):
-        assert part in message
-
-
-@pytest.mark.ranks
-def test_what_must_be_given() -> None:
+def test_values_that_do_not_fit_are_refused() -> None:
     line = [*MODEL, *TRAIN, "--data-path", "unread", "--hybrid-data-parallel"]
-    assert refused(4, *line) == "--hybrid-data-parallel needs --hdp-tokens-per-rank"
-    line += ["--hdp-tokens-per-rank", "64"]
-    without_length = [word for word in line if word not in ("--seq-length", "256", "--max-position-embeddings")]
-    assert refused(4, *without_length) == "--hybrid-data-parallel needs --seq-length"
-    at = line.index("--global-batch-size")
-    assert refused(4, *line[:at], *line[at + 2 :]) == "--hybrid-data-parallel needs --global-batch-size"
+    sized = [*line, "--hdp-tokens-per-rank", "64"]
+    without_length = [word for word in sized if word not in ("--seq-length", "256", "--max-position-embeddings")]
+    at = sized.index("--global-batch-size")
+    check_refused(
+        *((num_processes, [*COMMON, *words.split()], message) for num_processes, words, message in REFUSED),
+        (4, line, "--hybrid-data-parallel needs --hdp-tokens-per-rank"),
+        (4, without_length, "--hybrid-data-parallel needs --seq-length"),
+        (4, [*sized[:at], *sized[at + 2 :]], "--hybrid-data-parallel needs --global-batch-size"),
+        (4, [*MODEL, *TRAIN, "--hdp-plan-ahead", 2], "--hdp-plan-ahead needs --hybrid-data-parallel"),
+    )

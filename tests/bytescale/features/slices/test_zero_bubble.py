@@ -7,7 +7,7 @@ import pytest
 from bytescale_ext.config.slices import SliceConfig, ZeroBubble
 from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.features.slices.zero_bubble import REFUSALS
-from tests.bytescale.arguments.resolving import resolve_lines, resolved
+from tests.bytescale.arguments.resolving import check_refused, resolved
 from tests.bytescale.features.slices.test_flags import COMMON
 
 pytestmark = pytest.mark.ranks
@@ -42,6 +42,9 @@ ON_GPU = {"--transformer-impl transformer_engine", "gradient accumulation fusion
 
 def test_what_does_not_work_is_refused_by_name() -> None:
     assert {row.flag for row in REFUSALS} == REFUSED.keys() | ON_GPU
-    lines = [(2, [*COMMON, *STAGES, SWITCH, *words.split()]) for words in REFUSED.values()]
-    for row, found in zip(REFUSED, resolve_lines(*lines), strict=True):
-        assert f"{SWITCH} does not work with {row}: " in str(found.error), found
+    check_refused(
+        *(
+            (2, [*COMMON, *STAGES, SWITCH, *words.split()], f"{SWITCH} does not work with {row}: ")
+            for row, words in REFUSED.items()
+        )
+    )

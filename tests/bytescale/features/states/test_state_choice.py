@@ -134,15 +134,10 @@ def test_stages_that_other_flags_refuse_are_not_chosen() -> None:
     ("words", "settings", "message"),
     [
         (("--host-memory-gb", "1"), {}, "--state-policy auto needs --device-memory-gb"),
-        (("--device-memory-gb", "1"), {}, "--state-policy auto needs --host-memory-gb"),
         ((), {"state_stage": 1}, "--state-policy auto chooses what --state-stage sets"),
-        ((), {"state_window_layers": 2}, "--state-policy auto chooses what --state-window-layers sets"),
-        ((), {"state_host_gb": 2.0}, "--state-policy auto chooses what --state-host-gb sets"),
         ((), {"state_nvme": Path()}, "--state-policy auto needs --state-nvme-gb with --state-nvme"),
         ((), {"state_update": "lock-free"}, "--state-policy auto does not count what --state-update lock-free takes"),
         ((), {"num_experts": 4}, "--state-policy auto does not count what --num-experts takes"),
-        ((), {"ngram_layers": [1]}, "--state-policy auto does not count what --ngram-layers takes"),
-        ((), {"embedding_storage": "host"}, "--state-policy auto does not count what --embedding-storage host takes"),
         ((), {"seq1f1b_slices": "auto"}, "--state-policy auto does not count what --seq1f1b-slices auto takes"),
     ],
 )
@@ -158,11 +153,6 @@ def test_a_disk_has_what_it_is_said_to_have(tmp_path: Path, monkeypatch: pytest.
         run_of(3, 1, *words, seq_length=2048)
     dry = run_of(3, 1, *words, seq_length=2048, fake_process_group=True)
     assert dry.get(StateConfig).nvme is not None
-
-
-def test_without_auto_the_budgets_need_a_policy_of_activations() -> None:
-    with pytest.raises(ValueError, match=r"^--device-memory-gb needs --activation-policy"):
-        features.check(parsed("--state-policy", "paged", "--device-memory-gb", "8", **OPTIMIZER))
 
 
 def test_a_dry_run_is_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

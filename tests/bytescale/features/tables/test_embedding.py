@@ -8,7 +8,6 @@ import pytest
 
 from bytescale_ext.config.memory.host_tables import EmbeddingConfig, HostTables
 from bytescale_ext.states.cache import CacheSettings
-from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.features.tables import flags as host_tables
 from megatron.bytescale.features.tables.embedding import EMBEDDING, REFUSALS
@@ -52,13 +51,6 @@ def test_its_budget_is_what_activations_leave(monkeypatch: pytest.MonkeyPatch) -
     assert host_tables.free_bytes_of_process(parsed(host_memory_gb=None)) == 5e9
     assert host_tables.free_bytes_of_process(parsed(host_memory_gb=2.0)) == 3e9
     assert host_tables.free_bytes_of_process(parsed(host_memory_gb=9.0)) == 0
-
-
-def test_its_flags_need_it_and_it_needs_documents() -> None:
-    with pytest.raises(ValueError, match="--embedding-lr needs --embedding-storage host"):
-        features.check(parsed("--embedding-lr", "0.5"))
-    with pytest.raises(ValueError, match="--embedding-storage needs --hybrid-data-parallel"):
-        features.check(parsed(*HOST))
 
 
 @pytest.mark.parametrize(

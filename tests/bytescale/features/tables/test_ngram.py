@@ -10,7 +10,6 @@ from bytescale_ext.config.memory.host_tables import HostTables
 from bytescale_ext.config.memory.ngram import NgramConfig
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.states.cache import CacheSettings
-from megatron.bytescale import features
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.features.tables import flags as host_tables
 from megatron.bytescale.features.tables import ngram
@@ -32,7 +31,8 @@ def config_of(*words: str, **settings: Any) -> NgramConfig:
 
 def test_defaults() -> None:
     assert config_of() == NgramConfig((2, 5), GramRule((2, 3), 4, 1 << 20), 64, 7)
-    assert not NGRAM.is_on(parsed())
+    with pytest.raises(ValueError, match="--ngram-cache-rows needs --ngram-storage host"):
+        ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS, "--ngram-cache-rows", "0.5")))
 
 
 def test_what_is_given() -> None:
@@ -48,35 +48,14 @@ def test_what_is_given() -> None:
         (["--ngram-layers", "9"], "--ngram-layers 9: the model has layers 1 to 8"),
         (["--ngram-orders", "2,9000"], "--ngram-orders 9000: no sample is longer than --seq-length 8192"),
         (["--ngram-heads", "0"], "--ngram-heads 0 must be at least 1"),
-        (["--ngram-rows", "-5"], "--ngram-rows -5 must be at least 1"),
-        (["--ngram-dim", "0"], "--ngram-dim 0 must be at least 1"),
         ([*HOST, "--ngram-cache-rows", "1.5"], "--ngram-cache-rows 1.5 is not a share from 0 to 1"),
-        ([*HOST, "--ngram-cache-rows", "nan"], "--ngram-cache-rows nan is not a share from 0 to 1"),
         ([*HOST, "--ngram-staleness-read", "-1"], "--ngram-staleness-read -1 must be at least 0"),
-        ([*HOST, "--ngram-staleness-write", "-2"], "--ngram-staleness-write -2 must be at least 0"),
-        ([*HOST, "--ngram-staleness-warmup", "-3"], "--ngram-staleness-warmup -3 must be at least 0"),
         ([*HOST, "--ngram-lr", "0"], "--ngram-lr 0 must be positive"),
-        ([*HOST, "--ngram-lr", "inf"], "--ngram-lr inf must be positive"),
     ],
 )
 def test_bad_values(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of(*words)
-
-
-@pytest.mark.parametrize("words", [["--ngram-layers", "0,2"], ["--ngram-layers", "two"], ["--ngram-orders", "0"]])
-def test_values_that_are_no_numbers_from_one_on(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parsed(*words)
-    assert f"argument {words[0]}: invalid numbers value: '{words[1]}'" in capsys.readouterr().err
-
-
-def test_other_flags_need_layers_and_layers_need_documents() -> None:
-    for words in (["--ngram-rows", "10"], ["--ngram-orders", "2"], ["--ngram-heads", "1"], ["--ngram-dim", "2"]):
-        with pytest.raises(ValueError, match=f"{words[0]} needs --ngram-layers"):
-            features.check(parsed(*words))
-    with pytest.raises(ValueError, match="--ngram-layers needs --hybrid-data-parallel"):
-        features.check(parsed(*LAYERS))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +72,6 @@ def test_other_flags_need_layers_and_layers_need_documents() -> None:
             "rows are exchanged between hosts",
         ),
         ({"memory_plan": "plan.json"}, " --memory-plan: .* no place for the memory"),
-        ({"record_memory_plan": "plan.json"}, " --record-memory-plan: .* no place for the memory"),
     ],
 )
 def test_refused(settings: dict[str, Any], message: str) -> None:
@@ -128,15 +106,3 @@ def test_tables_that_do_not_fit_name_what_they_take(monkeypatch: pytest.MonkeyPa
         ValueError, match=r"take 0\.00\d+ GB of each process's host memory, and there are 0\.001 GB: lower --ngram-rows"
     ):
         config_of(*words, "--ngram-cache-rows", "1")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--ngram-cache-rows", "0.5"], ["--ngram-cache-policy", "lfu"], ["--ngram-staleness-read", "1"],
-     ["--ngram-staleness-write", "1"], ["--ngram-staleness-warmup", "1"], ["--ngram-lr", "0.1"]],
-)  # fmt: skip
-def test_flags_of_tables_on_the_host(words: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"{words[0]} needs --ngram-storage host"):
-        ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS, *words)))
-    ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS, *HOST, *words)))
-    ngram.before_checks(ngram.NGRAM.read(parsed(*LAYERS)))

@@ -32,10 +32,6 @@ def config_of(folder: Path, *words: str, **settings: Any) -> UpcycleFrom:
     return resolve(args).get(UpcycleFrom)
 
 
-def test_off_by_default() -> None:
-    assert resolve(parsed(**FITTING)).find(UpcycleFrom) is None
-
-
 def test_folders(tmp_path: Path) -> None:
     assert config_of(tmp_path) == UpcycleFrom(tmp_path / "dense", tmp_path / "new", 2 * 4096)
     assert config_of(tmp_path, *ON).load == tmp_path / "dense", "with a gate too"
