@@ -13,22 +13,6 @@ FOREIGN_SIGNATURES = {
 TESTED_ELSEWHERE = {
     "bytescale_ext/errors.py": "exceptions without code",
     "bytescale_ext/data/loading/plan_worker.py": "the program of a process that test_planning.py starts",
-    "megatron/bytescale/cli/dry_run.py": "tests/bytescale/cli/shared/test_launch_line.py types the command",
-    "megatron/bytescale/core/models/gpt/gpt_layer_specs.py": "tests/e2e/hdp, with every model",
-    "megatron/bytescale/core/packed_seq_params.py": "tests/e2e/hdp, with every model",
-    "megatron/bytescale/core/models/common/embeddings/host_embedding.py": "tests/e2e/states/test_embedding.py",
-    "megatron/bytescale/core/models/common/embeddings/host_memory.py": "tests/e2e/states, with every layout",
-    "megatron/bytescale/core/transformer/dot_product_attention.py": "tests/e2e/hdp, with every layout",
-    "megatron/bytescale/features/activations/build.py": "tests/e2e/activation",
-    "megatron/bytescale/features/tables/build.py": "tests/e2e/states",
-    "megatron/bytescale/build.py": "tests/e2e/runs/test_new_feature.py",
-    "megatron/bytescale/training/pretrain_arguments.py": "tests/e2e/runs/test_new_feature.py",
-    "megatron/bytescale/core/pipeline_parallel/agreement.py": "tests/e2e/runs/test_agreement.py",
-    "megatron/bytescale/features/drafts/build.py": "tests/e2e/hdp/test_drafts.py",
-    "megatron/bytescale/features/hdp/build.py": "tests/e2e/hdp",
-    "megatron/bytescale/features/slices/build.py": "tests/e2e/slices",
-    "megatron/bytescale/training/stock.py": "tests/e2e/runs/test_stock.py",
-    "megatron/bytescale/training/training.py": "tests/e2e/runs/test_logging.py",
 }
 # Modules of today's import cycles through functions. A module leaves the set when its cycle ends; none enters.
 IN_A_CYCLE = {

@@ -126,10 +126,11 @@ def test_array_functions_name_their_shapes(name: str) -> None:
     assert not without, "the docstring says no shape, such as [n]"
 
 
-@for_each(PACKAGES)
+@for_each([name for name in PACKAGES if name.startswith("bytescale_ext/")])
 def test_a_test_of_the_mirrored_folder_imports_each_module(name: str) -> None:
+    """Modules of megatron/ may be tested by whole trainings alone."""
     folder = mirrored(name)
-    if folder is None or name in TESTED_ELSEWHERE or Path(name).name in ("__init__.py", "__main__.py"):
+    if folder is None or name in TESTED_ELSEWHERE or Path(name).name == "__init__.py":
         return
     beside = [test for test in TESTS if str(Path(test).parent) == folder]
     by_name = f"{folder}/test_{Path(name).stem}.py" in beside

@@ -162,8 +162,9 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_join(CUDA, torch.bfloat16, 64) == (join_, "the package triton is not installed")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("of_totals", "of_part"), [("fp32", "bf16"), ("bf16", "bf16"), ("fp64", "fp64")])
+@pytest.mark.parametrize(
+    ("capability", "of_totals", "of_part"), [(80, "fp32", "bf16"), (90, "bf16", "bf16"), (90, "fp64", "fp64")]
+)
 def test_it_compiles_for_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, of_totals: str, of_part: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_rings_of_both_forms_beside_each_other_are_exact() -> None:
 
 
 @pytest.mark.parametrize(("kept_tokens", "summed_tokens"), [(0, 0), (1000, 1000), (1000, 0)])
-@pytest.mark.parametrize(("width", "inner"), [(4, 2), (6, 2), (8, 4), (9, 3)])
+@pytest.mark.parametrize(("width", "inner"), [(6, 2), (9, 3)])
 def test_slices_are_exact(width: int, inner: int, kept_tokens: int, summed_tokens: int) -> None:
     case = replace(case_of(width, inner), num_padding=0)
     case = replace(case, lengths=tuple(4 * length for length in case.lengths))

@@ -90,8 +90,9 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
     [(0, 0, 0), (1, 1000, 0), (1000, 1000, 0), (1000, 0, 0), (1000, 1, 0), (0, 1000, 1000), (1, 0, 1000), (0, 1, 1)],
     ids=["travel", "some-kept", "kept", "sums-travel", "some-sums-travel", "swapped", "some-swapped", "rest-travels"],
 )
-@pytest.mark.parametrize("num_slices", [2, 5])
-@pytest.mark.parametrize("case", [LONG, MIXED, GROUPS, TINY], ids=["long", "mixed", "groups", "tiny"])
+@pytest.mark.parametrize(
+    ("case", "num_slices"), [(LONG, 2), (MIXED, 5), (GROUPS, 2), (TINY, 5)], ids=["long", "mixed", "groups", "tiny"]
+)
 def test_slices_give_the_whole(
     case: Case, num_slices: int, kept_tokens: int, summed_tokens: int, swapped_tokens: int
 ) -> None:

@@ -17,7 +17,7 @@ from bytescale_ext.plan.cost.model_cost import ModelCost
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.micro_batch import Shard
 from tests.bytescale.runtimes import runtime_of
-from tests.harness import RanksFailed, run_ranks
+from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -160,12 +160,6 @@ def test_tensor_parallel_hdp_ranks() -> None:
     assert cost.collective > 0
 
 
-def test_real_times_are_positive() -> None:
-    for found in run_ranks(real_times, 1)[0]:
-        assert len(found) == 4
-        assert min(found) > 0
-
-
 def test_real_rings() -> None:
     first, second = run_ranks(real_rings, 2)
     assert first == second
@@ -185,24 +179,6 @@ def real_rings(rank: int, world: int) -> list[Timing]:
     assert subject.runtime.parts.comm.stats.bytes_sent > 0
     assert subject.runtime.step.batch is None
     return timings
-
-
-def test_the_mean_of_the_ranks_and_the_median_of_the_rounds() -> None:
-    timings = run_ranks(with_made_up_rounds, 2)[0]
-    # rank 0 takes 4, 2, 3 seconds forward and ten times that backward after the warm-up, rank 1 10 seconds more
-    assert [(timing.lengths, timing.width) for timing in timings] == [((16,), 2), ((8,), 1)] * 2
-    assert {(timing.forward_seconds, timing.backward_seconds) for timing in timings} == {(3 + 5, 30 + 5)}
-
-
-def with_made_up_rounds(rank: int, world: int) -> list[Timing]:
-    from megatron.bytescale.training import profile
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        subject = profile.prepare(MODEL, 64, on_cpu=True)
-    seconds = iter([1.0] * 4 + [4.0] * 4 + [2.0] * 4 + [3.0] * 4)  # two micro-batches in two models
-    profile.run_micro_batch = lambda runtime, model, packed: next(seconds)
-    profile.seconds_between = lambda second, subject: (second + 10 * rank, 10 * second + 10 * rank)
-    return profile.time_packs(subject, [(8,)], 3, [((16,), 2)])
 
 
 def test_busy_or_wall_time() -> None:
@@ -226,17 +202,6 @@ def seconds_of_marks(rank: int, world: int) -> list[tuple[float, float]]:
     one, two = (make(SimpleNamespace(tensor_model_parallel_size=size), runtime, shape) for size in (1, 2))
     subjects = [one, one, two]
     return [seconds_between(marks, subject, by_wall=number == 1) for number, subject in enumerate(subjects)]
-
-
-def real_times(rank: int, world: int) -> list[tuple[float, ...]]:
-    from megatron.bytescale.training.profile import prepare, time_packs
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        subject = prepare(MODEL, 64, on_cpu=True)
-        timings = time_packs(subject, [(64,), (16, 8)], repeats=1)
-    assert [timing.lengths for timing in timings] == [(64,), (16, 8)] * 2
-    assert subject.runtime.step.batch is None
-    return [tuple(t.forward_seconds for t in timings), tuple(t.backward_seconds for t in timings)]
 
 
 def refusal(rank: int, world: int, flags: list[str]) -> str:
@@ -268,11 +233,6 @@ def test_what_cannot_be_profiled_is_refused(flags: str, said: str) -> None:
     assert "\n" not in message
 
 
-def test_an_unknown_flag_ends_the_command() -> None:
-    with pytest.raises(RanksFailed, match="SystemExit: 2"):
-        run_ranks(refusal, 1, [*MODEL, "--no-such-flag"], init_group=False)
-
-
 def test_every_rank_has_its_own_copy_of_the_packs_and_a_share_of_each_ring() -> None:
     plan = run_ranks(plan_of_packs, 1, init_group=False)[0]
     check_step_plan(plan)
@@ -288,21 +248,3 @@ def plan_of_packs(rank: int, world: int) -> Any:
     from megatron.bytescale.training.profile import profile_plan
 
     return profile_plan([(5, 3), (8,)], [((24, 9), 4), ((7,), 2)], Cluster(4, 16))
-
-
-def test_made_up_documents_repeat() -> None:
-    first, again, last = run_ranks(read_documents, 1, init_group=False)[0]
-    assert first == again
-    assert len(first) == 4
-    assert max(first) < 7
-    assert len(last) == 2  # nothing follows the last token
-
-
-def read_documents(rank: int, world: int) -> list[list[int]]:
-    from megatron.bytescale.training.profile import RandomTokens
-
-    source = RandomTokens([9, 4], 7)
-    assert len(source) == 2
-    assert source.length(1) == 4
-    assert "1" in source.describe(1)
-    return [source.read(*place).tolist() for place in ((0, 1, 5), (0, 1, 5), (1, 2, 5))]

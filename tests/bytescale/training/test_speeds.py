@@ -19,7 +19,7 @@ from bytescale_ext.plan.activation.load import cost_of_rates
 from megatron.bytescale.features.activations.build import make_store
 from megatron.bytescale.runtime import Runtime
 from megatron.bytescale.training import speeds
-from megatron.bytescale.training.speeds import described, measure_speeds
+from megatron.bytescale.training.speeds import measure_speeds
 from tests.harness import run_ranks
 
 
@@ -78,15 +78,6 @@ def test_what_is_given_is_not_measured() -> None:
     assert config.cost.source == "measured at start"
 
 
-def test_measuring_is_for_policies_that_choose() -> None:
-    chooses = run_of().get(ActivationConfig)
-    assert chooses.measures == ("layers", "link")
-    for words in (("--no-measured-speeds",), ("--swap-fraction", "0.5"), ("--record-memory-plan", "plan.json")):
-        config = run_of(*words).get(ActivationConfig)
-        assert config.measures == ()
-        assert "assumed, not measured" in config.described()
-
-
 def test_speeds_that_do_not_fit_are_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,15 +107,6 @@ def test_measured_speeds_change_the_plan_and_nothing_else() -> None:
     assert slow.plan(slow.largest).swap < config.plan(config.largest).swap
     assert (slow.assumed, slow.measures) == ("", ())
     assert slow.layers == config.layers
-
-
-def test_speeds_as_text() -> None:
-    text = described(20e9, Rates(3e12, 2e12, 1e12), 1e-11)
-    assert text == (
-        "20 GB/s to host memory, 3 TFLOP/s in matrix products, 2 and 1 in attention forward and backward, "
-        "100 GB/s between tensor-parallel ranks"
-    )
-    assert described(0.0, None, 0.0) == "nothing"
 
 
 def test_measured_collectives_count() -> None:

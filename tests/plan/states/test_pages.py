@@ -33,7 +33,7 @@ def test_host_memory_is_that_of_planes_and_buffers() -> None:
     assert lay_out((), PAGE_BYTES).host_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_random_tables_keep_the_laws(seed: int) -> None:
     table = random_table(seed)
     check_pages(table)

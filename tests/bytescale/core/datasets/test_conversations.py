@@ -115,14 +115,6 @@ def test_bad_lines_stop_or_are_counted(folder: Path, tmp_path: Path) -> None:
         written(tmp_path, tmp_path / "none", chosen, "in.jsonl", skip_bad=True)
 
 
-def test_a_part_of_the_lines(folder: Path, tmp_path: Path) -> None:
-    chosen = settings(folder, "HuggingFaceTokenizer")
-    part = written(folder, tmp_path / "part", chosen, num_tokens=60, seed=3)
-    again = written(folder, tmp_path / "again", chosen, num_tokens=60, seed=3)
-    assert 60 <= part.num_tokens == again.num_tokens < written(folder, tmp_path / "all", chosen).num_tokens
-    assert documents(tmp_path / "part") == documents(tmp_path / "again")
-
-
 BAD = {
     "--tokenizer-type NullTokenizer --vocab-size 9": "--sft needs --tokenizer-type SFTTokenizer or HuggingFace",
     "": "--sft needs --tokenizer-type SFTTokenizer or HuggingFaceTokenizer",

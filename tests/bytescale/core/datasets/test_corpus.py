@@ -60,18 +60,6 @@ def test_a_file_or_a_line_is_a_document(tmp_path: Path, sources: Path, capsys: p
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.bin", "out.idx"]
 
 
-def test_the_flags_named_build_the_same_vocabulary_in_megatron() -> None:
-    flags = corpus.BYTE_LEVEL_FLAGS
-    settings = {"tokenizer_type": flags[1], "vocab_size": int(flags[3])}
-    tokenizer = corpus.build_megatron_tokenizer(settings)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (corpus.BYTE_LEVEL_VOCAB_SIZE, corpus.BYTE_LEVEL_EOD)
-
-
-def test_glob_and_files_choose_documents_in_the_order_given(tmp_path: Path, sources: Path) -> None:
-    _run("--output", tmp_path / "out", "--from", sources / "c.jsonl", sources, "--glob", "b*")
-    assert _documents(tmp_path / "out") == [b"one", b"two\nlines", "print('grüße')\n".encode()]
-
-
 def test_tokens_cut_a_shuffled_corpus_the_same_way_each_time(tmp_path: Path) -> None:
     root = tmp_path / "in"
     root.mkdir()
@@ -93,19 +81,6 @@ def test_tokens_cut_a_shuffled_corpus_the_same_way_each_time(tmp_path: Path) -> 
     assert len(everything) == 100
     assert set(cuts["a"]) < set(everything)
     assert everything[50:] == [f"line {i}".encode() for i in range(50)]
-
-
-def test_the_environment_is_the_default_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    standard, installed = tmp_path / "lib", tmp_path / "venv"
-    for path in ("lib/z.py", "lib/a/b.py", "lib/a/c.txt", "lib/site-packages/other.py", "venv/y.py", "venv/b/x.py"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(path)
-    paths = {"stdlib": str(standard), "purelib": str(installed), "platlib": str(installed)}
-    monkeypatch.setattr(sources_of_corpus.sysconfig, "get_paths", lambda: paths)
-    _run("--output", tmp_path / "out")
-    assert _documents(tmp_path / "out") == [b"lib/a/b.py", b"lib/z.py", b"venv/b/x.py", b"venv/y.py"]
-    _run("--output", tmp_path / "out", "--glob", "*.txt", "--from", standard)
-    assert _documents(tmp_path / "out") == [b"lib/a/c.txt"]
 
 
 def test_a_megatron_tokenizer_by_its_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,13 +138,6 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, sources: Path, ar
     assert not list(bad.iterdir())
 
 
-@pytest.mark.parametrize("name", ["file/out", "dir/", "out.bin", "out.idx"])
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, sources: Path, name: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--output .*" + name):
-        _run("--output", f"{tmp_path}/{name}", "--from", sources)
-
-
 def test_a_failed_run_leaves_the_old_data_set(tmp_path: Path, sources: Path) -> None:
     out = tmp_path / "out"
     _run("--output", out, "--from", sources)
@@ -199,11 +167,3 @@ def test_a_run_ended_while_the_index_is_written_changes_nothing(
         _run("--output", out, "--from", sources, "--glob", "b.py")
     assert ((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes()) == before
     assert not list(tmp_path.glob(".*"))
-
-
-def test_token_ids_are_written_as_they_are(tmp_path: Path) -> None:
-    documents = [np.array([5, 65535, 0]), np.arange(300), np.array([7])]
-    corpus.write_tokens(tmp_path / "out", iter(documents))
-    data = IndexedDataset(str(tmp_path / "out"))
-    assert [data[i].tolist() for i in range(len(data))] == [tokens.tolist() for tokens in documents]
-    assert check_indexed_dataset(str(tmp_path / "out")).num_documents == 3

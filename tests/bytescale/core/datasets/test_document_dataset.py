@@ -10,7 +10,6 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.utils import Split
 
 from bytescale_ext.data.loading.loader import StepLoader
 from bytescale_ext.data.loading.planning import PlanMaker
@@ -78,17 +77,6 @@ def test_an_epoch_holds_each_token_once_in_pieces_of_documents(prefix: str) -> N
     assert dataset.sample(0).prefix == prefix
 
 
-def test_each_epoch_has_its_own_order_and_all_the_samples(prefix: str) -> None:
-    size = _dataset(prefix, None).samples_per_epoch
-    dataset = _dataset(prefix, 2 * size + 1)
-    assert len(dataset) == 3 * size
-    epochs = [[dataset.sample(i) for i in range(e * size, (e + 1) * size)] for e in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert {frozenset(Counter(epoch).items()) for epoch in epochs} == {frozenset(Counter(epochs[0]).items())}
-    in_file_order = sorted(epochs[0], key=lambda sample: (sample.document, sample.start))
-    assert epochs[0] != in_file_order
-
-
 def test_the_order_does_not_depend_on_how_many_samples_are_asked_for(prefix: str) -> None:
     long = _dataset(prefix, 100)
     for num_samples in (None, 1, 7, 33, 99):
@@ -96,24 +84,10 @@ def test_the_order_does_not_depend_on_how_many_samples_are_asked_for(prefix: str
         assert [dataset.sample(i) for i in range(len(dataset))] == [long.sample(i) for i in range(len(dataset))]
 
 
-def test_the_order_depends_on_the_seed_and_on_nothing_read_before(prefix: str) -> None:
-    dataset, other, again = _dataset(prefix, 100), _dataset(prefix, 100, seed=5), _dataset(prefix, 100)
-    samples = [dataset.sample(i) for i in range(100)]
-    assert samples != [other.sample(i) for i in range(100)]
-    assert samples == [again.sample(i) for i in reversed(range(100))][::-1]
-
-
 def test_the_order_is_frozen(tmp_path: Path) -> None:
     """A changed order would break every checkpoint to resume from: this list may never change."""
     dataset = _dataset(_write(tmp_path / "b", [1] * 6), 12)
     assert [dataset.sample(i).document for i in range(12)] == [0, 4, 2, 3, 5, 1, 0, 5, 1, 4, 3, 2]
-
-
-def test_at_most_two_orders_are_kept(prefix: str) -> None:
-    dataset = _dataset(prefix, 100)
-    for i in (0, 30, 60, 99, 0):
-        dataset.length(i)
-        assert len(dataset.order._orders) <= 2
 
 
 def test_lengths_are_those_of_the_samples_and_no_token_is_read(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +98,6 @@ def test_lengths_are_those_of_the_samples_and_no_token_is_read(prefix: str, monk
     assert dataset.lengths(range(len(dataset))).tolist() == expected
     assert dataset.lengths([70, 3, 3, 41]).tolist() == [expected[i] for i in (70, 3, 3, 41)]
     assert dataset.lengths([]).tolist() == []
-
-
-@pytest.mark.parametrize("i", [-1, 10_000])
-def test_a_sample_out_of_range_is_an_index_error(prefix: str, i: int) -> None:
-    dataset = _dataset(prefix, 5)
-    for call in (dataset.sample, dataset.length, SampleSource(dataset).describe, lambda i: dataset.lengths([i])):
-        with pytest.raises(IndexError, match=str(i)):
-            call(i)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
@@ -182,20 +148,6 @@ def test_documents_of_several_sequences_are_one(tmp_path: Path) -> None:
         (s.document, s.start): dataset.read(i, 0, s.length + 1).tolist() for i in range(4) for s in [dataset.sample(i)]
     }
     assert read == {(0, 0): [0, 1, 2, 3, 4, 5], (0, 5): [5], (1, 0): [6, 7, 8, 9, 10, 11], (1, 5): [11, 12, 13, 14]}
-
-
-def test_an_item_is_a_dict_of_whole_tensors(prefix: str) -> None:
-    dataset = _dataset(prefix, None)
-    for i in range(len(dataset)):
-        sample, item = dataset.sample(i), dataset[i]
-        goes_on = sample.start + sample.length < LENGTHS[sample.document]
-        assert item["tokens"].tolist() == dataset.read(i, 0, sample.length).tolist()
-        assert item["labels"].tolist() == [
-            *item["tokens"].tolist()[1:],
-            item["tokens"][-1].item() + 1 if goes_on else 0,
-        ]
-        assert item["loss_mask"].tolist() == [1.0] * (sample.length - 1) + [float(goes_on)]
-        assert item["position_ids"].tolist() == list(range(sample.length))
 
 
 def test_the_split_cuts_between_documents(tmp_path: Path) -> None:
@@ -260,14 +212,6 @@ def test_a_blend_has_the_same_beginning_whatever_its_size(tmp_path: Path) -> Non
     assert orders[0] == orders[1]
 
 
-def test_without_weights_each_data_set_gives_one_epoch(tmp_path: Path) -> None:
-    prefixes = [_write(tmp_path / "a", [3] * 4), _write(tmp_path / "b", [5] * 8)]
-    source = _build([None, 0, 0], blend=(prefixes, None))[0]
-    assert source is not None
-    found = Counter((sample.prefix, sample.document) for sample in map(source.sample, range(len(source))))
-    assert found == Counter([(prefixes[0], i) for i in range(4)] + [(prefixes[1], i) for i in range(8)])
-
-
 def test_each_split_may_have_its_own_data(tmp_path: Path) -> None:
     train, valid, other = (_write(tmp_path / name, [4] * 5) for name in ("train", "valid", "other"))
     blends = [([train], None), ([valid, other], [0.5, 0.5]), None]
@@ -324,16 +268,6 @@ def test_the_loader_runs_on_a_blend(tmp_path: Path) -> None:
             ]
             assert packed.tokens.tolist() == [token for part in expected for token in part]
     assert loader.state_dict()["consumed_samples"] == len(source) // 4 * 4
-
-
-def test_the_split_takes_part_in_the_seed(prefix: str) -> None:
-    low = IndexedDataset(prefix)
-    orders = []
-    for split in (Split.train, Split.valid):
-        config = _config(blend=([prefix], None))
-        dataset = DocumentDataset(low, prefix, np.arange(10, dtype=np.int32), None, split, config)
-        orders.append([dataset.sample(i) for i in range(len(dataset))])
-    assert orders[0] != orders[1]
 
 
 def test_files_read_without_a_memory_map_give_the_same(prefix: str) -> None:

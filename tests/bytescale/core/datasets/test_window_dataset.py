@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from megatron.bytescale.core.datasets.window_dataset import (
     WindowedDocuments,
     WindowSamples,
     build_windows,
-    window_config,
 )
 from tests.data.sources import write_data_set
 from tests.plan.simple_plans import plan_naive
@@ -79,13 +77,6 @@ def test_parts_of_windows(prefix: str) -> None:
                 assert source.read(i, start, stop).tolist() == whole[start:stop]
 
 
-def test_each_epoch_has_each_window_once_in_an_order_of_its_own(prefix: str) -> None:
-    source = source_of(prefix, "window", 10)
-    windows = [source.sample(i).document for i in range(len(source))]
-    assert len(windows) == 12
-    assert all(sorted(windows[first : first + 4]) == [0, 1, 2, 3] for first in (0, 4, 8))
-
-
 def test_documents_of_windows_are_sequences(prefix: str) -> None:
     windows, source = source_of(prefix, "window"), source_of(prefix, "document")
     assert isinstance(source, DocumentsOfWindows)
@@ -131,11 +122,6 @@ def test_documents_are_kept_apart_by_a_mask(prefix: str) -> None:
         assert row == [not (key <= query and document[key] == document[query]) for key in range(8)]
 
 
-def test_every_token_of_padding_attends_to_itself(prefix: str) -> None:
-    for sample in (samples_of(prefix, "document")[i] for i in range(4)):
-        assert not sample["attention_mask"][0].diagonal().any()
-
-
 def test_splits_cut_between_windows(prefix: str) -> None:
     config = config_of({prefix: TABLE}, split="50,50,0")
     assert config.num_windows(prefix) == 4
@@ -175,10 +161,3 @@ def test_the_loader_plans_what_attends_to_itself(attention: str, tmp_path: Path)
         sequences = source.sequences(tuple(sample_ids))
         assert list(lengths) == [source.length(one) for one in sequences]
         assert (len(sequences) > 4) == (attention == "document")
-
-
-def test_the_configuration_of_a_run(prefix: str, tmp_path: Path) -> None:
-    windows = SimpleNamespace(tables=lambda: {prefix: TABLE}, attention="document")
-    settings = {"random_seed": 1, "sequence_length": 8, "blend": ([prefix], None), "split": "1,0,0"}
-    config = window_config(windows, settings)  # type: ignore[arg-type]
-    assert (config.attention, config.num_windows(prefix), config.sequence_length) == ("document", 4, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,22 +14,6 @@ from tests.bytescale.core.distributed.test_param_and_grad_buffer import SLOT_BYT
 
 CONFIG = StateConfig(4096, math.inf, stage=3, window_layers=2)
 LAYER_BYTES = 2 * (WIDTH * WIDTH + WIDTH)
-
-
-def test_stage_1_moves_nothing() -> None:
-    chunk = chunk_of()
-    buffer = chunk.buffers[0].grad_data
-    assert move_states([chunk], replace(CONFIG, stage=1), on_cuda=False) is None
-    assert chunk.buffers[0].grad_data is buffer
-
-
-def test_stage_2_leaves_parameters() -> None:
-    chunk = chunk_of()
-    addresses = [one.data_ptr() for one in chunk.module.parameters()]
-    gradients = move_states([chunk], replace(CONFIG, stage=2), on_cuda=False)
-    assert gradients is not None
-    assert gradients.windows == []
-    assert [one.data_ptr() for one in chunk.module.parameters()] == addresses
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -61,10 +44,3 @@ def test_stage_3_computes_the_same_through_a_window(shares: bool) -> None:
     else:
         assert buffer.param_data is None
     assert gradients.host_bytes == SLOT_BYTES + (4 + 2) * buffer.numel
-
-
-def test_too_little_host_memory_for_parameters_is_named() -> None:
-    needed = SLOT_BYTES + 6 * chunk_of().buffers[0].numel
-    move_states([chunk_of()], replace(CONFIG, host_bytes=needed), on_cuda=False)
-    with pytest.raises(ValueError, match="raise --state-host-gb"):
-        move_states([chunk_of()], replace(CONFIG, host_bytes=needed - 1), on_cuda=False)

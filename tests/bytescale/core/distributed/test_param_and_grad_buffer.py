@@ -102,13 +102,6 @@ def test_an_optimizer_takes_lent_gradients_back() -> None:
     assert not gradients._lent
 
 
-def test_too_little_host_memory_is_named() -> None:
-    needed = SLOT_BYTES + 4 * chunk_of().buffers[0].numel
-    HostGradients([chunk_of()], StateConfig(4096, needed, stage=2), on_cuda=False)
-    with pytest.raises(ValueError, match="raise --state-host-gb"):
-        HostGradients([chunk_of()], StateConfig(4096, needed - 1, stage=2), on_cuda=False)
-
-
 def test_float32_parameters_of_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bytescale_ext.states.gradients.register", lambda memory: None)
     monkeypatch.setattr("bytescale_ext.states.gradients.make_link", lambda arena, on_cuda: None)

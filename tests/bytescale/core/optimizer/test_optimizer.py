@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.tiers import least_host_bytes
@@ -60,16 +60,6 @@ def test_a_paged_part_steps_as_megatrons() -> None:
             found, expected = ([one for group in vars(part)[groups] for one in group] for part in (paged, resident))
             assert all(map(torch.equal, found, expected))
     assert len(paged.paged_adam.table.pages) == 4
-
-
-def test_float32_parameters_get_their_own_results() -> None:
-    parameters = [torch.randn(size, requires_grad=True) for size in SIZES]
-    part = part_of(FP32Optimizer, optimizer=torch.optim.AdamW(parameters))
-    owners = owners_of(part)
-    assert [owner.has_copy for owner in owners] == [False, False]
-    assert [owner.target.data_ptr() for owner in owners] == [parameter.data_ptr() for parameter in parameters]
-    page_parts([part], AMPLE, on_cuda=False)
-    assert type(part) is FP32Optimizer
 
 
 def test_a_shard_returns_to_the_models_parameter() -> None:
@@ -158,13 +148,6 @@ def test_states_are_lent_before_megatron_saves_them_by_parameter(
     monkeypatch.setattr(Float16OptimizerWithFloat16Params, "save_parameter_state", save, raising=False)
     part.save_parameter_state("file")
     assert seen == [("file", True, False)]
-
-
-def test_parts_share_a_disk(tmp_path: Path) -> None:
-    parts = [float16_part(LARGE), float16_part(LARGE)]
-    page_parts(parts, with_disk(tmp_path, 40), on_cuda=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00007-part-0.pages", "rank-00007-part-1.pages"]
-    assert sum(part.paged_adam.host_bytes for part in parts) <= with_disk(tmp_path, 40).host_bytes
 
 
 def test_a_disk_that_fails_ends_the_run_as_a_signal(capsys: pytest.CaptureFixture[str]) -> None:

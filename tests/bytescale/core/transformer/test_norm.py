@@ -44,9 +44,3 @@ def test_layer_norm(sequence_parallel: bool) -> None:
     x = torch.arange(12.0).view(2, 6)
     expected = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-3).sqrt()
     torch.testing.assert_close(output, expected)
-
-
-def test_what_it_cannot_is_refused() -> None:
-    assert built(normalization="L2Norm") == "--normalization L2Norm needs TransformerEngine; use LayerNorm or RMSNorm"
-    message = built(layernorm_zero_centered_gamma=True)
-    assert message == "--apply-layernorm-1p needs TransformerEngine; remove it"

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytescale_ext.activation.trace import AllocationTrace
-from megatron.bytescale.core.models.gpt.chunked_loss import WeightGradient, chunked_loss, use_chunked_loss
+from megatron.bytescale.core.models.gpt.chunked_loss import WeightGradient, chunked_loss
 from tests.harness import run_ranks
 
 ROWS, BATCH, HIDDEN, VOCAB = 11, 2, 4, 7
@@ -71,26 +71,6 @@ def test_losses_and_gradients_are_those_at_once(num_tokens: int, rows: list[int]
     assert sorted(layer.rows) == sorted(2 * rows)  # computed again, not kept
     torch.testing.assert_close(own_hidden.grad, hidden.grad)
     torch.testing.assert_close(own_weight.grad, weight.grad)
-
-
-def test_without_labels_the_logits_come_at_once() -> None:
-    logits, layer, hidden, weight = run(3, labels=False)
-    assert layer.rows == [ROWS]
-    torch.testing.assert_close(logits, 3.0 * (hidden @ weight.T).transpose(0, 1))
-
-
-def test_only_the_chunk_with_the_output_layer_is_changed() -> None:
-    class Chunk(torch.nn.Module):
-        def __init__(self, post_process: bool) -> None:
-            super().__init__()
-            self.post_process = post_process
-
-        def forward(self, **given: Any) -> dict[str, Any]:
-            return given
-
-    first, last = use_chunked_loss(5, [Chunk(False), Chunk(True)])
-    assert first() == {}
-    assert set(last()) == {"output_processor"}
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -156,16 +136,6 @@ def test_the_sum_goes_to_the_gradient_buffer_of_ddp(is_tied: bool, at_once: tupl
     assert relative_error(weight.main_grad - 2.0, at_once[0]) < 1e-5  # type: ignore[attr-defined]
     assert weight.grad is not None  # or overlapped reductions would not start
     assert not is_tied or not weight.grad.any()  # DDP adds it to the embedding's
-
-
-def test_a_buffer_of_16_bits_gets_the_rounded_sum(at_once: tuple[torch.Tensor, float]) -> None:
-    hidden, weight, labels = long_case(1024, torch.bfloat16)
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False  # type: ignore[attr-defined]
-    in_chunks(16, hidden, weight, labels).backward()
-    assert not weight.grad_added_to_main_grad  # type: ignore[attr-defined]
-    assert not weight.main_grad.any()  # type: ignore[attr-defined]
-    assert weight.grad is not None
-    assert relative_error(weight.grad, at_once[0]) <= 1.05 * at_once[1]
 
 
 def test_a_buffer_in_host_memory_is_left_to_who_takes_gradients_there(at_once: tuple[torch.Tensor, float]) -> None:

@@ -144,25 +144,6 @@ def test_heads_and_loss_follow_the_formulas(kind: str, chunk_tokens: int | None)
     assert difference < 1e-6  # the difference from the model's states is float32; without it below 1e-10
 
 
-def first_weights(rank: int, world: int) -> Any:
-    from megatron.bytescale import cpu
-
-    cpu.install_if_wanted(["--cpu"])
-    from megatron.bytescale.core.models.gpt.draft_heads import NOISE, replicated
-
-    config: Any = SimpleNamespace(hidden_size=HIDDEN, params_dtype=torch.float32)
-    return NOISE, [replicated(config, inputs, name).weight.data for inputs, name in ((0, "a"), (1, "a"), (2, "b"))]
-
-
-def test_heads_begin_as_the_identity() -> None:
-    noise, (zeros, one, two) = run_ranks(first_weights, 1)[0]
-    assert not zeros.any()
-    assert (one - torch.eye(HIDDEN)).abs().max() <= noise
-    assert two.shape == (HIDDEN, 2 * HIDDEN)
-    assert (two[:, :HIDDEN] - torch.eye(HIDDEN)).abs().max() <= noise
-    assert 0 < two[:, HIDDEN:].abs().max() <= noise
-
-
 def embedded(rank: int, world: int, scatter: bool) -> torch.Tensor:
     from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
 

@@ -77,12 +77,6 @@ def test_ranks_are_those_of_megatrons_groups(
     )
 
 
-def test_a_model_without_experts_shares_none() -> None:
-    args = SimpleNamespace(num_experts=None, tensor_model_parallel_size=1, expert_model_parallel_size=2,
-                           expert_tensor_parallel_size=None)  # fmt: skip
-    assert ranks_that_share_experts(args) == 1
-
-
 def communication(plan: StepPlan, counts: tuple[int, ...], rank: int, expert_ranks: int, stage: int, num_stages: int,
                   num_layers: int = 2) -> Iterator[tuple[tuple[int, ...], tuple[object, ...]]]:  # fmt: skip
     """(who takes part, what it is) of one stage of a rank, in the order in which it runs them."""

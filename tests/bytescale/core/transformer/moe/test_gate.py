@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 
 from bytescale_ext.plan.experts.gate import DenseToSparse
-from bytescale_ext.plan.experts.placement import PlacementPlan
-from megatron.bytescale.core.transformer.moe.counted_layer import CountedMoELayer, TokenCounts, with_counts
-from megatron.bytescale.core.transformer.moe.gate import Gate, annealed, gated, with_gate
+from megatron.bytescale.core.transformer.moe.gate import Gate, annealed
 from megatron.bytescale.core.transformer.moe.gate_noise import gumbel_noise, numbers_of_samples
-from megatron.bytescale.core.transformer.moe.placed_layer import PlacedMoELayer, Placements, with_slots
-from tests.bytescale.core.transformer.moe.test_counted_layer import layer_spec
 
 EXPERTS = 8
 PLAN = DenseToSparse(2.0, 0.3, "exp", 10, 1e-3, EXPERTS)
@@ -48,14 +40,6 @@ def test_colder_gates_choose_fewer_experts() -> None:
     assert means == sorted(means, reverse=True)
     assert means[0] == EXPERTS
     assert means[-1] < 1.1
-
-
-def test_the_most_experts_of_a_token() -> None:
-    scores, chosen = Gate(replace(PLAN, most_experts=3)).gates(logits(0.1), 1.0)
-    assert (chosen.sum(-1) == 3).all()
-    dense = torch.softmax(logits(0.1), -1)
-    assert torch.equal(scores.max(-1).values, dense.max(-1).values)
-    assert (dense[chosen].view(50, 3).min(-1).values >= dense.masked_fill(chosen, 0.0).max(-1).values).all()
 
 
 def test_experts_of_tokens_are_counted() -> None:
@@ -115,34 +99,6 @@ def test_what_hangs_on_megatrons_scores_gets_its_gradient() -> None:
     alone = logits().requires_grad_()
     (gate.gates(alone, 1.5)[0] * torch.arange(EXPERTS)).sum().backward()
     assert torch.allclose(rows.grad.view(-1, EXPERTS), alone.grad)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("router", [TopKRouter, partial(TopKRouter, is_mtp_layer=False)])
-def test_layers_that_count_get_the_gate(router: object) -> None:
-    modules = MoESubmodules(experts="experts", router=router)  # type: ignore[arg-type]
-    spec, gate = layer_spec(partial(MoELayer, submodules=modules)), Gate(PLAN)
-    with_gate(with_counts(spec, TokenCounts()), gate)
-    mlp = spec.submodules.mlp
-    assert mlp.func is gated(CountedMoELayer)
-    assert mlp.keywords["gate"] is gate
-    assert issubclass(mlp.keywords["submodules"].router.func, TopKRouter)
-    assert modules.router is router
-
-
-def test_layers_that_do_not_count_get_it_too() -> None:
-    modules = MoESubmodules(experts="experts", router=TopKRouter)  # type: ignore[arg-type]
-    mlp = with_gate(layer_spec(partial(MoELayer, submodules=modules)), Gate(PLAN)).submodules.mlp
-    assert mlp.func is gated(CountedMoELayer)
-    assert "counts" not in mlp.keywords
-
-
-def test_layers_with_slots_get_it_too() -> None:
-    modules = MoESubmodules(experts=partial(SequentialMLP), router=TopKRouter)  # type: ignore[arg-type]
-    spec = with_counts(layer_spec(partial(MoELayer, submodules=modules)), TokenCounts())
-    mlp = with_gate(with_slots(spec, Placements(PlacementPlan.static(8, 2, 6))), Gate(PLAN)).submodules.mlp
-    assert issubclass(mlp.func, PlacedMoELayer)
-    assert mlp.func is gated(PlacedMoELayer)
-    assert {"counts", "placements", "gate"} <= mlp.keywords.keys()
 
 
 def test_noise_is_for_training_alone() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.func import functional_call
 
 from bytescale_ext.plan.experts.placement import PARTS, PlacementPlan, home_parts
 from megatron.bytescale.core.transformer.moe.slot_experts import Exchange, SlotExperts, grouped_pass
@@ -141,36 +139,6 @@ def test_weights_travel_once_in_a_step() -> None:
         expected_gradients = [one.grad for home in range(2) for one in experts[2 * rank + home].parameters()]
         for mine, expected in zip(gradients, expected_gradients, strict=True):
             assert torch.allclose(mine, expected, rtol=0, atol=1e-10)
-
-
-def test_without_replicas_nothing_travels() -> None:
-    stack = Stack(0, None)
-    tokens, probs = torch.randn(3, HIDDEN, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    output, _ = stack(tokens, torch.tensor([1, 2, 0, 0]), probs)
-    assert torch.equal(output[:1], stack.local_experts[0](tokens[:1], probs[:1])[0])
-    assert torch.equal(output[1:], stack.local_experts[1](tokens[1:], probs[1:])[0])
-
-
-def test_who_sends_to_whom() -> None:
-    plan = shared_plan()
-    of_ranks = [Exchange(plan, SimpleNamespace(rank=lambda rank=rank: rank)) for rank in range(RANKS)]  # type: ignore[arg-type]
-    assert [one.num_replicas for one in of_ranks] == [0, 2, 1]
-    assert of_ranks[0].sent == [[], [0], [0]]
-    assert of_ranks[2].sent == [[], [1], []]
-    assert of_ranks[1].received == [[0], [], [1]]
-    for source in range(RANKS):
-        for target in range(RANKS):
-            assert len(of_ranks[source].sent[target]) == len(of_ranks[target].received[source])
-
-
-def test_a_module_with_borrowed_weights() -> None:
-    """What replicas rely on: torch's functional call leaves the module as it was."""
-    mine, other = Expert(1), Expert(2)
-    tokens, probs = torch.randn(2, HIDDEN, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-    borrowed = dict(other.named_parameters())
-    before = mine(tokens, probs)[0]
-    assert torch.equal(functional_call(mine, borrowed, (tokens, probs))[0], other(tokens, probs)[0])
-    assert torch.equal(mine(tokens, probs)[0], before)
 
 
 class Linear(torch.nn.Module):

@@ -84,11 +84,3 @@ def test_each_choice_is_in_one_slot_with_its_probability() -> None:
             assert torch.equal(slot_probs[:, mine].sum(1), probs[:, expert])
         assert not slots[:, [slot for slot, one in enumerate(held) if one < 0]].any()
         assert torch.equal(gradient, chosen.float())
-
-
-def test_without_replicas_nobody_is_asked() -> None:
-    table = SlotTable.of(PlacementPlan.static(4, 2, 3), torch.device("cpu"))
-    chosen = torch.tensor([[True, False, False, True]])
-    probs, slots = table.in_slots(chosen * 0.5, chosen, None)  # type: ignore[arg-type]
-    assert slots.tolist() == [[True, False, False, False, True, False]]
-    assert probs.tolist() == [[0.5, 0, 0, 0, 0.5, 0]]

@@ -69,23 +69,6 @@ def test_a_new_memory_adds_nothing(found: dict[str, Any]) -> None:
     assert found["of padding"].shape == (5, 1, 6)
 
 
-def test_equal_grams_add_behind_their_own_gates(found: dict[str, Any]) -> None:
-    """All values are equal, so what is added is a number for each token: the gate times the sum of the rows."""
-    added = (found["added"] - found["hidden"])[:, 0]
-    assert added == pytest.approx(added[:, :1].expand(5, 6), abs=1e-6)
-    table = found["layers"][0]
-    sums = 0.5 * torch.stack([table[row].sum() for row in found["rows"]])
-    gates = added[:, 0] / sums
-    assert ((gates > 0) & (gates < 1)).all()
-    assert len(set(gates.tolist())) == 5
-
-
-def test_only_touched_rows_have_gradients(found: dict[str, Any]) -> None:
-    _, gradients = found["touched"]
-    touched = set(found["rows"].flatten().tolist())
-    assert {row for row in range(40) if gradients[row] > 0} == touched
-
-
 def test_tables_differ_between_layers_and_follow_from_the_seed(found: dict[str, Any]) -> None:
     first, again, other = found["layers"]
     assert (first == again).all()
