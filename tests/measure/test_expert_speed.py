@@ -13,10 +13,9 @@ from bytescale_ext.measure.expert_speed import (
     agreed_cost,
     exchange_seconds,
     link_seconds,
-    measured_lengths,
     token_seconds,
 )
-from bytescale_ext.measure.speeds import LENGTHS_ON_CUDA, Timer
+from bytescale_ext.measure.speeds import Timer
 from bytescale_ext.plan.experts.cost import ExpertCost
 from tests.harness import run_ranks
 
@@ -48,18 +47,6 @@ class Clock:
 def test_seconds_of_a_token_are_those_by_which_computing_grows(seconds: dict[int, float], expected: float) -> None:
     clock = Clock(seconds)
     assert token_seconds(clock.compute, (100, 400), Timer(clock, budget=1e9)) == pytest.approx(expected)
-
-
-def test_slow_computing_is_not_repeated_without_end() -> None:
-    clock = Clock({100: 1.0, 400: 2.0})
-    token_seconds(clock.compute, (100, 400), Timer(clock, budget=0.5))
-    assert clock.now == 2 * 1.0 + 2 * 2.0, "each once to warm up, and once"
-
-
-@pytest.mark.parametrize(("weights", "tokens"), [(10, 1024), (250_000, 400), (10**9, 64)])
-def test_lengths_are_for_a_fraction_of_a_second_on_cpu(weights: int, tokens: int) -> None:
-    assert measured_lengths(weights, on_cuda=False) == (tokens // 4, tokens)
-    assert measured_lengths(weights, on_cuda=True) == LENGTHS_ON_CUDA
 
 
 def exchange_parts(rank: int, world: int) -> tuple[list[tuple[list[int], list[int]]], float]:
@@ -115,10 +102,3 @@ def slowest(rank: int, world: int) -> ExpertCost:
 @pytest.mark.ranks
 def test_the_slowest_rank_counts_everywhere() -> None:
     assert run_ranks(slowest, 3) == [ExpertCost(2.0, 5.0, 3.0)] * 3
-
-
-def test_speeds_are_told_in_the_units_of_the_flag() -> None:
-    size = ExpertSize(weights=3 * 1024 * 64, hidden=1024, element_bytes=2)
-    cost = ExpertCost(6 * size.weights / 20e12, 2048 / 5e9, 0.004)
-    text = size.described(cost)
-    assert text == "20 TFLOP/s in an expert, 5 GB/s in exchanges of tokens, 4 ms for the weights of an expert"

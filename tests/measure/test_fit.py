@@ -12,18 +12,14 @@ from bytescale_ext.measure.fit import (
     LAYERS,
     Fit,
     Origin,
-    Prediction,
     Ring,
     Timing,
-    errors_text,
     fit_constants,
     fit_rings,
     fit_timings,
     fitted_lengths,
     fitted_rings,
-    lengths_text,
     model_cost,
-    prediction_table,
     predictions,
     rank_correlation,
     unseen_lengths,
@@ -69,17 +65,6 @@ def test_noisy_times_still_predict_other_lengths() -> None:
     found = predictions(fits, timings(unseen_lengths(32768)))
     assert max(abs(one.error) for one in found) < 0.04
     assert fits[0].layer.a == pytest.approx(FORWARD.layer.a, rel=0.2)
-
-
-def test_exact_predictions_have_no_error() -> None:
-    found = predictions((FORWARD, BACKWARD), timings(unseen_lengths(8192)))
-    assert [one.error for one in found] == pytest.approx([0.0] * len(found), abs=1e-12)
-    assert {one.num_layers for one in found} == set(LAYERS)
-
-
-def test_an_error_has_a_sign() -> None:
-    assert Prediction(1, (8,), measured_seconds=2.0, predicted_seconds=2.2).error == pytest.approx(0.1)
-    assert Prediction(1, (8,), measured_seconds=2.0, predicted_seconds=1.0).error == pytest.approx(-0.5)
 
 
 def test_no_constant_is_negative() -> None:
@@ -187,13 +172,6 @@ def test_rings_that_wait_for_their_exchange_tell_nothing_of_h() -> None:
     assert alone[0].layer.h > 0
 
 
-def test_without_rings_h_is_0() -> None:
-    found = fit_rings((FORWARD, BACKWARD), [], (2e-7, 6e-7))
-    assert [(fit.layer.c, fit.layer.h) for fit in found] == [(2e-7, 0.0), (6e-7, 0.0)]
-    faster = [replace(one, forward_seconds=1e-9, backward_seconds=1e-9) for one in ring_timings([of_one(4096, 2)])]
-    assert [fit.layer.h for fit in fit_rings((FORWARD, BACKWARD), faster, (0.0, 0.0))] == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("max_tokens", [64, 100, 4096, 32768])
 def test_measured_lengths(max_tokens: int) -> None:
     fitted, unseen = fitted_lengths(max_tokens), unseen_lengths(max_tokens)
@@ -213,11 +191,6 @@ def test_measured_lengths(max_tokens: int) -> None:
         assert not set(seen) & set(others)
         assert {width for _, width in seen} == {width for _, width in others} == widths
     assert not fitted_rings(max_tokens, 1)
-
-
-def test_too_few_tokens_to_tell_lengths_apart() -> None:
-    with pytest.raises(ValueError, match="--max-tokens 63: give at least 64"):
-        fitted_lengths(63)
 
 
 def test_the_cost_file_of_a_fit() -> None:
@@ -242,22 +215,6 @@ def test_ring_bytes_by_hand() -> None:
     assert ring_bytes_per_token(SHAPE, 16, 2, 4) == (2 * 1 * 128 * 2, 2 * 1 * 128 * 6)  # a head is not cut
     latents = replace(SHAPE, num_kv_heads=32, head_dim=192, latent=LatentShape(0, 512, 64, 128))
     assert ring_bytes_per_token(latents, 1, 2, 4) == ring_bytes_per_token(latents, 4, 2, 4) == (576 * 2, 576 * 6)
-
-
-def test_texts() -> None:
-    assert lengths_text((2048, 512, 512, 512, 7)) == "2048 + 3 x 512 + 7"
-    found = [
-        Prediction(1, (64,), 0.010, 0.011),
-        Prediction(3, (8, 8), 0.020, 0.019),
-        Prediction(3, (9,), 0.02, 0.02, 2),
-    ]
-    assert errors_text(found) == "median 5.0%, worst 10.0%"
-    table = prediction_table(found).splitlines()
-    assert len(table) == 4
-    assert table[1].split() == ["1", "10.00", "11.00", "+10.0%", "64"]
-    assert table[2].endswith("2 x 8")
-    assert "-5.0%" in table[2]
-    assert table[3].endswith("9, a ring of 2 ranks")
 
 
 def test_rank_correlation() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -47,12 +46,6 @@ def test_backward_passes_of_a_micro_batch_take_wall_time() -> None:
     assert clock_of(*STEP[:3], *slices, *STEP[3:]).backward_seconds() == {0: 2.0, 1: 2.0}
 
 
-def test_a_step_without_work_took_none() -> None:
-    assert clock_of(STEP[0], STEP[5], STEP[6]).work_seconds() == 0.0
-    assert clock_of(STEP[0], STEP[1]).work_seconds() == 0.0
-    assert StepClock(on_cuda=False).work_seconds() == 0.0
-
-
 def test_the_processor_time_to_note_may_be_another() -> None:
     readings = iter([1.0, 2.0, 4.5])
     clock = StepClock(on_cuda=False, busy_time=readings.__next__)
@@ -60,13 +53,6 @@ def test_the_processor_time_to_note_may_be_another() -> None:
     for kind in ("forward", "end"):
         clock.mark(kind)
     assert clock.work_seconds() == 2.5
-
-
-def test_begin_forgets_the_last_step() -> None:
-    clock = clock_of(*STEP)
-    clock.begin(traced=True)
-    assert clock.traced
-    assert [mark.kind for mark in clock.marks] == ["wait"]
 
 
 def test_waiting_is_no_work() -> None:
@@ -92,11 +78,6 @@ def test_spans_can_be_read_as_a_timeline(tmp_path: Path) -> None:
     assert spans[1].shards == (SpanShard(seq=0, length=64, tokens=32, ring=(0, 1)),)
     assert [shard.length for shard in spans[3].shards] == [5, 7]
     assert spans[0].shards == () == spans[5].shards
-
-
-def test_padding_micro_batch_of_a_rank_without_work_has_no_shards() -> None:
-    spans = clock_of(*STEP[:3], *STEP[5:]).spans(0, 0, (), LENGTHS)
-    assert [span.shards for span in spans] == [()] * 4
 
 
 def test_figures_of_steps_add_up() -> None:
@@ -170,13 +151,6 @@ def test_interval_metrics() -> None:
     assert metrics.attention_calls_per_step == 15.0
 
 
-def test_an_interval_without_work_divides_by_nothing() -> None:
-    metrics = IntervalMetrics.of(1, 1, 0.0, [RankStep(), RankStep()])
-    assert metrics.padding_share == 0.0
-    assert metrics.planned_imbalance == metrics.measured_imbalance == 1.0
-    assert metrics.tokens_per_second == 0.0
-
-
 def test_line() -> None:
     line = IntervalMetrics.of(20, 2, 0.05, RANKS).line()
     assert "\n" not in line
@@ -186,18 +160,6 @@ def test_line() -> None:
     assert "padding 25.00%" in line
     assert "waited for plan 300.0 ms" in line
     assert "ring traffic 2.0 MB/step" in line
-
-
-def test_line_of_many_ranks_is_cut() -> None:
-    line = IntervalMetrics.of(1, 1, 1.0, [RankStep(num_micro_batches=i) for i in range(40)]).line()
-    assert "13 14 15 ... (40 ranks)" in line
-
-
-def test_append_jsonl_makes_the_folder_and_appends(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "metrics.jsonl"
-    append_jsonl(path, [{"a": 1}, {"a": 2}])
-    append_jsonl(path, [{"a": 3}])
-    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_a_full_disk_is_a_warning_and_no_error(capsys: pytest.CaptureFixture[str]) -> None:

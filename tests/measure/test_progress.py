@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bytescale_ext.measure.progress import PEAK_FLOPS, Progress, peak_flops
+from bytescale_ext.measure.progress import Progress, peak_flops
 
 FULL = Progress(1.2345, 2.5, 3e-4, 1.25, 1234567, 3725.4, 0.4123)
 
@@ -18,12 +18,6 @@ def test_the_line() -> None:
     )
     unknown = replace(FULL, loss=None, learning_rate=None, gradient_norm=None, mfu=None)
     assert unknown.line() == " run: 1.23 s/step | 1,234,567 tokens so far | ETA 1:02:05"
-
-
-def test_what_is_not_known_is_no_scalar() -> None:
-    assert set(FULL.scalars()) == set(vars(FULL))
-    assert "mfu" not in replace(FULL, mfu=None).scalars()
-    assert all(isinstance(value, float) for value in FULL.scalars().values())
 
 
 @pytest.mark.parametrize(
@@ -38,8 +32,3 @@ def test_what_is_not_known_is_no_scalar() -> None:
 )
 def test_the_device_by_its_name(name: str, teraflops: float | None) -> None:
     assert peak_flops(name) == (None if teraflops is None else teraflops * 1e12)
-
-
-def test_no_name_hides_another() -> None:
-    names = list(PEAK_FLOPS)
-    assert not [(a, b) for at, a in enumerate(names) for b in names[at + 1 :] if a in b]

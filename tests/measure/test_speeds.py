@@ -10,17 +10,14 @@ import torch
 from bytescale_ext.attention.kernels.table import choose_kernel
 from bytescale_ext.measure import speeds
 from bytescale_ext.measure.speeds import (
-    LENGTHS_ON_CUDA,
     REPEATS,
     Timer,
     copy_seconds_per_byte,
     layer_seconds,
-    measured_lengths,
     product_flops,
-    product_sizes,
     rates_of,
 )
-from bytescale_ext.plan.cost.model_shape import ModelShape, linear_flops_per_token
+from bytescale_ext.plan.cost.model_shape import ModelShape
 
 SHAPE = ModelShape(4, 64, 4, 2, 16, 96, True, 128)
 CPU = torch.device("cpu")
@@ -73,20 +70,6 @@ def test_copies_go_both_ways_and_the_slower_counts(monkeypatch: pytest.MonkeyPat
     assert copy_seconds_per_byte(host, CPU, Timer()) == 2.0 / 10
 
 
-def test_the_products_are_those_of_a_layer() -> None:
-    head = 2 * SHAPE.hidden * SHAPE.vocab
-    assert SHAPE.num_layers * product_flops(SHAPE) == linear_flops_per_token(SHAPE) - head
-    assert product_flops(SHAPE, 2) == product_flops(SHAPE) / 2
-    assert product_sizes(SHAPE, 2) == ((64, 64), (32, 64), (64, 96), (48, 64))
-
-
-def test_lengths_are_short_on_cpu() -> None:
-    assert measured_lengths(SHAPE, 1, on_cuda=True) == LENGTHS_ON_CUDA
-    assert measured_lengths(SHAPE, 1, on_cuda=False) == (256, 1024)
-    large = ModelShape(32, 4096, 32, 32, 128, 11008, True, 32000)
-    assert measured_lengths(large, 1, on_cuda=False) == (16, 64)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_is_timed_without_touching_random_states(dtype: torch.dtype) -> None:
     ticks = count()
@@ -97,14 +80,6 @@ def test_a_layer_is_timed_without_touching_random_states(dtype: torch.dtype) -> 
         found = layer_seconds(SHAPE, 2, kernel, torch.empty(0, dtype=dtype), 32, timer)
     assert found == (1.0, 1.0, 1.0, 1.0)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_inputs_differ_and_are_bounded() -> None:
-    filled = speeds._filled(torch.empty(0), 50, 20)
-    assert filled.shape == (50, 20)
-    assert len(filled.unique()) > 900
-    assert filled.abs().max() <= 1
-    assert abs(float(filled.mean())) < 0.05
 
 
 def test_rates_are_those_of_the_growth() -> None:

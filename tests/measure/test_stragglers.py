@@ -12,7 +12,6 @@ from bytescale_ext.measure.stragglers import (
     Straggler,
     counts_for_pace,
     stragglers,
-    stragglers_line,
 )
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
 
@@ -61,23 +60,9 @@ def test_a_rank_is_slow_beside_the_median_of_the_others() -> None:
     assert stragglers({0: 1.0, 1: 1.0, 2: SLOW_FACTOR, 3: 1.0}, HOSTS) == (Straggler(2, "b", SLOW_FACTOR),)
 
 
-def test_a_slow_node_is_half_of_the_ranks() -> None:
-    assert {one.rank for one in stragglers({0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}, HOSTS)} == {2, 3}
-
-
-def test_ranks_without_a_pace_are_not_compared() -> None:
-    assert stragglers({0: 9.0, 1: math.nan, 2: math.nan}, HOSTS) == ()
-    assert stragglers({}, HOSTS) == ()
-
-
 def test_rings_and_small_micro_batches_do_not_count() -> None:
     alone, shared = Shard(0, ((0, 40),), (1,)), Shard(1, ((0, 40),), (0, 1))
     assert counts_for_pace(MicroBatch((alone,)), 80)
     assert not counts_for_pace(MicroBatch((alone,)), 82)
     assert not counts_for_pace(MicroBatch((shared, alone)), 80)
     assert not counts_for_pace(MicroBatch(()), 80)
-
-
-def test_the_line_names_rank_host_and_factor() -> None:
-    line = stragglers_line([Straggler(3, "node7", 2.96)])
-    assert line.startswith(" hdp: slow: rank 3 on node7 takes 3.0 times as long as the other ranks")

@@ -11,7 +11,6 @@ from bytescale_ext.measure.timeline import (
     SpanShard,
     rank_times,
     read_spans,
-    shard_parts,
     spans_of_plan,
     write_perfetto,
 )
@@ -122,12 +121,6 @@ def test_rank_times_count_computing_only() -> None:
     assert [time.finish for time in times] == [5.0, 0.0, 0.0, 0.0]
     assert [time.busy_share for time in times] == [0.6, 0.0, 0.0, 0.0]
     assert rank_times([]) == ()
-
-
-def test_shards_part_the_time_by_tokens() -> None:
-    one, other = SpanShard(0, 9, 3, (0,)), SpanShard(1, 9, 9, (0,))
-    span = Span(0, 0, "forward", 0, 2.0, 6.0, (one, other))
-    assert list(shard_parts(span)) == [(one, 2.0, 3.0), (other, 3.0, 6.0)]
 
 
 def read_trace(spans: tuple[Span, ...], path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytescale_ext.parallel.p2p import ExchangeStats, RingComm, WorksPending
+from bytescale_ext.parallel.p2p import RingComm, WorksPending
 from tests.harness import run_ranks
 
 
@@ -139,20 +139,3 @@ def test_requests_are_waited_for_once_and_keep_their_tensors_until_then() -> Non
     assert kept() is None
     pending.wait()
     assert log == ["send", "receive"]
-
-
-def test_an_exchange_of_empty_tensors_needs_no_process_group() -> None:
-    comm = RingComm(None, 0, 2)
-    comm.exchange([(torch.empty(0, 4), 1)], [(torch.empty(0, 4), 1)]).wait()
-    comm.exchange([], []).wait()
-    assert comm.stats == ExchangeStats()
-
-
-def test_stats_count_and_reset() -> None:
-    stats = ExchangeStats()
-    stats.count([(torch.zeros(3, dtype=torch.bfloat16), 1)], [(torch.zeros(5), 2)])
-    stats.count([], [(torch.zeros(5), 2)])
-    stats.count([(torch.zeros(0), 1)], [])
-    assert (stats.bytes_sent, stats.num_exchanges) == (6, 2)
-    stats.reset()
-    assert stats == ExchangeStats()

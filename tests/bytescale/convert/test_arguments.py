@@ -37,14 +37,6 @@ def arguments(**changes: Any) -> TrainedModel:
     return options_of(Namespace(**{**given, **changes}), TrainedModel)
 
 
-def test_the_configuration_of_arguments() -> None:
-    config = configuration(arguments())
-    assert (config["model_type"], config["num_key_value_heads"], config["dtype"]) == ("llama", 4, "bfloat16")
-    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
-    windowed = configuration(arguments(window_size=(15, 0)))
-    assert (windowed["model_type"], windowed["sliding_window"]) == ("mistral", 16)
-
-
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [({"qk_layernorm": True}, "qwen3"), ({"add_qkv_bias": True}, "qwen2"), ({"num_experts": 4}, "mixtral"),
@@ -79,19 +71,6 @@ def test_models_of_no_family_are_refused(changes: dict[str, Any], message: str) 
         kind_of(arguments(**changes))
 
 
-def test_the_configuration_of_latent_attention() -> None:
-    config = configuration(arguments(**LATENT))
-    expected = {
-        "model_type": "deepseek_v2", "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 2,
-        "norm_topk_prob": False, "routed_scaling_factor": 1.0, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-        "v_head_dim": 12, "kv_lora_rank": 32, "q_lora_rank": None, "intermediate_size": 96, "aux_loss_alpha": 0.001,
-        "moe_intermediate_size": 48,
-    }  # fmt: skip
-    assert {name: config[name] for name in expected} == expected
-    everywhere = configuration(arguments(**{**LATENT, "moe_layer_freq": 1, "moe_router_topk_scaling_factor": 2.5}))
-    assert (everywhere["first_k_dense_replace"], everywhere["routed_scaling_factor"]) == (0, 2.5)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -104,13 +83,3 @@ def test_the_configuration_of_latent_attention() -> None:
 def test_experts_that_deepseek_has_not(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configuration(arguments(**{**LATENT, **changes}))
-
-
-def test_the_configuration_of_gpt_oss() -> None:
-    config = configuration(arguments(**GPT_OSS))
-    assert config["layer_types"] == ["sliding_attention", "full_attention"]
-    assert (config["sliding_window"], config["swiglu_limit"], config["intermediate_size"]) == (16, 7.0, 48)
-    assert config["attention_bias"]
-    assert "norm_topk_prob" not in config
-    plain = configuration(arguments(**{**GPT_OSS, "window_size": None, "window_attn_skip_freq": None}))
-    assert (plain["layer_types"], plain["sliding_window"]) == (["full_attention"] * 2, None)

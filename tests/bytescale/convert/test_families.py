@@ -6,63 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron.bytescale.convert.families import head_dim_of, layout_of, model_flags, window_of
+from megatron.bytescale.convert.families import model_flags, window_of
 from tests.bytescale.convert.models import LLAMA3, MODELS, configuration_of
 
 
 def value(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
-
-
-def test_flags_of_a_dense_model() -> None:
-    words = model_flags(configuration_of("llama"))
-    assert value(words, "--rotary-base") == "500000"
-    assert value(words, "--rope-scaling-factor") == "8.0"
-    assert value(words, "--kv-channels") == "16"
-    assert {"--untie-embeddings-and-output-weights", "--use-rope-scaling", "--swiglu"} <= set(words)
-    assert not {"--qk-layernorm", "--add-qkv-bias", "--window-size", "--num-experts"} & set(words)
-
-
-def test_flags_that_differ() -> None:
-    words = {kind: model_flags(configuration_of(kind)) for kind in MODELS}
-    assert value(words["mistral"], "--window-size") == "15,0"
-    experts = {"mixtral", "qwen3_moe", "deepseek_v2_lite", "deepseek_v2", "gpt_oss"}
-    assert {kind for kind in MODELS if "--transformer-impl" in words[kind]} == experts
-    assert "--add-qkv-bias" in words["qwen2"]
-    assert "--untie-embeddings-and-output-weights" not in words["qwen2"]
-    assert value(words["qwen2"], "--rotary-seq-len-interpolation-factor") == "2"
-    assert "--qk-layernorm" in words["qwen3"]
-    assert value(words["qwen3_moe"], "--moe-ffn-hidden-size") == "48"
-    assert value(words["mixtral"], "--moe-ffn-hidden-size") == "96"
-    assert "--moe-router-pre-softmax" in words["qwen3_moe"]
-    assert "--moe-router-pre-softmax" not in words["mixtral"]
-
-
-def test_flags_of_latent_attention() -> None:
-    words = model_flags(configuration_of("deepseek_v2_lite"))
-    sizes = {"--kv-lora-rank": "32", "--qk-head-dim": "16", "--qk-pos-emb-head-dim": "8", "--v-head-dim": "12"}
-    assert {flag: value(words, flag) for flag in sizes} == sizes
-    assert {"--multi-latent-attention", "--qk-layernorm", "--moe-router-pre-softmax"} <= set(words)
-    assert value(words, "--moe-layer-freq") == "[0]*1+[1]*2"
-    assert value(words, "--moe-shared-expert-intermediate-size") == "96"
-    left_out = {"--q-lora-rank", "--group-query-attention", "--kv-channels", "--moe-router-topk-scaling-factor"}
-    assert not left_out & set(words)
-    other = model_flags(configuration_of("deepseek_v2"))
-    assert value(other, "--q-lora-rank") == "24"
-    assert value(other, "--moe-router-topk-scaling-factor") == "2.5"
-    assert "--moe-layer-freq" not in other
-
-
-def test_flags_of_gpt_oss() -> None:
-    words = model_flags(configuration_of("gpt_oss"))
-    expected = {
-        "--softmax-type": "learnable", "--window-size": "15,0", "--window-attn-skip-freq": "2",
-        "--glu-linear-offset": "1.0", "--activation-func-clamp-value": "1.5", "--position-embedding-type": "yarn",
-        "--moe-ffn-hidden-size": "96",
-    }  # fmt: skip
-    assert {flag: value(words, flag) for flag in expected} == expected
-    assert "--quick-geglu" in words
-    assert not {"--swiglu", "--disable-bias-linear", "--add-qkv-bias", "--moe-router-pre-softmax"} & set(words)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +66,3 @@ def test_a_window_counts_only_where_it_is_used() -> None:
     assert window_of({"sliding_window": 8, "use_sliding_window": False}) is None
     assert window_of({"sliding_window": 8, "layer_types": ["full_attention"]}) is None
     assert window_of({}) is None
-
-
-def test_a_head_has_the_hidden_size_over_heads_unless_told() -> None:
-    assert head_dim_of(configuration_of("llama")) == 16
-    assert head_dim_of(configuration_of("qwen3")) == 24
-    assert layout_of(configuration_of("qwen3")).head_dim == 24

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,11 +50,6 @@ def test_any_passes_leave_what_was_kept(passes: list[tuple[int, int]]) -> None:
         assert cache.length == len(kept)
 
 
-def test_more_than_fits_is_a_defect() -> None:
-    with pytest.raises(AssertionError, match="capacity=2"):
-        KeyValueCache(2).append(object(), rows(1, 2, 3), rows(1, 2, 3))
-
-
 def test_texts_side_by_side_attend_to_their_own_caches() -> None:
     """Two texts of other lengths, the second with a tree, as each of them alone."""
     attention = CachedAttention.__new__(CachedAttention)
@@ -78,11 +72,3 @@ def test_texts_side_by_side_attend_to_their_own_caches() -> None:
             for one in (part.cache, cache):
                 one.keep([0] if part.visible is None else [0, 2])
     assert [cache.length for cache in together] == [2, 4]
-
-
-def test_attention_needs_a_cache() -> None:
-    attention = CachedAttention.__new__(CachedAttention)
-    torch.nn.Module.__init__(attention)
-    q = torch.zeros(1, 1, 1, 1)
-    with pytest.raises(AssertionError, match=r"parts=\(\)"):
-        attention.forward(q, q, q, packed_seq_params=DecodeParams())

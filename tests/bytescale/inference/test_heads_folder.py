@@ -16,10 +16,8 @@ from megatron.bytescale.inference.heads_folder import (
     CONFIG,
     TENSORS,
     is_folder_of_heads,
-    norms_apart,
     read_config,
     read_tensors,
-    to_megatron,
     to_plain,
     trunk_hash,
     write_folder,
@@ -67,22 +65,6 @@ def test_products_are_split_as_servers_know_them() -> None:
     assert "layers.0.post_attention_layernorm.weight" in plain
     assert "layers.0.self_attn.q_norm.weight" in plain
     assert not any("linear_" in name or name.startswith("layer0") for name in plain)
-
-
-def test_norms_have_one_name() -> None:
-    assert norms_apart("layer0.self_attention.linear_qkv.layer_norm_weight") == "layer0.input_layernorm.weight"
-    assert norms_apart("layer1.mlp.linear_fc1.layer_norm_bias") == "layer1.pre_mlp_layernorm.bias"
-    assert all(norms_apart(name) == name for name in tensors())
-
-
-@pytest.mark.parametrize("swiglu", [True, False])
-def test_names_lead_back(swiglu: bool) -> None:
-    mine, trunk = tensors(swiglu), {**TRUNK, "swiglu": swiglu}
-    plain = to_plain(mine, trunk)
-    assert ("layers.0.mlp.gate_proj.weight" in plain) is swiglu
-    found = to_megatron(plain, trunk)
-    assert found.keys() == mine.keys()
-    assert all(torch.equal(found[name], mine[name]) for name in mine)
 
 
 def test_a_folder_is_read_back(tmp_path: Path) -> None:

@@ -115,15 +115,6 @@ def model(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**{**args, **changes})
 
 
-def test_shapes_of_a_model() -> None:
-    assert shape_of(model())["num_query_groups"] == 2
-    for changes in ({"group_query_attention": False, "num_query_groups": 1}, {"num_query_groups": None}):
-        assert shape_of(model(**changes))["num_query_groups"] == 4  # a group for each head
-    without = model()
-    del without.vocab_size  # as tokenizers with files have it
-    assert shape_of(without)["vocab_size"] is None
-
-
 @pytest.mark.parametrize("name", ["hidden_size", "padded_vocab_size", "vocab_size", "normalization", "swiglu"])
 def test_heads_of_another_trunk(name: str) -> None:
     mine, theirs = shape_of(model()), shape_of(model(**{name: 7}))

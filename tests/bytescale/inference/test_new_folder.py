@@ -29,11 +29,3 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="full"):
         fill()
     assert not list(tmp_path.iterdir())
-
-
-def test_what_a_killed_process_has_left_is_replaced(tmp_path: Path) -> None:
-    left = tmp_path / ".out.part"
-    left.mkdir()
-    (left / "old").write_text("a")
-    with new_folder(tmp_path / "out") as part:
-        assert not list(part.iterdir())

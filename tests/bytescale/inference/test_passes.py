@@ -27,11 +27,3 @@ def test_prompts_fill_slices_together(monkeypatch: pytest.MonkeyPatch) -> None:
         [(1, [6, 7, 8, 9]), (2, [10])],
         [(3, [11, 12, 13, 14])],
     ]
-
-
-def test_a_new_text_has_run_nothing() -> None:
-    text = Text.of([7, 8], 4)
-    assert (text.cache.capacity, text.cache.length, text.draft_cache.length) == (4, 0, 0)
-    assert text.last == -1
-    assert text.state is None
-    assert next_pieces([]) == []
