@@ -36,15 +36,6 @@ def test_two_layers_have_buffers_and_a_third_waits_for_one() -> None:
     assert (buffers.num_taken, buffers.num_refused) == (3, 1)
 
 
-def test_what_is_too_large_gets_none_and_what_is_gone_holds_none() -> None:
-    buffers = RoundingBuffers(1024, CPU)
-    assert buffers.take(Layer(), [1000, 1000]) is None
-    for _ in range(5):
-        assert buffers.take(Layer(), [1000]) is not None  # each holder is dropped at once
-    assert buffers.take(Layer(), []) == []
-    assert RoundingBuffers.bytes_of([1, 256, 257]) == 256 + 256 + 512
-
-
 def test_layers_come_back_through_buffers_with_equal_gradients() -> None:
     for name in ("swap-only", "memo-0.4", "priced-three-shares"):
         plain = make_store(PLANS[name])

@@ -11,7 +11,7 @@ import torch
 
 from bytescale_ext.activation.arena import ALIGNMENT, HostArena
 from bytescale_ext.activation.keys import SwappedKeys
-from bytescale_ext.activation.link import CudaLink, PlainLink
+from bytescale_ext.activation.link import CudaLink
 
 NOTES: list[str] = []
 
@@ -127,18 +127,6 @@ def test_memory_that_is_still_read_is_handed_out_last(link: CudaLink) -> None:
     assert link.used_bytes == 2 * ALIGNMENT
 
 
-def test_finished_reads_give_their_memory_back(link: CudaLink) -> None:
-    block = link.take(4 * ALIGNMENT)
-    assert block is not None
-    reading = link.read([], None)
-    reading.done = True
-    link.give_back(block, reading)
-    NOTES.clear()
-    assert link.take(4 * ALIGNMENT) == block
-    assert not NOTES
-    assert link.take(1) is None
-
-
 def test_stalls_are_what_the_compute_stream_waits(link: CudaLink, monkeypatch: pytest.MonkeyPatch) -> None:
     class Timer:
         def __init__(self, enable_timing: bool) -> None:
@@ -163,12 +151,3 @@ def test_stalls_are_what_the_compute_stream_waits(link: CudaLink, monkeypatch: p
     link.settle()
     assert link.take_stall_seconds() == 0.5
     assert link.take_stall_seconds() == 0.0
-
-
-def test_on_cpu_every_copy_is_a_stall() -> None:
-    plain = PlainLink(HostArena(torch.empty(ALIGNMENT, dtype=torch.uint8)))
-    plain.write([pair(1.0)], [])
-    assert plain.take_stall_seconds() == 0.0
-    plain.timed = True
-    plain.read([pair(1.0)], None)
-    assert plain.take_stall_seconds() > 0.0 == plain.take_stall_seconds()

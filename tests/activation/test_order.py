@@ -12,7 +12,7 @@ from bytescale_ext.activation.order import WorkOrder
 from bytescale_ext.activation.record import LayerRecord
 from bytescale_ext.activation.store import ActivationStore
 from bytescale_ext.plan.activation.plan import ActivationPlan
-from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, parse_schedule, seq1f1b_schedule
+from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Slicing
 from tests.activation.test_run import assert_equal, inputs_of, make_store
 from tests.activation.toy_layer import ToyLayer
@@ -41,28 +41,6 @@ PLANS = {
 def unit(text: str) -> Action:
     micro_batch, slice_index = text.split(".")
     return Action("F", int(micro_batch), int(slice_index))
-
-
-def test_units_of_a_printed_schedule() -> None:
-    first, last = (WorkOrder(actions) for actions in parse_schedule(TWO_STAGES).stages)
-    found = []
-    for _ in range(4):
-        first.begin_forward()
-        found.append((first.running, first.after_forward(), first.turns_around))
-    assert found == [
-        (unit("0.0"), None, False),
-        (unit("0.1"), None, False),
-        (unit("1.0"), unit("0.1"), False),
-        (unit("1.1"), unit("0.0"), False),
-    ]
-    assert [first.after_backward(unit(one)) for one in ("0.1", "0.0", "1.1", "1.0")] == [
-        unit("0.0"), unit("1.1"), unit("1.0"), None,
-    ]  # fmt: skip
-    turns = []
-    for _ in range(4):
-        last.begin_forward()
-        turns.append(last.turns_around)
-    assert turns == [False, True, False, True]
 
 
 def test_a_forward_pass_too_many_is_an_error() -> None:
@@ -156,11 +134,3 @@ def test_without_an_order_the_last_layer_is_read_late() -> None:
         out.sum().backward()
         store.check_empty()
     assert (store.counts.reads, store.counts.late_reads) == (6, 2)
-
-
-def test_shares_given_by_hand_swap_every_layer() -> None:
-    store = make_store(ActivationPlan("shares", 1.0, 0.0, 1.0))
-    actions = seq1f1b_schedule(1, 3, Slicing(2)).stages[0]
-    run_stage(store, actions, 3)
-    assert store.counts.reads == 6 * 3
-    assert store.counts.late_reads == 3  # of units whose backward pass follows at once

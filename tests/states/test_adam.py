@@ -141,12 +141,3 @@ def test_the_device_holds_no_copies_while_gradients_are_attached() -> None:
     paged.optimizer.step()
     assert all(torch.equal(one, other) for one, other in zip(paged.main, values, strict=True))
     assert all(parameter.grad is None for parameter in paged.main)
-
-
-def test_too_little_host_memory_is_refused() -> None:
-    parameter = torch.zeros(10**6)
-    owners = [Owner(parameter, torch.zeros(10**6, dtype=torch.bfloat16))]
-    with pytest.raises(
-        ValueError, match=r"take 0\.013 GB of host memory in pages of 64 bytes, and there are 0\.001 GB"
-    ):
-        PagedAdam(torch.optim.AdamW([parameter]), owners, StateConfig(64, 1e6), on_cuda=False)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.states.cache import PERMANENT_USES, POLICIES, CacheSettings, RowCache
-from bytescale_ext.states.rows import Answer, Push, RowTable, as_steps
+from bytescale_ext.states.cache import POLICIES, CacheSettings, RowCache
+from bytescale_ext.states.rows import Answer, RowTable, as_steps
 from tests.states.plain_cache import PlainCache
 
 NUM_ROWS, DIM, WORKERS, RATE = 30, 3, 4, 0.1
@@ -119,24 +119,6 @@ def test_a_worker_alone_reads_all_its_updates_however_stale_it_may_be(
             table.apply([cache.flush(RATE)], RATE)
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 20), st.sampled_from(POLICIES), st.integers(1, 9), st.integers(0, 10**6))
-def test_a_worker_alone_trains_the_same_whether_its_updates_wait_or_not(
-    num_lines: int, policy: str, write_bound: int, seed: int
-) -> None:
-    tables = [drawn(), drawn()]
-    caches = [RowCache(CacheSettings(num_lines, policy, 0, bound), NUM_ROWS, DIM) for bound in (0, write_bound)]
-    for step in batches(seed, 30):
-        rows, gradients = step[0]
-        read = [cache.lookup(rows, table, RATE) for cache, table in zip(caches, tables, strict=True)]
-        assert read[1] == pytest.approx(read[0], rel=1e-4, abs=1e-5)
-        for cache, table in zip(caches, tables, strict=True):
-            table.apply([cache.update(rows, gradients, RATE)], RATE)
-    tables[1].apply([caches[1].flush(RATE)], RATE)
-    assert tables[1].values == pytest.approx(tables[0].values, rel=1e-4, abs=1e-5)
-    assert tables[1].squares == pytest.approx(tables[0].squares, rel=1e-4)
-
-
 @pytest.mark.parametrize("bound", [0, 10])
 def test_staged_rows_come_before_the_batch_that_reads_them(bound: int) -> None:
     expected, read, without = run(CacheSettings(12, "lru", bound, 0), seed=4)
@@ -220,88 +202,3 @@ def test_staleness_sends_less_and_stays_close() -> None:
     rows = [sum(one.traffic.num_fetched + one.traffic.num_pushed for one in some) for some in (caches, with_bounds)]
     assert rows[1] < 0.4 * rows[0]
     assert 0 < np.abs(stale.values - exact.values).max() < 2.0
-
-
-def test_a_worker_reads_its_own_updates_at_once() -> None:
-    table = drawn()
-    cache, rows = RowCache(CacheSettings(2, "lru", 100, 100), NUM_ROWS, DIM), np.array([7])
-    before = cache.lookup(rows, table, RATE)
-    push = cache.update(rows, np.ones((1, DIM), np.float32), RATE)
-    assert len(push.rows) == 0
-    after = cache.lookup(rows, table, RATE)
-    assert (after < before).all()
-    table.apply([cache.flush(RATE)], RATE)
-    assert (table.values[rows] == after).all()
-    assert (cache.lookup(rows, table, RATE) == after).all()
-    assert cache.traffic.num_fetched == 1
-
-
-def test_a_copy_that_is_fetched_again_keeps_what_waits_in_it() -> None:
-    table, rows = drawn(), np.array([7])
-    cache, other = (RowCache(CacheSettings(2, "lru", 0, 100), NUM_ROWS, DIM) for _ in range(2))
-    ones = np.ones((1, DIM), np.float32)
-    for one in (cache, other):
-        one.lookup(rows, table, RATE)
-        one.update(rows, ones, RATE)
-    table.apply([other.flush(RATE)], RATE)
-    read = cache.lookup(rows, table, RATE)
-    assert (read < table.values[rows]).all()
-    assert cache.traffic.num_fetched == 2
-    table.apply([cache.flush(RATE)], RATE)
-    assert (read == table.values[rows]).all()
-    assert table.squares[7] == 2
-    assert table.versions[7] == 2
-
-
-def test_waiting_updates_are_applied_at_the_rate_of_their_push() -> None:
-    table, rows = drawn(), np.array([7])
-    cache, before = RowCache(CacheSettings(1, "lru", 0, 1), NUM_ROWS, DIM), table.values[7].copy()
-    for rate in (0.1, 0.3):
-        cache.lookup(rows, table, rate)
-        push = cache.update(rows, np.ones((1, DIM), np.float32), rate)
-    assert push.updates.tolist() == [2]
-    table.apply([push], 0.3)
-    assert table.values[7] == pytest.approx(before - 0.3 * (1 + 1 / 2**0.5))  # the second over the root of both
-
-
-def test_an_evicted_line_takes_its_updates_along() -> None:
-    table = drawn()
-    cache = RowCache(CacheSettings(1, "lru", 0, 100), NUM_ROWS, DIM)
-    for row in (3, 4):
-        cache.lookup(np.array([row]), table, RATE)
-        push = cache.update(np.array([row]), np.full((1, DIM), row, np.float32), RATE)
-    assert push.rows.tolist() == [3]
-    assert (push.gradients == 3).all()
-    assert cache.flush(RATE).rows.tolist() == [4]
-
-
-def lines_after(policy: str, uses: list[list[int]], num_lines: int) -> list[int]:
-    """Return the rows that a cache holds after batches of these rows."""
-    table, cache = drawn(), RowCache(CacheSettings(num_lines, policy), NUM_ROWS, DIM)
-    for rows in uses:
-        cache.lookup(np.array(rows), table, RATE)
-        table.apply([cache.update(np.array(rows), np.zeros((len(rows), DIM), np.float32), RATE)], RATE)
-    return sorted(cache.row.tolist())
-
-
-def test_policies() -> None:
-    uses = [[1], [1], [2], [3]]
-    assert lines_after("lru", uses, 2) == [2, 3]
-    assert lines_after("lfu", uses, 2) == [1, 3]
-    often = [[1]] * PERMANENT_USES + [[2]] * (2 * PERMANENT_USES)
-    assert lines_after("lfu", [*often, [3], [4]], 2) == [2, 4]  # 1 is used less often than 2
-    assert lines_after("lfuopt", [*often, [3], [4]], 2) == [1, 2]  # both stay for good, so 3 and 4 get no line
-    assert lines_after("lfuopt", [[1]] * (PERMANENT_USES - 1) + [[2]] * 12 + [[3]], 2) == [2, 3]
-
-
-def test_rows_of_one_batch_do_not_displace_each_other() -> None:
-    assert lines_after("lru", [[1, 2], [2, 3, 4, 5]], 3) == [2, 3, 4]
-
-
-def test_a_push_names_each_row_once_even_where_rows_have_no_line() -> None:
-    cache = RowCache(CacheSettings(2), NUM_ROWS, DIM)
-    rows = np.arange(6)
-    cache.lookup(rows, drawn(), RATE)
-    push: Push = cache.update(rows, np.ones((6, DIM), np.float32), RATE)
-    assert sorted(push.rows.tolist()) == rows.tolist()
-    assert push.updates.tolist() == [1] * 6

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import mmap
 import os
 import random
-import resource
 import signal
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,17 +45,6 @@ def write_step(file: PageFile, step: int) -> None:
         page_bytes[:] = content(step, plane, page)
         file.write(step % 2, plane, page, page_bytes)
     file.commit(step % 2, step)
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Let the system refuse to write a file beyond a size, as it does where a disk is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("has_direct", [True, False])
@@ -111,23 +96,6 @@ def test_a_damaged_page_is_named(path: Path) -> None:
         file.read(1, 2, 0, buffer())
 
 
-def test_a_version_as_memory(path: Path) -> None:
-    """What is changed there is read afterwards, without a checksum until it is written again."""
-    file = PageFile(path, LAYOUT)
-    write_step(file, 1)
-    memory, start = file.mapped(1)
-    place = start + LAYOUT.index(2, 1) * LAYOUT.page_bytes
-    assert memory[place : place + LAYOUT.page_bytes] == content(1, 2, 1).tobytes()
-    memory[place] ^= 1
-    memory.flush()
-    with pytest.raises(PagesDamaged, match="page 1 of plane 2"):
-        file.read(1, 2, 1, buffer())
-    file.forget(1)
-    found = buffer()
-    file.read(1, 2, 1, found)
-    assert found[0] == content(1, 2, 1)[0] ^ 1
-
-
 def test_the_newest_whole_record_counts(path: Path) -> None:
     file = PageFile(path, LAYOUT)
     first = read_record(path)
@@ -176,23 +144,6 @@ def test_a_foreign_file_stays(path: Path, text: bytes) -> None:
     with pytest.raises(ValueError, match="is not a file of pages: remove it or give another folder"):
         PageFile(path, LAYOUT)
     assert path.read_bytes() == text
-
-
-def test_too_little_space_leaves_nothing(path: Path) -> None:
-    size = f"pages take {LAYOUT.num_bytes / 1e9:.3f} GB of .*, which has less"
-    with file_size_limit(LAYOUT.num_bytes - 1), pytest.raises(ValueError, match=size):
-        PageFile(path, LAYOUT)
-    assert not path.exists()
-    with pytest.raises(ValueError, match=r"pages cannot be in .*: No such file or directory"):
-        PageFile(path.parent / "none" / path.name, LAYOUT)
-
-
-def test_a_file_goes_with_its_owner(path: Path) -> None:
-    file = PageFile(path, LAYOUT)
-    with path.open("rb") as other, pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    del file
-    assert not path.exists()
 
 
 def write_for_ever(path: Path) -> None:

@@ -23,11 +23,6 @@ def test_adagrad_by_hand() -> None:
     assert step.dtype == np.float32
 
 
-def test_a_gradient_of_zeros_changes_nothing() -> None:
-    for squares in (np.zeros(2, np.float32), np.ones(2, np.float32)):
-        assert not adagrad_step(np.zeros((2, 2), np.float32), squares).any()
-
-
 def test_pushes_of_a_step_are_summed_before_the_update() -> None:
     table = RowTable.drawn(range(6), 2, 1.0, 3)
     before = table.values.copy()
@@ -64,20 +59,3 @@ def test_only_copies_that_are_too_old_are_sent() -> None:
     assert (answer.values == table.values[[3, 0]]).all()
     assert (answer.squares == 0).all()
     assert table.answer(rows, versions, 0).asked.tolist() == [2, 3, 4]
-
-
-def test_a_table_is_drawn_by_its_seed() -> None:
-    one, other = RowTable.drawn(range(2000), 8, 0.02, 1), RowTable.drawn(range(2000), 8, 0.02, 2)
-    assert (one.values == RowTable.drawn(range(2000), 8, 0.02, 1).values).all()
-    assert (one.values != other.values).any()
-    assert float(one.values.std()) == pytest.approx(0.02, rel=0.05)
-    assert not one.squares.any()
-    assert not one.versions.any()
-
-
-def test_joined_pushes_keep_their_order() -> None:
-    joined = Push.joined([push([2], [[1, 1]], [1], [1]), push([0, 1], [[2, 2], [3, 3]], [2, 3], [8, 27])])
-    assert joined.rows.tolist() == [2, 0, 1]
-    assert joined.gradients[:, 0].tolist() == [1, 2, 3]
-    assert joined.updates.tolist() == [1, 2, 3]
-    assert joined.squares.tolist() == [1, 8, 27]

@@ -61,9 +61,3 @@ def test_four_ranks_as_four_workers_of_one_table(options: CacheSettings, ahead: 
     assert len(whole) == 32  # the last two belong to nobody
     assert (whole[:NUM_ROWS] == table.values).all()
     assert [fetched for *_, fetched in found] == [cache.traffic.num_fetched for cache in caches]
-
-
-def test_rows_are_drawn_alike_however_they_are_shared_out() -> None:
-    whole = RowTable.drawn(range(10_000), 2, 0.5, 3).values
-    parts = [RowTable.drawn(range(first, first + 2500), 2, 0.5, 3).values for first in range(0, 10_000, 2500)]
-    assert (np.concatenate(parts) == whole).all()

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.tiers import least_host_bytes
 from bytescale_ext.states import page_file
-from bytescale_ext.states.adam import Owner, PagedAdam
+from bytescale_ext.states.adam import PagedAdam
 from bytescale_ext.states.page_file import PagesDamaged, read_record
 from bytescale_ext.states.tiered import TieredMemory
-from tests.states.test_adam import Paged, Resident, assert_equal, in_order, load
+from tests.states.test_adam import Paged, Resident, assert_equal, load
 
 SIZES = ((50, 30), (1,), (400, 70), (20, 20), (9,), (3300,))
 PAGE_BYTES = 4096
@@ -100,16 +98,6 @@ def test_states_go_from_resident_to_tiered_and_back(dtype: torch.dtype, tmp_path
         assert_equal(saved(run) if isinstance(run, Tiered) else run, whole)
 
 
-def test_nobody_reads_states_that_are_on_the_disk(tmp_path: Path) -> None:
-    run = Tiered(torch.bfloat16, tmp_path, 9)
-    run.step(0)
-    states = [run.optimizer.state[one]["exp_avg"] for one in run.main]
-    assert all(state.is_meta for state in states)
-    assert [state.shape for state in states] == [torch.Size(size) for size in SIZES]
-    assert all(one.isnan().all() for one in run.main)
-    assert all(one.untyped_storage().nbytes() == 4 for one in run.main)
-
-
 def test_each_saved_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
     """Otherwise Megatron's writer copies all of them in host memory."""
     run = Tiered(torch.bfloat16, tmp_path, 9)
@@ -118,20 +106,6 @@ def test_each_saved_tensor_has_memory_of_its_own(tmp_path: Path) -> None:
     for one in run.main:
         for tensor in (one, run.optimizer.state[one]["exp_avg"], run.optimizer.state[one]["exp_avg_sq"]):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
-
-
-def test_a_save_writes_no_page_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Tiered(torch.bfloat16, tmp_path, 9)
-    run.run(range(2))
-    run.tiers.begin_step()  # all writes have ended
-    run.tiers.end_step(())
-    written = []
-    write = page_file.PageFile.write
-    monkeypatch.setattr(page_file.PageFile, "write", lambda *args: written.append(args[3]) or write(*args))
-    run.optimizer.state_dict()
-    run.optimizer.state_dict()
-    assert sorted(set(written)) == sorted(run.tiers.host.places)
-    assert len(written) == 3 * len(run.tiers.host.places)
 
 
 def test_pages_are_read_ahead_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,16 +121,6 @@ def test_pages_are_read_ahead_of_the_step(tmp_path: Path, monkeypatch: pytest.Mo
     run.step(2)
     run.tiers._finish(reads=True)
     assert len(read) == count + 2 * len(run.adam.on_disk)  # those are not read again in the step
-
-
-def test_each_step_is_recorded(tmp_path: Path) -> None:
-    run = Tiered(torch.bfloat16, tmp_path, 9)
-    run.run(range(3))
-    run.optimizer.state_dict()
-    record = read_record(run.tiers.file.path)
-    assert record is not None
-    assert record.step == 3
-    assert np.count_nonzero(record.checksums) > len(run.adam.on_disk)
 
 
 @pytest.mark.parametrize("when", ["first write", "middle", "record"])
@@ -209,16 +173,3 @@ def test_a_damaged_page_ends_the_run(tmp_path: Path) -> None:
         file.write(b"damage")
     with pytest.raises(PagesDamaged, match="page 11 of plane 2 in "):
         run.run(range(2, 4))
-
-
-def test_all_in_host_memory_makes_no_file(tmp_path: Path) -> None:
-    resident = Resident(torch.float32)
-    owners = [Owner(one, one.view(-1)) for one in in_order(resident.main)]
-    config = StateConfig(PAGE_BYTES, 1e9, NvmeConfig(tmp_path, 1e9, rank=0))
-    adam = PagedAdam(resident.optimizer, owners, config, on_cuda=False)
-    assert adam.tiers is None
-    assert (adam.on_disk, adam.file_bytes, list(tmp_path.iterdir())) == (frozenset(), 0, [])
-    small = replace(config, host_bytes=1e5, nvme=NvmeConfig(tmp_path, 1e5, rank=0))
-    with pytest.raises(ValueError, match=r"GB of .* in two versions, and there are 0\.0001 GB: raise --state-nvme-gb"):
-        PagedAdam(Resident(torch.float32).optimizer, owners, small, on_cuda=False)
-    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 
 from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.states.cache import CacheSettings
-from bytescale_ext.states.traffic import CacheTraffic, measure_traffic, step_rows
+from bytescale_ext.states.traffic import measure_traffic, step_rows
 
 RULE = GramRule((2,), 1, 1000)
 
@@ -35,27 +35,6 @@ def test_without_a_cache_every_row_moves_twice() -> None:
     assert traffic.hit_rate == traffic.saved == 0
 
 
-def test_one_worker_with_room_for_all_fetches_each_row_once() -> None:
-    steps = list(step_rows(RULE, iter(documents([600])), 1, 50))
-    touched = len(np.unique(np.concatenate([step[0] for step in steps])))
-    exact = measure_traffic(steps, RULE.num_rows, CacheSettings(1000))
-    assert exact.num_fetched == touched
-    assert exact.num_pushed == exact.num_read
-    stale = measure_traffic(steps, RULE.num_rows, CacheSettings(1000, "lru", 0, 10**6))
-    assert stale.num_pushed == 0
-
-
-def test_more_lines_and_more_staleness_save_more() -> None:
-    steps = list(step_rows(RULE, iter(documents([4000])), 4, 100))
-    saved = [
-        measure_traffic(steps, RULE.num_rows, CacheSettings(lines, "lru", bound, bound)).saved
-        for lines, bound in ((20, 0), (20, 5), (200, 5), (200, 20))
-    ]
-    assert saved == sorted(saved)
-    assert saved[0] < 0.1
-    assert saved[-1] > 0.5
-
-
 @pytest.mark.parametrize("policy", ["lfu", "lfuopt"])
 def test_policies_that_count_uses_keep_what_is_used_often(policy: str) -> None:
     often, once = np.arange(10), np.arange(10, 1000)
@@ -66,25 +45,12 @@ def test_policies_that_count_uses_keep_what_is_used_often(policy: str) -> None:
     assert other.hit_rate == pytest.approx(39 * 10 / (40 * 30))
 
 
-def test_steps_need_not_end_with_a_document() -> None:
-    some = documents([7, 7, 7])
-    assert [len(step) for step in step_rows(RULE, iter(some), 3, 2)] == [3, 3, 3]
-    assert list(step_rows(RULE, iter(some), 3, 8)) == []
-
-
 @pytest.mark.parametrize(("bound", "num_fetched"), [(0, 80), (3, 32), (4, 16)])
 def test_copies_lack_the_updates_of_other_workers(bound: int, num_fetched: int) -> None:
     rows = np.arange(8)
     traffic = measure_traffic([[rows, rows]] * 5, 8, CacheSettings(8, "lru", bound, 0))
     assert traffic.num_pushed == traffic.num_read == 80
     assert traffic.num_fetched == num_fetched
-
-
-def test_bytes_of_a_step() -> None:
-    traffic = CacheTraffic(num_steps=2, num_read=10, num_fetched=4, num_pushed=6)
-    assert traffic.hit_rate == pytest.approx(0.6)
-    assert traffic.saved == pytest.approx(0.5)
-    assert traffic.step_bytes(3) == (10 * 4 * 4 + 16 * 16) / 2
 
 
 def test_rows_of_the_next_step_come_ahead() -> None:

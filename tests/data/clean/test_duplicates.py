@@ -9,11 +9,7 @@ import pytest
 
 from bytescale_ext.data.clean.duplicates import (
     candidate_pairs,
-    chained_groups,
     choose,
-    equal_groups,
-    order_of,
-    weights_of,
 )
 from bytescale_ext.data.clean.shelf import ROW
 
@@ -31,39 +27,12 @@ def rows_of(texts: list[str], names: list[int] | None = None) -> np.ndarray:
     return rows
 
 
-def test_equal_texts_follow_the_least_name() -> None:
-    rows = rows_of(["a", "b", "a", "c", "b", "a"], [5, 9, 2, 1, 3, 4])
-    assert equal_groups(rows).tolist() == [2, 4, 2, 3, 4, 2]
-    assert equal_groups(rows[:0]).tolist() == []
-
-
-def test_links_in_a_row_are_one_group() -> None:
-    links = np.array([[1, 4], [4, 7], [2, 3], [7, 9], [9, 8]])
-    assert [group.tolist() for group in chained_groups(links)] == [[1, 4, 7], [2, 3], [7, 9, 8]]
-    assert list(chained_groups(links[:0])) == []
-
-
-def test_all_members_of_a_bucket_are_candidates_once() -> None:
-    first = np.array([0, 1, 2, 0, 4])
-    groups = [np.array([0, 1, 3]), np.array([3, 2]), np.array([1, 0]), np.array([0, 3])]
-    assert candidate_pairs(groups, first, np.arange(5)).tolist() == [[0, 1], [0, 2]]
-
-
 def test_in_a_large_bucket_the_first_are_compared_with_all() -> None:
     count = 100
     first, places = np.arange(count), np.arange(count)[::-1].copy()
     pairs = {tuple(pair) for pair in candidate_pairs([np.arange(count)], first, places).tolist()}
     ahead = set(range(count - 64, count))
     assert pairs == {pair for pair in combinations(range(count), 2) if ahead & set(pair)}
-
-
-def test_the_order_of_choice_is_long_first_and_of_the_text_alone() -> None:
-    rows = rows_of(["aa", "bbbb", "c", "dd"])
-    places = order_of(rows)
-    assert places[1] == 0
-    assert places[2] == 3
-    shuffled = np.array([2, 0, 3, 1])
-    assert order_of(rows[shuffled]).tolist() == places[shuffled].tolist()
 
 
 def case(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,9 +84,3 @@ def test_a_chain_of_duplicates_does_not_drop_what_resembles_nothing_kept() -> No
     kept = choose(np.arange(3), np.arange(3), np.array([[0, 1], [1, 2]]))
     assert kept.kept_by.tolist() == [0, 0, 2]
     assert kept.copies.tolist() == [2, 0, 1]
-
-
-def test_weights_grow_with_the_logarithm() -> None:
-    weights = weights_of(np.array([1, 2, 3, 8, 1000]), 3.0)
-    assert weights.tolist() == [1.0, 1.75, 2.0, 3.0, 3.0]
-    assert np.all(weights * 4 == np.round(weights * 4))

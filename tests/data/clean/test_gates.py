@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.data.clean.gates import ADDRESS, EMAIL, Gate, quality_filter
+from bytescale_ext.data.clean.gates import ADDRESS, EMAIL, Gate
 from bytescale_ext.data.clean.recipe import FILTERS, Recipe, Source
 from tests.data.cleaning import document, run_steps, told
 
@@ -38,11 +38,6 @@ def test_each_filter_passes_prose_and_refuses_what_it_is_for(name: str, tmp_path
     assert told(tmp_path).examples[what][0]["document"] == "bad"
 
 
-def test_filters_need_no_download_for_long_words_or_other_scripts() -> None:
-    for name in FILTERS:
-        quality_filter(name).filter(document("海很深。Straße, naïve. " * 50))
-
-
 def test_each_source_has_its_own_filters(tmp_path: Path) -> None:
     sources = (Source("docs", ".", "text", "*", ("gopher-quality",)), Source("code", ".", "text", "*", ()))
     short = [document("x = 1", "a"), document("x = 1", "b", "code")]
@@ -72,9 +67,3 @@ def test_filters_come_in_their_order_and_see_what_the_one_before_left(tmp_path: 
     gate = Gate(alone, tmp_path / "alone" / "told")
     assert run_steps([lambda *_: iter([document(menu + PROSE, "page")]), gate]) == []
     assert told(tmp_path / "alone").counts["docs"] == {"filter fineweb: short_line_ratio": 1}
-
-
-def test_bytes_of_refused_documents_are_counted(tmp_path: Path) -> None:
-    recipe = Recipe((Source("docs", ".", "text", "*", ("gopher-quality",)),), steps=("filters",))
-    run_steps([lambda *_: iter([document("naïve")]), Gate(recipe, tmp_path / "told")])
-    assert told(tmp_path).num_bytes["docs"] == {"filter gopher-quality: gopher_short_doc": 6}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescale_ext.data.clean.output import Write, data_set_name, gather
+from bytescale_ext.data.clean.output import Write, gather
 from bytescale_ext.data.clean.recipe import Recipe, Source
 from tests.data.cleaning import document, run_steps, told
 
@@ -58,14 +58,3 @@ def test_moving_goes_on_where_it_was(tmp_path: Path) -> None:
     sets = gather(recipe, tmp_path / "work", tmp_path / "out")
     assert [path.name for path in sets[0].shards] == ["00000.jsonl", "00001.jsonl"]
     assert gather(recipe, tmp_path / "work", tmp_path / "out") == sets
-
-
-def test_the_step_tells_its_end(tmp_path: Path) -> None:
-    ended: list[int] = []
-    run_steps([lambda *_: iter(MADE), Write(Recipe(SOURCES), tmp_path, ended.append)])
-    assert ended == [0]
-
-
-def test_names() -> None:
-    assert data_set_name("docs", 1.0) == "docs"
-    assert data_set_name("docs", 1.75) == "docs-x1.75"

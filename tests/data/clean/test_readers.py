@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from datatrove.data import Document
 
-from bytescale_ext.data.clean.readers import Bad, Collect, check_packages, documents_of
+from bytescale_ext.data.clean.readers import Bad, Collect, documents_of
 from bytescale_ext.data.clean.recipe import Recipe, Source
 from tests.data.cleaning import folder_of, run_steps, told
 
@@ -130,17 +130,3 @@ def test_files_are_dealt_to_tasks_and_counted(tmp_path: Path) -> None:
     assert counts == {"docs": {"read": 3, "empty": 1}, "more": {"read": 1, "broken": 1}}
     assert told(tmp_path).num_bytes["docs"]["read"] == 11
     assert {one.metadata["source"] for one in found} == {"docs", "more"}  # type: ignore[attr-defined]
-
-
-def test_bad_input_fails_where_it_is_asked_to(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "fail")
-    with pytest.raises(ValueError, match=r"more\.jsonl:2: not JSON .*: mend it, or give --on-bad skip"):
-        run_steps([Collect(recipe, tmp_path / "told")], recipe.tasks)
-
-
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe((Source("web", str(tmp_path), "warc", "*", ()),))
-    check_packages(recipe)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "warcio" else name)
-    with pytest.raises(ValueError, match="source web: warc needs warcio: pip install warcio"):
-        check_packages(recipe)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from bytescale_ext.data.clean.recipe import FILTERS, STEPS, files_of, read_recipe
+from bytescale_ext.data.clean.recipe import FILTERS, files_of, read_recipe
 from tests.data.cleaning import folder_of
 
 RECIPE = """
@@ -56,14 +55,6 @@ def test_flags_stand_over_the_file(recipe_file: Path) -> None:
     assert recipe.policy == "weight"
 
 
-def test_without_a_file_all_steps_are_on(tmp_path: Path) -> None:
-    folder_of(tmp_path, "docs", {"a.txt": "a"})
-    recipe = read_recipe(None, [f"docs={tmp_path / 'docs'}"], {})
-    assert recipe.steps == STEPS
-    assert recipe.sources[0].filters == ()
-    assert (recipe.buckets, recipe.hashes, recipe.jaccard) == (14, 8, 0.8)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -77,14 +68,6 @@ def test_without_a_file_all_steps_are_on(tmp_path: Path) -> None:
 def test_formats_follow_from_names(name: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"")
     assert read_recipe(None, [f"one={tmp_path / name}"], {}).sources[0].format == expected
-
-
-def test_the_fingerprint_changes_with_settings_and_files(recipe_file: Path) -> None:
-    before = read_recipe(recipe_file, [], {}).fingerprint()
-    assert read_recipe(recipe_file, [], {}).fingerprint() == before
-    assert read_recipe(recipe_file, [], {"jaccard": 0.8}).fingerprint() != before
-    os.utime(recipe_file.parent / "docs" / "a.txt", ns=(1, 1))
-    assert read_recipe(recipe_file, [], {}).fingerprint() != before
 
 
 @pytest.mark.parametrize(

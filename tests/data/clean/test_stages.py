@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bytescale_ext.data.clean.output import gather
-from bytescale_ext.data.clean.recipe import STEPS, Recipe, Source
-from bytescale_ext.data.clean.stages import EXECUTORS, Stage, Where, run_stages, stages_of
+from bytescale_ext.data.clean.recipe import STEPS, Recipe
+from bytescale_ext.data.clean.stages import Stage, Where, run_stages, stages_of
 from tests.data.cleaning import HEADER, folder_of, text
 
 pytestmark = pytest.mark.ranks
@@ -141,18 +141,3 @@ def test_a_killed_run_loses_nothing_and_repeats_nothing(broken: int, tmp_path: P
     runs = {one.name: len((tmp_path / one.name).read_text()) for one in stages}
     assert runs == {one.name: one.tasks + (place == broken) for place, one in enumerate(stages)}
     assert "killed" in (work / "log.txt").read_text()
-
-
-def test_bad_input_is_its_own_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.jsonl").write_text("{broken\n")
-    source = Source("lines", str(tmp_path / "a.jsonl"), "jsonl", "*", ())
-    recipe, work = Recipe((source,), on_bad="fail"), tmp_path / "work"
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: not JSON"):
-        run_stages(stages_of(recipe, work, print), work, Where())
-    assert capfd.readouterr() == ("", "")  # the log has the rest
-
-
-def test_steps_that_are_off_have_no_stage(tmp_path: Path) -> None:
-    names = [stage.name for stage in stages_of(Recipe((), steps=("exact",)), tmp_path, print)]
-    assert names == ["collect", "decide", "write", "finish"]
-    assert EXECUTORS == ("local", "ray", "slurm")

@@ -12,20 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.data.clean import words as module
 from bytescale_ext.data.clean.words import RULES, jaccard, shingles, word_hashes
-
-
-def test_words_and_marks() -> None:
-    assert RULES.word_tokenize("It's 3.5 metres, naïve!") == [
-        "It", "'", "s", "3", ".", "5", "metres", ",", "naïve", "!",
-    ]  # fmt: skip
-
-
-def test_sentences_end_with_marks_and_lines() -> None:
-    text = 'One. Two has "quotes." Three\n\n   \nfour, v1.2 too?\nend'
-    assert RULES.sent_tokenize(text) == ["One.", 'Two has "quotes."', "Three", "four, v1.2 too?", "end"]
-    assert RULES.sent_tokenize("   \n ") == []
 
 
 @pytest.mark.parametrize("text", ["One. Two.\nThree", "", "a\n\nb. c", " lead. \n tail "])
@@ -48,49 +35,11 @@ def test_shingles_are_as_many_as_distinct_runs(size: int) -> None:
     assert np.array_equal(found, np.unique(found))
 
 
-def test_the_order_of_words_matters_and_case_does_not() -> None:
-    assert shingles("a b c d e", 5).tolist() == shingles("A, b C; d e!", 5).tolist()
-    assert shingles("a b c d e", 5).tolist() != shingles("b a c d e", 5).tolist()
-
-
-def test_short_and_empty_texts() -> None:
-    assert len(shingles("two words", 5)) == 1
-    assert len(shingles("... !", 5)) == 0
-
-
-def test_similarity_is_that_of_sets() -> None:
-    one, other = "a b c d e f g h", "a b c d e f g x"
-    sets = reference(one, 3), reference(other, 3)
-    expected = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
-    assert jaccard(shingles(one, 3), shingles(other, 3)) == pytest.approx(expected)
-    assert jaccard(shingles(one, 3), shingles("", 3)) == 0
-
-
 @pytest.mark.ranks
 def test_hashes_are_equal_in_every_process() -> None:
     command = "from bytescale_ext.data.clean.words import word_hashes; print(word_hashes('naïve')[0])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
     assert int(done.stdout) == word_hashes("naïve")[0]
-
-
-def test_a_long_text_is_hashed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ", ".join(f"word{number} naïve" for number in range(50)) + "."
-    expected = word_hashes(text).tolist()
-    assert len(set(expected)) == 51
-    for block in (1, 7, 100):
-        monkeypatch.setattr(module, "_BLOCK", block)
-        assert word_hashes(text).tolist() == expected
-
-
-def test_a_word_has_its_hash_beside_any_other() -> None:
-    alone = [int(word_hashes(word)[0]) for word in ("data", "x" * 5000, "_a1")]
-    assert word_hashes(f"data, {'x' * 5000}! _a1").tolist() == alone
-    assert word_hashes(f"data \u4e16 {'x' * 5000} \ud800 _a1").tolist()[::2][:2] == alone[:2]  # not ASCII: 4 bytes each
-
-
-def test_letters_of_a_word_have_their_places() -> None:
-    assert len(set(word_hashes("ab ba aab aba baa abab a b").tolist())) == 8
-    assert len(word_hashes("")) == len(word_hashes(" -- ")) == 0
 
 
 @given(st.text(max_size=40))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bytescale_ext.data.corpus.embed import check_embedder, embed, reduced, token_counts, unit, word_counts
+from bytescale_ext.data.corpus.embed import check_embedder, embed, reduced, unit, word_counts
 from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.samples.lengths import sample_table
 from tests.data.corpus.books import TOPICS, texts, write_texts
@@ -45,27 +45,11 @@ def test_token_ids_stand_for_words(tmp_path: Path) -> None:
     assert other < 0.1
 
 
-def test_counts_of_words_and_tokens() -> None:
-    words = word_counts(["two two one", "one"])
-    assert sorted(words[0].data.tolist()) == [1, 2]
-    tokens = token_counts([np.array([7, 7, 9]), np.array([9 + (1 << 18)])])
-    assert (tokens[0, 7], tokens[0, 9], tokens[1, 9]) == (2, 1, 1)
-
-
-def test_equal_seeds_give_equal_vectors(tmp_path: Path) -> None:
-    counts = word_counts(texts()[0])
-    assert np.array_equal(reduced(counts, 3), reduced(counts, 3))
-
-
 @pytest.mark.parametrize("documents", [["one"], ["one", "two"], ["", "", ""], ["a b", "c d", "e f", "g h"]])
 def test_documents_without_common_words(documents: list[str]) -> None:
     vectors = reduced(word_counts(documents), 1)
     assert vectors.shape[0] == len(documents)
     assert np.isfinite(vectors).all()
-
-
-def test_unit_vectors_keep_zeros() -> None:
-    assert np.allclose(unit(np.array([[3.0, 4.0], [0, 0]])), [[0.6, 0.8], [0, 0]])
 
 
 def test_a_model_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +82,3 @@ def test_a_model_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_bad_embedders(embedder: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_embedder(embedder)
-
-
-def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"scikit-learn and faiss are needed: pip install .*\[data\]"):
-        check_embedder(None)

@@ -72,8 +72,3 @@ def test_other_bytes_are_found_by_the_rank_that_reads_them(tmp_path: Path) -> No
     check_mask(prefix, whole=False)
     with pytest.raises(ValueError, match="is not the mask that a"):
         check_mask(prefix)
-
-
-def test_a_mask_without_an_answer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no token is an answer, so there is nothing to train on"):
-        check_mask(masked(tmp_path / "a", [0] * 5))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from bytescale_ext.data.corpus.sculpting import check_context, sculpt_corpus
+from bytescale_ext.data.corpus.sculpting import sculpt_corpus
 from bytescale_ext.plan.sculpt.baselines import concatenated
 from bytescale_ext.plan.sculpt.quality import quality_of
 from bytescale_ext.plan.sculpt.sculpt import SculptSettings
@@ -24,17 +23,3 @@ def test_windows_are_about_one_topic(tmp_path: Path) -> None:
     assert made.num_long == 0
     assert made.cluster_tokens.sum() == corpus.lengths.sum()
     assert (np.diff(made.cluster_tokens) <= 0).all()
-
-
-def test_documents_longer_than_a_window_are_counted(tmp_path: Path) -> None:
-    corpus = write_texts(tmp_path / "a", texts()[0])
-    made = sculpt_corpus(corpus, SculptSettings(200), None)
-    assert made.num_long == np.count_nonzero(corpus.lengths > 200) > 0
-
-
-def test_a_context_that_no_document_fits_in_is_refused() -> None:
-    lengths = np.array([0, 9, 12])
-    check_context(lengths, SculptSettings(9))
-    check_context(lengths, SculptSettings(8, "split"))
-    with pytest.raises(ValueError, match=r"shortest document has 9 tokens.*--context 9 or more, or --overflow split"):
-        check_context(lengths, SculptSettings(8))

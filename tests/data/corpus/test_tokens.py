@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from bytescale_ext.data.corpus.tokens import open_tokens
 from bytescale_ext.data.samples.lengths import sample_table
 from tests.data.corpus.books import write_texts
@@ -26,12 +24,3 @@ def test_text_of_bytes(tmp_path: Path) -> None:
     assert corpus.is_bytes
     assert list(corpus.texts(sample_table(corpus.lengths, 100))) == ["größer", "two words", "x"]
     assert list(corpus.texts(sample_table(corpus.lengths, 3)))[:2] == ["gr\ufffd", "\ufffdß"]
-
-
-def test_other_tokens_are_no_bytes(tmp_path: Path) -> None:
-    assert not open_tokens(write_data_set(tmp_path / "a", [[[1, 2, 257]]])).is_bytes
-
-
-def test_a_missing_data_set_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        open_tokens(str(tmp_path / "none"))

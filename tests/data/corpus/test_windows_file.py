@@ -81,16 +81,3 @@ def test_damage_is_refused(path: Path) -> None:
     described.unlink()
     with pytest.raises(ValueError, match=r"a\.windows\.json: No such file"):
         load_windows(path)
-
-
-def test_arrays_of_another_kind_are_refused(tmp_path: Path) -> None:
-    for name, values in (("ints", np.zeros(3)), ("empty", table(0))):
-        path = tmp_path / f"{name}.windows.npy"
-        save_windows(path, values, HEADER)
-        with pytest.raises(ValueError, match="not a table of windows"):
-            load_windows(path)
-
-
-def test_other_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"whose name ends with \.windows\.npy"):
-        load_windows(tmp_path / "a.npy")

@@ -68,22 +68,6 @@ def test_steps_that_grow() -> None:
     assert [_key(step) for step in loader] == [_key(step) for step in steps[2:]]
 
 
-def test_steps_follow_the_samples_and_stop_at_the_end() -> None:
-    steps = list(_loader(MemorySource(LENGTHS)))
-    assert [step.sample_ids for step in steps] == [tuple(range(i, i + 4)) for i in (0, 4, 8, 12)]
-    assert [step.step_index for step in steps] == [0, 1, 2, 3]
-    assert [step.num_tokens for step in steps] == [sum(LENGTHS[i : i + 4]) for i in (0, 4, 8, 12)]
-    assert all(step.plan == _planner()(step.lengths) for step in steps)
-    assert all(s.plan_seconds >= 0 and s.read_seconds >= 0 and s.wait_seconds >= 0 for s in steps)
-
-
-def test_samples_too_few_for_a_step_are_left() -> None:
-    loader = _loader(MemorySource(LENGTHS), samples_per_step=7)
-    assert [step.sample_ids[0] for step in loader] == [0, 7]
-    with pytest.raises(StopIteration):
-        next(loader)
-
-
 @pytest.mark.parametrize("num_ranks", [4, 5, 8])
 def test_all_ranks_together_hold_each_token_once(num_ranks: int) -> None:
     """Tokens and labels by (document, position) are the documents, whatever the number of ranks."""
@@ -146,17 +130,6 @@ def test_the_state_counts_what_was_handed_out_not_what_was_made() -> None:
     assert [_key(step) for step in other] == whole[2:]
 
 
-def test_a_cyclic_loader_begins_again() -> None:
-    loader = _loader(MemorySource([3, 4, 5]), samples_per_step=2, cyclic=True)
-    assert [next(loader).sample_ids for _ in range(4)] == [(0, 1), (2, 0), (1, 2), (0, 1)]
-    loader.close()
-
-
-def test_a_rank_without_micro_batches_gets_none() -> None:
-    steps = list(_loader(MemorySource([3, 3]), rank=3, samples_per_step=2))
-    assert [step.micro_batches for step in steps] == [()]
-
-
 def test_no_more_than_plan_ahead_steps_are_made() -> None:
     planned = threading.Semaphore(0)
     calls = []
@@ -212,11 +185,6 @@ def test_a_bad_plan_is_refused_by_the_default_check() -> None:
     trusted.close()
 
 
-def test_a_token_outside_the_vocabulary_reaches_the_consumer() -> None:
-    with pytest.raises(ValueError, match=r"memory: document \d+ .*outside the vocabulary of 20"):
-        list(_loader(MemorySource(LENGTHS), vocab_size=20))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -232,26 +200,8 @@ def test_bad_settings_are_refused_at_once(options: dict[str, Any], message: str)
         LoaderSettings(**{"rank": 0, "samples_per_step": 4, **options})
 
 
-def test_an_empty_source_cannot_be_repeated() -> None:
-    with pytest.raises(ValueError, match="without samples"):
-        _loader(MemorySource([]), cyclic=True)
-    with pytest.raises(StopIteration):
-        next(_loader(MemorySource([])))
-
-
 def _threads() -> int:
     return sum(thread.name == "bytescale-loader" for thread in threading.enumerate())
-
-
-def test_close_ends_the_thread_and_the_steps() -> None:
-    before = _threads()
-    loader = _loader(MemorySource(LENGTHS))
-    next(loader)
-    loader.close()
-    loader.close()
-    assert _threads() == before
-    with pytest.raises(RuntimeError, match="closed"):
-        next(loader)
 
 
 def test_a_dropped_loader_takes_its_thread_along() -> None:

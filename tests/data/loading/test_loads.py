@@ -25,26 +25,10 @@ def history_of(loads: dict[int, float], lag: int, window: int = WINDOW) -> LoadH
     return history
 
 
-def test_a_step_counts_with_the_mean_of_steps_long_ago() -> None:
-    history = history_of({0: 1.5, 1: 2.5, 2: 3.5, 3: 9.0}, lag=2, window=2)
-    assert [history.at(step) for step in range(6)] == [1.0, 1.0, 1.5, 2.0, 3.0, 6.25]
-
-
 def test_what_a_rank_learns_early_changes_nothing() -> None:
     early = history_of({0: 1.5, 1: 2.5, 2: 7.0, 3: 8.0}, lag=3)
     late = history_of({0: 1.5, 1: 2.5}, lag=3)
     assert early.at(4) == late.at(4) == 2.0
-
-
-def test_a_resumed_run_begins_anew() -> None:
-    history = history_of({100: 3.0, 101: 5.0}, lag=2)
-    assert [history.at(step) for step in (100, 101, 102, 103)] == [1.0, 1.0, 3.0, 4.0]
-
-
-def test_old_loads_are_forgotten() -> None:
-    history = history_of(dict.fromkeys(range(1000), 2.0), lag=3, window=4)
-    assert history.at(1000) == 2.0
-    assert len(history._loads) == 2 * (3 + 4)
 
 
 class Noting:
@@ -107,13 +91,6 @@ def test_the_simple_plan_counts_with_the_same_load() -> None:
     loader.simple_step(steps[1])
     loader.simple_step(steps[2])
     assert planner.seen[-2:] == [(2, -1.0), (3, -2.0)]
-
-
-def test_out_of_time_at_a_load() -> None:
-    history, planner = history_of({3: 4.0}, lag=2), Noting(is_late=True)
-    step = next(loader_of(planner, 1, history, seconds=1.0))
-    assert step.fell_back
-    assert planner.seen[0] == (1, -4.0)
 
 
 def test_without_a_history_planners_are_asked_for_no_load() -> None:

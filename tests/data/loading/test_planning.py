@@ -59,24 +59,6 @@ def test_the_simple_plan_is_taken_when_time_is_over(
     assert (plan.num_ranks, fell_back, plan.lengths) == (num_ranks, num_ranks == 1, (3, 4))
 
 
-def test_without_a_limit_the_clock_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(planning, "time", clock)
-    planner = Patient(10_000)
-    assert PlanMaker(planner, None)((1,))[1] is False
-    assert not planner.was_limited
-    assert clock.now == 0
-
-
-def test_other_errors_are_not_taken_for_lack_of_time() -> None:
-    class Broken(Patient):
-        def __call__(self, lengths: Sequence[int], should_stop: Callable[[], bool] | None = None) -> StepPlan:
-            raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        PlanMaker(Broken(0), None, 1.0)((1,))
-
-
 @pytest.mark.parametrize("balance", planner_names())
 def test_every_planner_stops_and_has_a_simple_plan(monkeypatch: pytest.MonkeyPatch, balance: str) -> None:
     cost = CostModel(a=0.01, b=1.0)
@@ -144,13 +126,6 @@ def test_a_process_counts_with_the_load_of_each_step() -> None:
         planner.with_expert_imbalance(3.0).fallback(STEP).digest()
         == loaded.with_expert_imbalance(3.0).fallback(STEP).digest()
     )
-
-
-def test_quick_plans_need_no_process() -> None:
-    planner = PlannerInProcess(Dreamer(), slow_seconds=1000.0)
-    for _ in range(3):
-        assert planner((0,)).tokens_per_rank == os.getpid()
-    assert planner._process is None
 
 
 @pytest.mark.ranks

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.data.mix.weights import Known, Part, Temper, blend, epochs, reweigh, weigh
+from bytescale_ext.data.mix.weights import Known, Part, Temper, blend, epochs, weigh
 
 BOOKS = Part("p/books", "books", 9_000, 30)
 CHATS = Part("p/chats", "chats", 1_000, 100)
@@ -18,15 +18,6 @@ CHATS = Part("p/chats", "chats", 1_000, 100)
 
 def shares(parts: list[Part], known: dict[str, Known] | None = None, temper: Temper | None = None) -> list[float]:
     return [one.share for one in weigh(parts, known or {}, temper or Temper())]
-
-
-def test_without_more_knowledge_shares_are_sizes() -> None:
-    assert shares([BOOKS, CHATS]) == pytest.approx([0.9, 0.1])
-
-
-def test_a_temperature_makes_shares_even() -> None:
-    assert shares([BOOKS, CHATS], temper=Temper(temperature=2)) == pytest.approx([0.75, 0.25])
-    assert shares([BOOKS, CHATS], temper=Temper(temperature=1e9)) == pytest.approx([0.5, 0.5])
 
 
 def test_duplicates_and_refused_documents_count_against_a_source() -> None:
@@ -51,12 +42,6 @@ def test_a_source_without_value_gets_nothing_and_none_with_any_is_an_error() -> 
     assert shares([BOOKS, CHATS], {"chats": Known(quality=0)}) == [1.0, 0.0]
     with pytest.raises(ValueError, match="no source has any weight"):
         shares([BOOKS, CHATS], {"books": Known(duplication=1), "chats": Known(quality=0)})
-
-
-def test_factors_change_shares() -> None:
-    weighed = reweigh(weigh([BOOKS, CHATS], {}, Temper()), {"chats": 9.0})
-    assert [one.share for one in weighed] == pytest.approx([0.5, 0.5])
-    assert [one.size for one in weighed] == pytest.approx([0.9, 0.1])
 
 
 parts = st.lists(

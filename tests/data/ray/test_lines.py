@@ -84,16 +84,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str, chunk_bytes
     assert reason in str(caught.value)
 
 
-def test_a_tokenizer_that_fails_names_the_line(tmp_path: Path) -> None:
-    def fails(raw: bytes) -> tuple[np.ndarray, bool]:
-        raise KeyError(raw.decode())
-
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "short"}\n{"text": "' + "long" * 20 + '"}\n')
-    with pytest.raises(ValueError, match=r"a.jsonl:2: the tokenizer failed \(KeyError: "):
-        index_lines(str(path), 0, 1000, "text", 64, fails)
-
-
 def test_an_index_is_kept_until_anything_differs(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.jsonl", 20)
     name = str(tmp_path / "cache"), str(path), "text", 64, "bytes"
@@ -114,10 +104,3 @@ def test_an_index_is_kept_until_anything_differs(tmp_path: Path) -> None:
     assert len({file, *others}) == 5
     file.write_bytes(file.read_bytes()[:50])
     assert load_index(file) is None
-
-
-def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    index = _index(write_text(tmp_path / "a.jsonl", 5), 64)
-    with pytest.raises(ValueError, match=r"--data-cache-path .* cannot be written"):
-        save_index(tmp_path / "cache" / "index.npz", index)

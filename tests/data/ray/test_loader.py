@@ -28,7 +28,6 @@ from bytescale_ext.data.ray.loader import RemoteSplit, RemoteStepLoader
 from bytescale_ext.data.ray.scheduler import Samples
 from bytescale_ext.data.ray.session import check_remote
 from bytescale_ext.data.samples.texts import encoder
-from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.sizes import Cluster
@@ -138,11 +137,6 @@ def test_a_resumed_loader_goes_on(text: Path, split: RemoteSplit) -> None:
     assert take(second, 4) == expected[8:]
 
 
-def test_a_split_that_begins_again(text: Path, split: RemoteSplit) -> None:
-    start = {"consumed_samples": split.num_samples - BATCH - 3, "cyclic": True}
-    assert take(loaders(split, **start), 3) == take(local_loaders(text, **start), 3)
-
-
 @pytest.mark.parametrize("victim", ["server", "scheduler"])
 def test_a_killed_actor_is_started_again_and_nothing_is_lost(text: Path, split: RemoteSplit, victim: str) -> None:
     actor = split.actors.servers[1] if victim == "server" else split.actors.scheduler
@@ -189,23 +183,6 @@ def test_the_simple_plan_of_a_step_holds_the_same_tokens(split: RemoteSplit) -> 
     assert sum(tokens(simple)) == sum(tokens(steps))
 
 
-class BadPlanner(HdpPlanner):
-    """Forgets the last sequence."""
-
-    def __call__(self, lengths: Any, should_stop: Any = None) -> Any:
-        from dataclasses import replace
-
-        plan = super().__call__(lengths, should_stop)
-        return replace(plan, ranks=tuple(rank[:-1] for rank in plan.ranks))
-
-
-def test_errors_of_actors_keep_their_type(text: Path, servers: RemoteServers) -> None:
-    planner = BadPlanner(Cluster(NUM_RANKS, SEQ_LENGTH), (StageCost(UNIT, UNIT),), balance="none")
-    for split in _split(text, servers, planner):
-        with pytest.raises(PlanError):
-            next(loaders(split)[0])
-
-
 def test_a_bad_line_is_named_before_training(tmp_path: Path, text: Path) -> None:
     """As ``index_files`` finds it; the servers of this module know another file."""
     from bytescale_ext.data.ray.server import TokenServer
@@ -224,10 +201,6 @@ def test_a_bad_line_is_named_before_training(tmp_path: Path, text: Path) -> None
 def test_a_bad_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=f"--hdp-ray-address {address}: "):
         check_remote(RemoteConfig(address=address))
-
-
-def test_the_handler_of_sigterm_stays(servers: RemoteServers) -> None:
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_ray_of_this_machine_is_private_and_ends_with_its_process(text: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -23,27 +21,6 @@ def test_epochs_seeds_and_splits_are_shuffled_apart() -> None:
     cases = [(1, 0, 0), (1, 0, 1), (2, 0, 0), (1, 1, 0), (0, 1, 1), (2**32 - 1, 0, 0)]
     assert len({epoch(*case) for case in cases}) == len(cases)
     assert epoch(-1, 0, 0) == epoch(2**32 - 1, 0, 0)  # RandomState takes no negative seed
-
-
-def test_many_rows_at_once_are_those_one_by_one() -> None:
-    samples = np.random.default_rng(0).integers(0, 90, 200)
-    order = EpochOrder(30, 5, 0)
-    assert order.rows(samples).tolist() == [EpochOrder(30, 5, 0).row(sample) for sample in samples.tolist()]
-    assert order.rows(np.zeros(0, dtype=np.int64)).tolist() == []
-
-
-def test_the_order_does_not_depend_on_what_was_asked_before() -> None:
-    order, fresh = EpochOrder(20, 9, 2), EpochOrder(20, 9, 2)
-    backward = [order.row(sample) for sample in reversed(range(100))]
-    assert backward[::-1] == [fresh.row(sample) for sample in range(100)]
-
-
-def test_a_copy_in_another_process_has_the_same_order_and_carries_none() -> None:
-    order = EpochOrder(100_000, 7, 1)
-    first = order.rows(np.arange(100))
-    packed = pickle.dumps(order)
-    assert len(packed) < 1000
-    assert pickle.loads(packed).rows(np.arange(100)).tolist() == first.tolist()
 
 
 def test_the_order_is_frozen() -> None:

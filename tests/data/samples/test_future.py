@@ -33,12 +33,6 @@ def test_future_of_shards_and_documents(count: int) -> None:
     assert all(stop <= lengths[sample] + 1 for sample, _, stop in source.reads)
 
 
-def test_a_piece_knows_one_token_of_the_next() -> None:
-    source = MemorySource([7], seq_length=4)  # pieces 1..4, 5..7
-    found = future_tokens(MicroBatch((Shard(0, ((0, 4),), (0,)),)), source, [0], [4], 4, 2)
-    assert found.tolist() == [[3, 4], [4, 5], [5, NO_TOKEN], [NO_TOKEN, NO_TOKEN]]
-
-
 def test_the_loader_reads_them_where_heads_want_them() -> None:
     from bytescale_ext.data.samples.units import units_of
 
@@ -86,12 +80,6 @@ def test_weights_of_a_ring_are_those_of_the_document_alone(kind: type[MemorySour
                 rows = [p for start, stop in ranges for p in range(start, stop)]
                 found = future_weights(shard, source, [0, 1, 2], lengths, len(rows), count)
                 torch.testing.assert_close(found, wanted[rows])
-
-
-def test_the_label_of_a_piece_that_lies_in_the_next_one_counts() -> None:
-    source = MemorySource([7], seq_length=4)  # pieces 1..4, 5..7
-    found = future_weights(MicroBatch((Shard(0, ((0, 4),), (0,)),)), source, [0], [4], 4, 2)
-    torch.testing.assert_close(found, torch.tensor([[4 / 3, 2], [4 / 3, 2], [4 / 3, 0], [0, 0]]))
 
 
 def test_weights_come_with_the_tokens_where_they_are_wanted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bytescale_ext.data.samples.grams import GramRule, numbers
+from bytescale_ext.data.samples.grams import GramRule
 from bytescale_ext.data.samples.packed import pack_micro_batch, with_gram_rows
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from tests.data.sources import MemorySource
@@ -69,29 +69,3 @@ def test_ring_shards_packs_and_slices_read_only_what_is_missing() -> None:
     assert found.shape == (30, 4)
     assert not found[26:].any()
     assert source.reads == [(seq, max(0, start - 2), start) for seq, start, _ in ranges]
-
-
-def test_documents_side_by_side_share_no_gram() -> None:
-    source = MemorySource([3, 3])
-    source.documents = [np.array([1, 2, 3]), np.array([1, 2, 4])]
-    micro_batch = MicroBatch((Shard(0, ((0, 3),), (0,)), Shard(1, ((0, 3),), (0,))))
-    packed = pack_micro_batch(micro_batch, source, (0, 1), 1, (3, 3))
-    rows = with_gram_rows(packed, RULE, source, (0, 1)).gram_rows
-    assert rows is not None
-    assert rows[:2].tolist() == rows[3:5].tolist()
-    assert not set(rows[2].tolist()) & set(rows[5].tolist())
-
-
-def test_numbers() -> None:
-    assert numbers("3,2,3") == (2, 3)
-    assert numbers("1") == (1,)
-    for bad in ("0", "2,x", "", "2,,3", "-1"):
-        with pytest.raises(ValueError, match=r"are not numbers from 1 on|invalid literal"):
-            numbers(bad)
-
-
-def test_a_fingerprint_is_of_one_rule() -> None:
-    rules = [RULE, GramRule((2, 3), 2, 1 << 40), GramRule((2,), 3, 1 << 40), GramRule((2, 3), 4, 1 << 40)]
-    assert len({rule.fingerprint for rule in rules}) == 4
-    assert all(0 <= rule.fingerprint < 1 << 63 for rule in rules)
-    assert RULE.fingerprint == GramRule((2, 3), 2, 1 << 40, seed=5).fingerprint

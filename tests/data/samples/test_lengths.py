@@ -20,20 +20,6 @@ def test_lengths_of_documents_of_several_sequences_and_of_none(tmp_path: Path) -
     assert read_idx_lengths(prefix).dtype == np.int64
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
-def test_info_says_what_the_data_set_holds(tmp_path: Path, dtype: str) -> None:
-    info = check_indexed_dataset(write_data_set(tmp_path / "a", DOCUMENTS, dtype))
-    assert (info.num_documents, info.num_empty, info.num_tokens, info.max_tokens) == (5, 2, 10, 4)
-    assert info.dtype == np.dtype(dtype)
-
-
-def test_modes_of_a_multimodal_file_are_left_alone(tmp_path: Path) -> None:
-    prefix = write_data_set(tmp_path / "a", DOCUMENTS)
-    with Path(prefix + ".idx").open("ab") as stream:
-        stream.write(b"\0" * 5)
-    assert check_indexed_dataset(prefix).num_tokens == 10
-
-
 def _damage(prefix: Path, kind: str) -> None:
     idx, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     raw = idx.read_bytes()
@@ -110,18 +96,6 @@ def test_token_ids_are_checked_and_the_document_named(tmp_path: Path) -> None:
         check_token_ids(prefix, vocab_size=5)
 
 
-def test_negative_ids_are_refused(tmp_path: Path) -> None:
-    prefix = write_data_set(tmp_path / "a", [[[1, 2]], [[3, -4]]], "int32")
-    with pytest.raises(ValueError, match=r"document 1 holds the token id -4 \(its token 1\)"):
-        check_token_ids(prefix, vocab_size=100)
-
-
-def test_a_type_that_cannot_hold_a_bad_id_is_not_read(tmp_path: Path) -> None:
-    assert check_token_ids(write_data_set(tmp_path / "a", DOCUMENTS), vocab_size=65536) == 0
-    with pytest.raises(ValueError, match="no such file"):
-        check_token_ids(tmp_path / "none", vocab_size=65536)
-
-
 def test_a_large_data_set_is_sampled_from_end_to_end(tmp_path: Path) -> None:
     tokens = np.zeros(50_000, dtype=np.int64)
     for place in (0, 49_999):
@@ -148,10 +122,3 @@ def test_each_token_lies_in_one_sample(lengths: list[int], seq_length: int) -> N
     assert all(1 <= length <= seq_length for length in table.length)
     # A piece is cut only where it is full, so documents give as few samples as they can.
     assert len(table) == sum(-(-length // seq_length) for length in lengths)
-
-
-def test_a_bad_sample_length_or_document_is_refused() -> None:
-    with pytest.raises(ValueError, match="seq_length 0"):
-        sample_table(np.array([3]), 0)
-    with pytest.raises(ValueError, match="document 1 has -2 tokens"):
-        sample_table(np.array([3, -2]), 4)

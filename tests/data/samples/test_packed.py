@@ -1,13 +1,9 @@
 """One rank's rows: tokens, labels, masks and positions."""
 
-from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
-from bytescale_ext.data.samples.packed import dummy_micro_batch, pack_micro_batch, shift_labels
+from bytescale_ext.data.samples.packed import pack_micro_batch
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from tests.data.sources import MemorySource
 
@@ -40,12 +36,6 @@ def test_the_last_token_of_a_piece_is_labelled_with_the_next_piece() -> None:
     assert packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_sample_ids_choose_the_samples_of_the_plan() -> None:
-    source = MemorySource([2, 2, 2])
-    packed = pack_micro_batch(MicroBatch((_local(0, 2), _local(1, 2))), source, [2, 0], 1, [2, 2])
-    assert packed.tokens.tolist() == [5, 6, 1, 2]
-
-
 def test_only_the_ranges_and_one_label_token_are_read() -> None:
     source = MemorySource([1000])
     ranges = zigzag_ranges(1000, 4, 2)
@@ -62,51 +52,12 @@ def test_rows_are_padded_at_the_end(multiple: int, rows: int) -> None:
         assert not tensor[5:].any()
 
 
-def test_a_dummy_is_padding_alone() -> None:
-    dummy = dummy_micro_batch(6)
-    assert dummy.num_rows == 6
-    assert dummy.micro_batch.num_tokens == 0
-    assert dummy.documents == ()
-    for tensor in (dummy.tokens, dummy.labels, dummy.loss_mask, dummy.positions):
-        assert tensor.shape == (6,)
-        assert not tensor.any()
-    dummy.tokens[0] = 1
-    assert not dummy.labels.any()
-
-
 @pytest.mark.parametrize("vocab_size", [4, 5])
 def test_an_id_outside_the_vocabulary_names_its_document(vocab_size: int) -> None:
     micro_batch = MicroBatch((_local(0, 2), _local(1, 3)))
     with pytest.raises(ValueError, match=rf"document 1 tokens 0-3: token {vocab_size - 3} of the sample has the id"):
         pack_micro_batch(micro_batch, MemorySource([2, 3]), [0, 1], 1, [2, 3], vocab_size=vocab_size)
     pack_micro_batch(micro_batch, MemorySource([2, 3]), [0, 1], 1, [2, 3], vocab_size=6)
-
-
-def test_a_label_outside_the_vocabulary_is_found_too() -> None:
-    source = MemorySource([4], seq_length=2)
-    with pytest.raises(ValueError, match=r"tokens 0-2: token 2 of the sample has the id 3"):
-        pack_micro_batch(MicroBatch((_local(0, 2),)), source, [0], 1, [2], vocab_size=3)
-
-
-def test_negative_ids_are_refused() -> None:
-    source = MemorySource([3])
-    source.documents[0][1] = -5
-    with pytest.raises(ValueError, match="token 1 of the sample has the id -5"):
-        pack_micro_batch(MicroBatch((_local(0, 3),)), source, [0], 1, [3], vocab_size=10)
-
-
-def test_a_source_that_gives_too_little_is_a_bug() -> None:
-    source = MemorySource([3])
-    source.documents[0] = source.documents[0][:1]
-    with pytest.raises(AssertionError, match="document 0"):
-        pack_micro_batch(MicroBatch((_local(0, 3),)), source, [0], 1, [3])
-
-
-def test_shift_labels_with_and_without_a_next_token() -> None:
-    tokens, labels, mask = shift_labels(np.array([5, 6, 7]), 2)
-    assert (tokens.tolist(), labels.tolist(), mask.tolist()) == ([5, 6], [6, 7], [1, 1])
-    tokens, labels, mask = shift_labels(np.array([5]), 1)
-    assert (tokens.tolist(), labels.tolist(), mask.tolist()) == ([5], [0], [0])
 
 
 def test_to_a_device_keeps_all_values() -> None:
@@ -122,17 +73,3 @@ def test_to_a_device_keeps_all_values() -> None:
             assert tensor.shape == (8,)
             if device != "meta":
                 assert torch.equal(tensor.cpu(), getattr(packed, name))
-
-
-def test_nothing_here_knows_megatron() -> None:
-    folder = Path(__file__).parents[3] / "bytescale_ext" / "data"
-    assert all("import megatron" not in path.read_text() for path in folder.glob("*.py"))
-    assert all("from megatron" not in path.read_text() for path in folder.glob("*.py"))
-
-
-def test_the_first_documents_are_named() -> None:
-    packed = dummy_micro_batch(4)
-    assert packed.documents_text() == "padding only"
-    named = replace(packed, documents=tuple(f"document {number}" for number in range(5)))
-    assert named.documents_text() == "document 0, document 1, document 2, document 3 and 1 more"
-    assert named.documents_text(limit=5).endswith("document 3, document 4")

@@ -10,17 +10,8 @@ from bytescale_ext.data.samples.sources import (
     check_first_lines,
     checked_prefix,
     contents,
-    environment_entries,
     source_entries,
 )
-
-
-def test_the_environment_is_the_python_that_runs() -> None:
-    paths = [entry.path for entry in environment_entries()]
-    assert len(set(paths)) == len(paths) > 100
-    assert all(path.suffix == ".py" for path in paths)
-    assert "argparse.py" in {path.name for path in paths}
-    assert any("numpy" in path.parts for path in paths)
 
 
 def test_only_the_first_line_of_each_file_is_read_ahead(tmp_path: Path) -> None:
@@ -33,13 +24,6 @@ def test_only_the_first_line_of_each_file_is_read_ahead(tmp_path: Path) -> None:
         list(contents(entries, "text"))
     with pytest.raises(ValueError, match=r"a\.jsonl:1: no text under the key 'body'"):
         check_first_lines(entries, "body")
-
-
-def test_a_chat_is_told_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
-    entries = source_entries([str(tmp_path / "chat.jsonl")], "*")
-    with pytest.raises(ValueError, match=r"chat\.jsonl:1: a chat under the key 'messages': join its messages"):
-        check_first_lines(entries, "text")
 
 
 def test_checking_the_prefix_leaves_nothing(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
-from bytescale_ext.data.samples.texts import BYTE_LEVEL_EOD, BYTE_LEVEL_VOCAB_SIZE, encoder, json_text
+from bytescale_ext.data.samples.texts import encoder, json_text
 
 
 class Words:
@@ -22,18 +21,6 @@ class Words:
 def test_text_comes_out_of_its_line(text: str) -> None:
     line = json.dumps({"other": 1, "body": text}).encode()
     assert json_text(line + b"\r\n", "body", "a:1") == text.encode()
-
-
-@pytest.mark.parametrize("line", [b"", b"\n", b"  \t\r\n"])
-def test_blank_lines_have_no_text(line: bytes) -> None:
-    assert json_text(line, "text", "a:1") == b""
-
-
-def test_an_unpaired_surrogate_passes() -> None:
-    raw = json_text(b'{"text": "a\\ud800b"}', "text", "a:1")
-    assert raw == b"a\xed\xa0\x80b"
-    assert encoder(Words())(raw)[1] is False
-    assert encoder(None)(raw)[1] is True
 
 
 @pytest.mark.parametrize(
@@ -53,15 +40,6 @@ def test_bad_lines_are_named(line: bytes, words: list[str]) -> None:
     assert str(refused.value).startswith("folder/docs.jsonl:17: ")
     for word in words:
         assert word in str(refused.value)
-
-
-def test_a_token_is_a_byte_without_a_tokenizer() -> None:
-    tokens, is_utf8 = encoder(None)(bytes(range(256)))
-    assert tokens.tolist() == [*range(256), BYTE_LEVEL_EOD]
-    assert is_utf8
-    assert tokens.dtype == np.uint16
-    assert BYTE_LEVEL_EOD < BYTE_LEVEL_VOCAB_SIZE
-    assert encoder(None)(b"")[0].tolist() == [BYTE_LEVEL_EOD]
 
 
 def test_tokenizers_end_each_document_and_say_what_was_no_utf8() -> None:

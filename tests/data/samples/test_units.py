@@ -81,25 +81,3 @@ def test_each_sequence_is_counted_once(rule: SliceRule | None) -> None:
     counts = [[one.counted_lengths for one in mine if one.counted_lengths] for mine in packed]
     assert counts == [[LENGTHS], []]
     assert packed[0][0].counted_lengths == LENGTHS
-
-
-def test_all_ranks_of_a_ring_have_the_passes_of_a_slice() -> None:
-    both = [units_of(row(rank), LENGTHS, rank, 1, SliceRule(Slicing(3))) for rank in RING]
-    for mine, others in zip(*both, strict=True):
-        assert [part.seqs for part in mine.layout.attention.passes] == [
-            part.seqs for part in others.layout.attention.passes
-        ]
-
-
-def test_padding() -> None:
-    (whole,) = padding_units(1, 8)
-    assert whole.num_rows == 8
-    assert isinstance(whole.layout, AttentionLayout)
-    assert not whole.loss_mask.any()
-    slices = padding_units(3, 8)
-    assert [part.layout.index for part in slices] == [0, 1, 2]
-    for part in slices:
-        assert isinstance(part.layout, SliceLayout)
-        assert part.num_rows == part.layout.num_rows == 8
-        assert all(rows.num_rows == 0 for rows in part.layout.held.places)
-        assert not part.layout.attention.passes

@@ -11,7 +11,7 @@ import torch
 from torch.optim.adam import adam
 
 from bytescale_ext.states.adam import Owner, PagedAdam
-from bytescale_ext.states.updates.group_counts import GroupCountingAdam, count_update, counts_of, take_count
+from bytescale_ext.states.updates.group_counts import GroupCountingAdam, counts_of
 from tests.states.test_adam import AMPLE, Resident, in_order
 
 
@@ -122,17 +122,3 @@ def test_states_of_torch_are_loaded_with_their_count() -> None:
     paged.optimizer.load_state_dict(copy.deepcopy(torchs.optimizer.state_dict()))
     assert [group["step"] for group in paged.optimizer.param_groups] == [3, 3]
     assert [float(one) for one in counts_of(paged.optimizer)] == [3.0] * 6
-
-
-def test_counts_of_both_kinds() -> None:
-    one, other = torch.ones(3), torch.ones(2)
-    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": []}]
-    plain, counting = torch.optim.Adam([other]), GroupCountingAdam.taking_over(FusedAdam(groups), True)
-    for optimizer, parameter in ((plain, other), (counting, one)):
-        take_count(optimizer, optimizer.param_groups[0], parameter)
-        for expected in (0.0, 1.0):
-            assert [float(count) for count in counts_of(optimizer)] == [expected]
-            count_update(optimizer)
-    assert "step" not in counting.state[one]
-    assert "step" not in counting.param_groups[1]
-    assert all(group["decoupled_weight_decay"] for group in counting.param_groups)

@@ -16,7 +16,7 @@ import torch
 
 from bytescale_ext.config.memory.states import NvmeConfig, StateConfig
 from bytescale_ext.plan.states.late import late_bytes
-from bytescale_ext.states.adam import Owner, PagedAdam
+from bytescale_ext.states.adam import Owner
 from bytescale_ext.states.page_file import PagesDamaged
 from bytescale_ext.states.updates.lock_free import LockFreeAdam
 from tests.states.test_adam import PAGE_BYTES, Resident, assert_equal, in_order, load
@@ -223,22 +223,3 @@ def test_a_failed_update_ends_the_next_step() -> None:
     late.step(0)
     with pytest.raises(PagesDamaged, match="page 3"):
         late.step(1)
-
-
-def test_a_step_waits_for_the_update_before_it() -> None:
-    late = LockFree(torch.float32, replace(MEMORY, update_steps=2), Late)
-    for number in range(4):
-        late.step(number)
-        assert (late.adam.wait_seconds > 0) == (number == 3)
-
-
-@pytest.mark.parametrize("update_steps", [1, 2])
-def test_host_memory_of_the_buffers_counts(update_steps: int) -> None:
-    late = LockFree(torch.bfloat16, replace(MEMORY, update_steps=update_steps), Late)
-    pages = len(late.adam.table.pages)
-    exact = PagedAdam(Resident(torch.bfloat16).optimizer, late.adam._owners, MEMORY, on_cuda=False)
-    held = late.adam.host_bytes - exact.host_bytes
-    assert held == late_bytes(pages, pages, PAGE_BYTES, update_steps)
-    assert sum(one.nbytes for one in late.adam._sums) + PAGE_BYTES // 2 * pages == held
-    with pytest.raises(ValueError, match="raise --state-host-gb"):
-        LockFree(torch.bfloat16, replace(MEMORY, host_bytes=exact.host_bytes, update_steps=1), Late)
