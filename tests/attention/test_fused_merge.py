@@ -111,12 +111,6 @@ def test_rings_are_exact(fused: JoinFunction, case: Case) -> None:
     assert_matches(case, {(0, rank): found[rank] for rank in ranks}, 1e-10)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_probe_accepts_it(fused: JoinFunction, dtype: torch.dtype) -> None:
-    assert probe_join(fused, CPU, dtype, 40) is None
-    assert probe_join(join_, CPU, dtype, 40) is None
-
-
 def keep_rows(totals: Output, part: Output, rows: Rows) -> None:
     """Change nothing."""
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from bytescale_ext.attention.backend import Backend
-from bytescale_ext.attention.kernels.contract import Output
 from bytescale_ext.attention.latent import Expansion, latent_halves
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.attention.virtual import mailbox_comms, run_in_turn
@@ -22,7 +21,7 @@ from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.cost.slice_shares import SliceShares
 from bytescale_ext.plan.schedule.document_slices import SliceRule
 from bytescale_ext.plan.step.sizes import Slicing
-from tests.attention.cases import GROUPS, MIXED, TINY, Case, assert_matches, dense_attention, kernel_named, run_virtual
+from tests.attention.cases import GROUPS, MIXED, TINY, Case, assert_matches, dense_attention, run_virtual
 from tests.attention.layouts.test_slices import COST, LONG, run_slices
 from tests.attention.test_slices import run_in_slices
 
@@ -211,12 +210,6 @@ def test_gradients_of_the_weight_are_summed_in_float32() -> None:
     assert backend.expansion_gradient() is None
 
 
-def test_halves_of_an_odd_number_end_in_a_zero() -> None:
-    first, second = latent_halves(torch.arange(1.0, 6.0)[None])
-    assert first.tolist() == [[[1.0, 2.0, 3.0]]]
-    assert second.tolist() == [[[4.0, 5.0, 0.0]]]
-
-
 def shapes_that_do_not_fit() -> Sequence[tuple[list[tuple[int, ...]], torch.dtype]]:
     fitting = [(15, 4, 8), (15, 1, 5), (15, 1, 5)]
     return [
@@ -233,19 +226,3 @@ def test_tensors_that_do_not_fit_are_refused(shapes: list[tuple[int, ...]], dtyp
     q, k, v = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
     with pytest.raises(ValueError, match="attention over latents needs"):
         ring_attention(q.to(dtype), k, v, given.layout(0, 0), given.backend(None))
-
-
-def test_each_block_expands_its_keys_alone() -> None:
-    """The kernel gets heads of keys and values, of as many rows as it has keys."""
-    given = LatentCase((12, 4), (((0, (0,)), (1, (0,))),), 1)
-    seen = []
-    kernel = kernel_named("reference")
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: object) -> Output:
-        seen.append((tuple(k.shape), tuple(v.shape)))
-        return kernel.forward(q, k, v, block)  # type: ignore[arg-type]
-
-    backend = dataclasses.replace(given.backend(None), kernel=dataclasses.replace(kernel, forward=forward))
-    q, k, v, _ = given.inputs(0, 0, torch.float64)
-    ring_attention(q, k, v, given.layout(0, 0), backend)
-    assert seen == [((16, 4, 8), (16, 4, 8))]

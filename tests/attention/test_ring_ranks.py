@@ -11,13 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.kernels.table import choose_kernel
-from bytescale_ext.attention.layouts.layout import attention_layout
 from bytescale_ext.attention.ring import ring_attention
 from bytescale_ext.parallel.p2p import RingComm
-from bytescale_ext.plan.step.plan import StepPlan
-from tests.attention.cases import GROUPS, MIXED, TINY, Case, Results, assert_matches, assert_planned_matches, planned
+from tests.attention.cases import GROUPS, MIXED, Case, Results, assert_matches
 from tests.harness import run_ranks
-from tests.plan.simple_plans import plan_static
 
 pytestmark = pytest.mark.ranks
 
@@ -81,43 +78,10 @@ def test_exact_in_float64() -> None:
     assert sent == [key_bytes(MIXED, rank, 8) + sum_bytes(MIXED, rank, 8) for rank in range(4)]
 
 
-def test_tiny_sequences_in_float64() -> None:
-    results, _ = run(TINY, torch.float64)
-    assert_matches(TINY, results, 1e-10)
-
-
 def test_documents_that_travel_together_in_float64() -> None:
     results, sent = run(GROUPS, torch.float64)
     assert_matches(GROUPS, results, 1e-10)
     assert sent == [key_bytes(GROUPS, rank, 8) + sum_bytes(GROUPS, rank, 8) for rank in range(4)]
-
-
-def run_plan(rank: int, world: int, plan: StepPlan) -> list[tuple[torch.Tensor, ...]]:
-    """Return ``out, dq, dk, dv`` of each micro-batch of a rank; the backward of each before the forward of the next."""
-    case = planned(plan)
-    comm = RingComm(None, rank, world)
-    comm.warm_up("cpu")
-    kernel = choose_kernel("cpu", torch.float64, case.dim).kernel
-    found = []
-    for micro_batch in plan.ranks[rank]:
-        q, k, v, dout = case.planned_inputs(micro_batch)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        layout = attention_layout(micro_batch, rank, plan.lengths, micro_batch.num_tokens)
-        out = ring_attention(*leaves, layout, Backend(comm, kernel, case.scale))
-        found.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
-    return found
-
-
-def test_static_plan_with_tiny_documents() -> None:
-    """Documents shorter than the ring get narrower rings between the rings of the others."""
-    plan = plan_static((31, 3, 2, 17, 1, 9, 2, 40, 3, 5, 1, 4, 2, 12), 4, 16, 4)
-    assert {len(member.ring) for row in plan.ranks for micro_batch in row for member in micro_batch.shards} == {
-        1,
-        2,
-        3,
-        4,
-    }
-    assert_planned_matches(plan, run_ranks(run_plan, 4, plan))
 
 
 def test_cpu_flash_in_float32_with_recomputation() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from bytescale_ext.attention.backend import Backend
 from bytescale_ext.attention.ring import ring_attention
-from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from tests.attention.cases import GROUPS, MIXED, TINY, Case, assert_matches, kernel_named, run_virtual, whole
 from tests.attention.test_slices import run_in_slices
 
@@ -48,22 +47,3 @@ def test_autograd_reaches_the_sinks(num_slices: int) -> None:
         assert got is not None
         torch.testing.assert_close(got[: sum(case.lengths)], case.rows(micro_batch, column), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(sink.grad, case.expected_sink(), rtol=1e-10, atol=1e-10)
-
-
-def test_queries_without_keys_stay_zero() -> None:
-    out, lse = torch.zeros(2, 1, 4), torch.full((1, 2), -torch.inf)
-    add_sink_(out, lse, torch.tensor([0.5]))
-    assert not out.any()
-    assert lse.tolist() == [[0.5, 0.5]]
-
-
-def test_a_sink_takes_its_part_of_the_softmax() -> None:
-    """One key with the score 0 and a sink of 0 share the weight; a sink far below leaves everything as it was."""
-    for value, share in ((0.0, 0.5), (-100.0, 1.0)):
-        out, lse = torch.ones(1, 1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-        sink = torch.tensor([value], dtype=torch.float64)
-        add_sink_(out, lse, sink)
-        torch.testing.assert_close(out, torch.full_like(out, share))
-        found = sink_gradient(torch.ones_like(out), out, lse, sink)
-        torch.testing.assert_close(found, torch.tensor([-4 * share * (1 - share)], dtype=torch.float64))
-    assert sink_gradient(out, out, lse, None) is None

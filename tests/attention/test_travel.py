@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bytescale_ext.attention.backend import Backend, Steps
 from bytescale_ext.attention.kernels.table import KernelCalls, counting
 from bytescale_ext.attention.layouts.layout import KeptKeys, PrefixKeys, RingPass, attention_layout, ring_pass
 from bytescale_ext.attention.layouts.route import Route
 from bytescale_ext.attention.layouts.rows import Rows
-from bytescale_ext.attention.travel import TravellingKeys, add_kept, key_sums
+from bytescale_ext.attention.travel import TravellingKeys, add_kept
 from bytescale_ext.attention.virtual import MailboxComm, mailbox_comms, run_in_turn
 from bytescale_ext.errors import PlanError
 from bytescale_ext.parallel.p2p import ExchangeStats
@@ -23,7 +21,6 @@ from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.attention.cases import Case, assert_matches, assert_plan_is_exact, kernel_named, run_round, run_virtual
-from tests.plan.simple_plans import plan_static
 
 WIDTH, PREFIX, LENGTH = 4, 8, 10  # a slice of 10 tokens after 8 tokens, 2 of them on each member
 SHARES = (3, 3, 2, 2)
@@ -101,19 +98,6 @@ def test_bytes_are_the_rows_that_travel(is_kept: bool) -> None:
         assert comm.stats.num_exchanges == WIDTH - 1
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-)
-def test_sums_have_the_accumulation_dtype(dtype: torch.dtype, expected: torch.dtype) -> None:
-    keys = torch.ones(7, 2, 3, dtype=dtype)
-    sums = key_sums(4, keys)
-    assert (sums.shape, sums.dtype) == ((2, 4, 2, 3), expected)
-    assert not sums.any()
-    to_fill = key_sums(0, keys, filled=False)
-    assert (to_fill.shape, to_fill.dtype) == ((2, 0, 2, 3), expected)
-
-
 @pytest.mark.parametrize("is_mine", [True, False])
 def test_gradients_of_kept_keys_are_added_and_sent(is_mine: bool) -> None:
     """What travels to the member is the sum of the slice's rows, of this slice and of all later ones."""
@@ -166,14 +150,6 @@ def test_a_pass_costs_the_same_for_any_number_of_documents(num_documents: int, w
         assert calls == KernelCalls(num_forward=width, num_backward=width)
         # Keys travel twice, the sums of their gradients once.
         assert stats.num_exchanges == 3 * (width - 1)
-
-
-def test_documents_of_one_ring_send_the_bytes_of_each() -> None:
-    ring, lengths = (0, 1, 2), (23, 8, 3)
-    together = costs(Case(lengths, (tuple((seq, ring) for seq in range(3)),), 3))
-    alone = [costs(Case((length,), (((0, ring),),), 3)) for length in lengths]
-    for rank in ring:
-        assert together[rank][1].bytes_sent == sum(one[rank][1].bytes_sent for one in alone)
 
 
 def test_other_rings_in_between_do_not_separate_documents() -> None:
@@ -266,21 +242,3 @@ def test_documents_together_on_one_rank_and_apart_on_another_are_refused() -> No
     assert passes_of(plan, 0) != passes_of(plan, 1)
     with pytest.raises(PlanError, match="must run at the same time: rings tie them"):
         check_step_plan(plan)
-
-
-@given(st.lists(st.integers(1, 9) | st.integers(1, 40), min_size=1, max_size=14), st.sampled_from([2, 4]))
-@settings(max_examples=25, deadline=None)
-def test_static_plans_with_tiny_documents(lengths: list[int], width: int) -> None:
-    plan = plan_static(lengths, 4, max(-(-max(lengths) // width), 8), width)
-    check_step_plan(plan, lengths)
-    assert_ranks_agree(plan)
-    for rank, row in enumerate(plan.ranks):
-        for held in row:
-            rings = [member.ring for member in attention_layout(held, rank, lengths, held.num_tokens).passes]
-            assert len(set(rings)) == len(rings) <= width - 1
-    assert_plan_is_exact(plan)
-
-
-def test_a_static_pack_of_documents_is_one_pass() -> None:
-    plan = plan_static((40, 12, 9, 30, 21), 4, 32, 4)
-    assert [passes_of(plan, rank) for rank in range(4)] == [[((0, 1, 2, 3), (0, 1, 2, 3, 4))]] * 4

@@ -134,11 +134,3 @@ def test_custom_operators_are_called_by_name() -> None:
 
     result = call_by_name(operator, {"q": torch.ones(2), "scale": 2.0, "v": None})
     assert result.tolist() == [2.0, 2.0]
-
-
-def test_defaults_are_kept_and_gaps_are_none() -> None:
-    def function(a, b, c=3, *, d):  # type: ignore[no-untyped-def]
-        return a, b, c, d
-
-    assert call_by_name(function, {"a": 1, "d": 4, "unknown": 5}) == (1, None, 3, 4)
-    assert call_by_name(function, {"c": None}) == (None, None, None, None)

@@ -14,7 +14,6 @@ from bytescale_ext.attention.kernels.table import (
     choose_kernel,
     counting,
     kernel_table,
-    named_kernel,
     probe,
 )
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
@@ -69,12 +68,6 @@ def test_a_kernel_can_be_named() -> None:
         choose_kernel("cpu", torch.float64, 8, name="cpu_flash")
 
 
-def test_a_kernel_is_named_before_its_device_exists() -> None:
-    assert named_kernel("cuda", torch.bfloat16, 64, "torch_flash").name == "torch_flash"
-    with pytest.raises(ValueError, match=r"'torch_cudnn' cannot be used: head dim must be .* up to 128, got 256"):
-        named_kernel("cuda", torch.bfloat16, 256, "torch_cudnn")
-
-
 def test_limits_of_a_kernel() -> None:
     row = dataclasses.replace(kernel_named("torch_flash"), missing=lambda: "not built")
     assert "multiple of 8 up to 256, got 12" in str(row.why_not(CUDA, torch.bfloat16, 12))
@@ -82,16 +75,6 @@ def test_limits_of_a_kernel() -> None:
     assert "not torch.float32" in str(row.why_not(CUDA, torch.float32, 64))
     assert row.why_not(CUDA, torch.float16, 64) == "not built"
     assert kernel_named("torch_flash").why_not(CUDA, torch.float16, 64) is None
-
-
-def test_the_reference_is_last_and_takes_everything() -> None:
-    *others, reference = kernel_table()
-    assert reference.name == "reference"
-    for device in (CPU, CUDA):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            assert reference.why_not(device, dtype, 7) is None
-    assert all(row.why_not(CUDA, torch.float64, 64) for row in others)
-    assert len({row.name for row in (*others, reference)}) == len(others) + 1
 
 
 def test_without_any_kernel_the_error_lists_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:

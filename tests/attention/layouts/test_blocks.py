@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytescale_ext.attention.layouts.blocks import AttentionBlock, PlacedBlock, share_values
-from bytescale_ext.attention.layouts.rows import CuSeqlens, Rows
+from bytescale_ext.attention.layouts.blocks import AttentionBlock, PlacedBlock
+from bytescale_ext.attention.layouts.rows import CuSeqlens
 from tests.attention.cases import block_of
 
 
@@ -18,14 +18,6 @@ from tests.attention.cases import block_of
 def test_queries_and_keys_are_of_the_same_documents(causal: bool) -> None:
     with pytest.raises(ValueError, match="as many documents of keys as of queries, got 1 and 2"):
         AttentionBlock(CuSeqlens((0, 3)), CuSeqlens((0, 1, 3)), causal, 1.0)
-
-
-def test_causal_documents_have_equal_offsets() -> None:
-    with pytest.raises(ValueError, match=r"equal offsets of queries and keys, got \(0, 3\) and \(0, 4\)"):
-        AttentionBlock(CuSeqlens((0, 3)), CuSeqlens((0, 4)), True, 1.0)
-    assert AttentionBlock(CuSeqlens((0, 3)), CuSeqlens((0, 4)), False, 1.0).num_documents == 1
-    # Equal offsets need not be the same object.
-    assert AttentionBlock(CuSeqlens((0, 3)), CuSeqlens((0, 3)), True, 1.0).num_documents == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=6))
@@ -41,12 +33,6 @@ def test_documents_without_queries_or_keys_are_skipped(lengths: list[tuple[int, 
     assert list(block.documents()) == expected
 
 
-def test_blocks_are_values() -> None:
-    assert block_of([2, 3]) == block_of([2, 3])
-    assert hash(block_of([2, 3])) == hash(block_of([2, 3]))
-    assert block_of([2, 3]) != block_of([2, 3], scale=0.5)
-
-
 def test_a_placed_block_leaves_out_documents_with_nothing_to_compute() -> None:
     queries, keys = [(0, 2), (2, 2), (2, 5), (7, 9)], [(0, 4), (4, 6), (6, 6), (8, 9)]
     block = PlacedBlock.of(queries, keys, source=3)
@@ -56,25 +42,6 @@ def test_a_placed_block_leaves_out_documents_with_nothing_to_compute() -> None:
     assert (block.causal, block.source, block.is_empty) == (False, 3, False)
     assert PlacedBlock.of(queries[1:3], keys[1:3]).is_empty
     assert PlacedBlock.of([], []).is_empty
-
-
-def test_a_placed_block_becomes_a_kernel_call() -> None:
-    block = PlacedBlock.of([(4, 6), (6, 9)], [(1, 3), (3, 6)], causal=True)
-    assert block.attention(0.25) == block_of([2, 3], scale=0.25)
-
-
-def test_intervals_of_queries_and_keys_come_in_pairs() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        PlacedBlock.of([(0, 1)], [])
-
-
-def test_equal_values_become_one_object() -> None:
-    blocks = [PlacedBlock.of([(0, 1), (2, 4)], [(start, start + 3), (9, 11)], source=start) for start in range(3)]
-    first, second, third = share_values(blocks)
-    assert (first, second, third) == tuple(blocks)
-    assert first.queries is second.queries is third.queries
-    assert first.cu_k is second.cu_k is third.cu_k
-    assert [block.keys for block in (first, second)] == [Rows.of([(0, 3), (9, 11)]), Rows.of([(1, 4), (9, 11)])]
 
 
 def test_a_window_needs_a_causal_block_with_no_fewer_keys_than_queries() -> None:

@@ -78,17 +78,3 @@ def test_a_ring_sends_only_what_follows_a_range() -> None:
     assert rows.receives == ((count, 1),)  # those after its front part; its back part is the end
     assert rows.rows[15].tolist() == [32, 33, 34]
     assert rows.rows[31].tolist() == [NO_ROW] * count
-
-
-def test_a_rank_alone_exchanges_nothing() -> None:
-    layout = attention_layout(micro_batch([(0,), (0,)], [4, 2], 0), 0, [4, 2], 8)
-    rows = later_rows(layout, 2)
-    assert rows.sends == rows.receives == ()
-    assert rows.rows.tolist() == [[1, 2], [2, 3], [3, -1], [-1, -1], [5, -1], [-1, -1], [-1, -1], [-1, -1]]
-
-    def refuse(*unused: object) -> None:
-        raise AssertionError("there is nothing to exchange")
-
-    pending, table = rows.start(torch.ones(8, 1), refuse)  # type: ignore[arg-type]
-    assert pending is None
-    assert table.shape == (8, 1)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,15 +69,6 @@ def test_blocks_of_a_ring_are_the_causal_triangles_once(lengths: list[int], widt
     assert total == Counter(triangles)
 
 
-@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=3))
-def test_members_compute_equal_shares_when_the_lengths_divide(width: int, parts: list[int]) -> None:
-    lengths = [2 * width * part for part in parts]
-    shares = [
-        computed_pairs(ring_pass(lengths, Route(tuple(range(width)), index)), lengths).total() for index in range(width)
-    ]
-    assert len(set(shares)) == 1
-
-
 @given(st.integers(2, 7), st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_members_agree_on_what_travels(width: int, lengths: list[int]) -> None:
     ring = tuple(range(10, 10 + width))
@@ -92,22 +82,6 @@ def test_members_agree_on_what_travels(width: int, lengths: list[int]) -> None:
         assert member.shares == following.shares
         assert member.num_rows == len(held(lengths, width, index)) == sum(member.shares[index])
     assert [sum(column) for column in zip(*members[0].shares, strict=True)] == lengths
-
-
-def test_one_sequence_is_never_copied() -> None:
-    """Its queries and keys are one interval at every step, so ``take`` is a view."""
-    for length in range(1, 40):
-        for index in range(4):
-            blocks = ring_pass([length], Route(tuple(range(4)), index)).blocks
-            assert all(block.queries.is_view and block.keys.is_view for block in blocks)
-
-
-def test_steps_share_their_rows() -> None:
-    """The index of my back rows is copied to a device once, not once for every later member."""
-    blocks = ring_pass([20, 30, 7], Route(tuple(range(4)), 0)).blocks
-    assert not blocks[1].queries.is_view
-    assert blocks[1].queries is blocks[2].queries is blocks[3].queries
-    assert blocks[1].cu_q is blocks[3].cu_q
 
 
 @pytest.mark.parametrize("case", [MIXED, TINY, GROUPS])
@@ -177,12 +151,6 @@ def test_example_of_two_sequences() -> None:
     ]
 
 
-def test_an_empty_back_part_computes_nothing_for_later_members() -> None:
-    member = ring_pass([2], Route((0, 1), 0))
-    assert member.rows == (1, 1)
-    assert [block.is_empty for block in member.blocks] == [False, True]
-
-
 def local(seq: int, length: int, rank: int = 0) -> Shard:
     return Shard(seq, ((0, length),), (rank,))
 
@@ -193,18 +161,6 @@ def shared(seq: int, length: int, ring: tuple[int, ...], rank: int) -> Shard:
 
 def layout_of(*shards: Shard, num_rows: int = 64) -> AttentionLayout:
     return attention_layout(MicroBatch(shards), 0, (9, 10, 11), num_rows)
-
-
-def test_an_empty_micro_batch_is_all_padding() -> None:
-    layout = layout_of(num_rows=8)
-    assert (layout.num_tokens, layout.num_rows, layout.passes, layout.local.num_documents) == (0, 8, (), 0)
-
-
-def test_layouts_are_values() -> None:
-    first, second = MIXED.layout(0, 1), MIXED.layout(0, 1)
-    first.passes[0].blocks[0].cu_q.on(torch.device("cpu"))
-    assert first == second
-    assert hash(first) == hash(second)
 
 
 @pytest.mark.parametrize(
@@ -227,18 +183,3 @@ def test_a_broken_micro_batch_is_refused(shards: tuple[Shard, ...], message: str
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens does not fit in 8 rows"):
         layout_of(local(0, 9), num_rows=8)
-
-
-def test_local_documents_are_one_causal_block() -> None:
-    layout = attention_layout(
-        MicroBatch((shared(2, 11, (0, 1), 0), local(0, 9), local(1, 10))), 0, (9, 10, 11), num_rows=30
-    )
-    assert (layout.local_start, layout.num_tokens, layout.num_rows) == (6, 25, 30)
-    (block,) = layout.local_blocks
-    assert block.queries.intervals == block.keys.intervals == ((6, 25),)
-    assert (block.causal, block.cu_q.lengths, block.cu_k.lengths) == (True, (9, 10), (9, 10))
-
-
-def test_without_local_documents_there_is_no_local_block() -> None:
-    assert attention_layout(MicroBatch((shared(2, 11, (0, 1), 0),)), 0, (9, 10, 11), 8).local_blocks == ()
-    assert layout_of(num_rows=8).local_blocks == ()

@@ -57,15 +57,6 @@ def test_a_tensor_in_parts_is_the_tensor(part_of_row: list[int], wanted: set[int
         assert torch.equal(part, place.take(tensor))
 
 
-def test_rows_of_one_part_are_a_view() -> None:
-    parts = RowParts(PartRows((Rows.of([(0, 2), (6, 8)]), Rows.of([(2, 6)]))), [torch.zeros(4, 1), torch.ones(4, 1)])
-    Rows.of([(3, 5)]).take(parts).fill_(5.0)
-    assert parts.parts[1].flatten().tolist() == [1, 5, 5, 1]
-    Rows.of([(1, 3)]).take(parts).fill_(7.0)  # of two parts: a copy
-    assert parts.parts[0].flatten().tolist() == [0, 0, 0, 0]
-    assert Rows.of([]).take(parts).shape == (0, 1)
-
-
 def test_rows_that_no_part_holds_are_an_error() -> None:
     parts = RowParts(PartRows((Rows.of([(0, 2)]), Rows.of([(4, 6)]))), [torch.zeros(2, 1), torch.ones(2, 1)])
     with pytest.raises(AssertionError, match="no part holds row 2"):
@@ -86,31 +77,10 @@ def test_values_are_rounded_to_the_tensor(intervals: tuple[tuple[int, int], ...]
     assert int(tensor.count_nonzero()) == 2 * rows.num_rows
 
 
-def test_empty_and_adjacent_intervals_are_joined() -> None:
-    assert Rows.of([(0, 2), (2, 2), (2, 3), (5, 7)]).intervals == ((0, 3), (5, 7))
-    assert Rows.of([(4, 4), (1, 1)]).intervals == ()
-    assert Rows.of([]).take(torch.ones(3, 2)).shape == (0, 2)
-
-
 @pytest.mark.parametrize("intervals", [[(3, 5), (0, 1)], [(0, 3), (2, 4)], [(4, 2)]])
 def test_intervals_must_ascend_without_overlap(intervals: list[tuple[int, int]]) -> None:
     with pytest.raises(AssertionError, match="joined="):
         Rows.of(intervals)
-
-
-def test_rows_are_values() -> None:
-    """What was copied to a device is no part of the value."""
-    first, second = Rows.of([(0, 2), (2, 2), (2, 3), (5, 7)]), Rows(((0, 3), (5, 7)))
-    first.take(torch.zeros(8))
-    assert first == second
-    assert hash(first) == hash(second)
-    assert "device" not in repr(first)
-
-
-def test_the_index_is_made_once() -> None:
-    rows = Rows.of([(0, 2), (5, 7)])
-    assert rows.index(CPU) is rows.index(CPU)
-    assert rows.index(CPU).tolist() == [0, 1, 5, 6]
 
 
 @given(st.lists(st.integers(0, 9), max_size=6))

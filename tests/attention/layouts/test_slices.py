@@ -13,8 +13,7 @@ from bytescale_ext.activation.arena import HostArena
 from bytescale_ext.activation.keys import SwappedKeys
 from bytescale_ext.activation.link import PlainLink
 from bytescale_ext.attention.backend import Steps
-from bytescale_ext.attention.layouts.layout import attention_layout
-from bytescale_ext.attention.layouts.slices import SliceLayout, sample_layouts, slice_layouts
+from bytescale_ext.attention.layouts.slices import SliceLayout, slice_layouts
 from bytescale_ext.attention.ring import forward_steps, summing_steps
 from bytescale_ext.attention.slices import LayerPrefix
 from bytescale_ext.attention.travel import Computed
@@ -110,14 +109,6 @@ def test_slices_give_the_whole(
         run_in_turn([run_slices(case, number, comm, rule) for comm in comms])
 
 
-def test_without_slices_it_is_the_layout_of_the_micro_batch() -> None:
-    for case in (LONG, MIXED, GROUPS):
-        for rank in range(case.num_ranks):
-            held = case.micro_batch(0, rank)
-            (layout,) = slice_layouts(SliceRule(Slicing(1))(held, case.lengths), rank, [held.num_tokens])
-            assert layout.attention == attention_layout(held, rank, case.lengths, held.num_tokens)
-
-
 def test_prefix_blocks_of_a_ring() -> None:
     """Ring of 3, sequence of 24 tokens in two slices: keys of a member are its 2 rows of slice 0 and 6 of slice 1."""
     held = MicroBatch((Shard(0, zigzag_ranges(24, 3, 1), (0, 1, 2)),))
@@ -188,17 +179,3 @@ def test_kept_keys_travel_once(num_slices: int) -> None:
     # Without slices keys travel forward and backward, and sums backward; kept keys travel only forward.
     assert sent["kept"] == sent["whole"] * 2 / 3
     assert sent["sums travel"] == sent["whole"] / 3 * (1 + (num_slices + 1) / 2)
-
-
-def test_samples_side_by_side() -> None:
-    first, second = sample_layouts((3, 2), batch=2)
-    assert first.own.intervals == ((0, 3), (5, 8))
-    assert second.own.intervals == ((3, 5), (8, 10))
-    assert first.attention.local_prefix is None
-    assert num_keys([first, second]) == 10
-    assert second.num_rows == 4
-    prefix = second.attention.local_prefix
-    assert prefix.queries.intervals == ((0, 4),)
-    assert prefix.keys.intervals == ((0, 3), (5, 8))
-    assert prefix.cu_q.offsets == (0, 2, 4)
-    assert prefix.cu_k.offsets == (0, 3, 6)

@@ -99,13 +99,6 @@ def test_budgets_are_those_of_the_machine() -> None:
     assert min(refused.values()) > 100
 
 
-def test_memo_keeps_its_host_budget_without_being_asked() -> None:
-    plan = make_plan("memo", LOAD, TIGHT)
-    needed = forecast(plan, LOAD, TIGHT).host_bytes
-    with pytest.raises(PlanError, match="bytes of host memory"):
-        check_activation_plan(plan, LOAD, replace(TIGHT, host_bytes=0.99 * needed))
-
-
 def test_more_layers_in_flight_than_planned_break_the_device_budget() -> None:
     plan = make_plan("priced", LOAD, TIGHT)
     check_activation_plan(plan, LOAD, TIGHT, fits=True)

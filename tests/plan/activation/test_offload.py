@@ -27,14 +27,6 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
-def test_a_share_is_hidden_by_length_alone_and_never_above_one() -> None:
-    shares = PAPER.hidden_shares(floats(8192, 65_536, 262_144), SECONDS)
-    assert shares[0] < shares[1] < shares[2] == 1.0
-    assert shares[1] == pytest.approx(0.42, abs=0.02)
-    layer_seconds = SECONDS.sequence_cost(65_536, 1) / 32
-    assert shares[1] * 65_536 * 139_000 / 25e9 == pytest.approx(layer_seconds)
-
-
 def test_a_share_of_one_needs_two_layers_of_all() -> None:
     """D(s) = 2 s / (l C) for r = 1: 16 times fewer ranks with 32 layers."""
     assert PAPER.max_tokens(floats(1e6), 8192, SECONDS)[0] == pytest.approx(16 * 8192)
@@ -46,14 +38,6 @@ def test_the_host_holds_what_the_device_does_not() -> None:
     assert small.max_tokens(floats(1e6), 8192, SECONDS)[0] == pytest.approx(9192)
     share = small.min_shares(floats(9192), 8192)[0]
     assert share * 30 * 9192 * 139_000 == pytest.approx(small.host_bytes)
-
-
-def test_few_layers_keep_all() -> None:
-    for layers in (1, 2):
-        limits = OffloadLimits(layers, 139_000, 25e9, 1e15)
-        assert limits.max_tokens(floats(1e6), 8192, SECONDS).tolist() == [8192]
-        assert limits.min_shares(floats(9000), 8192).tolist() == [0.0]
-        assert limits.min_capacity(10**6, 9000, SECONDS) == 9000
 
 
 @settings(max_examples=200, deadline=None)

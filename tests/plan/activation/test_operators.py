@@ -58,19 +58,6 @@ def test_queries_are_copied_only_where_groups_share_keys() -> None:
     assert bytes_of(operators, shape=heads) - bytes_of(FUSED, shape=heads) == 3 * 512
 
 
-def test_tensor_parallel_ranks_share_all_but_angles() -> None:
-    angles = 4 * 32 * 4
-    both = bytes_of(SPLIT, ranks=2) - bytes_of(FUSED, ranks=2)
-    assert both == pytest.approx((bytes_of(SPLIT) - bytes_of(FUSED) - angles) / 2 + angles, abs=4)
-
-
-def test_experts_are_left_to_their_own_formula() -> None:
-    sparse = replace(SHAPE, num_expert_layers=4, expert_ffn_hidden=352, num_experts=4, experts_per_token=1)
-    names = [tensor.name for tensor in layer_tensors(sparse, 4, operators=SPLIT)]
-    assert "normed inputs" in names
-    assert "activation and gate" not in names
-
-
 def test_policies_keep_parts_of_products_that_are_saved() -> None:
     """With a view, autograd holds all of the memory behind it; a policy stores the part, or the whole product."""
     (view,) = (tensor for tensor in layer_tensors(SHAPE, 4, operators=SPLIT) if tensor.kind == "view")

@@ -37,11 +37,6 @@ def test_tensor_parallel_ranks_share_what_they_share() -> None:
         assert four.bytes_per_token == one.bytes_per_token / (1 if is_residual else 4)
 
 
-def test_experts_are_left_alone() -> None:
-    sparse = replace(LLAMA2_7B, num_expert_layers=32, expert_ffn_hidden=1024, num_experts=8)
-    assert [tensor.name for tensor in layer_tensors(sparse)] == [t.name for t in layer_tensors(LLAMA2_7B)][:-2]
-
-
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_a_layer_of_latents_keeps_no_keys_and_values(has_norms: bool) -> None:
     """32 heads of 192 for queries; 576 numbers in place of keys and values, and the norm's output only for these."""

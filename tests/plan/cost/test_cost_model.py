@@ -136,11 +136,6 @@ def test_shares_end_where_the_work_of_windows_does(share: float, length: float) 
         assert 2.0 * cost.squares(end) + 3.0 * end == pytest.approx(wanted)
 
 
-def test_windows_stay_when_costs_are_scaled_and_added() -> None:
-    for one in (WINDOWED.scaled(2.0), WINDOWED + WINDOWED, WINDOWED.floor()):
-        assert (one.window, one.window_share) == (8, 0.75)
-
-
 def test_exposed_exchange_is_what_a_cheaper_link_would_save() -> None:
     lengths, widths = np.array([5.0, 9.0, 20.0, 500.0]), np.array([1.0, 3.0, 4.0, 2.0])
     for cost in (replace(WINDOWED, c=50.0), replace(WINDOWED, c=50.0, window_share=0.0)):

@@ -84,11 +84,3 @@ def test_wide_rings_cost_the_hops_of_their_faster_form() -> None:
     assert nested.attention_cost(80.0, 8.0) == pytest.approx(67.5)
     assert nested.attention_cost(np.array([80.0]), np.array([8.0]), np.array([21.0])).tolist() == [210.0]
     assert nested.scaled(2.0).nodes == (nested + nested).nodes == Nodes(4, 3.0)
-
-
-def test_rings_inside_a_node_take_a_hop_for_each_other_rank() -> None:
-    """They need no look at forms; beside wider rings they take the same."""
-    nodes, widths = Nodes(8, 6.0), np.arange(1.0, 9.0)
-    np.testing.assert_array_equal(nodes.best_hops(widths), widths - 1)
-    np.testing.assert_array_equal(nodes.best_hops(np.append(widths, 24.0))[:-1], widths - 1)
-    assert not len(nodes.best_hops(np.array([])))

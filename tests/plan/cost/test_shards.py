@@ -93,12 +93,6 @@ def test_padded_ranks_keep_their_micro_batches(seed: int) -> None:
     assert len(set(longer.row_groups.tolist())) == len(set(table.row_groups.tolist())) + counts.sum() - table.num_rows
 
 
-def test_counts_can_only_grow() -> None:
-    table = ShardTable.of(plan_of(3))
-    with pytest.raises(AssertionError, match="counts"):
-        table.with_counts(table.counts - 1)
-
-
 def test_rings_in_any_order_of_ranks() -> None:
     """A hand-made ring that goes down: members are places in the ring, not ranks."""
     shards = [MicroBatch((Shard(0, ranges, (1, 0)),)) for ranges in (((1, 3),), ((0, 1), (3, 4)))]

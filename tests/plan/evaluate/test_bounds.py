@@ -34,27 +34,6 @@ def test_each_bound_by_hand() -> None:
     assert work.largest == 43
 
 
-def test_exchange_that_cannot_hide_counts_in_the_area() -> None:
-    bounds = lower_bounds([30, 2], Cluster(4, 10), forward_only(a=0.01, b=1.0, c=5.0))
-    assert bounds.work == pytest.approx((9.04 + 32) / 4)
-    assert bounds.area == pytest.approx((5 * 30 * 2 + 30 + 0.04 + 2) / 4)
-    assert bounds.longest == pytest.approx((5 * 30 * 2 + 30) / 3)  # wider rings exchange more: 3 ranks are best
-
-
-def test_giants_run_one_after_the_other() -> None:
-    bounds = lower_bounds([24, 26, 5], Cluster(4, 10), forward_only(b=1.0, g=1.0))
-    assert bounds.giants == 24 / 4 + 26 / 4 + 2
-    # 20 tokens on 4 ranks leave room for another 20 in the same micro-batch
-    assert lower_bounds([20, 20], Cluster(4, 10), forward_only(b=1.0, g=1.0)).giants == 0
-
-
-def test_stages_before_the_slowest_fill_and_drain() -> None:
-    bounds = lower_bounds([8], Cluster(1, 8), [STAGE, STAGE, HEAD])
-    plain = lower_bounds([8], Cluster(1, 8), [HEAD])
-    assert bounds.work == pytest.approx(plain.work + 2 * 5.0)
-    assert bounds.longest == pytest.approx(2 * lower_bounds([8], Cluster(1, 8), [STAGE]).longest + plain.longest)
-
-
 def test_what_no_plan_can_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="1 sequences of up to 81 tokens on 4 ranks"):
         lower_bounds([81], Cluster(4, 20), [STAGE])
@@ -117,10 +96,3 @@ def test_slices_have_launches_and_exchanges_of_their_own() -> None:
     assert two.work - one.work == pytest.approx(4 / 4)  # 32 tokens are 4 micro-batches, twice the launches
     assert two.capacity - one.capacity == 1
     assert two.area > one.area + 1
-
-
-def test_the_bound_of_one_sequence_is_exact() -> None:
-    for num_ranks, length in ((1, 8), (3, 17), (4, 32)):
-        costs = forward_only(a=0.1, b=1.0, c=0.2)
-        best = brute_force([length], Cluster(num_ranks, 8), costs[0].forward)
-        assert lower_bounds([length], Cluster(num_ranks, 8), costs).longest == pytest.approx(best, rel=0.05)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
-from bytescale_ext.plan.evaluate.exact import brute_force, solve, without_launch
+from bytescale_ext.plan.evaluate.exact import brute_force, solve
 from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.step.sizes import Cluster
@@ -52,13 +52,6 @@ def test_the_solver_agrees_with_brute_force(seed: int) -> None:
     assert optimum.bound <= best * (1 + 1e-9)
     assert optimum.bound == pytest.approx(best, rel=1e-4)
     assert optimum.makespan == pytest.approx(best, rel=1e-4)
-
-
-def test_launches_are_left_out() -> None:
-    assert without_launch(CostModel(a=1.0, b=2.0, c=3.0, g=4.0)) == CostModel(a=1.0, b=2.0, c=3.0, g=0.0)
-    assert brute_force([5, 9], Cluster(2, 8), CostModel(a=0.05, b=1.0, c=0.4, g=7.0)) == brute_force(
-        [5, 9], Cluster(2, 8), COST
-    )
 
 
 def test_no_plan_is_faster_than_the_optimum() -> None:

@@ -48,11 +48,6 @@ def test_tokens_of_long_documents() -> None:
         assert lengths[lengths > 64 << 10].sum() / lengths.sum() == pytest.approx(share, abs=0.05)
 
 
-def test_first_bucket_begins_at_256() -> None:
-    assert sample_lengths("github", 1 << 20, MANY, seed=0).min() >= 256
-    assert sample_lengths("lognormal", 1 << 20, MANY, seed=0).min() == 128
-
-
 @pytest.mark.parametrize(
     ("name", "context", "num_tokens", "seed", "words"),
     [

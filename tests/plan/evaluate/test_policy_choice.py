@@ -9,7 +9,7 @@ import pytest
 
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.nodes import Nodes
-from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption, policy_slicings
+from bytescale_ext.plan.evaluate.policy_choice import PolicyChoice, PolicyOption
 from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import Timed
 from bytescale_ext.plan.hdp.aligned.search import PipelinedPlacer
@@ -107,15 +107,3 @@ def test_options_that_keep_the_same_rings_are_timed_once(monkeypatch: pytest.Mon
     assert len(timed) == 3
     for one, option in found:
         assert one.seconds == pytest.approx(of(option.of(problem), placed).seconds)
-
-
-def test_slicings_under_a_policy() -> None:
-    found = policy_slicings((ONE_SLICE, Slicing(2), Slicing(2).two_ahead()), 1000)
-    assert [one.kept_tokens for one in found] == [0, *(0, 250, 500, 1000) * 2]
-    assert [one.num_slices for one in found] == [1, *(2,) * 8]
-    assert [one.eager for one in found] == [*(False,) * 5, *(True,) * 4]
-
-
-def test_an_empty_step() -> None:
-    options = tuple(PolicyOption(option, COSTS[-1]) for option in OPTIONS)
-    assert HdpPlanner(CLUSTER, COSTS, balance="pp", choice=PolicyChoice(options))([]).slicing == OPTIONS[-1]

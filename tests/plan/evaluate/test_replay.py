@@ -5,8 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytescale_ext.plan.cost.cost_model import CostModel
-from bytescale_ext.plan.cost.model_cost import flops_cost
-from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.evaluate.replay import replay, summarize
 from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 from bytescale_ext.plan.step.plan import StepPlan
@@ -56,11 +54,6 @@ def test_two_rings_through_one_micro_batch_start_together() -> None:
     assert replay(plan, PER_TOKEN).starts == ((5.0,), (5.0,), (0.0, 5.0))
 
 
-def test_cost_per_micro_batch_is_charged_to_each() -> None:
-    result = replay(joined_plan(), CostModel(a=0.0, b=1.0, g=10.0))
-    assert result.rank_seconds == (27.0, 26.0, 0.0)
-
-
 def test_a_deadlock_is_refused() -> None:
     one, two = (ring(0, 4, (0, 1), rank) for rank in (0, 1))
     three, four = (ring(1, 4, (0, 1), rank) for rank in (0, 1))
@@ -97,8 +90,3 @@ def test_summary_by_hand() -> None:
     assert summary.fill_share == pytest.approx(13 / 32)
     assert summary.makespan == 9.0
     assert summary.imbalance == pytest.approx(27 / 13)
-
-
-def test_summary_of_nothing() -> None:
-    summary = summarize(plan_naive([], 2, 8), flops_cost(LLAMA_7B))
-    assert (summary.imbalance, summary.padding_share, summary.fill_share, summary.makespan) == (1.0, 0.0, 0.0, 0.0)

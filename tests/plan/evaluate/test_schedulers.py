@@ -23,7 +23,6 @@ from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.table import PLANNERS
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, StageMemory
 from bytescale_ext.plan.setup.choose import choose
-from bytescale_ext.plan.setup.costs import stage_costs
 from bytescale_ext.plan.setup.planner import scenario_of
 from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.plan import StepPlan
@@ -41,16 +40,6 @@ def scenario(num_ranks: int, tokens_per_rank: int, context: int, *stages: StageC
     memory = StageMemory(LayerBytes(2.0, 1.0, 2.0), (3,) * count, (60.0,) * count, (40.0,) * count)
     planner = HdpPlanner(Cluster(num_ranks, tokens_per_rank), stages or (UNIT,), balance="none")
     return Scenario(context, stages or (UNIT,), memory, planner)
-
-
-def test_stages_are_equal_layers_and_the_last_has_the_head() -> None:
-    stages = stage_costs(setup_of_cost(MODEL, 4))
-    assert stages[:3] == (MODEL.stage(8),) * 3
-    assert stages[3] == MODEL.stage(8, has_head=True)
-    assert stage_costs(setup_of_cost(MODEL)) == (MODEL.whole(),)
-    for count in (0, 3, 64):
-        with pytest.raises(ValueError, match=f"{count} stages do not divide the 32 layers"):
-            setup_of_cost(MODEL, count)
 
 
 def test_static_by_hand() -> None:
@@ -71,13 +60,6 @@ def test_static_runs_equal_counts_with_pipelines() -> None:
     assert table.counts.tolist() == [2, 1]
     own = 2 * (43 + 23 + 2)
     assert outcome.idle_share == pytest.approx(1 - own / (4 * outcome.makespan))
-
-
-def test_static_pays_the_exchange_of_its_ring() -> None:
-    slow = StageCost(CostModel(a=0.0, b=1.0, c=4.0), CostModel(a=0.0, b=2.0))
-    outcome = static([16], scenario(2, 8, 16, slow))
-    assert outcome.makespan == 4.0 * 16 / 2 + 3 * 8
-    assert outcome.exposed_communication == pytest.approx(32 / 56)
 
 
 def test_static_needs_ranks_that_divide() -> None:
@@ -141,28 +123,3 @@ def test_the_table_is_the_plan() -> None:
     assert replay(plan, LAYER) == replay(kept, LAYER)
     stage = StageCost(LAYER, LAYER)
     assert replay_stages(plan, [stage]).makespan == pytest.approx(replay_stages(kept, [stage]).makespan)
-
-
-def test_classes_join_through_others() -> None:
-    """Three rings in a chain over ranks 0-1, 1-2, 2-3, two of them in one micro-batch of ranks 1 and 2."""
-    ranks, seqs = np.array([0, 1, 1, 2, 2, 3]), np.array([0, 0, 1, 1, 2, 2])
-    rows = np.array([0, 1, 1, 2, 2, 3])
-    ones = np.ones(6, dtype=np.int64)
-    table = ShardTable(np.array([1, 1, 1, 1, 1]), rows, seqs, ranks - seqs, 2 * ones, 8 * ones, 4 * ones)
-    assert table.row_groups.tolist() == [0, 0, 0, 0, 1]
-    assert table.with_counts(np.array([2, 1, 1, 1, 3])).row_groups.tolist() == [0, 1, 0, 0, 0, 2, 3, 4]
-
-
-def test_peers_of_folded_rings_are_within_two_ranks() -> None:
-    for width in range(2, 9):
-        members = np.arange(width)
-        ones = np.ones(width, dtype=np.int64)
-        table = ShardTable(ones, members, 0 * ones, members, width * ones, 64 * ones, ones)
-        folded = [*range(0, width, 2), *reversed(range(1, width, 2))]
-        expected = [set() for _ in range(width)]
-        for one, other in zip(folded, folded[1:] + folded[:1], strict=True):
-            expected[one].add(other)
-            expected[other].add(one)
-            assert abs(one - other) <= 2
-        assert table.distinct_peers().tolist() == [len(peers) for peers in expected]
-        assert set(table.distinct_peers(folded=False).tolist()) == {1 if width == 2 else 2}

@@ -89,30 +89,11 @@ def test_plans_hold_their_budget(free: StepPlan) -> None:
     assert plan == planner(budget)(LENGTHS)
 
 
-def test_a_tight_budget_keeps_fewer_keys() -> None:
-    options = OPTIONS[-1:]
-    none, whole = planned(1, options), planned(1000, options)
-    tight = planner(gigabytes(none) + 0.1, options)(LENGTHS)
-    kept = [plan.slicing.kept_tokens for plan in (none, tight, whole) if plan.slicing is not None]
-    assert kept[0] == 0
-    assert kept[1] < kept[2] == 60_000
-    assert gigabytes(tight) <= gigabytes(none) + 0.1
-
-
 def test_the_slices_depend_on_the_step() -> None:
     """Launches cost more than the bubble where all documents are short; nothing is in a ring."""
     chosen = {planner(1000)(lengths).slicing for lengths in (LENGTHS, SHORT, [500] * 8)}
     assert len(chosen) > 1
     assert planner(1000)(SHORT).slicing.kept_tokens == 0  # type: ignore[union-attr]
-
-
-def test_an_empty_step_and_the_simple_plan() -> None:
-    assert planner(1000)([]).lengths == ()
-    simple = planner(30)
-    plan = simple.fallback(LENGTHS)
-    check_step_plan(plan, LENGTHS)
-    assert plan.slicing is not None
-    assert gigabytes(plan) <= max(30, gigabytes(simple(LENGTHS)))
 
 
 def test_a_plan_with_slices_is_written_read_and_compared(free: StepPlan) -> None:
@@ -177,13 +158,6 @@ def test_keys_go_to_host_memory_where_that_is_faster() -> None:
     check_step_plan(fast, LENGTHS)
     assert StepPlan.from_json(fast.to_json()).slicing == fast.slicing
     assert seconds(fast) <= seconds(without)
-
-
-def test_swapped_keys_fit_in_host_memory() -> None:
-    plans = [in_host(host, 0.0) for host in (0.2, 1000)]
-    taken = [peak_memory(ShardTable.of(plan), plan.slicing or ONE_SLICE, COSTS[0].both, MEMORY).host_bytes(MEMORY)
-             for plan in plans]  # fmt: skip
-    assert taken[0] <= 0.2e9 < taken[1]
 
 
 @pytest.mark.parametrize("gigabytes", [40.0, 1000.0])

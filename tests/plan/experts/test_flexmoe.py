@@ -63,14 +63,6 @@ def test_a_popular_expert_expands_into_an_empty_slot() -> None:
     assert balance_ratio(plan.parts(), loads) < 1.01
 
 
-def test_a_replica_shrinks_that_others_need_more() -> None:
-    before = PlacementPlan.static(4, 2, 3).parts()
-    before[:, 1] = [PARTS // 2, PARTS // 2]  # the one free slot of rank 1 holds expert 1
-    loads = np.array([[500, 10, 10, 10]] * 2)
-    plan = follow(PlacementPlan.of(before, 3), loads, COMPUTING, 1.15)
-    assert plan.slots == ((0, 1, -1), (2, 3, 0))
-
-
 def test_a_replica_migrates_from_a_busy_rank() -> None:
     """Expert 0 has a replica on rank 1, whose own expert has become popular. Its other slots cannot help."""
     before = home_parts(3, 3)
@@ -85,19 +77,6 @@ def test_copies_that_cost_more_than_they_gain_are_not_made() -> None:
     loads = np.array([[500, 10, 10, 10]] * 2)
     static = PlacementPlan.static(4, 2, 3)
     assert follow(static, loads, ExpertCost(1e-6, 0.0, 1.0), 1.15) == static
-
-
-def test_quotas_follow_without_a_change() -> None:
-    loads = np.array([[500, 10, 10, 10]] * 2)
-    first = follow(PlacementPlan.static(4, 2, 3), loads, COMPUTING, 1.15)
-    second = follow(first, np.array([[500, 10, 200, 10]] * 2), COMPUTING, 1.15)
-    assert second.slots == first.slots
-    assert second.quotas[1][2] < first.quotas[1][2]
-
-
-def test_no_tokens_at_all() -> None:
-    static = PlacementPlan.static(4, 2, 3)
-    assert follow(static, np.zeros((2, 4), np.int64), COMPUTING, 1.15) == static
 
 
 def test_the_replica_goes_where_the_tokens_are() -> None:

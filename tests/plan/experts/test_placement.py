@@ -9,7 +9,6 @@ from bytescale_ext.plan.experts.placement import (
     PlacementPlan,
     check_slots,
     home_parts,
-    homes_of,
     tokens_of_ranks,
 )
 
@@ -20,16 +19,6 @@ def shared(rank: int, expert: int, parts: int) -> np.ndarray:
     found[rank, expert] = parts
     found[1 - rank, expert] -= parts
     return found
-
-
-def test_homes_are_contiguous() -> None:
-    homes = homes_of(6, 3)
-    assert homes.tolist() == [
-        [True, True, *[False] * 4],
-        [False] * 2 + [True] * 2 + [False] * 2,
-        [False] * 4 + [True] * 2,
-    ]
-    assert (home_parts(6, 3) == np.where(homes, PARTS, 0)).all()
 
 
 def test_a_static_plan_has_empty_slots() -> None:
@@ -46,12 +35,6 @@ def test_a_replica_takes_an_empty_slot() -> None:
     assert plan.quotas[1][2] == PARTS - 256
     assert plan.num_replicas == 1
     assert (plan.parts() == shared(0, 6, 256)).all()
-
-
-def test_a_home_may_leave_all_its_tokens_to_others() -> None:
-    plan = PlacementPlan.of(shared(1, 0, PARTS), 5)
-    assert plan.slots == ((0, 1, 2, 3, EMPTY), (4, 5, 6, 7, 0))
-    assert plan.quotas[0][0] == 0
 
 
 def test_only_new_replicas_are_moves() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.experts.cost import ExpertCost
-from bytescale_ext.plan.experts.replay import EPLB, FLEXMOE, PLACEMENTS, STATIC, Placing, replay
+from bytescale_ext.plan.experts.replay import FLEXMOE, STATIC, Placing, replay
 
 COST = ExpertCost(1e-6, 0.0, 0.0)
 # Two layers of 4 experts on 2 ranks: expert 0 is popular for three steps, then expert 3; the second layer is even.
@@ -37,18 +37,8 @@ def test_the_static_placement_never_changes() -> None:
     assert found.late_ratio == pytest.approx(640 / 360)
 
 
-def test_eplb_follows_too() -> None:
-    found = replay(LOADS, placing(EPLB))
-    assert found.last[0].slots[0] == (0, 1, 3)
-    assert (found.ratios[:, 0] > 1.15).tolist() == [True, False, False, True, False, False]
-
-
 def test_longer_intervals_add_loads_up() -> None:
     found = replay(LOADS, placing(FLEXMOE, interval=2))
     assert len(found.planner_seconds) == 4
     assert (found.ratios[:2, 0] > 1.7).all()
     assert found.ratios[2, 0] < 1.15
-
-
-def test_all_placements_have_a_planner() -> None:
-    assert [len(replay(LOADS, placing(name)).last) for name in PLACEMENTS] == [2, 2, 2]

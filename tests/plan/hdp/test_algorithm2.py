@@ -48,9 +48,3 @@ def test_buckets_have_equal_work() -> None:
     assert turns[1] == 1
     assert turns != list(range(len(work)))
     assert list(_placing_order(np.zeros(0), in_turn=True)) == []
-
-
-def test_sequences_that_need_offloading_are_never_packed() -> None:
-    sizes = np.array([12, 3, 4], dtype=np.int64)
-    result = place_algorithm2(problem(sizes, np.array([1, 1, 1]), Cluster(1, 8), COST))
-    assert [[shard.seq for shard in micro_batch.shards] for micro_batch in result[0]] == [[0], [1, 2]]

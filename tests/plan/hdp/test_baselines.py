@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.plan.hdp.baselines import least_loaded_window
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.plan import StepPlan
 from tests.plan.simple_plans import plan_naive, plan_static
@@ -55,13 +54,6 @@ def test_a_small_plan_by_hand() -> None:
     assert plan.ranks[0][0].shards[0].ranges == ((0, 4), (17, 20))
 
 
-def test_ranks_may_stay_empty() -> None:
-    plan = plan_naive([5], 3, 8)
-    assert [len(rank) for rank in plan.ranks] == [1, 0, 0]
-    assert [len(rank) for rank in plan_naive([], 3, 8).ranks] == [0, 0, 0]
-    check_step_plan(plan_naive([], 3, 8), [])
-
-
 def test_the_order_of_input_changes_only_names() -> None:
     lengths = [30, 7, 55, 8, 8, 2, 19]
     plan = plan_naive(lengths, 6, 10)
@@ -76,22 +68,6 @@ def test_plans_do_not_change_unnoticed() -> None:
     lengths = np.random.default_rng(7).integers(1, 6000, 300).tolist()
     assert plan_naive(lengths, 16, 2048, 8).digest() == "869c8a701c13e21d"
     assert plan_static(lengths, 16, 2048, 4).digest() == "2d63ffc195301c87"
-
-
-def test_tokens_are_balanced_when_all_is_short() -> None:
-    lengths = np.random.default_rng(3).integers(1, 400, 2000).tolist()
-    plan = plan_naive(lengths, 16, 1024)
-    counts = [len(rank) for rank in plan.ranks]
-    assert max(counts) - min(counts) <= 1
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data())
-def test_the_window_is_the_least_loaded(loads: list[int], data: st.DataObject) -> None:
-    width = data.draw(st.integers(1, len(loads)))
-    windows = [loads[start : start + width] for start in range(len(loads) - width + 1)]
-    best = min(range(len(windows)), key=lambda start: (max(windows[start]), sum(windows[start]), start))
-    assert least_loaded_window(np.array(loads, dtype=np.int64), width) == best
 
 
 @pytest.mark.parametrize(
@@ -124,14 +100,3 @@ def test_bad_input_is_named(arguments: tuple[list[int], int, int], words: str) -
 def test_bad_static_input_is_named(arguments: tuple[list[int], int, int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan_static(*arguments)
-
-
-def test_static_width_one_is_data_parallelism() -> None:
-    plan = plan_static([4, 4, 4, 4], 2, 8, 1)
-    assert [[[shard.seq for shard in mb.shards] for mb in rank] for rank in plan.ranks] == [[[0, 1]], [[2, 3]]]
-
-
-def test_static_documents_of_one_token_are_local_and_last() -> None:
-    plan = plan_static([1, 6], 2, 8, 2)
-    assert [shard.seq for shard in plan.ranks[0][0].shards] == [1, 0]
-    assert rings_of(plan) == {0: (0,), 1: (0, 1)}

@@ -19,7 +19,7 @@ from bytescale_ext.plan.hdp.table import planner_names
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.plan import StepPlan
-from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
+from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster
 
 NODES = Nodes(4, 5.0)
 ONE = CostModel(a=1.0, b=10.0, c=20.0, nodes=NODES)
@@ -49,20 +49,6 @@ def test_sequences_that_travel_together_get_one_form() -> None:
     assert forms_of(together) == [2, 2]
     apart = with_ring_forms(placed((300, 0, 8, 0), (2000, 0, 8, 1)), STAGE, CLUSTER, ONE_SLICE)
     assert forms_of(apart) == [2, 1]
-
-
-def test_slices_whose_keys_travel_again_expose_more() -> None:
-    rings = placed((1200, 0, 8, 0))
-    assert forms_of(with_ring_forms(rings, STAGE, CLUSTER, ONE_SLICE)) == [1]
-    assert forms_of(with_ring_forms(rings, STAGE, CLUSTER, Slicing(8))) == [2]
-
-
-def test_without_slower_links_rings_are_plain() -> None:
-    rings = placed((300, 0, 8, 0))
-    assert with_ring_forms(rings, STAGE.on(None), CLUSTER, ONE_SLICE) is rings
-    assert with_ring_forms(rings, STAGE.on(replace(NODES, hierarchical=False)), CLUSTER, ONE_SLICE) is rings
-    one_node = Cluster(16, 64, hierarchical_rings="always")
-    assert with_ring_forms(rings, STAGE.on(None), one_node, ONE_SLICE) is rings
 
 
 @pytest.mark.parametrize("balance", planner_names())

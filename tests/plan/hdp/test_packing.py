@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytescale_ext.plan.hdp.packing import deal_by_work, fill_slots, pack_best_fit, split_into_packs
+from bytescale_ext.plan.hdp.packing import fill_slots, pack_best_fit, split_into_packs
 
 
 def packed_slowly(lengths: list[int], indices: list[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -58,33 +58,10 @@ def test_large_capacities_cross_words_of_the_residual_set() -> None:
         assert pack_best_fit(lengths, range(8), capacity) == packed_slowly(lengths, list(range(8)), capacity)
 
 
-def test_numpy_lengths_give_plain_integers() -> None:
-    packs = pack_best_fit(np.array([3, 4, 5], dtype=np.int32), range(3), 8)  # type: ignore[arg-type]
-    assert packs == ((2, 0), (1,))
-    assert all(type(index) is int for pack in packs for index in pack)
-
-
-def test_many_items() -> None:
-    lengths = np.random.default_rng(0).integers(1, 8192, 50_000).tolist()
-    packs = pack_best_fit(lengths, range(len(lengths)), 8192)
-    assert sum(map(len, packs)) == len(lengths)
-    assert len(packs) < 1.01 * sum(lengths) / 8192 + 1
-
-
-def test_nothing_to_pack() -> None:
-    assert pack_best_fit([9, 9], [], 4) == ()
-
-
 @pytest.mark.parametrize(("lengths", "words"), [([2, 9], "sequence 1 has 9 tokens"), ([2, 0], "sequence 1 has 0")])
 def test_impossible_items_are_named(lengths: list[int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         pack_best_fit(lengths, range(2), 8)
-
-
-def test_work_is_dealt_to_the_least_loaded() -> None:
-    bins = deal_by_work(np.array([5.0, 4.0, 3.0, 3.0]), np.array([0.0, 2.0, 9.0]))
-    assert bins.tolist() == [0, 1, 0, 1]  # 5 | 6 | 9, then 3 to bin 0 (5), then 3 to bin 1 (6)
-    assert deal_by_work(np.array([1.0, 1.0]), np.zeros(3)).tolist() == [0, 1]
 
 
 @settings(max_examples=100, deadline=None)

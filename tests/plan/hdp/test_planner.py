@@ -311,12 +311,3 @@ def test_plans_follow_the_load_of_experts() -> None:
     at_load, at_even_load = np.array(ratios).T
     assert (at_load < 0.995).all()
     assert (at_even_load > 1.005).all()
-
-
-def test_an_even_load_and_dense_stages_change_no_plan() -> None:
-    planner = HdpPlanner(Cluster(4, 4096), (STAGE,), expert_share=0.8)
-    assert (
-        planner.with_expert_imbalance(1.0).stages
-        == replace(planner, expert_share=0.0).with_expert_imbalance(3.0).stages
-        == planner.stages
-    )

@@ -62,46 +62,6 @@ def local(*tokens: int) -> StepPlan:
     return plan_of(tokens, tuple((seq,) for seq in range(len(tokens))))
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "slicing", "most"),
-    [
-        (4, ONE_SLICE, [16, 12, 8, 4]),
-        (1, ONE_SLICE, [4]),
-        (4, Slicing(4), [7, 6, 5, 4]),  # (p - s + k - 1) / k micro-batches
-        (4, Slicing(4, eager=True), [10, 8, 6, 4]),
-        (4, Slicing(4, zero_bubble=True), [7, 7, 7, 7]),  # until the weight gradients
-    ],
-)
-def test_equal_micro_batches_by_hand(num_stages: int, slicing: Slicing, most: list[int]) -> None:
-    found = peak_memory(ShardTable.of(local(*(4,) * 6)), slicing, CostModel(a=0.0, b=1.0), memory_of(num_stages))
-    assert found.tokens[:, 0].tolist() == most
-    assert not found.kept_keys.any()  # no rings
-
-
-def test_a_pipeline_with_nothing_to_do_holds_nothing() -> None:
-    found = peak_memory(ShardTable.of(plan_of((4,), ((0,),), ())), ONE_SLICE, COST, memory_of(2))
-    assert found.tokens.tolist() == [[4, 0], [4, 0]]
-    assert found.layer_bytes.tolist() == [[40, 0], [40, 0]]
-
-
-def test_virtual_stages_hold_parts_of_the_layers() -> None:
-    found = peak_memory(ShardTable.of(local(*(4,) * 8)), ONE_SLICE, COST, memory_of(2), num_chunks=2)
-    assert found.tokens[:, 0].tolist() == [4 * 5 / 2, 4 * 3 / 2]
-
-
-def test_kept_keys_and_sums_by_hand() -> None:
-    """Rings of 8, 4 and 8 tokens on two ranks, one stage, two equal slices: keys of the other rank's 4, 2 and 4."""
-    plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
-    even = CostModel(a=0.0, b=1.0)
-    for most_kept, kept in ((0, 0), (4, 2), (8, 4)):
-        found = peak_memory(ShardTable.of(plan), Slicing(2, most_kept), even, memory_of(1))
-        assert found.kept_keys.tolist() == [[kept, kept]]
-    # F0.0 F0.1 B0.1 F1.0: slices 0.0 of 2 and 1.0 of 1 own and kept tokens, and the sums of slice 0.0.
-    assert found.layer_bytes.tolist() == [[3 * 10 + 3 * 3 + 4 * 6] * 2]
-    free_sums = peak_memory(ShardTable.of(plan), Slicing(2, 8), even, memory_of(1, LayerBytes(10.0, 3.0, 0.0)))
-    assert free_sums.layer_bytes.tolist() == [[4 * 10 + 4 * 3] * 2]  # F0.0 F0.1
-
-
 def test_documents_of_a_rank_are_cut_as_the_rule_cuts_them() -> None:
     random, slicing = np.random.default_rng(0), Slicing(4)
     for _ in range(20):
@@ -221,20 +181,6 @@ def test_padding_is_held_as_activations(multiple: int, of_whole: float, of_slice
     assert found.tokens.tolist() == [[2 * of_slice]]
     assert found.layer_bytes.tolist() == [[2 * of_slice * 10]]  # before the first backward pass
     assert padded_rows(np.array([0.0, 1.0, 32.0, 32.5]), 16).tolist() == [16, 16, 32, 48]
-
-
-def test_swapped_keys_by_hand() -> None:
-    """The same rings with keys of more than 4 tokens in host memory, on a stage of eight layers."""
-    plan = plan_of((8, 4, 8), ((0,), (1,), (2,)), ((0,), (1,), (2,)))
-    memory = replace(memory_of(1), num_layers=(8,))
-    found = peak_memory(ShardTable.of(plan), Slicing(2, 4, swapped_tokens=8), CostModel(a=0.0, b=1.0), memory)
-    assert found.host_keys.tolist() == [[8, 8]]  # F0.0 F0.1: own and other keys of sequence 0
-    assert found.host_bytes(memory) == 8 * 3 * 8
-    assert found.kept_keys.tolist() == [[2, 2]]
-    # F1.0: slices 0.0 of 2 tokens, whose keys are in host memory, and 1.0 of 1; a kept token of others; the sums of
-    # slice 0.0 on both ranks; and its 4 keys in one of 8 layers, read ahead for B0.0.
-    assert found.layer_bytes.tolist() == [[2 * (10 - 3) + 10 + 3 + 4 * 6 + 4 * 3 / 8] * 2]
-    assert peak_memory(ShardTable.of(plan), Slicing(2, 8), CostModel(a=0.0, b=1.0), memory).host_bytes(memory) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

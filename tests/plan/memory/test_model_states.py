@@ -14,18 +14,6 @@ def test_llama_has_its_parameters() -> None:
     assert num_parameters(LLAMA2_7B) == 6_738_415_616
 
 
-def test_ranks_share_matrices_and_not_norms() -> None:
-    norms = 65 * 4096
-    assert num_parameters(LLAMA2_7B, 4) == (6_738_415_616 - norms) / 4 + norms
-
-
-def test_experts_are_left_out() -> None:
-    shares = {"num_experts": 8, "experts_per_token": 2, "shared_ffn_hidden": 24}
-    sparse = replace(LLAMA2_7B, num_expert_layers=8, expert_ffn_hidden=1024, **shares)
-    shared_and_routers = 8 * 4096 * (3 * 24 + 8)
-    assert num_parameters(LLAMA2_7B) - num_parameters(sparse) == 8 * 3 * 4096 * 11008 - shared_and_routers
-
-
 def test_ranks_share_out_the_experts_of_each_layer() -> None:
     sparse = replace(
         LLAMA2_7B, num_expert_layers=8, expert_ffn_hidden=1024 + 24, num_experts=16, experts_per_token=2,

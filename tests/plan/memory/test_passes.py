@@ -11,7 +11,7 @@ import pytest
 from bytescale_ext.errors import PlanError
 from bytescale_ext.plan.memory.check import check_covers, check_two_level_plan
 from bytescale_ext.plan.memory.passes import Pass, StepPlans, plan_step
-from bytescale_ext.plan.memory.placement import MAX_ORDERED, liveness_bound, place_online, plan_memory
+from bytescale_ext.plan.memory.placement import liveness_bound, place_online, plan_memory
 from bytescale_ext.plan.memory.plan import Request, TwoLevelPlan
 from tests.plan.memory.traces import random_requests
 
@@ -58,14 +58,6 @@ def test_a_pipeline_with_several_micro_batches_in_flight() -> None:
     blocks = [request for request in plans.two.model.requests if request.name.startswith("layer ")]
     assert len(blocks) == len(passes) == 16
     assert len(plans.two.model.requests) == 16 + 8
-
-
-def test_passes_that_do_not_repeat_keep_their_requests() -> None:
-    requests = [Request("a", 4, 1, 2), Request("b", 4, 6, 8)]
-    plans = plan_step(requests, [Pass("forward", 0, 0, 4), Pass("backward", 0, 5, 9)])
-    assert plans.two.levels == {}
-    assert plans.two.model.requests == tuple(requests)
-    assert plan_step(requests, []).best.model == plans.one
 
 
 def test_the_lower_peak_wins() -> None:
@@ -166,8 +158,3 @@ def test_the_smallest_free_part_is_taken_and_neighbours_are_joined() -> None:
         Request("h", 5, 10, 99),  # on top
     ]  # fmt: skip
     assert place_online(requests) == (0, 4, 5, 7, 5, 0, 0, 8)
-
-
-def test_steps_of_many_requests_are_placed_as_they_come() -> None:
-    requests = [Request(f"t{i}", 512 * (1 + i % 3), i, i + 4) for i in range(MAX_ORDERED + 1)]
-    assert plan_memory(requests).addresses == place_online(requests)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from bytescale_ext.plan.memory.placement import plan_memory
-from bytescale_ext.plan.memory.plan import MemoryPlan, Request, TwoLevelPlan
+from bytescale_ext.plan.memory.plan import MemoryPlan, TwoLevelPlan
 from tests.plan.memory.traces import layer_trace
 
 
@@ -12,9 +12,3 @@ def test_json_comes_back() -> None:
     assert MemoryPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     two = TwoLevelPlan({"forward": plan, "backward": plan_memory([])}, plan)
     assert TwoLevelPlan.from_json(json.loads(json.dumps(two.to_json()))) == two
-
-
-def test_requests_overlap_while_both_exist() -> None:
-    one = Request("a", 1, 2, 4)
-    assert one.overlaps(Request("b", 1, 3, 9))
-    assert not one.overlaps(Request("b", 1, 4, 9))  # it starts when the other ends

@@ -47,10 +47,3 @@ def test_the_plan_of_one_process_is_a_file_of_one_role() -> None:
 def test_damaged_files_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PlanFile.from_json({**json.loads(json.dumps(FILE.to_json())), **changes})
-
-
-def test_a_layout_needs_lists() -> None:
-    value = json.loads(json.dumps(FILE.to_json()))
-    value["plans"][0]["record"]["layout"]["slices"] = 3
-    with pytest.raises(ValueError, match="slices is a int where a list is expected"):
-        PlanFile.from_json(value)

@@ -10,27 +10,12 @@ import pytest
 from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.activation.load import LayerSettings
 from bytescale_ext.plan.activation.operators import LayerOperators
-from bytescale_ext.plan.memory.model_states import state_bytes
 from bytescale_ext.plan.memory.stage_memory import LayerBytes, PassBytes, StageMemory, head_bytes
 from bytescale_ext.plan.setup.setup import equal_layers
 from bytescale_ext.plan.step.sizes import Cluster
 
 COST = shipped("bytescale_7b")
 CLUSTER = Cluster(64, 8192)
-
-
-def test_stages_share_layers_and_the_ends_of_the_model() -> None:
-    for num_stages in (1, 4, 8):
-        memory = StageMemory.of(COST, equal_layers(COST.shape, num_stages), CLUSTER)
-        assert sum(memory.state_bytes) == pytest.approx(state_bytes(COST.shape, 2, 1, 64), rel=1e-12)
-        assert memory.num_layers == (COST.shape.num_layers // num_stages,) * num_stages
-
-
-def test_the_last_stage_holds_the_logits() -> None:
-    first, *_, last = StageMemory.of(COST, equal_layers(COST.shape, 4), CLUSTER).working_bytes
-    assert last == 8192 * 6 * COST.shape.vocab > first
-    small = replace(COST, shape=replace(COST.shape, vocab=8))
-    assert StageMemory.of(small, equal_layers(small.shape, 4), CLUSTER).working_bytes == (first,) * 4
 
 
 def test_bytes_of_a_token() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bytescale_ext.plan.schedule.actions import (
-    Action,
     SliceSchedule,
     bubble_of_equal_costs,
-    num_warm_up,
     parse_schedule,
     seq1f1b_schedule,
     slice_group_size,
@@ -104,28 +102,11 @@ def test_other_text_is_refused(before: str, after: str, message: str) -> None:
             parse_schedule(line)
 
 
-def test_groups_hold_whole_micro_batches() -> None:
-    assert [slice_group_size(4, k) for k in (1, 2, 3, 4, 5, 6, 8, 16)] == [4, 4, 6, 4, 5, 6, 8, 16]
-    with pytest.raises(ValueError, match=r"groups of 4 slices: .* the smallest is 6"):
-        seq1f1b_schedule(4, 4, Slicing(3), 2, group_size=4)
-    with pytest.raises(ValueError, match="the nearest numbers of micro-batches are 4 or 6"):
-        seq1f1b_schedule(4, 5, Slicing(3), 2)
-    with pytest.raises(ValueError, match=r"the nearest numbers of micro-batches are 2$"):
-        seq1f1b_schedule(4, 1, Slicing(2), 2)
-    assert seq1f1b_schedule(3, 5, Slicing(4), 2).group_size == 4
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_sizes_are_positive(sizes: tuple[int, int, int]) -> None:
     num_stages, num_micro_batches, num_chunks = sizes
     with pytest.raises(ValueError, match="it must be at least 1"):
         seq1f1b_schedule(num_stages, num_micro_batches, num_chunks=num_chunks)
-
-
-def test_warm_up_is_k_minus_one_longer() -> None:
-    assert [num_warm_up(4, stage, Slicing(4)) for stage in range(4)] == [6, 5, 4, 3]
-    assert num_warm_up(4, 1, Slicing(3), 2, 6) == 4 + 6 + 2
-    assert [num_warm_up(4, stage, Slicing(4, eager=True)) for stage in range(4)] == [9, 7, 5, 3]
 
 
 def test_the_eager_order_of_two_stages() -> None:
@@ -147,20 +128,6 @@ def test_an_eager_pipeline_of_equal_slices_is_as_fast_and_holds_more(p: int, m: 
     assert equal(schedule).bubble == pytest.approx(bubble_of_equal_costs(p, m, k), abs=1e-12)
     for stage in range(p):
         assert peak_held(schedule, stage) == schedule.peak_slices(stage) == min(2 * (p - stage) + k - 2, m * k)
-
-
-def test_an_eager_pipeline_of_unequal_slices_waits_less() -> None:
-    """Slices of 4 micro-batches that cost 1 to 4: 1F1B makes both neighbours of a long slice wait."""
-    costs = lambda stage, action: (1.0 + 3.0 * (action.micro_batch % 2)) * (1.0 if action.kind == "F" else 2.0)  # noqa: E731
-    plain, eager = (
-        simulate_slices(seq1f1b_schedule(4, 8, Slicing(4, eager=is_eager)), costs) for is_eager in (False, True)
-    )
-    assert eager.makespan < 0.95 * plain.makespan
-
-
-def test_actions_print_short() -> None:
-    assert str(Action("B", 3, 1, 2)) == "B3.1/2"
-    assert str(Action("F", 3, 1)) == "F3.1"
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,6 @@ def test_swapped_slices_are_refused() -> None:
         check_document_slices(cuts, LENGTHS, SLICING)
 
 
-def test_rows_of_tensor_parallel_ranks_must_be_equal() -> None:
-    with pytest.raises(PlanError, match="not multiples of 24"):
-        check_document_slices(cuts_of(), LENGTHS, SLICING, rows_multiple=8)
-
-
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_slices_of_samples_are_accepted(partition: str) -> None:
     for num_tokens, num_slices, multiple in ((17, 3, 1), (64, 8, 8), (4096, 5, 2)):

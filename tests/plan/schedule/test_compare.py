@@ -14,7 +14,6 @@ from bytescale_ext.plan.schedule.compare import (
     compared,
     evaluate,
     lengths_of,
-    schedule_name,
     simulated,
 )
 from bytescale_ext.plan.schedule.slices import slice_costs
@@ -22,12 +21,6 @@ from bytescale_ext.plan.step.sizes import Slicing
 
 GPT = SliceModel(PAPER_MODELS["gpt-7b"].shape, 16384, 8)
 MEASURED = replace(GPT, measured=cost_of_rates(GPT.shape, 600e12, 500e12, 400e12, 8))
-
-
-def test_names_are_the_papers() -> None:
-    cases = [(1, 1, "even"), (1, 2, "even"), (4, 1, "flops"), (4, 2, "time"), (2, 1, (3, 5))]
-    names = ["1F1B", "1F1B-I", "Seq1F1B flops", "Seq1F1B-I time", "Seq1F1B explicit"]
-    assert [schedule_name(Slicing(k), *case) for k, *case in cases] == names
 
 
 @pytest.mark.parametrize(
@@ -78,10 +71,3 @@ def test_a_measured_model_runs_in_its_seconds() -> None:
     cost = MEASURED.measured.stage(GPT.shape.num_layers // 4)
     work = 8 * (sum(slice_costs(lengths, cost.forward)) + sum(slice_costs(lengths, cost.backward)))
     assert simulated(MEASURED, schedule, lengths).busy == pytest.approx((work,) * 4)
-
-
-def test_slices_of_sequence_parallel_ranks_are_multiples() -> None:
-    for partition in ("even", "flops", "time"):
-        assert all(length % 8 == 0 for length in lengths_of(GPT, 5, partition))
-    with pytest.raises(ValueError, match="the nearest that fit"):
-        lengths_of(GPT, 2, (1, GPT.seq_length - 1))

@@ -53,11 +53,6 @@ def test_no_stage_holds_more_than_the_first_without(p: int, m: int, k: int, eage
         assert received_actions(split, stage) == received_actions(plain, stage)
 
 
-def test_virtual_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="zero bubble does not work with virtual stages"):
-        seq1f1b_schedule(3, 3, WHOLE, 2)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -56,18 +56,6 @@ def test_slices_hold_every_token_once_and_cost_the_same(multiple: int) -> None:
             assert max(costs) - min(costs) <= 2 * one_grain
 
 
-def test_a_document_goes_on_in_the_next_slice() -> None:
-    held = MicroBatch((local(0, 10), local(1, 30), local(2, 4)))
-    cut = SliceRule(Slicing(3))(held, (10, 30, 4))
-    assert cut.local_ends == (15, 29, 44)
-    assert cut.ring_ends == ()
-    assert [[(shard.seq, shard.ranges) for shard in cut.slice(index, 0).shards] for index in range(3)] == [
-        [(0, ((0, 10),)), (1, ((0, 5),))],
-        [(1, ((5, 19),))],
-        [(1, ((19, 30),)), (2, ((0, 4),))],
-    ]
-
-
 def test_local_documents_make_up_the_row_multiple() -> None:
     """A slice's ring tokens and local tokens together are a multiple, as far as there are local tokens."""
     ring = (0, 1)
@@ -122,8 +110,3 @@ def test_what_the_first_stage_holds_is_that_of_its_schedule(num_stages: int, num
             summed = action.slice_index  # all slices before it have sums
         most = max(most, (len(begun) + 2 * summed) / num_slices)
     assert kept_bytes(num_stages, slicing, 2520, 1.0) == pytest.approx(2520 * most)
-
-
-def test_the_offload_share_is_that_of_the_micro_batch() -> None:
-    cut = SliceRule(Slicing(2))(MicroBatch((local(0, 8),), offload=0.5), (8,))
-    assert [cut.slice(index, 0).offload for index in range(2)] == [0.5, 0.5]

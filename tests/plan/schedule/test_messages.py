@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from bytescale_ext.errors import PlanError
-from bytescale_ext.plan.schedule.actions import Action, SliceSchedule, seq1f1b_schedule
+from bytescale_ext.plan.schedule.actions import SliceSchedule, seq1f1b_schedule
 from bytescale_ext.plan.schedule.messages import (
     _batches,
     check_messages,
@@ -38,17 +38,6 @@ def schedule(request: pytest.FixtureRequest) -> SliceSchedule:
 def all_messages(schedule: SliceSchedule) -> list:
     sent = (outgoing(schedule, stage, action) for stage, row in enumerate(schedule.stages) for action in row)
     return [message for message in sent if message is not None]
-
-
-def test_messages_by_hand() -> None:
-    schedule = seq1f1b_schedule(3, 3, num_chunks=2)
-    forward, backward = Action("F", 0, 0), Action("B", 0, 0)
-    assert outgoing(schedule, 0, forward) == (0, 1, forward)
-    assert outgoing(schedule, 2, forward) == (2, 0, forward._replace(chunk=1))
-    assert outgoing(schedule, 2, forward._replace(chunk=1)) is None
-    assert outgoing(schedule, 1, backward) == (1, 0, backward)
-    assert outgoing(schedule, 0, backward) is None
-    assert outgoing(schedule, 0, backward._replace(chunk=1)) == (0, 2, backward)
 
 
 def test_messages_are_what_actions_need(schedule: SliceSchedule) -> None:
@@ -81,20 +70,6 @@ def test_stages_receive_in_the_order_in_which_they_work(schedule: SliceSchedule)
             got = [message.action for message in incoming(schedule, stage, kind)]
             taken = [action for action in row if action.kind == kind and action in got]
             assert got == taken == list(actions)
-
-
-def test_first_forwards_are_those_before_the_first_backward(schedule: SliceSchedule) -> None:
-    for stage, row in enumerate(schedule.stages):
-        first_backward = next(number for number, action in enumerate(row) if action.kind == "B")
-        total = sum(action.kind == "F" for action in row)
-        assert first_backward == min(schedule.num_first_forwards(stage) + 1, total)
-
-
-def test_one_stage_sends_nothing() -> None:
-    schedule = seq1f1b_schedule(1, 2, Slicing(3))
-    assert all_messages(schedule) == []
-    assert received_actions(schedule, 0) == ((), ())
-    check_messages(schedule)
 
 
 def test_a_stage_that_stops_early_leaves_the_other_waiting() -> None:

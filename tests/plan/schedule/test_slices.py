@@ -16,7 +16,6 @@ from bytescale_ext.plan.schedule.slices import (
     parse_partition,
     slice_costs,
     slice_lengths,
-    slice_ranges,
 )
 
 GPT_7B = PAPER_MODELS["gpt-7b"].shape
@@ -46,31 +45,11 @@ def test_partitions_cover_the_sequence_and_are_equal_in_cost(seed: int) -> None:
         assert max(costs) - min(costs) <= 2 * one + 1e-9 * sum(costs)
 
 
-def test_even_slices_of_any_number() -> None:
-    assert slice_lengths(10, 4, "even") == (3, 2, 3, 2)
-    assert slice_lengths(7, 7, "even") == (1,) * 7
-
-
 def test_long_slices_end_at_tiles_and_short_ones_need_not() -> None:
     cost = layer_cost(GPT_7B, "time").both
     assert all(length % 128 == 0 for length in slice_lengths(131072, 4, "time", cost))
     assert any(length % 128 for length in slice_lengths(4096, 4, "time", cost))
     assert sum(slice_lengths(131070, 4, "time", cost)) == 131070
-
-
-def test_many_slices_of_few_tokens_are_never_empty() -> None:
-    cost = CostModel(a=1.0, b=1e-9)
-    assert min(slice_lengths(9, 8, "time", cost)) == 1
-    assert slice_lengths(8, 8, "time", cost) == (1,) * 8
-
-
-def test_ranges_lie_side_by_side() -> None:
-    ranges = slice_ranges((3, 1, 4))
-    assert [(part.index, part.start, part.stop, part.num_tokens) for part in ranges] == [
-        (0, 0, 3, 3),
-        (1, 3, 4, 1),
-        (2, 4, 8, 4),
-    ]
 
 
 def test_costs_of_slices_add_up_to_the_sequence() -> None:
@@ -88,12 +67,6 @@ def test_time_takes_the_measured_costs_or_attentions_slower_backward() -> None:
     )
     assert layer_cost(GPT_7B, "time", measured).both == CostModel(4.0, 6.0)
     assert layer_cost(GPT_7B, "flops", measured) == flops
-
-
-def test_layers_count_no_output_layer() -> None:
-    cost = layer_cost(GPT_7B, "flops").forward
-    assert cost.b == 2 * (4 * 4096**2 + 8 * 4096**2)
-    assert cost.a == 2 * 4096
 
 
 def test_partition_by_name_and_by_list() -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from bytescale_ext.plan.search.balance import balanced_layers, level_layers
+from bytescale_ext.plan.search.balance import balanced_layers
 
 
 def partitions(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -34,13 +34,3 @@ def test_no_partition_within_the_memory_is_faster(seed: int) -> None:
     assert tuple(found) in allowed
     slowest = [max(seconds(stage, count) for stage, count in enumerate(way)) for way in allowed]
     assert max(seconds(stage, count) for stage, count in enumerate(found)) == pytest.approx(min(slowest))
-
-
-def test_layers_move_off_the_stage_with_the_output_layer() -> None:
-    assert balanced_layers(16, 4, lambda stage, count: count + 2.0 * (stage == 3), [16] * 4) == [5, 4, 4, 3]
-    assert balanced_layers(16, 4, lambda stage, count: count + 2.0 * (stage == 3), [4, 4, 4, 16]) == [4, 4, 4, 4]
-
-
-def test_layers_are_dealt_level() -> None:
-    assert level_layers(7, 3, lambda stage, count: count / (stage + 1)) == [1, 2, 4]
-    assert level_layers(3, 3, lambda stage, count: count) == [1, 1, 1]

@@ -10,7 +10,6 @@ from bytescale_ext.plan.evaluate.replay import replay_stages
 from bytescale_ext.plan.evaluate.slicing_choice import full_micro_batches
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.memory.held import peak_memory
-from bytescale_ext.plan.memory.model_states import state_bytes as bytes_of_states
 from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
 from bytescale_ext.plan.search.space import with_budgets
 from bytescale_ext.plan.search.strategy import BLOCK, FULL, PRICED, Strategy
@@ -68,13 +67,6 @@ def test_memory_is_within_the_device(strategy: Strategy) -> None:
     assert states < figures.device_bytes <= TASK.devices.memory_bytes
 
 
-def test_states_without_pipelines() -> None:
-    for shares, ranks in ((True, 8), (False, 1)):
-        strategy = replace(WHOLE, shares_optimizer=shares)
-        expected = (bytes_of_states(SHAPE, optimizer_ranks=ranks),)
-        assert state_bytes(setup_of(TASK, strategy)) == pytest.approx(expected)
-
-
 def test_full_micro_batches_take_the_activations_of_all_layers() -> None:
     case = CostedStrategy.of(TASK, WHOLE)
     memory, kept = stage_memory(case.forecast.setup), 1024 * COST.layer_bytes * SHAPE.num_layers
@@ -110,13 +102,6 @@ def test_a_policy_recomputes_only_what_does_not_fit() -> None:
     assert figures.time.compute > CostedStrategy.of(TASK, WHOLE).run(STEPS[0]).time.compute
 
 
-def test_nothing_fits_in_no_memory() -> None:
-    none = small_task(memory_bytes=1e5)
-    for strategy in (WHOLE, replace(WHOLE, activations=PRICED, device_gb=0.0), replace(SLICED, device_gb=0.0)):
-        with pytest.raises(Unfit, match="device memory"):
-            CostedStrategy.of(none, strategy)
-
-
 def test_reasons_besides_memory() -> None:
     for strategy, reason in (
         (replace(WHOLE, tensor_parallel=3), "ranks"),
@@ -128,13 +113,6 @@ def test_reasons_besides_memory() -> None:
     odd = Task(COST, TASK.devices, 4096, tuple(step[:6] for step in STEPS))
     with pytest.raises(Unfit, match="documents"):
         cluster_of(odd, WHOLE)
-
-
-def test_ranks_of_a_node() -> None:
-    assert cluster_of(TASK, WHOLE) == Cluster(8, 1024, 4)
-    assert cluster_of(TASK, replace(WHOLE, tensor_parallel=2)) == Cluster(4, 1024, 2)
-    assert cluster_of(TASK, PIPED) == Cluster(4, 1024, None)
-    assert cluster_of(TASK, replace(WHOLE, tensor_parallel=4, tokens_per_rank=4096)) == Cluster(2, 4096, 1)
 
 
 def test_virtual_stages_run_groups_of_micro_batches() -> None:

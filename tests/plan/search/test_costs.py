@@ -26,10 +26,6 @@ def assert_same_times(one: ModelCost, other: ModelCost) -> None:
     assert one.head_backward == pytest.approx(other.head_backward)
 
 
-def test_the_measured_model_keeps_its_cost() -> None:
-    assert scaled_cost(COST, SHAPE, 1) is COST
-
-
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 8), (1, 1)])
 @pytest.mark.parametrize("shape", [LLAMA_7B, WIDE], ids=["7B", "wide"])
 def test_other_ranks_and_models_cost_what_their_rates_say(shape: object, before: int, after: int) -> None:
@@ -76,21 +72,6 @@ def test_measured_collectives_take_their_bytes_and_their_latency() -> None:
     assert_same_times(scaled_cost(split, SHAPE, 1), measured)
     assert scaled_cost(split, SHAPE, 4).forward.g == pytest.approx(split.forward.g)
     assert scaled_cost(replace(COST, latency=0.0), SHAPE, 2).forward.g == COST.forward.g
-
-
-def test_full_recompute_repeats_the_forward_pass() -> None:
-    cost = strategy_cost(COST, Strategy(1, (6,), 1024, activations=FULL), CLUSTER)
-    assert cost.backward == COST.backward + COST.forward
-
-
-def test_a_chunked_loss_computes_the_output_layer_again() -> None:
-    cost = strategy_cost(COST, Strategy(1, (6,), 1024, loss_tokens=256), CLUSTER)
-    assert cost.head_backward == COST.head_backward + COST.head_forward
-    assert cost.backward == COST.backward
-
-
-def test_element_bytes() -> None:
-    assert (COST.element_bytes, replace(COST, dtype="float32").element_bytes) == (2, 4)
 
 
 def test_copies_of_tokens_go_to_experts_and_back() -> None:

@@ -89,25 +89,6 @@ def test_sizes_of_steps_compete_by_the_time_of_all_documents(seed: int) -> None:
         assert seen.found[0] == by_document[0]
 
 
-def test_each_size_cuts_the_same_documents() -> None:
-    tasks = in_sizes(TASK, (2, 4, 8))
-    assert [task.batch for task in tasks] == [2, 4, 8]
-    assert len({tuple(length for step in task.steps for length in step) for task in tasks}) == 1
-
-
-def test_equal_tasks_give_equal_results() -> None:
-    one, other = (last(TASK, SMALL, 4) for _ in range(2))
-    assert one.found == other.found
-    assert (one.bounded, one.steps_run) == (other.bounded, other.steps_run)
-
-
-def test_few_strategies_are_run() -> None:
-    found = last(TASK, SMALL, 1)
-    assert len(found.found) == 1
-    assert found.replayed <= found.bounded <= found.fitting
-    assert found.steps_run < len(TASK.steps) * found.fitting
-
-
 def test_branches_stay_closed_whose_bounds_are_above_what_is_found() -> None:
     space = Space(activations=(KEEP,), pipelines=("whole",))
     found = last(TASK, space, 1)

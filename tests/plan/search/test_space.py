@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.cost.model_shape import ModelShape
-from bytescale_ext.plan.search.costed import CostedStrategy
 from bytescale_ext.plan.search.explore import Exploration, fitting_cases
 from bytescale_ext.plan.search.space import (
     Space,
     balanced_stages,
-    capacities,
     expert_sizes,
     slowest_stage,
     tensor_sizes,
@@ -47,33 +45,11 @@ def test_slices_and_virtual_stages_come_with_and_without_a_policy() -> None:
     assert not any(one.chooses_slices for one in whole)
 
 
-def test_a_narrow_space() -> None:
-    space = Space((2,), (2,), (2048,), (KEEP,), ("whole",), uneven=False)
-    found = list(space.strategies(TASK))
-    assert [one.shares_optimizer for one in found] == [True, False]
-    assert {one.stage_layers for one in found} == {(3, 3)}
-
-
 def test_tensor_parallel_sizes_divide_groups_and_fit_a_node() -> None:
     assert tensor_sizes(TASK) == [1, 2]
     wide = replace(TASK, cost=replace(COST, shape=replace(SHAPE, num_heads=16, num_kv_heads=16)))
     assert tensor_sizes(wide) == [1, 2, 4]
     assert tensor_sizes(replace(wide, devices=replace(TASK.devices, count=2))) == [1, 2]
-
-
-def test_capacities_hold_the_context() -> None:
-    assert capacities(TASK, 8, 1) == [1024, 2048, 4096]
-    assert capacities(TASK, 3, 1) == [1366, 2048, 4096]
-    assert capacities(TASK, 3, 4) == [1368, 2048, 4096]
-    assert capacities(replace(TASK, context=300), 8, 1) == [300]
-
-
-def test_products_take_rows_in_multiples() -> None:
-    """In FP8 on two tensor-parallel ranks each has a multiple of 16 tokens."""
-    task = replace(TASK, rows_multiple=16, context=4000)
-    for strategy in Space(stages=(1,)).strategies(task):
-        assert strategy.tokens_per_rank % (16 * strategy.tensor_parallel) == 0
-    assert CostedStrategy.of(task, Strategy(2, (6,), 4096)).planner.tokens_multiple == 32
 
 
 def test_only_what_training_takes_is_tried() -> None:

@@ -22,13 +22,3 @@ def test_a_slot_takes_as_long_as_its_slowest_rank(num_stages: int) -> None:
     assert coupling(uneven, 1, 1) == 1.0
     even = replayed(num_stages, [3.0, 1.0], [3.0, 1.0])
     assert coupling(even, 1, 2) == 1.0
-
-
-def test_slices_are_slots() -> None:
-    sliced = replayed(1, [3.0, 1.0], [1.0, 3.0])
-    whole = StageReplay(1, np.array([1, 1]), sliced.starts, sliced.stops, sliced.own_seconds, sliced.exposed_seconds)
-    assert coupling(whole, 2, 2) == pytest.approx(1.5)
-
-
-def test_nothing_to_do() -> None:
-    assert coupling(replayed(1, [0.0], [0.0]), 1, 2) == 1.0

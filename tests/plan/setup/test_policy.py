@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from bytescale_ext.plan.evaluate.policy_choice import KEPT_SHARES
-from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS, SlicingChoice
+from bytescale_ext.plan.evaluate.slicing_choice import OPTIONS
 from bytescale_ext.plan.search.costed import CostedStrategy, setup_of
 from bytescale_ext.plan.search.strategy import PRICED, Strategy
-from bytescale_ext.plan.search.task import Unfit
 from bytescale_ext.plan.setup.layers import stage_settings
 from bytescale_ext.plan.setup.memory import state_bytes
 from bytescale_ext.plan.setup.policy import PolicySlices, under_policy
@@ -81,20 +80,6 @@ def test_more_slices_hold_less_and_kept_keys_more() -> None:
     assert kept == sorted(set(kept))
 
 
-def test_settings_of_stages() -> None:
-    stages = stages_of(TIGHT, strategy=replace(PIPED, loss_tokens=256, expert_parallel=2))
-    first, last = (stage_settings(stages, stage, ONE_SLICE) for stage in (0, 1))
-    assert (first.in_flight, last.in_flight) == (2, 1)
-    assert (first.resident_layers, last.resident_layers > 0) == (0, True)
-    assert (first.loss_tokens, last.loss_tokens) == (0, 256)
-    assert first.slices == last.slices == ()
-    assert first.expert_load > 1
-    in_slices = stage_settings(stages, 0, Slicing(4))
-    assert in_slices.in_flight > first.in_flight
-    assert max(one.tokens for one in in_slices.slices) < 2 * 1024  # whole micro-batches hold as many
-    assert sum({one.running for one in in_slices.slices}) == pytest.approx(1024), "slices of equal time"
-
-
 def test_virtual_stages_share_what_a_stage_holds_and_copies() -> None:
     strategy = replace(PIPED, chooses_slices=False, chunks=3)
     stages = stages_of(0.008, strategy=strategy)
@@ -147,10 +132,3 @@ def test_a_strategy_runs_the_slices_that_the_policy_chose(device_gb: float) -> N
     assert costed.least_seconds(work) <= costed.bound(STEP) + 1e-12
     assert costed.bound(STEP) <= figures.seconds
     assert (plan.slicing == ONE_SLICE) <= (device_gb > SLICED)
-
-
-def test_no_slices_fit_in_no_memory() -> None:
-    with pytest.raises(Unfit, match="device memory"):
-        CostedStrategy.of(TASK, replace(PIPED, device_gb=0.0))
-    plain = CostedStrategy.of(TASK, replace(strategy_of(AMPLE), activations="keep"))
-    assert isinstance(plain.forecast.decision.slices, SlicingChoice)

@@ -8,7 +8,7 @@ from bytescale_ext.plan.activation.load import COLLECTIVE_BYTES_PER_SECOND
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.setup.costs import byte_seconds
 from bytescale_ext.plan.setup.memory import Parameters
-from bytescale_ext.plan.setup.update import Update, message_seconds, update_of
+from bytescale_ext.plan.setup.update import Update, update_of
 from bytescale_ext.plan.step.sizes import Cluster
 from tests.plan.search.tasks import COST, SHAPE
 
@@ -33,10 +33,6 @@ def test_a_shared_optimizer_reduces_half_as_much_and_gathers_parameters() -> Non
     assert shared.optimizer == pytest.approx(whole.optimizer / 4)
 
 
-def test_one_rank_receives_nothing() -> None:
-    assert update_of(COST, Parameters(1e6), Cluster(1, 1024), True).reduce == 0.0
-
-
 def test_ranks_of_a_node_share_the_border() -> None:
     slow = replace(COST, slowdown=6.0)
     inside = COST.forward.c / KEY_BYTES
@@ -45,12 +41,6 @@ def test_ranks_of_a_node_share_the_border() -> None:
     assert byte_seconds(slow, Cluster(16, 1024, ranks_per_node=8)) == inside
     without = replace(COST, forward=CostModel(a=1e-9, b=1e-6))
     assert byte_seconds(without, Cluster(4, 1024)) == 1 / COLLECTIVE_BYTES_PER_SECOND
-
-
-def test_messages_between_stages() -> None:
-    inside = message_seconds(COST, 1000, is_between_nodes=False)
-    assert inside == pytest.approx(1000 * SHAPE.hidden * 2 * COST.forward.c / KEY_BYTES)
-    assert message_seconds(replace(COST, slowdown=6.0), 1000, is_between_nodes=True) == pytest.approx(6 * inside)
 
 
 def test_experts_are_reduced_among_the_ranks_that_have_the_same() -> None:

@@ -236,13 +236,6 @@ def test_bytes_are_within_the_budgets() -> None:
             assert one.update_seconds < one.seconds
 
 
-def test_options() -> None:
-    assert all_options((1, 2), has_disk=False) == (StateOption(), StateOption(1), StateOption(2))
-    assert {one.window_layers for one in all_options((3,), has_disk=False)[1:]} == {1, 2}
-    with_disk = all_options((1, 2, 3), has_disk=True)
-    assert len(set(with_disk)) == len(with_disk) == 1 + 3 * (1 + 1 + 2)
-
-
 def test_keys_of_slices_take_host_memory_of_activations() -> None:
     what = replace(problem(0), machine=Machine(1e12, 1e9, 55e9))
     with_keys = replace(what, stages=tuple(replace(one, key_bytes=1.1e9) for one in what.stages))

@@ -32,11 +32,6 @@ def test_micro_batches_of_a_corpus() -> None:
     assert long.forward_seconds > short.forward_seconds
 
 
-def test_documents_of_a_micro_batch_each() -> None:
-    (only,) = computing_of(COST, [8192, 8192], 8192)
-    assert only == Computing(1.0, layer_load(COST, 8192).forward_seconds, layer_load(COST, 8192).backward_seconds)
-
-
 def test_copies_of_the_first_stage_hide_behind_adam_alone() -> None:
     found = hiding(CASE, LONG, 4, SPEEDS)
     assert found.num_bytes == 6 * CASE.num_parameters
@@ -70,13 +65,3 @@ def test_parameters_hide_behind_both_passes_of_a_window() -> None:
     seconds = OF_LAYERS / 4 / 50e9  # of a layer
     short = hiding(case, (Computing(1.0, seconds / 4, seconds / 2),), 2, SPEEDS)
     assert short.computing_bytes == pytest.approx(2 * (1 / 4 + 1 / 2 + 1 / 2) * OF_LAYERS)
-
-
-def test_longer_documents_hide_more() -> None:
-    case, slow = replace(CASE, stage=3), replace(SPEEDS, link_bytes_per_second=5e9)
-    hidden = [
-        hiding(case, computing_of(COST, [length] * 4, 8192), 2, slow).computing_bytes
-        for length in (1024, 16384, 131072)
-    ]
-    assert hidden == sorted(hidden)
-    assert hidden[-1] > 1.5 * hidden[0]

@@ -7,10 +7,6 @@ import pytest
 from bytescale_ext.plan.states.late import late_bytes, result_bytes
 
 
-def test_exact_updates_have_no_buffers() -> None:
-    assert late_bytes(num_pages=7, num_copies=7, page_bytes=4096, update_steps=0) == 0
-
-
 @pytest.mark.parametrize(("update_steps", "num_sums"), [(1, 1), (2, 2), (5, 2)])
 def test_a_16_bit_parameter_takes_4_bytes_of_each_sum_and_2_of_results(update_steps: int, num_sums: int) -> None:
     elements = 10 * 1024

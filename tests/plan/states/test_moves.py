@@ -43,10 +43,6 @@ def test_a_slot_is_read_again_as_soon_as_it_is_written() -> None:
     assert [move for move in moves if move.kind not in DISK_KINDS] == list(step_moves(TABLE))
 
 
-def test_no_page_no_move() -> None:
-    assert step_moves(lay_out((), 32)) == ()
-
-
 def test_bytes_of_a_step() -> None:
     """Of 16-bit parameters gradients are fetched and results returned; others travel both ways in float32."""
     half, single = (lay_out([StateTensor("a", 100, 0, has_copy)], 32) for has_copy in (True, False))

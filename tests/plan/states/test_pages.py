@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bytescale_ext.plan.states.check import check_pages
-from bytescale_ext.plan.states.pages import MEBIBYTE, Page, Span, StateTensor, lay_out, page_bytes_of
+from bytescale_ext.plan.states.pages import Page, Span, lay_out
 from tests.plan.states.tables import PAGE_BYTES, TABLE, TENSORS, random_table
 
 
@@ -53,16 +53,3 @@ def test_the_printed_table() -> None:
 def test_a_page_holds_whole_elements(page_bytes: int) -> None:
     with pytest.raises(ValueError, match=f"a page of {page_bytes} bytes is not a multiple of 4 bytes"):
         lay_out(TENSORS, page_bytes)
-
-
-def test_one_tensor_of_one_page() -> None:
-    table = lay_out([StateTensor("a", 8, 0, False)], PAGE_BYTES)
-    assert (len(table.pages), table.num_copies, table.starts) == (1, 0, (0,))
-
-
-def test_a_page_of_so_many_mebibytes() -> None:
-    assert page_bytes_of(4, "--page-mb") == 4 * MEBIBYTE
-    assert page_bytes_of(1.0001, "--page-mb") == MEBIBYTE + 104  # whole float32 values
-    for wrong in (0.001, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"^--page-mb (0.001|inf|nan) must be at least 0.00390625$"):
-            page_bytes_of(wrong, "--page-mb")

@@ -9,7 +9,7 @@ import pytest
 from bytescale_ext.plan.activation.load import LayerSettings, cost_of_rates, layer_load
 from bytescale_ext.plan.cost.model_shape import LLAMA_7B
 from bytescale_ext.plan.states.forecast import StateCase
-from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption, end_seconds, update_seconds
+from bytescale_ext.plan.states.step_time import LayerTraffic, StateOption, update_seconds
 from bytescale_ext.plan.states.timeline import Speeds, replay, step_seconds
 
 CASE = StateCase(LLAMA_7B.part(4), 1, True, True, 2, 1, 1 << 22)
@@ -38,12 +38,6 @@ def test_larger_pages_predict_the_same_update(disk_share: float) -> None:
     on_disk = range(len(table.pages)) if disk_share else ()
     exact = step_seconds(replay(table, 2, SPEEDS.of_stage(1), on_disk))
     assert update(StateOption(1, disk_share=disk_share)) == pytest.approx(exact, rel=0.02)
-
-
-def test_more_pages_on_the_disk_take_longer() -> None:
-    times = [update(StateOption(1, disk_share=share)) for share in (0.0, 0.25, 0.5, 1.0)]
-    assert times == sorted(times)
-    assert times[-1] > 3 * times[0]
 
 
 def test_the_update_of_stages_in_host_memory() -> None:
@@ -84,11 +78,6 @@ def test_activations_get_what_parameters_leave_of_the_link() -> None:
     assert 0 < full.link_share(full.longer(LOAD, 2)) < 0.01
 
 
-def test_the_ends_of_a_model() -> None:
-    assert end_seconds(CASE, StateOption(1), SPEEDS) == 0
-    assert end_seconds(CASE, StateOption(2), SPEEDS) == 2 * ENDS / 50e9
-
-
 def test_the_memory_of_an_option() -> None:
     assert StateOption().device_bytes(CASE) == CASE.resident_bytes
     assert StateOption().host_bytes(CASE) == 0
@@ -98,9 +87,3 @@ def test_the_memory_of_an_option() -> None:
     half = StateOption(1, disk_share=0.5).host_bytes(CASE)
     assert half == pytest.approx((CASE.host_bytes + CASE.least_host_bytes) / 2)
     assert StateOption(1, disk_share=1.0).host_bytes(CASE) == CASE.least_host_bytes
-
-
-def test_options_in_words() -> None:
-    assert StateOption().described() == "resident"
-    assert StateOption(2).described() == "stage 2"
-    assert StateOption(3, 2, 0.5).described() == "stage 3 with 2 layers on the device, 50% of the pages on a disk"

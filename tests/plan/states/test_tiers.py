@@ -15,7 +15,7 @@ from bytescale_ext.plan.states.tiers import (
     pages_on_disk,
     tiered_host_bytes,
 )
-from tests.plan.states.tables import TABLE, random_table
+from tests.plan.states.tables import random_table
 
 TWENTY = lay_out([StateTensor("a", 160, 0, True)], 32)
 
@@ -30,13 +30,6 @@ def test_the_fewest_pages_lie_on_the_disk(seed: int) -> None:
             assert len(chosen) == len(table.pages)
             assert budget < least_host_bytes(table.page_bytes, table.num_copies > 0)
         assert bool(chosen) == (budget < table.host_bytes)
-
-
-def test_more_host_memory_leaves_fewer_on_the_disk() -> None:
-    counts = [len(pages_on_disk(TWENTY, budget)) for budget in range(0, TWENTY.host_bytes + 64, 32)]
-    assert counts == sorted(counts, reverse=True)
-    assert (counts[0], counts[-1]) == (20, 0)
-    assert set(counts) >= {20, 13, 7, 5}
 
 
 @pytest.mark.parametrize("num_host_pages", range(1, 16))
@@ -61,10 +54,3 @@ def test_nothing_of_a_file_overlaps() -> None:
     assert begin % BLOCK_BYTES == 0
     assert layout.record_bytes >= 64 + 4 * 19
     assert [layout.index(plane, 0) for plane in range(3)] == [0, 7, 14]
-
-
-def test_without_copies_there_are_two_planes() -> None:
-    layout = FileLayout.of(lay_out([StateTensor("a", 40, 0, False)], 32))
-    assert (layout.num_planes, layout.version_pages) == (2, 10)
-    assert least_host_bytes(32, False) == (4 + 4 * 2) * 32
-    assert tiered_host_bytes(TABLE, ()) == TABLE.host_bytes

@@ -9,7 +9,7 @@ import pytest
 from bytescale_ext.plan.states.moves import DISK_KINDS, Kind
 from bytescale_ext.plan.states.pages import StateTensor, lay_out
 from bytescale_ext.plan.states.timeline import ADAM_BYTES, Speeds, replay, step_seconds
-from tests.plan.states.tables import TABLE, random_table
+from tests.plan.states.tables import random_table
 
 FOUR_PAGES = lay_out([StateTensor("a", 32, 0, True)], 32)
 FETCH_BYTES, RETURN_BYTES, UPDATE_BYTES = 8 * 4, 8 * 2, 8 * ADAM_BYTES
@@ -54,12 +54,6 @@ def test_a_step_takes_at_least_what_each_part_takes(seed: int) -> None:
     for kind in Kind:
         spans = [(one.start, one.stop) for one in moves if one.move.kind is kind]
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
-
-
-def test_speeds_scale_time() -> None:
-    slow, fast = (step_seconds(replay(TABLE, 2, Speeds(factor, 5 * factor))) for factor in (1.0, 4.0))
-    assert slow == pytest.approx(4 * fast)
-    assert step_seconds(replay(lay_out((), 32), 2, Speeds(1.0, 1.0))) == 0.0
 
 
 def test_a_slow_disk_is_the_limit() -> None:

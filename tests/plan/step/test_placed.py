@@ -75,16 +75,6 @@ def test_ranks_are_those_of_the_definition(seed: int) -> None:
     assert placed.counts.tolist() == [len(row) for row in built(placed)]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_token_is_on_one_rank(seed: int) -> None:
-    placed = random_placed(seed)
-    seen: list[list[int]] = [[] for _ in placed.lengths]
-    for row in placed:
-        for shard in (shard for micro_batch in row for shard in micro_batch.shards):
-            seen[shard.seq] += [token for start, stop in shard.ranges for token in range(start, stop)]
-    assert [sorted(tokens) for tokens in seen] == [list(range(length)) for length in placed.lengths]
-
-
 @pytest.mark.parametrize("seed", [1, 4, 5])
 def test_indices_and_slices_are_those_of_a_tuple(seed: int) -> None:
     placed = random_placed(seed)
@@ -128,29 +118,6 @@ def test_orders_of_other_numbers_are_the_same_plan_where_holes_are_left_out() ->
     assert aligned != placed
     without_holes = tuple(tuple(one for one in row if one.shards) for row in aligned)
     assert without_holes == tuple(placed)
-
-
-def test_holes_of_aligned_plans_by_hand() -> None:
-    placed = PlacedRanks(3, integers(4, 2), integers(0, 1), integers(2, 1), integers(2, 0), aligned=True)
-    hole, ring = MicroBatch(()), (0, 1)
-    assert placed[0] == (hole, hole, MicroBatch((Shard(0, ((0, 1), (3, 4)), ring),)))
-    local = MicroBatch((Shard(1, ((0, 2),), (1,)),))
-    assert placed[1] == (local, hole, MicroBatch((Shard(0, ((1, 2), (2, 3)), ring),)))
-    assert placed[2] == ()
-
-
-def test_rings_lie_before_local_sequences_and_offloads_are_the_largest() -> None:
-    placed = PlacedRanks(
-        2,
-        integers(3, 4, 3),
-        integers(0, 0, 1),
-        integers(1, 2, 1),
-        integers(0, 0, 0),
-        False,
-        np.array([0.75, 0.5, 0.25]),
-    )
-    assert [[shard.seq for shard in row[0].shards] for row in placed] == [[1, 0], [1, 2]]
-    assert [row[0].offload for row in placed] == [0.75, 0.5]
 
 
 def test_one_rank_of_many_is_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:

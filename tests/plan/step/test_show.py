@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard
+from bytescale_ext.plan.step.micro_batch import Shard
 from bytescale_ext.plan.step.show import plan_line, plan_table, plan_text, ring_text, shard_text
 from tests.plan.simple_plans import plan_naive
 
@@ -38,19 +38,7 @@ def test_marked_rows_are_kept_in_a_short_table() -> None:
     assert lines[6].startswith(">>")  # four rows above and four below
 
 
-def test_short_tables_begin_at_the_first_row_when_nothing_is_marked() -> None:
-    lines = plan_table(plan_naive([8] * 100, 10, 8), max_rows=4).splitlines()
-    assert len(lines) == 1 + 4 + 1
-    assert lines[1].split()[:2] == ["0", "0"]
-
-
 def test_only_marked_rows_show_all_shards() -> None:
     plan = plan_naive([1] * 8, 1, 8)
     assert plan_table(plan, max_shards=3).endswith("seq 2 [0:1], and 5 more")
     assert plan_table(plan, marked=[(0, 0)], max_shards=3).endswith("seq 7 [0:1]")
-
-
-def test_empty_micro_batches_can_be_printed() -> None:
-    plan = plan_naive([8], 1, 8)
-    broken = type(plan)(1, 8, (8,), ((MicroBatch(()),),))
-    assert "(empty)" in plan_table(broken)

@@ -5,10 +5,6 @@ import pytest
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 
 
-def test_one_slice_is_the_default():
-    assert Slicing() == Slicing(num_slices=1, kept_tokens=0, eager=False)
-
-
 def test_slicing_as_text():
     assert str(Slicing()) == "1 slice"
     assert str(Slicing(2, 100)) == "2 slices, keys kept up to 100 tokens"

@@ -40,33 +40,6 @@ def test_uniform_micro_batches_by_hand() -> None:
     assert result.stops[5, BACKWARD, 0] == result.makespan
 
 
-def test_messages_between_stages_take_their_time() -> None:
-    plan = locals_plan((4,))
-    assert replay_stages(plan, [UNIT] * 4).makespan == 48.0
-    assert replay_stages(plan, [UNIT] * 4, p2p_seconds=0.5).makespan == 48.0 + 6 * 0.5
-    assert replay_stages(plan, [UNIT], p2p_seconds=0.5).makespan == 12.0
-
-
-def test_a_pipeline_with_nothing_to_do_is_idle() -> None:
-    result = replay_stages(locals_plan((4,), ()), [UNIT] * 2)
-    assert result.makespan == 24.0
-    assert result.idle_share == pytest.approx(1 - 24 / 96)
-
-
-def test_one_stage_is_forward_then_backward() -> None:
-    result = replay_stages(locals_plan((3, 5)), [UNIT])
-    assert result.starts[:, :, 0].tolist() == [[0.0, 3.0], [9.0, 14.0]]
-
-
-def test_virtual_stages_shorten_the_bubble() -> None:
-    plan = locals_plan((4,) * 8)
-    half = StageCost(CostModel(a=0.0, b=0.5), CostModel(a=0.0, b=1.0))
-    plain = replay_stages(plan, [UNIT] * 4).makespan
-    interleaved = replay_stages(plan, [half] * 8, num_chunks=2).makespan
-    assert plain == 12.0 * 11
-    assert interleaved == pytest.approx(12.0 * (8 + 3 / 2))
-
-
 def test_uniform_slices_by_hand() -> None:
     """The textbook with slices: (m + (p - 1) / k) (f + b)."""
     result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4, Slicing(4))
@@ -74,12 +47,6 @@ def test_uniform_slices_by_hand() -> None:
     assert result.starts.shape == (24, 2, 4)
     assert result.starts[:5, FORWARD, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert result.starts[3, BACKWARD, 3] < result.starts[0, BACKWARD, 3]  # the last slice goes back first
-
-
-def test_eager_slices_by_hand() -> None:
-    """Of equal slices none waits, so it takes as long."""
-    result = replay_stages(locals_plan((4,) * 6), [UNIT] * 4, Slicing(4, eager=True))
-    assert result.makespan == (6 + 3 / 4) * (4.0 + 8.0)
 
 
 def test_stage_costs_must_fill_the_chunks() -> None:

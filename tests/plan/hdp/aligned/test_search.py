@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from bytescale_ext.measure.cost_file import shipped
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths
 from bytescale_ext.plan.evaluate.replay import replay_stages
-from bytescale_ext.plan.hdp.aligned import plans, search
+from bytescale_ext.plan.hdp.aligned import search
 from bytescale_ext.plan.hdp.aligned.arrangements import SLICED_STARTS, STARTS, Arrangement
-from bytescale_ext.plan.hdp.aligned.build import place_shorts
-from bytescale_ext.plan.hdp.aligned.clock import _waves_in_rows, action_waves, run_pipelines, slot_seconds
+from bytescale_ext.plan.hdp.aligned.clock import action_waves, run_pipelines, slot_seconds
 from bytescale_ext.plan.hdp.aligned.plans import build_plans, level_plans
 from bytescale_ext.plan.hdp.aligned.search import ArrangementSearch, PipelinedPlacer
 from bytescale_ext.plan.hdp.aligned.shelving import Shelver, Shelving
@@ -23,10 +20,7 @@ from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.planner import HdpPlanner
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule
-from bytescale_ext.plan.setup.costs import stage_costs
-from bytescale_ext.plan.setup.setup import setup_of_cost
 from bytescale_ext.plan.step.placed import PlacedRanks
-from bytescale_ext.plan.step.plan import StepPlan
 from bytescale_ext.plan.step.sizes import ONE_SLICE, Cluster, Slicing
 from tests.plan.hdp.aligned.random_plans import random_plan
 
@@ -86,21 +80,6 @@ def test_plans_side_by_side_end_as_each_by_itself(slicing: Slicing) -> None:
         np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
-def test_a_plan_too_large_to_time_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-
-    def counted(*given: Any) -> Any:
-        built.append(given)
-        return place_shorts(*given)
-
-    monkeypatch.setattr(search, "MAX_ARRAY_ENTRIES", 0)
-    monkeypatch.setattr(plans, "MAX_ARRAY_ENTRIES", 0)
-    monkeypatch.setattr(plans, "place_shorts", counted)
-    plan = HdpPlanner(Cluster(4, 1000), (STAGE,) * 2, balance="pp")([900, 1500, 20])
-    assert len(built) == 1
-    assert sorted(plan.lengths) == [20, 900, 1500]
-
-
 @pytest.mark.parametrize("slicing", [ONE_SLICE, Slicing(4, 3000)])
 def test_arrangements_timed_together_give_the_same_plan(monkeypatch: pytest.MonkeyPatch, slicing: Slicing) -> None:
     lengths = [6000, 3500, 2000, *(700,) * 12, *(90,) * 60]
@@ -152,17 +131,6 @@ def test_equal_micro_batches_in_slices_have_the_textbook_bubble(num_slices: int)
     assert makespan <= 1.001 * mean * (10 + 3 / num_slices) / 10
 
 
-def test_keys_that_are_kept_make_many_slices_pay() -> None:
-    """Where prefixes travel again 8 slices are slower than none; where they are kept they are faster by far."""
-    lengths = sample_lengths("byted", 65536, 1 << 20, 1).tolist()
-    stages = stage_costs(setup_of_cost(shipped("bytescale_7b"), 8))
-    seconds = []
-    for num_slices, kept in ((1, 0), (8, 0), (8, 65536)):
-        plan = HdpPlanner(Cluster(16, 8192), (stages[-1],) * 8, Slicing(num_slices, kept), balance="pp")
-        seconds.append(replay_stages(plan(lengths), stages, Slicing(num_slices, kept)).makespan)
-    assert seconds[1] > seconds[0] > 1.15 * seconds[2]
-
-
 def test_slots_rise_and_fall() -> None:
     """The tallest slot of a step of longs and shorts is neither the first nor the last."""
     random = np.random.default_rng(1)
@@ -174,15 +142,6 @@ def test_slots_rise_and_fall() -> None:
         column = slots[:count, rank]
         assert column[0] < column.max()
         assert column[-1] < column.max()
-
-
-def test_without_pipelines_aligned_slots_cost_little() -> None:
-    """Expert parallelism: one stage, aligned slots."""
-    random = np.random.default_rng(1)
-    lengths = np.append(random.integers(100, 400, 30), random.integers(1, 60, 600)).tolist()
-    aligned = HdpPlanner(Cluster(16, 64), (STAGE,), balance="pp")(lengths)
-    free: StepPlan = HdpPlanner(Cluster(16, 64), (STAGE,), balance="dp")(lengths)
-    assert replay_stages(aligned, [STAGE]).makespan <= 1.1 * replay_stages(free, [STAGE]).makespan
 
 
 @pytest.fixture
@@ -282,14 +241,3 @@ def test_a_thorough_placement_is_at_least_as_fast_and_made_once() -> None:
             assert again.orders.tolist() == best.orders.tolist()
         alone = PipelinedPlacer()(problem, thorough=True)
         assert alone.first_ranks.tolist() == best.first_ranks.tolist()
-
-
-def test_waves_do_not_depend_on_the_keys_that_are_kept() -> None:
-    plan = random_plan(np.random.default_rng(5), 6, 5)
-    assert isinstance(plan.ranks, PlacedRanks)
-    slicing = Slicing(3, eager=True)
-    run_pipelines(slot_seconds(plan.ranks, STAGE, slicing), 3)
-    known = _waves_in_rows.cache_info()
-    for kept in (10, 100):
-        run_pipelines(slot_seconds(plan.ranks, STAGE, replace(slicing, kept_tokens=kept)), 3)
-    assert _waves_in_rows.cache_info().misses == known.misses

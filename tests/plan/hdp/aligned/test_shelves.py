@@ -34,11 +34,6 @@ def test_shelves_hold_each_ring_once_and_side_by_side(node: int) -> None:
         assert (shelf.widths >= work.min_widths[shelf.rings]).all()
 
 
-def test_a_shelf_is_level() -> None:
-    span = fill_shelves(ring_work([800] * 8, 64, 64), EmptySpan(0, 64, 0, 8), 3000.0)
-    assert [shelf.widths.tolist() for shelf in span.shelves] == [[16] * 4, [16] * 4]
-
-
 def test_regions_are_apart_and_the_longest_come_first() -> None:
     work = ring_work([1500, 1400, *[200] * 60], 64, 64, node=8)
     cuts = split_ranks(work, height=2000.0, budget=2500.0, peak=0.5, max_spans=4)

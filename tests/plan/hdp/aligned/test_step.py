@@ -8,7 +8,6 @@ import pytest
 from bytescale_ext.plan.cost.cost_model import CostModel, StageCost
 from bytescale_ext.plan.hdp.aligned.step import AlignedStep
 from bytescale_ext.plan.hdp.problem import Problem
-from bytescale_ext.plan.step.placed import PlacedRanks
 from bytescale_ext.plan.step.sizes import Cluster, Slicing
 
 STAGE = StageCost(CostModel(a=0.01, b=1.0, c=0.3, g=2.0), CostModel(a=0.025, b=2.0, c=0.6, g=4.0))
@@ -28,16 +27,6 @@ def test_slices_shorten_the_ramps_and_add_overheads(num_slices: int, ramp_slots:
     assert step_of(num_slices, num_stages=1).ramp_slots == 0
 
 
-def test_work_of_a_sequence_is_its_cost_on_one_rank() -> None:
-    assert step_of().seconds == pytest.approx([STAGE.both.attention_cost(n, 1) + 3.0 * n for n in LENGTHS.tolist()])
-
-
-def test_a_ring_of_one_is_the_whole_sequence_and_wider_ones_take_less() -> None:
-    alone = step_of().ring_seconds(LENGTHS, np.ones(4, dtype=np.int64)).sum(axis=(0, 2))
-    assert alone == pytest.approx(step_of().seconds)
-    assert (step_of().ring_seconds(LENGTHS, np.full(4, 2)).sum(axis=(0, 2)) < alone).all()
-
-
 def test_exchange_hides_up_to_a_width_that_grows_with_length() -> None:
     widths = step_of().hidden_widths
     assert (np.diff(widths) <= 0).all()
@@ -45,10 +34,3 @@ def test_exchange_hides_up_to_a_width_that_grows_with_length() -> None:
     assert widths.max() <= 8
     free = StageCost(CostModel(0.01, 1.0, 0.0, 2.0), CostModel(0.025, 2.0, 0.0, 4.0))
     assert step_of(stage=free).hidden_widths.tolist() == [8] * 4
-
-
-def test_the_size_of_a_arrangement_grows_with_its_slots() -> None:
-    step = step_of()
-    ones, zeros = np.ones(4, dtype=np.int64), np.zeros(4, dtype=np.int64)
-    low, high = (PlacedRanks(8, LENGTHS, zeros, ones, orders, aligned=True) for orders in (zeros, np.arange(4)))
-    assert step.array_entries(high) > step.array_entries(low) == step.min_array_entries > 0

@@ -11,7 +11,7 @@ from bytescale_ext.errors import OutOfTime
 from bytescale_ext.plan.cost.cost_model import CostModel
 from bytescale_ext.plan.evaluate.replay import replay
 from bytescale_ext.plan.hdp.free.balance import _water_level, place_balanced
-from bytescale_ext.plan.hdp.free.local_search import _changes, list_schedule, place_small
+from bytescale_ext.plan.hdp.free.local_search import list_schedule, place_small
 from bytescale_ext.plan.hdp.problem import Problem
 from bytescale_ext.plan.step.check import check_step_plan
 from bytescale_ext.plan.step.placed import PlacedRanks
@@ -64,15 +64,6 @@ def test_rings_of_a_list_are_whole_nodes_or_inside_one(seed: int) -> None:
         assert first % 4 + width <= 4 or first % 4 == 0
 
 
-def test_a_list_of_nothing_takes_no_time() -> None:
-    assert list_schedule(step(integers(), 4), integers()).seconds == 0.0
-
-
-def test_neighbours_are_within_the_limits_and_nearest_first() -> None:
-    changes = _changes(integers(4, 1), integers(2, 1), integers(7, 2))
-    assert changes[::-1] == [(0, 5), (0, 3), (0, 2), (1, 2)]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_search_is_sound_and_no_worse_than_what_it_got(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -95,13 +86,6 @@ def test_other_widths_than_those_it_began_with_are_shorter() -> None:
     assert min(gains) > 0.99, gains
     assert max(gains) > 1.1, gains
     assert float(np.mean(gains)) > 1.03, gains
-
-
-def test_a_plan_at_the_bound_is_left_as_it_is() -> None:
-    lengths = integers(64, 64)
-    given = PlacedRanks(2, lengths, integers(0, 1), integers(1, 1), integers(0, 0))
-    seconds = makespan(given)
-    assert place_small(step(lengths, 2), [integers(1, 1)], given, seconds, seconds) is given
 
 
 def test_short_sequences_that_follow_each_other_share_micro_batches() -> None:

@@ -55,13 +55,6 @@ def test_no_sequence_gets_more_ranks_than_a_longer_one() -> None:
         assert (np.diff(widths) <= 0).all()
 
 
-def test_the_picture_of_the_module() -> None:
-    rings = nest_rings(ints([1000, 900, 850]), ints([15, 9, 6]), Cluster(32, 1), CostModel(a=1.0, b=1.0))
-    assert rings.first_ranks.tolist() == [0, 16, 16]
-    assert rings.widths.tolist() == [16, 16, 8]
-    assert rings.loads[24] == 900 * 901 / 16 < rings.loads[16] == 900 * 901 / 16 + 850 * 851 / 8
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_rings_never_wait(data: st.DataObject) -> None:
@@ -88,11 +81,6 @@ def test_a_run_is_not_taken_whole_when_the_exchange_would_show() -> None:
     hidden, shown = CostModel(a=1.0, b=1.0), CostModel(a=1.0, b=1.0, c=50.0)
     assert nest_rings(ints([100]), ints([5]), Cluster(8, 1), hidden).widths.tolist() == [8]
     assert nest_rings(ints([100]), ints([5]), Cluster(8, 1), shown).widths.tolist() == [5]
-
-
-def test_a_ring_has_no_more_ranks_than_tokens() -> None:
-    assert nest_rings(ints([3]), ints([2]), Cluster(16, 1), CostModel(a=1.0, b=1.0)).widths.tolist() == [2]
-    assert target_widths(step([3], 16, CostModel(a=1.0, b=1.0)), 1e-9).tolist() == [3]
 
 
 @pytest.mark.parametrize("node", [5, 8, 64])
