@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bytescale_ext.convert.layout import Layout
 from bytescale_ext.convert.tensors import rows, to_hugging_face, to_megatron
 from megatron.bytescale.convert.families import layout_of
 from tests.bytescale.convert.models import MODELS, configuration_of
@@ -19,6 +20,17 @@ def test_names_are_used_once(kind: str) -> None:
     assert len(set(parts)) == len(parts)
     assert all(part.startswith(("model.", "lm_head.")) for part in parts)
     assert ("lm_head.weight" in parts) == (not MODELS[kind]["tie_word_embeddings"])
+
+
+def test_names_of_experts() -> None:
+    names = {
+        kind: {name: row.parts for row in rows(layout_of(configuration_of(kind))) for name in row.names}
+        for kind in MODELS
+    }
+    fc1 = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+    theirs = "model.layers.1.block_sparse_moe.experts.3."
+    assert names["mixtral"][fc1] == (f"{theirs}w1.weight", f"{theirs}w3.weight")
+    assert names["qwen3_moe"]["decoder.layers.0.mlp.router.weight"] == ("model.layers.0.mlp.gate.weight",)
 
 
 def test_names_of_latent_attention() -> None:
@@ -57,6 +69,13 @@ def test_stacked_experts_there_and_back() -> None:
     given[f"{experts}down_proj"] = torch.randn(3, 6, 8)
     with pytest.raises(ValueError, match=f"{experts}down_proj has 3 experts, not 4"):
         dict(to_megatron(layout, given.__getitem__))
+
+
+def test_a_model_without_layers_is_its_embedding_norm_and_output() -> None:
+    layout = Layout(num_layers=0, num_groups=1, head_dim=1, is_tied=False, qkv_bias=False, qk_norm=False)
+    assert [row.parts for row in rows(layout)] == [
+        ("model.embed_tokens.weight",), ("model.norm.weight",), ("lm_head.weight",),
+    ]  # fmt: skip
 
 
 def test_there_and_back() -> None:
