@@ -91,7 +91,7 @@ class Strategy:
         words += [*BLOCK_RECOMPUTE, self.recomputed_layers] if self.activations == BLOCK else []
         words += ["--activation-policy", PRICED] if self.activations == PRICED else []
         words += ["--chunked-cross-entropy", self.loss_tokens] if self.loss_tokens is not None else []
-        words += [] if self.device_gb is None else ["--device-memory-gb", f"{self.device_gb:g}"]
+        words += [] if self.device_gb is None else ["--device-memory-gb", f"{self.device_gb:.12g}"]
         words += ["--host-memory-gb", f"{self.host_gb:g}"] if self.host_gb or self.activations == PRICED else []
         return [str(word) for word in words]
 

@@ -84,19 +84,19 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     from megatron.core.fp8_utils import get_fp8_align_size
 
     from megatron.bytescale.arguments.resolve import resolve as resolve_run
-    from megatron.bytescale.features.hdp import flags as hdp
+    from megatron.bytescale.arguments.setup import setup_of
 
     words = "--tensor-model-parallel-size 2 --sequence-parallel --hdp-tokens-per-rank 128 --hidden-size 256".split()
     words += ["--ffn-hidden-size", "512"]
     args = checked(8, [*COMMON, *words])
     run = resolve_run(args)
-    found: dict[str, Any] = {"none": (fp8_rows(args), hdp.resolve(args, run).rows_multiple)}
+    found: dict[str, Any] = {"none": (fp8_rows(args), setup_of(args).rows_multiple)}
     args.fp8 = "hybrid"
     for recipe in RECIPES:
         args.fp8_recipe = Fp8Recipe(recipe)
         assert fp8_rows(args) == get_fp8_align_size(Fp8Recipe(recipe))
         assert resolve(FP8.read(args), run) == recipe
-        found[recipe] = (fp8_rows(args), hdp.resolve(args, run).rows_multiple)
+        found[recipe] = (fp8_rows(args), setup_of(args).rows_multiple)
     args.fp8_recipe = "tensorwise"
     args.hdp_tokens_per_rank = 120
     try:

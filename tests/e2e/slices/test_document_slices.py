@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bytescale_ext.plan.cost.model_shape import ModelShape
+from bytescale_ext.plan.memory.model_states import stage_parameters
 from bytescale_ext.plan.schedule.actions import seq1f1b_schedule, slice_group_size
 from bytescale_ext.plan.step.placed import micro_batch_counts
 from bytescale_ext.plan.step.plan import StepPlan
@@ -37,6 +39,11 @@ pytestmark = pytest.mark.ranks
 BALANCE = "--hdp-tokens-per-rank 128 --hdp-balance".split()
 ZERO_BUBBLE = "--seq1f1b-zero-bubble"
 POLICY = "--activation-policy priced --host-memory-gb 0.01 --no-measured-speeds --link-gb-per-second 1000".split()
+STATES = [16 * stage_parameters(ModelShape(2, 32, 4, 2, 8, 48, True, 128), 1, stage == 0, stage == 1)
+          for stage in range(2)]  # fmt: skip
+WHOLE_DEVICE = f"{max(STATES) / 1e9 + 0.0008:.9f}"
+"""Gigabytes that leave 0.0008 to the activations of the fuller of two stages of two layers, in float32."""
+
 SWAPPED = "--hdp-kept-keys 150 --hdp-swapped-keys 1000 --host-memory-gb 0.01".split()
 STEPS = "--train-iters 2 --split 60,20,20 --eval-interval 2 --eval-iters".split()
 
@@ -70,7 +77,7 @@ CASES = {
     "pp2-kept-keys": Case(4, 4, 2, ["--hdp-kept-keys", "150"], balance="pp", kept_keys="up to 150 tokens"),
     "pp2-zero-bubble": Case(3, 4, 2, [ZERO_BUBBLE, *UNALIGNED], num_evaluations=2),
     "pp2-zero-bubble-whole": Case(1, 4, 2, [ZERO_BUBBLE], balance="pp", kept_keys="a stage holds up to 2 slices"),
-    "pp2-chosen-policy": Case(0, 4, 2, [*POLICY, "--device-memory-gb", "0.0008"], balance="pp",
+    "pp2-chosen-policy": Case(0, 4, 2, [*POLICY, "--device-memory-gb", WHOLE_DEVICE], balance="pp",
                               kept_keys="shares follow from the slices of each step"),
     "pp2-swapped-policy": Case(3, 4, 2, [*SWAPPED, "--swap-fraction", "0.5", "--seq1f1b-eager", *UNALIGNED],
                                num_evaluations=2),
@@ -110,9 +117,9 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 def train_with_rows(rows: int, num_idle: int) -> None:
     """An entry: pad micro-batches and slices to so many rows on each tensor-parallel rank, as FP8 needs them."""
-    from megatron.bytescale.features.hdp import flags as hdp
+    from megatron.bytescale.arguments import setup
 
-    hdp.fp8_rows = lambda args: rows
+    setup.fp8_rows = lambda args: rows
     train_and_record(num_idle)
 
 
