@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.bytescale.arguments.bad_input import refusals_of_megatron
+from megatron.bytescale.arguments.options import Overrides
 
 
-def use_schedule(args: Any) -> None:
-    """Write ``--rampup-batch-size``, which Megatron 0.19.2 ignores, as the schedule that it has in its place.
+@dataclass(frozen=True)
+class StepSizes:
+    """Megatron's flags of the sizes of steps.
 
-    Changes arguments before Megatron checks them. Raises ValueError for sizes that never reach
-    ``--global-batch-size``, and for steps that are not counted in samples.
+    Attributes:
+        seq_length: most tokens of a sample.
+        global_batch_size: samples of a step.
+        rampup_batch_size: first size, increment, and samples until the last size.
+        step_batch_size_schedule: thresholds in tokens, with the size of steps from each threshold on.
+        train_samples: samples of the whole training.
     """
-    if args.rampup_batch_size is not None:
-        first, increment, documents = map(int, args.rampup_batch_size)
-        sizes = ramp_sizes(first, increment, documents, args.global_batch_size)
-        # Megatron's thresholds are tokens, of which each sample counts --seq-length.
-        parts = (f"{documents * i // (len(sizes) - 1) * args.seq_length}:{size}" for i, size in enumerate(sizes))
-        args.step_batch_size_schedule = " ".join(parts)
-        args._is_global_batch_size_explicitly_specified = False  # Megatron refuses it beside a schedule
-    if args.step_batch_size_schedule is not None and args.train_samples is None:
+
+    seq_length: int
+    global_batch_size: int | None
+    rampup_batch_size: Sequence[str] | None
+    step_batch_size_schedule: str | None
+    train_samples: int | None
+
+
+def schedule_overrides(sizes: StepSizes) -> Overrides:
+    """Return ``--rampup-batch-size``, which Megatron 0.19.2 ignores, as the schedule that Megatron has instead.
+
+    Raises ValueError for sizes that never reach ``--global-batch-size``, and for steps that are not counted in samples.
+    """
+    schedule, found = sizes.step_batch_size_schedule, dict[str, object]()
+    if sizes.rampup_batch_size is not None and sizes.global_batch_size is not None:
+        first, increment, documents = map(int, sizes.rampup_batch_size)
+        steps = ramp_sizes(first, increment, documents, sizes.global_batch_size)
+        # Megatron's thresholds are tokens; each sample counts --seq-length.
+        parts = (f"{documents * i // (len(steps) - 1) * sizes.seq_length}:{size}" for i, size in enumerate(steps))
+        schedule = " ".join(parts)
+        # Megatron refuses an explicit size in addition to a schedule.
+        found = {"step_batch_size_schedule": schedule, "_is_global_batch_size_explicitly_specified": False}
+    if schedule is not None and sizes.train_samples is None:
         raise ValueError("steps that grow need --train-samples in place of --train-iters")
+    return found
 
 
 def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[int]:
@@ -35,18 +58,17 @@ def ramp_sizes(first: int, increment: int, documents: int, last: int) -> list[in
     return list(range(first, last + 1, increment))
 
 
-def schedule_of(args: Any, num_ranks: int) -> tuple[tuple[int, int], ...]:
+def schedule_of(text: str | None, seq_length: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
     """Return (documents before, documents of a step from then on) of each part of a schedule; nothing without one.
 
     Raises ValueError for what Megatron's schedule does not accept, or asserts only in mid-run.
     """
-    if args.step_batch_size_schedule is None:
+    if text is None:
         return ()
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator  # with torch
 
-    text = args.step_batch_size_schedule
     with refusals_of_megatron():
-        parts = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, args.seq_length).schedule
+        parts = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, text, seq_length).schedule
     sizes = [size for _, size in parts]
     if sizes != sorted(sizes):
         raise ValueError(f"--step-batch-size-schedule {text}: steps must not shrink, which ends Megatron's loop")

@@ -73,3 +73,6 @@ IS_LOCAL = equals("transformer_impl", "local")
 
 IS_CUT = ~equals("seq1f1b_slices", None, 1)
 """Micro-batches are cut into slices."""
+
+PLANS_ACTIVATIONS = ~equals("activation_policy", "none") | chosen("swap_fraction") | chosen("recompute_fraction")
+"""A policy, or given shares, plan what layers keep."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +26,7 @@ class Refusal:
     """
 
     flag: str
-    applies: Callable[[argparse.Namespace], bool]
+    applies: Condition
     instead: Mapping[str, str]
 
     def message(self, feature: str, feature_flag: str) -> str:
@@ -45,7 +45,7 @@ def refuse(
     flag: str,
     features: str,
     instead: str = REMOVE,
-    applies: Callable[[argparse.Namespace], bool] | None = None,
+    applies: Condition | None = None,
     **own: str,
 ) -> Refusal:
     """Return a row of the table.

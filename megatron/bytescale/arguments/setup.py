@@ -29,15 +29,23 @@ from bytescale_ext.plan.states.pages import FLOAT_BYTES
 from bytescale_ext.plan.states.timeline import ADAM_BYTES_PER_SECOND, IN_HOST
 from megatron.bytescale.arguments.model_shape import cluster, measured_cost, model_shape, stage_layers
 from megatron.bytescale.arguments.operators import operators_of
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.features.activations.flags import (
     RATES,
+    PolicyFlags,
     PolicyOptions,
     check_planned_offload,
     policy_options,
 )
-from megatron.bytescale.features.fp8 import fp8_rows
-from megatron.bytescale.features.slices.flags import SliceOptions, sample_lengths, slice_options
-from megatron.bytescale.features.states.flags import StateOptions, allowed_stages, state_options
+from megatron.bytescale.features.fp8 import Fp8Options
+from megatron.bytescale.features.slices.flags import SliceFlags, SliceOptions, sample_lengths, slice_options
+from megatron.bytescale.features.states.flags import (
+    DeviceFlags,
+    StateFlags,
+    StateOptions,
+    allowed_stages,
+    state_options,
+)
 
 OFFLOADED_PARAMETER_BYTES: Final = 16
 """Bytes of host memory for each parameter whose optimizer states Megatron keeps there, in float32."""
@@ -48,7 +56,9 @@ def setup_of(args: Any) -> Setup:
 
     Raises ValueError for options that do not fit together, and for budgets that are missing or impossible.
     """
-    policy, slices, states = policy_options(args), slice_options(args), state_options(args)
+    policy = policy_options(options_of(args, PolicyFlags))
+    slices = slice_options(options_of(args, SliceFlags))
+    states = state_options(options_of(args, StateFlags))
     shape, mesh, numerics = model_shape(args), mesh_of(args), numerics_of(args)
     measured = measured_cost(args, shape)
     setup = Setup(
@@ -104,7 +114,7 @@ def numerics_of(args: Any) -> Numerics:
         element_bytes=element,
         operators=operators_of(args, args.distributed_backend == "nccl", element),
         loss_tokens=args.chunked_cross_entropy,
-        rows=fp8_rows(args),
+        rows=options_of(args, Fp8Options).rows,
         recompute=recompute,
         recomputed_layers=args.recompute_num_layers or 0 if recompute == "block" else 0,
         gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else element,
@@ -149,7 +159,9 @@ def states_of(args: Any, options: StateOptions, mesh: Mesh) -> States:
     """Return the model states."""
     states = States(
         option=options.option,
-        allowed=allowed_stages(args),
+        allowed=allowed_stages(
+            options_of(args, DeviceFlags), args.distributed_backend == "nccl", args.params_dtype.itemsize
+        ),
         page_bytes=options.page_bytes,
         update_steps=options.update_steps,
         has_disk=options.nvme is not None,

@@ -98,13 +98,13 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{COST_FLAG} needs {readers}")
     refuse_conflicts(args, {feature.name: feature.flag for feature in on}, refusals())
     for feature in on:
-        override(args, feature.before_checks(feature.read(args)) or {})
+        override(args, feature.before_checks(feature.read(args)))
 
 
 def check_after(args: argparse.Namespace) -> None:
     """Set what Megatron's checks have changed and the enabled features need. Call it after Megatron's checks."""
     for feature in enabled(args):
-        override(args, feature.after_checks(feature.read(args)) or {})
+        override(args, feature.after_checks(feature.read(args)))
 
 
 def _check_not_given(feature: Feature[Any], args: argparse.Namespace, borrowed: Collection[str]) -> None:

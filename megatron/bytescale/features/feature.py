@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.config.run import RunConfig
+from megatron.bytescale.arguments.conditions import Condition
 from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides, options_of
 from megatron.bytescale.arguments.refusals import Refusal
 
@@ -44,10 +45,10 @@ class Feature[Options: DataclassInstance]:
         flag: the flag that switches it on, as messages name it.
         summary: what it does, in a few words.
         add_arguments: adds its flags to a parser; imports neither torch nor Megatron.
-        is_on: whether parsed arguments switch it on.
+        is_on: the condition on parsed arguments that switches it on.
+        options: the arguments that its functions take, as a frozen dataclass: a field has the name of an argument.
         resolve: returns its frozen configuration from checked options and the run so far. Raises ValueError.
         build: changes what Megatron's ``pretrain`` is given.
-        options: the arguments that its functions take, as a frozen dataclass: a field has the name of an argument.
         before_checks: checks options before Megatron checks its arguments, and returns the arguments to override.
         after_checks: returns the arguments to override after Megatron has checked them.
         needs: what its other flags need, as messages name it; default: ``flag``.
@@ -62,12 +63,12 @@ class Feature[Options: DataclassInstance]:
     flag: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    is_on: Callable[[argparse.Namespace], bool]
+    is_on: Condition
+    options: type[Options]
     resolve: Callable[[Options, RunConfig], object]
     build: Callable[[Training, Runtime], Training]
-    options: type[Options] | None = None
-    before_checks: Callable[[Options], Overrides | None] = _nothing
-    after_checks: Callable[[Options], Overrides | None] = _nothing
+    before_checks: Callable[[Options], Overrides] = _nothing
+    after_checks: Callable[[Options], Overrides] = _nothing
     needs: str = ""
     requires: tuple[str, ...] = ()
     borrows: Callable[[Options], tuple[str, ...]] = _no_flags
@@ -83,6 +84,4 @@ class Feature[Options: DataclassInstance]:
 
     def read(self, args: argparse.Namespace) -> Options:
         """Return its options."""
-        if self.options is None:  # its functions still take all arguments
-            return cast("Options", args)
         return options_of(args, self.options)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.cost.model_shape import ModelShape
 from megatron.bytescale.arguments.conditions import equals, given
-from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -64,11 +63,6 @@ class Fp8Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add nothing: the flags are Megatron's."""
-
-
-def fp8_rows(args: argparse.Namespace) -> int:
-    """Return the multiple of rows that the matrix products of one rank take; 1 without FP8."""
-    return options_of(args, Fp8Options).rows
 
 
 def resolve(options: Fp8Options, run: RunConfig) -> str:

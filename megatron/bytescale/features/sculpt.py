@@ -12,7 +12,7 @@ from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.sculpt import ATTENTION, SculptConfig
 from bytescale_ext.data.corpus.windows_file import files_of_data_sets
-from megatron.bytescale.arguments.conditions import IS_CUT, IS_LOCAL, chosen, equals, given
+from megatron.bytescale.arguments.conditions import IS_CUT, IS_LOCAL, PLANS_ACTIVATIONS, chosen, equals, given
 from megatron.bytescale.arguments.data import DataPaths
 from megatron.bytescale.arguments.options import Overrides
 from megatron.bytescale.arguments.refusals import refuse
@@ -97,7 +97,6 @@ def build(training: Training, runtime: Runtime) -> Training:
 
 _IS_MASKED = equals("sculpt_attention", "document") & ~given("hybrid_data_parallel")
 """Only a mask can separate the documents of a window."""
-_PLANS_ACTIVATIONS = ~equals("activation_policy", "none") | chosen("swap_fraction") | chosen("recompute_fraction")
 _HDP = "add --hybrid-data-parallel, where documents need no mask"
 _OF_DOCUMENTS = "remove it: windows hold whole documents"
 REFUSALS = (
@@ -124,7 +123,7 @@ REFUSALS = (
     refuse("--seq1f1b-slices under --sculpt-attention document", "sculpt", _HDP,
            _IS_MASKED & IS_CUT),
     refuse("--activation-policy under --sculpt-attention document", "sculpt", _HDP,
-           _IS_MASKED & _PLANS_ACTIVATIONS),
+           _IS_MASKED & PLANS_ACTIVATIONS),
 )  # fmt: skip
 
 SCULPT = Feature(

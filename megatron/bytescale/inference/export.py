@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bytescale_ext.config.drafts import DraftConfig
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.inference.heads_folder import norms_apart, safetensors_torch, write_folder
-from megatron.bytescale.inference.load import arguments_of, checkpoint_at, heads_of, shape_of
+from megatron.bytescale.inference.load import TrunkArguments, arguments_of, checkpoint_at, heads_of
 
 PREFIX = "draft_heads."
 
@@ -29,21 +30,36 @@ def export_heads(source: Path, folder: Path) -> tuple[DraftConfig, int]:
     if settings is None:
         raise ValueError(f"--load {source}: this checkpoint has no draft heads")
     tensors = heads_in(checkpoint)
-    write_folder(folder, settings, shape_of(args), layer_settings(args), tensors)
+    trunk, layers = options_of(args, TrunkArguments), options_of(args, LayerArguments)
+    write_folder(folder, settings, trunk.shape(), layer_settings(layers), tensors)
     return settings, sum(tensor.numel() for tensor in tensors.values())
 
 
-def layer_settings(args: Any) -> dict[str, object]:
+@dataclass(frozen=True)
+class LayerArguments:
+    """Megatron's arguments of layers, of the same names, that heads keep besides their shapes."""
+
+    params_dtype: torch.dtype
+    swiglu: bool
+    squared_relu: bool
+    layernorm_epsilon: float
+    rotary_base: float
+    rotary_percent: float
+    rotary_interleaved: bool
+    max_position_embeddings: int
+
+
+def layer_settings(layers: LayerArguments) -> dict[str, object]:
     """Return what the layers compute with beside the shapes: norms, activation and rotary positions."""
-    activation = "silu" if args.swiglu else "relu2" if args.squared_relu else "gelu"
+    activation = "silu" if layers.swiglu else "relu2" if layers.squared_relu else "gelu"
     return {
-        "dtype": str(args.params_dtype).removeprefix("torch."),
-        "norm_epsilon": args.layernorm_epsilon,
+        "dtype": str(layers.params_dtype).removeprefix("torch."),
+        "norm_epsilon": layers.layernorm_epsilon,
         "activation": activation,
-        "rotary_base": args.rotary_base,
-        "rotary_percent": args.rotary_percent,
-        "rotary_interleaved": args.rotary_interleaved,
-        "max_position_embeddings": args.max_position_embeddings,
+        "rotary_base": layers.rotary_base,
+        "rotary_percent": layers.rotary_percent,
+        "rotary_interleaved": layers.rotary_interleaved,
+        "max_position_embeddings": layers.max_position_embeddings,
     }
 
 

@@ -6,6 +6,7 @@ tensor-parallel group.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Mapping
@@ -59,17 +60,17 @@ def checkpoint_at(flag: str, folder: Path) -> Path:
     return found
 
 
-def arguments_of(checkpoint: Path) -> Any:
+def arguments_of(checkpoint: Path) -> argparse.Namespace:
     """Return the training arguments that a checkpoint holds. Raises ValueError where they are missing."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
-    args = load_common_state_dict(checkpoint).get("args")
+    args: argparse.Namespace | None = load_common_state_dict(checkpoint).get("args")
     if args is None:
         raise ValueError(f"{checkpoint}: it holds no training arguments")
     return args
 
 
-def heads_of(args: Any, checkpoint: Path) -> DraftConfig | None:
+def heads_of(args: argparse.Namespace, checkpoint: Path) -> DraftConfig | None:
     """Return which heads a checkpoint has, None where it has none. Raises ValueError where they are missing."""
     if getattr(args, "draft_heads", None) is None:
         return None
@@ -79,16 +80,41 @@ def heads_of(args: Any, checkpoint: Path) -> DraftConfig | None:
     return config
 
 
-def shape_of(args: Any) -> dict[str, object]:
-    """Return what must agree between a model and heads trained on it: shapes and vocabulary."""
-    names = (
-        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-        "padded_vocab_size", "vocab_size", "tokenizer_type", "normalization", "position_embedding_type", "swiglu",
-    )  # fmt: skip
-    found = {name: getattr(args, name, None) for name in names}
-    if found["num_query_groups"] is None or not args.group_query_attention:
-        found["num_query_groups"] = args.num_attention_heads
-    return found
+@dataclass(frozen=True)
+class TrunkArguments:
+    """Megatron's arguments that must agree between a model and heads trained on it, of the same names."""
+
+    num_attention_heads: int
+    group_query_attention: bool
+    num_query_groups: int | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    ffn_hidden_size: int | None = None
+    kv_channels: int | None = None
+    padded_vocab_size: int | None = None
+    vocab_size: int | None = None
+    tokenizer_type: str | None = None
+    normalization: str | None = None
+    position_embedding_type: str | None = None
+    swiglu: bool | None = None
+
+    def shape(self) -> dict[str, object]:
+        """Return shapes and vocabulary by name."""
+        shares_keys = self.group_query_attention and self.num_query_groups is not None
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.num_query_groups if shares_keys else self.num_attention_heads,
+            "kv_channels": self.kv_channels,
+            "padded_vocab_size": self.padded_vocab_size,
+            "vocab_size": self.vocab_size,
+            "tokenizer_type": self.tokenizer_type,
+            "normalization": self.normalization,
+            "position_embedding_type": self.position_embedding_type,
+            "swiglu": self.swiglu,
+        }
 
 
 def check_trunk(draft: Path | None, theirs: Mapping[str, object], mine: Mapping[str, object]) -> None:
@@ -123,7 +149,7 @@ def open_heads(draft: Path) -> Heads:
         return Heads(draft, *read_config(draft), on_their_own=True)
     checkpoint = checkpoint_at("--draft", draft)
     args = arguments_of(checkpoint)
-    found = Heads(checkpoint, heads_of(args, checkpoint), shape_of(args))
+    found = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
     if found.settings is None:
         raise ValueError(f"--draft {draft}: this checkpoint has no draft heads")
     return found
@@ -149,11 +175,11 @@ def open_decoder(load: Path, draft: Path | None, on_cpu: bool) -> tuple[Decoder,
         if getattr(args, name, None):
             raise ValueError(f"--load {load}: models with {what} cannot decode here")
     if draft is None:
-        heads = Heads(checkpoint, heads_of(args, checkpoint), shape_of(args))
+        heads = Heads(checkpoint, heads_of(args, checkpoint), options_of(args, TrunkArguments).shape())
     else:
         heads = open_heads(draft)
-    check_trunk(draft, heads.trunk, shape_of(args))
-    check_cut(args, process_count())
+    check_trunk(draft, heads.trunk, options_of(args, TrunkArguments).shape())
+    check_cut(options_of(args, TrunkArguments).shape(), process_count())
     model = build_model(args, heads.settings, stand_ins is not None)
     read_weights(model, checkpoint, heads)
     return Decoder(model, getattr(model, "draft_heads", None), args.max_position_embeddings), args
@@ -164,9 +190,8 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_cut(args: Any, ranks: int) -> None:
+def check_cut(shape: Mapping[str, object], ranks: int) -> None:
     """Raise ValueError for a model that cannot be cut over so many tensor-parallel ranks."""
-    shape = shape_of(args)
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "padded_vocab_size"):
         if int(str(shape[name])) % ranks:
             raise ValueError(f"{ranks} processes cannot share this model: its {name} is {shape[name]}")
@@ -184,7 +209,7 @@ def join_processes(on_cpu: bool) -> None:
         torch.distributed.init_process_group(backend, init_method=f"file://{file}", rank=0, world_size=1)
 
 
-def build_model(args: Any, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:
+def build_model(args: argparse.Namespace, heads: DraftConfig | None, on_cpu: bool) -> GPTModel:
     """Return Megatron's model of training arguments, with heads, without weights. Call it once in a process."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.bytescale.arguments.batch_schedule import ramp_sizes, schedule_of, use_schedule
+from megatron.bytescale.arguments.batch_schedule import StepSizes, ramp_sizes, schedule_of, schedule_overrides
 from tests.bytescale.arguments.resolving import Resolved, resolve_lines
 from tests.e2e.training import HDP, MODEL, TRAIN
 
@@ -52,8 +52,5 @@ def test_increments_that_lead_nowhere(numbers: tuple[int, int, int, int]) -> Non
 
 
 def test_without_a_schedule_nothing_changes() -> None:
-    class Args:
-        rampup_batch_size = step_batch_size_schedule = None
-
-    use_schedule(Args())
-    assert schedule_of(Args(), 4) == ()
+    assert schedule_overrides(StepSizes(256, 8, None, None, None)) == {}
+    assert schedule_of(None, 256, 4) == ()

@@ -19,7 +19,7 @@ import torch
 
 from bytescale_ext.plan.cost.model_shape import LatentShape, ModelShape
 from megatron.bytescale.arguments.refusals import refuse_conflicts
-from megatron.bytescale.features.fp8 import FP8, RECIPES, REFUSALS, check_engine, check_widths, fp8_rows, resolve
+from megatron.bytescale.features.fp8 import FP8, RECIPES, REFUSALS, check_engine, check_widths, resolve
 from tests.bytescale.arguments.resolving import checked, refused
 from tests.e2e.corpora import write_documents
 from tests.e2e.training import HDP, MODEL, TRAIN
@@ -90,13 +90,13 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     words += ["--ffn-hidden-size", "512"]
     args = checked(8, [*COMMON, *words])
     run = resolve_run(args)
-    found: dict[str, Any] = {"none": (fp8_rows(args), setup_of(args).rows_multiple)}
+    found: dict[str, Any] = {"none": (FP8.read(args).rows, hdp.resolve(hdp.HDP.read(args), run).rows_multiple)}
     args.fp8 = "hybrid"
     for recipe in RECIPES:
         args.fp8_recipe = Fp8Recipe(recipe)
-        assert fp8_rows(args) == get_fp8_align_size(Fp8Recipe(recipe))
+        assert FP8.read(args).rows == get_fp8_align_size(Fp8Recipe(recipe))
         assert resolve(FP8.read(args), run) == recipe
-        found[recipe] = (fp8_rows(args), setup_of(args).rows_multiple)
+        found[recipe] = (FP8.read(args).rows, hdp.resolve(hdp.HDP.read(args), run).rows_multiple)
     args.fp8_recipe = "tensorwise"
     args.hdp_tokens_per_rank = 120
     try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron.bytescale.inference.export import export_heads, heads_in, layer_settings
+from megatron.bytescale.inference.export import LayerArguments, export_heads, heads_in, layer_settings
 from megatron.bytescale.inference.heads_folder import read_config, read_tensors
 from tests.e2e.drafts import LAYOUTS, ONE, heads_of, trunk
 from tests.e2e.oracle import shard_of
@@ -63,11 +62,11 @@ def test_a_checkpoint_without_heads_is_refused(tmp_path: Path) -> None:
     ("swiglu", "squared", "activation"), [(True, False, "silu"), (False, True, "relu2"), (False, False, "gelu")]
 )
 def test_what_layers_compute_with(swiglu: bool, squared: bool, activation: str) -> None:
-    args = SimpleNamespace(
+    layers = LayerArguments(
         swiglu=swiglu, squared_relu=squared, params_dtype=torch.bfloat16, layernorm_epsilon=1e-6, rotary_base=10_000,
         rotary_percent=0.5, rotary_interleaved=False, max_position_embeddings=4096,
     )  # fmt: skip
-    found = layer_settings(args)
+    found = layer_settings(layers)
     assert found.pop("activation") == activation
     assert found == {
         "dtype": "bfloat16",

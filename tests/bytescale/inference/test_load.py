@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.bytescale.inference.export import export_heads
 from megatron.bytescale.inference.heads_folder import CONFIG, TENSORS
-from megatron.bytescale.inference.load import check_cut, check_trunk, shape_of
+from megatron.bytescale.inference.load import TrunkArguments, check_cut, check_trunk
 from megatron.bytescale.launch import TRACKER
 from tests.e2e.drafts import ONE, heads_of, trunk
 from tests.harness import run_ranks
@@ -104,20 +104,20 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         assert "\n" not in found[name]
 
 
-def model(**changes: object) -> SimpleNamespace:
-    """Training arguments of a model, as far as shapes and vocabulary go."""
+def shape_of(**changes: object) -> dict[str, object]:
+    """The shapes and the vocabulary of a model."""
     args = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
         "group_query_attention": True, "kv_channels": 8, "padded_vocab_size": 128, "vocab_size": 61,
         "tokenizer_type": "NullTokenizer", "normalization": "RMSNorm", "position_embedding_type": "rope",
         "swiglu": True,
     }  # fmt: skip
-    return SimpleNamespace(**{**args, **changes})
+    return TrunkArguments(**{**args, **changes}).shape()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "padded_vocab_size", "vocab_size", "normalization", "swiglu"])
 def test_heads_of_another_trunk(name: str) -> None:
-    mine, theirs = shape_of(model()), shape_of(model(**{name: 7}))
+    mine, theirs = shape_of(), shape_of(**{name: 7})
     check_trunk(Path("heads"), mine, dict(reversed(mine.items())))
     with pytest.raises(ValueError, match=rf"--draft heads: heads of another model: its {name} is 7, not "):
         check_trunk(Path("heads"), theirs, mine)
@@ -136,9 +136,9 @@ def test_heads_of_another_trunk(name: str) -> None:
 )
 def test_models_that_ranks_cannot_share(ranks: int, changes: dict[str, int], word: str) -> None:
     with pytest.raises(ValueError, match=f"{ranks} processes cannot share this model: its {word}"):
-        check_cut(model(**changes), ranks)
-    check_cut(model(**changes), 1)
-    check_cut(model(), 2)
+        check_cut(shape_of(**changes), ranks)
+    check_cut(shape_of(**changes), 1)
+    check_cut(shape_of(), 2)
 
 
 def copied(rank: int, world: int) -> tuple[bool, list[str]]:

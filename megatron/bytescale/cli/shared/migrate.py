@@ -13,9 +13,10 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from megatron.bytescale import features
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.parse import whole_parser
 
 SCRIPTS: Final = ("pretrain_gpt.py", "pretrain_gpt_hdp.py")
@@ -105,8 +106,9 @@ def migrate(line: str, num_processes: int | None = None) -> Migration:
     changed = _split(line)
     num_processes = num_processes or _processes(changed.head)
     args = _parsed(changed)
-    _replace_mesh(changed, args)
-    _keep_tokens(changed, args, num_processes)
+    given = options_of(args, _Given)
+    _replace_mesh(changed, given)
+    _keep_tokens(changed, given, num_processes)
     _heed_refusals(changed)
     if all(change.what != "decide" for change in changed.changes):
         _check(changed, num_processes)
@@ -159,44 +161,63 @@ def _parsed(line: _Line) -> argparse.Namespace:
     return args
 
 
-def _replace_mesh(line: _Line, args: Any) -> None:
+@dataclass(frozen=True)
+class _Given:
+    """What a launch line says of sizes and steps, by arguments of the same names."""
+
+    hybrid_data_parallel: bool
+    context_parallel_size: int | None
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    sequence_parallel: bool
+    seq_length: int | None
+    hdp_tokens_per_rank: int | None
+    hdp_global_tokens: int | None
+    global_batch_size: int | None
+    step_batch_size_schedule: str | None
+    rampup_batch_size: list[str] | None
+    train_samples: int | None
+    sft: bool
+
+
+def _replace_mesh(line: _Line, given: _Given) -> None:
     """Put ranks for each document in the place of context parallelism and micro-batches of one size."""
-    width = args.context_parallel_size or 1
-    if not args.hybrid_data_parallel:
+    width = given.context_parallel_size or 1
+    if not given.hybrid_data_parallel:
         line.put(["--hybrid-data-parallel"], "each document gets as many ranks as it needs")
     line.remove("--context-parallel-size", "--hybrid-data-parallel gives each document its own width")
     line.remove("--micro-batch-size", DONE_BY_PLAN)
-    if args.seq_length is None:
+    if given.seq_length is None:
         line.changes.append(Change("decide", "--seq-length", "give the longest sample: longer documents are cut there"))
-    elif args.hdp_tokens_per_rank is None:
-        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        tokens = -(-args.seq_length // width)
+    elif given.hdp_tokens_per_rank is None:
+        multiple = given.tensor_model_parallel_size if given.sequence_parallel else 1
+        tokens = -(-given.seq_length // width)
         tokens += -tokens % multiple
         why = f"C, what a rank held before: --seq-length / {width}; larger is faster until memory runs out"
         line.put(["--hdp-tokens-per-rank", str(tokens)], why)
 
 
-def _keep_tokens(line: _Line, args: Any, num_processes: int | None) -> None:
+def _keep_tokens(line: _Line, given: _Given, num_processes: int | None) -> None:
     """Count documents in the place of samples of one length, and keep the tokens of a step."""
-    size = args.global_batch_size
-    if size is None and args.step_batch_size_schedule is None:
+    size = given.global_batch_size
+    if size is None and given.step_batch_size_schedule is None:
         line.changes.append(Change("decide", "--global-batch-size", "give it: the documents of a step"))
         return
     if size is None:
         return
     grows = (
-        args.hybrid_data_parallel
-        or args.train_samples
-        or args.rampup_batch_size
-        or args.step_batch_size_schedule
-        or args.hdp_global_tokens
+        given.hybrid_data_parallel
+        or given.train_samples
+        or given.rampup_batch_size
+        or given.step_batch_size_schedule
+        or given.hdp_global_tokens
     )
-    if not grows and args.seq_length is not None and not args.sft:
-        tokens = size * args.seq_length
+    if not grows and given.seq_length is not None and not given.sft:
+        tokens = size * given.seq_length
         line.put(
             ["--hdp-global-tokens", str(tokens)], f"the tokens of a step as before; {size} documents may hold fewer"
         )
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    model = given.tensor_model_parallel_size * given.pipeline_model_parallel_size
     if num_processes is not None and num_processes % model == 0 and size % (num_processes // model):
         ranks = num_processes // model
         rounded = str(-(-size // ranks) * ranks)

@@ -78,13 +78,14 @@ def model_of(words: Sequence[str], on_cuda: bool = True) -> Model:
     """
     from megatron.bytescale.arguments.model_shape import model_shape  # Megatron takes seconds to import
     from megatron.bytescale.arguments.operators import operators_of
-    from megatron.bytescale.features.fp8 import fp8_rows
+    from megatron.bytescale.arguments.options import options_of
+    from megatron.bytescale.features.fp8 import Fp8Options
 
     args = arguments_of([*with_needed(words), "--hybrid-data-parallel"], on_cuda)
     dtype = args.params_dtype
     operators = operators_of(args, on_cuda, dtype.itemsize)
-    tied = not args.untie_embeddings_and_output_weights
-    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), fp8_rows(args), tied)
+    tied, rows = not args.untie_embeddings_and_output_weights, options_of(args, Fp8Options).rows
+    return Model(model_shape(args), operators, str(dtype).removeprefix("torch."), rows, tied)
 
 
 def setup_of_model(flags: str, mesh: Sequence[str], processes: int) -> Setup:

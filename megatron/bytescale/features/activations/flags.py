@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.config.memory.activations import ActivationConfig
 from bytescale_ext.config.run import RunConfig
@@ -14,6 +15,8 @@ from bytescale_ext.plan.activation.policies import POLICIES
 from bytescale_ext.plan.cost.model_cost import LINK_BYTES_PER_SECOND
 from bytescale_ext.plan.setup.setup import Policy, Setup
 from bytescale_ext.plan.step.sizes import ONE_SLICE
+from megatron.bytescale.arguments.conditions import PLANS_ACTIVATIONS, chosen
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.features.activations.refusals import REFUSALS
 from megatron.bytescale.features.feature import Feature
 
@@ -72,17 +75,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_on(args: Any) -> bool:
-    """Return whether activations follow a plan; a memory plan needs one too."""
-    shares = (args.swap_fraction, args.recompute_fraction)
-    has_plan = args.memory_plan is not None or args.record_memory_plan is not None
-    return args.activation_policy != "none" or shares != (None, None) or has_plan
+@dataclass(frozen=True)
+class PolicyFlags:
+    """Flags of activation policies and of memory, and the flags that they depend on; None: not given.
+
+    Attributes:
+        activation_policy: policy by name.
+        swap_fraction, recompute_fraction: shares of the tokens.
+        device_memory_gb, host_memory_gb: memory of the device, and host memory of a process.
+        link_gb_per_second: speed of a link to host memory that one GPU uses.
+        gpus_per_link: GPUs that share a link.
+        no_measured_speeds: speeds are assumed where none are given.
+        memory_plan, record_memory_plan: files of memory plans.
+        hybrid_data_parallel: documents are planned.
+        transformer_impl: implementation of Megatron's layers.
+    """
+
+    activation_policy: str
+    swap_fraction: float | None
+    recompute_fraction: float | None
+    device_memory_gb: float | None
+    host_memory_gb: float | None
+    link_gb_per_second: float | None
+    gpus_per_link: int | None
+    no_measured_speeds: bool
+    memory_plan: Path | None
+    record_memory_plan: Path | None
+    hybrid_data_parallel: bool
+    transformer_impl: str
 
 
-def before_checks(args: Any) -> None:
+def before_checks(flags: PolicyFlags) -> Overrides:
     """Load no masks for samples that our attention computes; a mask of all pairs of tokens would outgrow the rest."""
-    if args.transformer_impl == "local":
-        args.create_attention_mask_in_dataloader = False
+    return {"create_attention_mask_in_dataloader": False} if flags.transformer_impl == "local" else NO_OVERRIDES
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +131,19 @@ class PolicyOptions:
     may_measure: bool = True
 
 
-def policy_options(args: Any) -> PolicyOptions:
+def policy_options(flags: PolicyFlags) -> PolicyOptions:
     """Return the flags of activation policies. Raises ValueError for shares and budgets that are wrong or missing."""
-    has_memory_plan = args.memory_plan is not None or args.record_memory_plan is not None
+    has_memory_plan = flags.memory_plan is not None or flags.record_memory_plan is not None
     options = PolicyOptions(
-        policy=Policy(args.activation_policy, args.swap_fraction, args.recompute_fraction),
-        device_gb=args.device_memory_gb,
-        host_gb=args.host_memory_gb,
-        link_gb=args.link_gb_per_second,
-        gpus_per_link=1 if args.gpus_per_link is None else args.gpus_per_link,
-        may_measure=not (args.no_measured_speeds or has_memory_plan),  # memory plans need equal shares in two runs
+        policy=Policy(flags.activation_policy, flags.swap_fraction, flags.recompute_fraction),
+        device_gb=flags.device_memory_gb,
+        host_gb=flags.host_memory_gb,
+        link_gb=flags.link_gb_per_second,
+        gpus_per_link=1 if flags.gpus_per_link is None else flags.gpus_per_link,
+        may_measure=not (flags.no_measured_speeds or has_memory_plan),  # memory plans need equal shares in two runs
     )
     _check_shares(options.policy)
-    _check_budgets(options, plans_offload=args.hybrid_data_parallel and args.activation_policy == "offload")
+    _check_budgets(options, plans_offload=flags.hybrid_data_parallel and flags.activation_policy == "offload")
     return options
 
 
@@ -182,9 +207,9 @@ def check_planned_offload(setup: Setup, options: PolicyOptions) -> None:
         )
 
 
-def resolve(args: Any, run: RunConfig) -> ActivationConfig:
+def resolve(flags: PolicyFlags, run: RunConfig) -> ActivationConfig:
     """Return the policy of this process."""
-    options = policy_options(args)
+    options = policy_options(flags)
     assumed, measured = assumptions(options, run), measures(options, run)
     return ActivationConfig(run.decision, run.process.stage, assumed=assumed, measures=measured)
 
@@ -228,7 +253,8 @@ ACTIVATIONS = Feature(
     flag="--activation-policy",
     summary="activation policies: saved tensors are kept, swapped or recomputed",
     add_arguments=add_arguments,
-    is_on=is_on,
+    is_on=PLANS_ACTIVATIONS | chosen("memory_plan") | chosen("record_memory_plan"),
+    options=PolicyFlags,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.loss_chunks import LossChunks
@@ -15,6 +16,7 @@ from bytescale_ext.config.slices import SliceConfig
 from bytescale_ext.plan.memory.plan_file import PlanFile
 from bytescale_ext.plan.memory.step_file import ModelTraits, StepLayout, StepMemory, StepRecord
 from bytescale_ext.plan.step.sizes import ONE_SLICE
+from megatron.bytescale.arguments.conditions import IS_CUT, above, chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
 
@@ -36,13 +38,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve(args: Any, run: RunConfig) -> StepMemory:
+@dataclass(frozen=True)
+class StepArguments:
+    """Megatron's arguments of the same names that decide the tensors of a step and how ranks share it.
+
+    Those with a default are set by Megatron's checks.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    normalization: str
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    qk_layernorm: bool
+    position_embedding_type: str
+    max_position_embeddings: int
+    untie_embeddings_and_output_weights: bool
+    swiglu: bool
+    bias_swiglu_fusion: bool
+    bias_gelu_fusion: bool
+    transformer_impl: str
+    overlap_p2p_comm: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+    data_parallel_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlanOptions(StepArguments):
+    """The flag of a memory plan, and what decides the step that it is of."""
+
+    memory_plan: Path
+
+
+def resolve(options: MemoryPlanOptions, run: RunConfig) -> StepMemory:
     """Return the plan of this rank.
 
     Raises ValueError where it cannot be read, is not a plan, or is for another model or step.
     """
-    step = step_record(args, run, "--memory-plan")
-    path: Path = args.memory_plan
+    step, path = step_record(options, run, "--memory-plan"), options.memory_plan
     try:
         plans = PlanFile.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -54,52 +88,52 @@ def resolve(args: Any, run: RunConfig) -> StepMemory:
     return memory
 
 
-def step_record(args: Any, run: RunConfig, flag: str) -> StepRecord:
+def step_record(step: StepArguments, run: RunConfig, flag: str) -> StepRecord:
     """Return the settings of this rank's step. Raises ValueError where shares differ between micro-batches."""
     activations = run.get(ActivationConfig)
     chooses_shares = activations.policy.name != "none" and not activations.policy.has_shares
     if chooses_shares and run.find(HdpConfig) is not None:
         raise ValueError(f"{flag} needs one share for all micro-batches: give --swap-fraction, or remove it")
     load = activations.largest
-    dtype = str(args.params_dtype).removeprefix("torch.")
+    dtype = str(run.process.dtype).removeprefix("torch.")
     device = "cuda" if run.process.on_cuda else "cpu"
     chunks = run.find(LossChunks)
     shares, loss_tokens = activations.plan(load), None if chunks is None else chunks.num_tokens
-    traits, layout = traits_of(args), layout_of(args, run)
+    traits, layout = traits_of(step), layout_of(step, run)
     return StepRecord(run.shape, load.num_tokens, dtype, loss_tokens, shares, traits, device, layout)
 
 
-def layout_of(args: Any, run: RunConfig) -> StepLayout:
+def layout_of(step: StepArguments, run: RunConfig) -> StepLayout:
     """Return how the ranks of a pipeline share a step."""
     slices, num_stages = run.find(SliceConfig), len(run.stage_layers)
-    virtual = args.virtual_pipeline_model_parallel_size or 1
-    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    virtual = run.decision.setup.mesh.virtual_stages
+    micro_batches = step.global_batch_size // (step.micro_batch_size * step.data_parallel_size)
     return StepLayout(
         tensor_parallel=run.process.tensor_parallel,
-        sequence_parallel=args.sequence_parallel,
+        sequence_parallel=step.sequence_parallel,
         stage_layers=run.stage_layers if num_stages > 1 else (),
         virtual_stages=virtual,
-        group_size=(args.microbatch_group_size_per_vp_stage or num_stages) if virtual > 1 else 0,
-        overlapped_messages=virtual > 1 and args.overlap_p2p_comm,
+        group_size=(step.microbatch_group_size_per_vp_stage or num_stages) if virtual > 1 else 0,
+        overlapped_messages=virtual > 1 and step.overlap_p2p_comm,
         micro_batches=micro_batches if num_stages > 1 else 1,
         slices=slices.lengths if slices is not None else (),
         slicing=ONE_SLICE if slices is None else slices.slicing,
     )
 
 
-def traits_of(args: Any) -> ModelTraits:
+def traits_of(step: StepArguments) -> ModelTraits:
     """Return what decides the tensors of a step beside the sizes of the model."""
-    is_learned = args.position_embedding_type == "learned_absolute"
+    is_learned = step.position_embedding_type == "learned_absolute"
     return ModelTraits(
-        normalization=args.normalization,
-        linear_biases=args.add_bias_linear,
-        qkv_biases=args.add_qkv_bias or args.add_bias_linear,
-        qk_norms=args.qk_layernorm,
-        positions=args.position_embedding_type,
-        learned_positions=args.max_position_embeddings if is_learned else 0,
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
-        fused_activation=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
-        transformer_impl=args.transformer_impl,
+        normalization=step.normalization,
+        linear_biases=step.add_bias_linear,
+        qkv_biases=step.add_qkv_bias or step.add_bias_linear,
+        qk_norms=step.qk_layernorm,
+        positions=step.position_embedding_type,
+        learned_positions=step.max_position_embeddings if is_learned else 0,
+        tied_embeddings=not step.untie_embeddings_and_output_weights,
+        fused_activation=step.bias_swiglu_fusion if step.swiglu else step.bias_gelu_fusion,
+        transformer_impl=step.transformer_impl,
     )
 
 
@@ -114,12 +148,11 @@ _NOT_RECORDED = "remove it: memory plans do not tell whether their step had it"
 _BOTH = "memory_plan memory_record"
 REFUSALS = (
     refuse("--transformer-impl transformer_engine", _BOTH, "use local: its layers cannot be recorded yet",
-           lambda args: args.transformer_impl == "transformer_engine"),
+           equals("transformer_impl", "transformer_engine")),
     refuse("--hybrid-data-parallel over tensor-parallel ranks, stages or slices", "memory_plan",
            "remove it: steps of documents differ, so a recorded step does not bound the next one",
-           lambda args: args.hybrid_data_parallel and (
-               args.tensor_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1
-               or args.seq1f1b_slices not in (None, 1))),
+           given("hybrid_data_parallel")
+           & (above("tensor_model_parallel_size", 1) | above("pipeline_model_parallel_size", 1) | IS_CUT)),
     refuse("--memory-plan", "memory_record", "remove one of them: a plan is recorded without another"),
     refuse("--hybrid-data-parallel", "memory_record",
            "remove it: `bytescale memory-plan` records the largest micro-batch of documents"),
@@ -136,7 +169,8 @@ MEMORY_PLAN = Feature(
     flag="--memory-plan",
     summary="a memory plan of a step: memory reserved before the first step",
     add_arguments=add_arguments,
-    is_on=lambda args: args.memory_plan is not None,
+    is_on=chosen("memory_plan"),
+    options=MemoryPlanOptions,
     resolve=resolve,
     build=build,
     refusals=REFUSALS,

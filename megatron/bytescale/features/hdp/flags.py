@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.hdp import HdpConfig
 from bytescale_ext.config.run import RunConfig
@@ -12,7 +13,9 @@ from bytescale_ext.plan.hdp.table import planner_help, planner_names
 from bytescale_ext.plan.setup.costs import slowest_stage
 from bytescale_ext.plan.setup.planner import balance_of, share_of_experts
 from bytescale_ext.plan.step.sizes import RING_FORMS
-from megatron.bytescale.arguments.batch_schedule import schedule_of, use_schedule
+from megatron.bytescale.arguments.batch_schedule import StepSizes, schedule_of, schedule_overrides
+from megatron.bytescale.arguments.conditions import given
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.hdp.refusals import REFUSALS
 
@@ -103,57 +106,90 @@ def _add_running_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def is_on(args: Any) -> bool:
-    """Return whether documents are planned."""
-    return bool(args.hybrid_data_parallel)
+@dataclass(frozen=True)
+class HdpOptions(StepSizes):
+    """Flags of hybrid data parallelism, and Megatron's flags that it reads.
+
+    Those with the prefix ``hdp_`` are described in ``add_arguments``; None: not given.
+    """
+
+    hdp_tokens_per_rank: int
+    hdp_global_tokens: int | None
+    hdp_ranks_per_node: int | None
+    hdp_plan_ahead: int | None
+    hdp_plan_seconds: float | None
+    hdp_check_plans_every: int | None
+    hdp_attention_kernel: str | None
+    hdp_static_width: int | None
+    hdp_log_dir: Path | None
+    hdp_timeline_step: int | None
+    hdp_memory_step: int | None
+    eval_global_batch_size: int | None
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    apply_rope_fusion: bool
+    multi_latent_attention: bool
+    fp16: bool
+    loss_scale: float | None
+    initial_loss_scale: float
+    min_loss_scale: float
+    overlap_param_gather: bool
 
 
-def before_checks(args: Any) -> None:
-    """Check sizes, and set the Megatron arguments that hybrid data parallelism needs."""
-    needed = ["--seq-length", "--hdp-tokens-per-rank", "--global-batch-size"]
-    for flag in needed if args.step_batch_size_schedule is None else needed[:2]:
-        if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
+def before_checks(options: HdpOptions) -> Overrides:
+    """Check sizes, and return the arguments of Megatron that hybrid data parallelism needs."""
+    needed = {"--seq-length": options.seq_length, "--hdp-tokens-per-rank": options.hdp_tokens_per_rank}
+    if options.step_batch_size_schedule is None:
+        needed["--global-batch-size"] = options.global_batch_size
+    for flag, size in needed.items():
+        if size is None:
             raise ValueError(f"--hybrid-data-parallel needs {flag}")
-    use_schedule(args)
-    if args.hdp_tokens_per_rank < 1:
-        raise ValueError(f"--hdp-tokens-per-rank must be positive, got {args.hdp_tokens_per_rank}")
-    if args.hdp_ranks_per_node is not None and args.hdp_ranks_per_node < 1:
-        raise ValueError(f"--hdp-ranks-per-node must be at least 1, got {args.hdp_ranks_per_node}")
-    _check_ranks(args)
-    args.calculate_per_token_loss = True  # ByteScale Eq. 1-2: one sum over all tokens, then one division
-    args.dataloader_type = "external"
-    args.micro_batch_size = args.eval_micro_batch_size = 1  # so that --global-batch-size counts documents
-    args.create_attention_mask_in_dataloader = False
-    args.dist_ckpt_optim_fully_reshardable = True  # resume with another number of ranks
-    args.apply_rope_fusion &= not args.multi_latent_attention  # a kernel that counts positions by rows
-    if args.fp16:
-        _fit_gradients_into_fp16(args)
+    schedule = schedule_overrides(options)
+    if options.hdp_tokens_per_rank < 1:
+        raise ValueError(f"--hdp-tokens-per-rank must be positive, got {options.hdp_tokens_per_rank}")
+    if options.hdp_ranks_per_node is not None and options.hdp_ranks_per_node < 1:
+        raise ValueError(f"--hdp-ranks-per-node must be at least 1, got {options.hdp_ranks_per_node}")
+    _check_ranks(options)
+    return {
+        **schedule,
+        "calculate_per_token_loss": True,  # ByteScale Eq. 1-2: one sum over all tokens, then one division
+        "dataloader_type": "external",
+        "micro_batch_size": 1,  # so that --global-batch-size counts documents
+        "eval_micro_batch_size": 1,
+        "create_attention_mask_in_dataloader": False,
+        "dist_ckpt_optim_fully_reshardable": True,  # resume with another number of ranks
+        # a kernel that counts positions by rows
+        "apply_rope_fusion": options.apply_rope_fusion and not options.multi_latent_attention,
+        **(_gradients_in_fp16(options) if options.fp16 else {}),
+    }
 
 
-def _fit_gradients_into_fp16(args: Any) -> None:
-    """Choose a loss scale for losses that are summed over tokens, and sum gradients of micro-batches in float32.
+def _gradients_in_fp16(options: HdpOptions) -> Overrides:
+    """Return a loss scale for losses that are summed over tokens, and sums of gradients in float32.
 
     Megatron's first scale of 2**32 is for mean losses; a sum over C tokens would overflow for dozens of steps.
     """
-    args.accumulate_allreduce_grads_in_fp32 = True
-    if args.loss_scale is None and args.initial_loss_scale == MEGATRON_LOSS_SCALE:
-        smallest = args.min_loss_scale
-        args.initial_loss_scale = max(smallest, 2.0 ** (LARGEST_FP16_LOG2 - args.hdp_tokens_per_rank.bit_length()))
+    scale = options.initial_loss_scale
+    if options.loss_scale is None and scale == MEGATRON_LOSS_SCALE:
+        of_sums = 2.0 ** (LARGEST_FP16_LOG2 - options.hdp_tokens_per_rank.bit_length())
+        scale = max(options.min_loss_scale, of_sums)
+    return {"accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": scale}
 
 
-def _check_ranks(args: Any) -> None:
-    tensor_ranks, num_stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+def _check_ranks(options: HdpOptions) -> None:
+    tensor_ranks, num_stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     model_ranks = tensor_ranks * num_stages
-    if args.world_size % model_ranks:
+    if options.world_size % model_ranks:
         pipelines = f" x --pipeline-model-parallel-size {num_stages}" if num_stages > 1 else ""
         raise ValueError(
-            f"{args.world_size} processes cannot be divided among --tensor-model-parallel-size {tensor_ranks}"
-            f"{pipelines}; start {(args.world_size // model_ranks + 1) * model_ranks} processes, or lower it"
+            f"{options.world_size} processes cannot be divided among --tensor-model-parallel-size {tensor_ranks}"
+            f"{pipelines}; start {(options.world_size // model_ranks + 1) * model_ranks} processes, or lower it"
         )
-    num_ranks = args.world_size // model_ranks
+    num_ranks = options.world_size // model_ranks
     sizes = {
-        "--global-batch-size": args.global_batch_size,
-        "--eval-global-batch-size": args.eval_global_batch_size or args.global_batch_size,
+        "--global-batch-size": options.global_batch_size,
+        "--eval-global-batch-size": options.eval_global_batch_size or options.global_batch_size,
     }
     for flag, size in sizes.items():
         if size is None:  # steps follow a schedule
@@ -165,20 +201,19 @@ def _check_ranks(args: Any) -> None:
             )
 
 
-def after_checks(args: Any) -> None:
+def after_checks(options: HdpOptions) -> Overrides:
     """Align parameter gathers again, which Megatron turns off without virtual stages."""
-    if args.overlap_param_gather:
-        args.align_param_gather = True
+    return {"align_param_gather": True} if options.overlap_param_gather else NO_OVERRIDES
 
 
-def resolve(args: Any, run: RunConfig) -> HdpConfig:
+def resolve(options: HdpOptions, run: RunConfig) -> HdpConfig:
     """Return the settings of the planner and of the checks of its plans. Raises ValueError for an unfit kernel."""
-    check_kernel(args.hdp_attention_kernel, run)
+    check_kernel(options.hdp_attention_kernel, run)
     names = (
         "global_tokens", "plan_ahead", "plan_seconds", "check_plans_every", "static_width", "log_dir", "timeline_step",
         "memory_step",
     )  # fmt: skip
-    given = {name: getattr(args, f"hdp_{name}") for name in names}
+    given = {name: getattr(options, f"hdp_{name}") for name in names}
     setup = run.decision.setup
     return HdpConfig(
         setup.cluster,
@@ -189,8 +224,8 @@ def resolve(args: Any, run: RunConfig) -> HdpConfig:
         num_stages=setup.mesh.num_stages,
         expert_ranks=setup.mesh.expert_ranks,
         expert_share=share_of_experts(setup),
-        kernel=args.hdp_attention_kernel,
-        schedule=schedule_of(args, run.cluster.num_ranks),
+        kernel=options.hdp_attention_kernel,
+        schedule=schedule_of(options.step_batch_size_schedule, options.seq_length, run.cluster.num_ranks),
         plans_offload=setup.plans_offload,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -217,7 +252,8 @@ HDP = Feature(
     flag="--hybrid-data-parallel",
     summary="hybrid data parallelism: each document on as many ranks as it needs",
     add_arguments=add_arguments,
-    is_on=is_on,
+    is_on=given("hybrid_data_parallel"),
+    options=HdpOptions,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.plan.memory.plan_file import RecordTo
+from megatron.bytescale.arguments.conditions import chosen
 from megatron.bytescale.arguments.values import check_file
-from megatron.bytescale.features.activations.memory_plan import step_record
+from megatron.bytescale.features.activations.memory_plan import StepArguments, step_record
 from megatron.bytescale.features.feature import Feature
 
 if TYPE_CHECKING:
@@ -29,11 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve(args: Any, run: RunConfig) -> RecordTo:
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(StepArguments):
+    """The flag of a recording, and what decides the step that is recorded."""
+
+    record_memory_plan: Path
+
+
+def resolve(options: RecordOptions, run: RunConfig) -> RecordTo:
     """Return what is recorded, and where it goes. Raises ValueError where the file cannot be written."""
-    path: Path = args.record_memory_plan
+    path = options.record_memory_plan
     check_file("--record-memory-plan", path)
-    return RecordTo(path, step_record(args, run, "--record-memory-plan"))
+    return RecordTo(path, step_record(options, run, "--record-memory-plan"))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -48,7 +57,8 @@ MEMORY_RECORD = Feature(
     flag="--record-memory-plan",
     summary="records a step of every rank and plans its memory",
     add_arguments=add_arguments,
-    is_on=lambda args: args.record_memory_plan is not None,
+    is_on=chosen("record_memory_plan"),
+    options=RecordOptions,
     resolve=resolve,
     build=build,
 )

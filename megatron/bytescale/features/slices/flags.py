@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
@@ -18,6 +18,8 @@ from bytescale_ext.plan.setup.choose import Decision
 from bytescale_ext.plan.setup.layers import slice_rule
 from bytescale_ext.plan.setup.setup import AUTO, Setup
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.arguments.conditions import IS_CUT, given
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.features.feature import Feature
 from megatron.bytescale.features.slices.refusals import REFUSALS
 
@@ -76,37 +78,73 @@ def slices_value(text: str) -> int | str:
     return text if text == AUTO else int(text)
 
 
-def is_on(args: Any) -> bool:
-    """Return whether the schedule is ours: micro-batches are cut into slices, or backward passes are split."""
-    return args.seq1f1b_slices not in (None, 1) or args.seq1f1b_zero_bubble
+@dataclass(frozen=True)
+class SliceFlags:
+    """Flags of slices, and the flags of memory and of Megatron that they depend on; None: not given.
+
+    Attributes:
+        seq1f1b_slices: slices of a micro-batch, or "auto".
+        seq1f1b_partition: what is equal in all slices, or their tokens.
+        seq1f1b_eager: stages run two forwards ahead of the next one.
+        seq1f1b_zero_bubble: weight gradients run where a stage would be idle.
+        hdp_kept_keys, hdp_swapped_keys: longest documents whose keys are kept, on the device and in host memory.
+        hybrid_data_parallel: documents are planned.
+        device_memory_gb, host_memory_gb: memory of the device, and host memory of a process.
+        pipeline_model_parallel_size: pipeline stages.
+        num_layers_per_virtual_pipeline_stage, num_virtual_stages_per_pipeline_rank: virtual stages.
+        overlap_p2p_comm: Megatron overlaps messages with computation.
+        step_batch_size_schedule: steps grow.
+        micro_batch_size, eval_micro_batch_size: samples of a micro-batch.
+        eval_global_batch_size, eval_iters: samples of an evaluation step, and steps of an evaluation.
+        data_parallel_size: ranks with micro-batches of their own; Megatron's checks set it.
+    """
+
+    seq1f1b_slices: int | str | None
+    seq1f1b_partition: str | None
+    seq1f1b_eager: bool
+    seq1f1b_zero_bubble: bool
+    hdp_kept_keys: int | None
+    hdp_swapped_keys: int | None
+    hybrid_data_parallel: bool
+    device_memory_gb: float | None
+    host_memory_gb: float | None
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    overlap_p2p_comm: bool = False
+    step_batch_size_schedule: str | None = None
+    micro_batch_size: int = 1
+    eval_micro_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
+    eval_iters: int | None = None
+    data_parallel_size: int = 1
 
 
-def before_checks(args: Any) -> None:
-    """Check the flags of slices, and set the Megatron arguments that slices need."""
-    if args.seq1f1b_slices is None:
-        args.seq1f1b_slices = 1
-    if args.seq1f1b_slices == AUTO:
-        _check_auto(args)
-    elif args.seq1f1b_slices < 1:
-        raise ValueError(f"--seq1f1b-slices {args.seq1f1b_slices} must be at least 1; 1 does not cut micro-batches")
-    for flag, tokens in (("--hdp-kept-keys", args.hdp_kept_keys), ("--hdp-swapped-keys", args.hdp_swapped_keys)):
-        if tokens is not None and not args.hybrid_data_parallel:
+def before_checks(flags: SliceFlags) -> Overrides:
+    """Check the flags of slices, and return the arguments of Megatron that slices need."""
+    num_slices = 1 if flags.seq1f1b_slices is None else flags.seq1f1b_slices
+    if isinstance(num_slices, str):
+        _check_auto(flags)
+    elif num_slices < 1:
+        raise ValueError(f"--seq1f1b-slices {num_slices} must be at least 1; 1 does not cut micro-batches")
+    for flag, tokens in (("--hdp-kept-keys", flags.hdp_kept_keys), ("--hdp-swapped-keys", flags.hdp_swapped_keys)):
+        if tokens is not None and not flags.hybrid_data_parallel:
             raise ValueError(f"{flag} needs --hybrid-data-parallel")
         if tokens is not None and tokens < 0:
             raise ValueError(f"{flag} must be at least 0, got {tokens}")
-    if args.hdp_swapped_keys and args.seq1f1b_slices == 1:
+    if flags.hdp_swapped_keys and num_slices == 1:
         raise ValueError("--hdp-swapped-keys needs --seq1f1b-slices of 2 or more")
-    if args.hdp_swapped_keys and not args.host_memory_gb:
+    if flags.hdp_swapped_keys and not flags.host_memory_gb:
         raise ValueError("--hdp-swapped-keys needs --host-memory-gb, the host memory of each process for keys")
-    if args.seq1f1b_slices == AUTO or args.seq1f1b_eager:
-        _check_order(args)
-    args.create_attention_mask_in_dataloader = False  # a mask covers a whole sequence; slices need none
+    if num_slices == AUTO or flags.seq1f1b_eager:
+        _check_order(flags)
+    # A mask covers a whole sequence; slices need none.
+    return {"seq1f1b_slices": num_slices, "create_attention_mask_in_dataloader": False}
 
 
-def after_checks(args: Any) -> None:
-    """Overlap messages in warm-up and flush too, where Megatron has left overlapping on: with virtual stages."""
-    if args.overlap_p2p_comm:
-        args.overlap_p2p_comm_warmup_flush = True
+def after_checks(flags: SliceFlags) -> Overrides:
+    """Overlap messages in warm-up and flush too, if Megatron has left overlapping on: with virtual stages."""
+    return {"overlap_p2p_comm_warmup_flush": True} if flags.overlap_p2p_comm else NO_OVERRIDES
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +181,21 @@ class SliceOptions:
         )
 
 
-def slice_options(args: Any) -> SliceOptions:
+def slice_options(flags: SliceFlags) -> SliceOptions:
     """Return the flags of slices. Raises ValueError for a partition that samples or documents cannot have."""
-    partition = parse_partition(args.seq1f1b_partition or "time")
-    if args.hybrid_data_parallel and not isinstance(partition, str):
+    partition = parse_partition(flags.seq1f1b_partition or "time")
+    if flags.hybrid_data_parallel and not isinstance(partition, str):
         raise ValueError(
-            f"--seq1f1b-partition {args.seq1f1b_partition} does not work with --hybrid-data-parallel, whose "
+            f"--seq1f1b-partition {flags.seq1f1b_partition} does not work with --hybrid-data-parallel, whose "
             f"micro-batches differ in length: use {', '.join(PARTITIONS)}"
         )
     return SliceOptions(
-        slices=args.seq1f1b_slices or 1,
-        ahead=args.seq1f1b_eager,
-        zero_bubble=args.seq1f1b_zero_bubble,
+        slices=flags.seq1f1b_slices or 1,
+        ahead=flags.seq1f1b_eager,
+        zero_bubble=flags.seq1f1b_zero_bubble,
         partition=partition,
-        kept_keys=args.hdp_kept_keys,
-        swapped_keys=args.hdp_swapped_keys,
+        kept_keys=flags.hdp_kept_keys,
+        swapped_keys=flags.hdp_swapped_keys,
     )
 
 
@@ -167,39 +205,38 @@ def flags_of(slicing: Slicing) -> list[str]:
     return ["--seq1f1b-slices", str(slicing.num_slices), *(flag for flag, is_on in flags if is_on)]
 
 
-def _check_auto(args: Any) -> None:
+def _check_auto(flags: SliceFlags) -> None:
     """Raise ValueError for flags with which the planner cannot choose the slices of each step."""
     what, by_hand = f"--seq1f1b-slices {AUTO}", "or give a number of slices"
-    if not args.hybrid_data_parallel:
+    if not flags.hybrid_data_parallel:
         raise ValueError(f"{what} needs --hybrid-data-parallel, whose planner chooses them; {by_hand}")
-    if args.device_memory_gb is None:
+    if flags.device_memory_gb is None:
         raise ValueError(f"{what} needs --device-memory-gb, the memory of the device; {by_hand}")
-    if not args.device_memory_gb > 0:
-        raise ValueError(f"--device-memory-gb {args.device_memory_gb:g} is not an amount of memory")
+    if not flags.device_memory_gb > 0:
+        raise ValueError(f"--device-memory-gb {flags.device_memory_gb:g} is not an amount of memory")
     chosen = {
-        "--hdp-kept-keys": args.hdp_kept_keys,
-        "--hdp-swapped-keys": args.hdp_swapped_keys,
-        ORDER_FLAG: args.seq1f1b_eager or None,
+        "--hdp-kept-keys": flags.hdp_kept_keys,
+        "--hdp-swapped-keys": flags.hdp_swapped_keys,
+        ORDER_FLAG: flags.seq1f1b_eager or None,
     }
     for flag, value in chosen.items():
         if value is not None:
             raise ValueError(f"{what} chooses what {flag} sets: remove {flag}, {by_hand}")
 
 
-def _check_order(args: Any) -> None:
-    flag = "--seq1f1b-slices auto" if args.seq1f1b_slices == AUTO else ORDER_FLAG
-    if args.pipeline_model_parallel_size == 1:
+def _check_order(flags: SliceFlags) -> None:
+    flag = "--seq1f1b-slices auto" if flags.seq1f1b_slices == AUTO else ORDER_FLAG
+    if flags.pipeline_model_parallel_size == 1:
         raise ValueError(f"{flag} needs a --pipeline-model-parallel-size of 2 or more")
-    chunks = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-    if any(getattr(args, name) for name in chunks):
+    if flags.num_layers_per_virtual_pipeline_stage or flags.num_virtual_stages_per_pipeline_rank:
         raise ValueError(f"{flag} does not work with virtual stages, which run two forwards ahead anyway")
 
 
-def resolve(args: Any, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
+def resolve(flags: SliceFlags, run: RunConfig) -> SliceConfig | DocumentSliceConfig:
     """Return how samples of one length are cut, or how documents are under hybrid data parallelism."""
     if run.decision.setup.sequences.are_documents:
         return document_slices(run.decision)
-    return sample_slices(args, run.decision.setup)
+    return sample_slices(flags, run.decision.setup)
 
 
 def sample_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]:
@@ -214,25 +251,25 @@ def sample_lengths(setup: Setup, options: SliceOptions) -> tuple[int, ...]:
     return lengths
 
 
-def sample_slices(args: Any, setup: Setup) -> SliceConfig:
+def sample_slices(flags: SliceFlags, setup: Setup) -> SliceConfig:
     """Return the slices of samples of one length.
 
     Raises:
         ValueError: groups of virtual stages do not fit; the message gives the nearest that do.
     """
     mesh = setup.mesh
-    if mesh.virtual_stages > 1 and args.step_batch_size_schedule:
+    if mesh.virtual_stages > 1 and flags.step_batch_size_schedule:
         raise ValueError(
             "--seq1f1b-slices with virtual stages does not work with --step-batch-size-schedule: remove one of them"
         )
     row_shares = mesh.tensor_parallel if mesh.sequence_parallel else 1
     lengths = setup.sequences.sample_slices
     config = SliceConfig(setup.given_slicing, lengths, mesh.num_stages, mesh.virtual_stages, row_shares)
-    if not args.step_batch_size_schedule:
+    if not flags.step_batch_size_schedule:
         config.schedule(setup.sequences.micro_batches)
-    if args.eval_iters and args.eval_global_batch_size:
-        samples = (args.eval_micro_batch_size or args.micro_batch_size) * args.data_parallel_size
-        config.schedule(args.eval_global_batch_size // samples)
+    if flags.eval_iters and flags.eval_global_batch_size:
+        samples = (flags.eval_micro_batch_size or flags.micro_batch_size) * flags.data_parallel_size
+        config.schedule(flags.eval_global_batch_size // samples)
     return config
 
 
@@ -277,11 +314,11 @@ def kept_note(config: DocumentSliceConfig, longest: int, key_bytes: Sequence[flo
     )
 
 
-def borrowed_flags(args: Any) -> tuple[str, ...]:
+def borrowed_flags(flags: SliceFlags) -> tuple[str, ...]:
     """Return the flags of activation policies that slices read: memory, and the link that swaps keys."""
     link = ("--host-memory-gb", "--link-gb-per-second", "--gpus-per-link")
-    is_chosen = args.seq1f1b_slices == AUTO
-    return (*("--device-memory-gb",) * is_chosen, *(link if is_chosen or args.hdp_swapped_keys else ()))
+    is_chosen = flags.seq1f1b_slices == AUTO
+    return (*("--device-memory-gb",) * is_chosen, *(link if is_chosen or flags.hdp_swapped_keys else ()))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -298,7 +335,8 @@ SLICES = Feature(
     flag="--seq1f1b-slices",
     summary="pipelines in slices (Seq1F1B): a smaller bubble and less memory",
     add_arguments=add_arguments,
-    is_on=is_on,
+    is_on=IS_CUT | given("seq1f1b_zero_bubble"),
+    options=SliceFlags,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescale_ext.config.run import RunConfig
 from bytescale_ext.config.slices import ZeroBubble
 from bytescale_ext.plan.schedule.actions import most_slices
+from megatron.bytescale.arguments.conditions import chosen, equals, given
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import Feature
-from megatron.bytescale.features.slices.flags import AUTO, ZERO_BUBBLE_FLAG, slice_options
+from megatron.bytescale.features.slices.flags import AUTO, ZERO_BUBBLE_FLAG, SliceFlags, slice_options
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -30,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve(args: Any, run: RunConfig) -> ZeroBubble:
+def resolve(flags: SliceFlags, run: RunConfig) -> ZeroBubble:
     """Return how much stages may hold. Raises ValueError for a layout with virtual stages."""
-    if (args.virtual_pipeline_model_parallel_size or 1) > 1:
+    mesh = run.decision.setup.mesh
+    if mesh.virtual_stages > 1:
         raise ValueError(
             f"{ZERO_BUBBLE_FLAG} does not work with virtual stages: change --pipeline-model-parallel-layout"
         )
-    return ZeroBubble(most_slices(args.pipeline_model_parallel_size, slice_options(args).slicing))
+    return ZeroBubble(most_slices(mesh.num_stages, slice_options(flags).slicing))
 
 
 def build(training: Training, runtime: Runtime) -> Training:
@@ -54,22 +56,22 @@ _FREED = "remove it: what waits for its weight gradients cannot be freed"
 _STAGES = "give --pipeline-model-parallel-size 2 or more: one stage has no idle time"
 _VIRTUAL = "remove it: Megatron's interleaved schedule leaves no place for weight gradients"
 REFUSALS = (
-    refuse("--pipeline-model-parallel-size 1", "zero_bubble", _STAGES, lambda a: a.pipeline_model_parallel_size == 1),
+    refuse("--pipeline-model-parallel-size 1", "zero_bubble", _STAGES, equals("pipeline_model_parallel_size", 1)),
     *(refuse(flag, "zero_bubble", _VIRTUAL) for flag in (
         "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")),
     refuse("--transformer-impl transformer_engine", "zero_bubble", "use --transformer-impl local",
-           lambda a: a.transformer_impl == "transformer_engine"),
+           equals("transformer_impl", "transformer_engine")),
     refuse(f"--seq1f1b-slices {AUTO}", "zero_bubble", "give a number of slices",
-           lambda a: a.seq1f1b_slices == AUTO),
+           equals("seq1f1b_slices", AUTO)),
     *(refuse(flag, "zero_bubble", _FREED) for flag in ("--recompute-granularity", "--recompute-activations")),
-    refuse("--activation-policy", "zero_bubble", _FREED, lambda a: a.activation_policy != "none"),
+    refuse("--activation-policy", "zero_bubble", _FREED, ~equals("activation_policy", "none")),
     *(refuse(flag, "zero_bubble", _FREED, applies) for flag, applies in (
-        ("--swap-fraction", lambda a: a.swap_fraction is not None),
-        ("--recompute-fraction", lambda a: a.recompute_fraction is not None))),
+        ("--swap-fraction", chosen("swap_fraction")),
+        ("--recompute-fraction", chosen("recompute_fraction")))),
     *(refuse(flag, "zero_bubble", "remove it: a recorded step has no weight gradients that wait") for flag in (
         "--memory-plan", "--record-memory-plan")),
     refuse("gradient accumulation fusion", "zero_bubble", "add --no-gradient-accumulation-fusion",
-           lambda a: a.gradient_accumulation_fusion),
+           given("gradient_accumulation_fusion")),
 )  # fmt: skip
 
 ZERO_BUBBLE = Feature(
@@ -77,7 +79,8 @@ ZERO_BUBBLE = Feature(
     flag=ZERO_BUBBLE_FLAG,
     summary="zero bubble: weight gradients fill the idle time of pipeline stages",
     add_arguments=add_arguments,
-    is_on=lambda args: args.seq1f1b_zero_bubble,
+    is_on=given("seq1f1b_zero_bubble"),
+    options=SliceFlags,
     resolve=resolve,
     build=build,
     refusals=REFUSALS,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from bytescale_ext.config.memory.states import NvmeConfig, ResidentStates, StateConfig
 from bytescale_ext.config.run import RunConfig
@@ -20,9 +21,11 @@ from bytescale_ext.plan.states.pages import FLOAT_BYTES, page_bytes_of
 from bytescale_ext.plan.states.step_time import StateOption
 from bytescale_ext.plan.states.tiers import BLOCK_BYTES
 from bytescale_ext.states.disks import check_disk, free_disk_bytes
+from megatron.bytescale.arguments.conditions import Condition, above, chosen, equals, given
+from megatron.bytescale.arguments.options import NO_OVERRIDES, Overrides
 from megatron.bytescale.arguments.refusals import refuse
 from megatron.bytescale.features.feature import COST_FLAG, Feature
-from megatron.bytescale.features.tables.flags import free_bytes_of_process
+from megatron.bytescale.features.tables.flags import HostMemory, free_bytes_of_process
 
 if TYPE_CHECKING:
     from megatron.bytescale.runtime import Runtime
@@ -121,42 +124,69 @@ def _add_update_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def before_checks(args: Any) -> None:
+@dataclass(frozen=True, kw_only=True)
+class StateFlags(HostMemory):
+    """Flags of model states, and the flags that they depend on; None: not given.
+
+    Those with the prefix ``state_`` are described in ``add_arguments``.
+    """
+
+    state_policy: str
+    state_stage: int | None
+    state_window_layers: int | None
+    state_host_gb: float | None
+    state_page_mb: float
+    state_nvme: Path | None
+    state_nvme_gb: float | None
+    state_update: str
+    state_update_steps: int | None
+    device_memory_gb: float | None
+    num_experts: int | None
+    ngram_layers: tuple[int, ...] | None
+    embedding_storage: str
+    seq1f1b_slices: int | str | None
+    hybrid_data_parallel: bool
+    activation_policy: str
+    swap_fraction: float | None
+    exit_signal: int = signal.SIGTERM
+
+
+def before_checks(flags: StateFlags) -> Overrides:
     """Let a run whose disk fails save and end as on a signal. Raises ValueError for what cannot be chosen."""
-    if args.state_policy == AUTO:
-        _check_auto(args)
-    if args.state_nvme is not None:
-        args.exit_signal_handler = True
+    if flags.state_policy == AUTO:
+        _check_auto(flags)
+    return NO_OVERRIDES if flags.state_nvme is None else {"exit_signal_handler": True}
 
 
-def _check_auto(args: Any) -> None:
+def _check_auto(flags: StateFlags) -> None:
     """Raise ValueError for flags that the choice needs, makes itself, or cannot count."""
     auto = "--state-policy auto"
-    for flag in ("--device-memory-gb", "--host-memory-gb"):
-        if _value(args, flag) is None:
+    for flag, budget in (("--device-memory-gb", flags.device_memory_gb), ("--host-memory-gb", flags.host_memory_gb)):
+        if budget is None:
             raise ValueError(f"{auto} needs {flag}, for the model states and activations of a process together")
-    for flag in ("--state-stage", "--state-window-layers", "--state-host-gb"):
-        if _value(args, flag) is not None:
+    chosen_by_auto = {
+        "--state-stage": flags.state_stage,
+        "--state-window-layers": flags.state_window_layers,
+        "--state-host-gb": flags.state_host_gb,
+    }
+    for flag, value in chosen_by_auto.items():
+        if value is not None:
             raise ValueError(f"{auto} chooses what {flag} sets: remove it, or use paged")
-    if args.state_nvme is not None and args.state_nvme_gb is None:
+    if flags.state_nvme is not None and flags.state_nvme_gb is None:
         raise ValueError(f"{auto} needs --state-nvme-gb with --state-nvme, equal on all machines")
     uncounted = {
-        "--num-experts": args.num_experts,
-        "--ngram-layers": args.ngram_layers,
-        "--embedding-storage host": args.embedding_storage == "host",
-        "--state-update lock-free": args.state_update != "exact",
-        "--seq1f1b-slices auto": args.seq1f1b_slices == AUTO,
-        "--activation-policy offload by the plan of --hybrid-data-parallel": args.hybrid_data_parallel
-        and args.activation_policy == "offload"
-        and args.swap_fraction is None,
+        "--num-experts": flags.num_experts,
+        "--ngram-layers": flags.ngram_layers,
+        "--embedding-storage host": flags.embedding_storage == "host",
+        "--state-update lock-free": flags.state_update != "exact",
+        "--seq1f1b-slices auto": flags.seq1f1b_slices == AUTO,
+        "--activation-policy offload by the plan of --hybrid-data-parallel": flags.hybrid_data_parallel
+        and flags.activation_policy == "offload"
+        and flags.swap_fraction is None,
     }
     for what, is_set in uncounted.items():
         if is_set:
             raise ValueError(f"{auto} does not count what {what} takes: use resident or paged")
-
-
-def _value(args: Any, flag: str) -> Any:
-    return getattr(args, flag[2:].replace("-", "_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,32 +210,31 @@ class StateOptions:
     nvme_gb: float | None = None
 
 
-def state_options(args: Any) -> StateOptions:
+def state_options(flags: StateFlags) -> StateOptions:
     """Return the flags of model states. Raises ValueError for sizes and combinations that are not possible."""
-    page_bytes = page_bytes_of(args.state_page_mb, "--state-page-mb")
-    for flag in ("--state-host-gb", "--state-nvme-gb"):
-        given = _value(args, flag)
-        if given is not None and not 0 < given < math.inf:
-            raise ValueError(f"{flag} {given:g} is not an amount of memory")
-    if args.state_nvme_gb is not None and args.state_nvme is None:
+    page_bytes = page_bytes_of(flags.state_page_mb, "--state-page-mb")
+    for flag, budget in (("--state-host-gb", flags.state_host_gb), ("--state-nvme-gb", flags.state_nvme_gb)):
+        if budget is not None and not 0 < budget < math.inf:
+            raise ValueError(f"{flag} {budget:g} is not an amount of memory")
+    if flags.state_nvme_gb is not None and flags.state_nvme is None:
         raise ValueError("--state-nvme-gb needs --state-nvme")
-    if args.state_nvme is not None and page_bytes % BLOCK_BYTES:
-        raise ValueError(f"--state-page-mb {args.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
+    if flags.state_nvme is not None and page_bytes % BLOCK_BYTES:
+        raise ValueError(f"--state-page-mb {flags.state_page_mb:g} must be a multiple of 1/256 with --state-nvme")
     return StateOptions(
-        option=_option(args),
+        option=_option(flags),
         page_bytes=page_bytes,
-        update_steps=_update_steps(args),
-        host_gb=args.state_host_gb,
-        nvme=args.state_nvme,
-        nvme_gb=args.state_nvme_gb,
+        update_steps=_update_steps(flags),
+        host_gb=flags.state_host_gb,
+        nvme=flags.state_nvme,
+        nvme_gb=flags.state_nvme_gb,
     )
 
 
-def _option(args: Any) -> StateOption | Literal["auto"]:
+def _option(flags: StateFlags) -> StateOption | Literal["auto"]:
     """Return where the states are. Raises ValueError for a window that is empty, or where there is none."""
-    if args.state_policy != "paged":
-        return AUTO if args.state_policy == AUTO else StateOption()
-    stage, window = args.state_stage or 1, args.state_window_layers
+    if flags.state_policy != "paged":
+        return AUTO if flags.state_policy == AUTO else StateOption()
+    stage, window = flags.state_stage or 1, flags.state_window_layers
     if window is None:
         return StateOption(stage, WINDOW_LAYERS)
     if stage < 3:
@@ -215,36 +244,51 @@ def _option(args: Any) -> StateOption | Literal["auto"]:
     return StateOption(stage, int(window))
 
 
-def _update_steps(args: Any) -> int:
+def _update_steps(flags: StateFlags) -> int:
     """Return beside how many steps an update runs, 0 for exact updates. Raises ValueError for none."""
-    if args.state_update == "exact":
-        if args.state_update_steps is not None:
+    if flags.state_update == "exact":
+        if flags.state_update_steps is not None:
             raise ValueError("--state-update-steps needs --state-update lock-free")
         return 0
-    steps = 1 if args.state_update_steps is None else int(args.state_update_steps)
+    steps = 1 if flags.state_update_steps is None else int(flags.state_update_steps)
     if steps < 1:
         raise ValueError(f"--state-update-steps {steps} must be at least 1")
     return steps
 
 
-def allowed_stages(args: Any) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class DeviceFlags:
+    """Megatron's arguments and ours of the same names that only gradients on the device work with."""
+
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    seq1f1b_zero_bubble: bool
+    moe_expert_slots: int | None
+    ddp_param_name_patterns_for_fp32_local_accumulation: Sequence[str] | None
+
+    def are_set(self) -> bool:
+        """Return whether one is set."""
+        return any(getattr(self, field.name) for field in fields(self))
+
+
+def allowed_stages(flags: DeviceFlags, on_cuda: bool, element_bytes: int) -> tuple[int, ...]:
     """Return the values of ``--state-stage`` that work with the other flags."""
-    if has_fused_norms() or any(_value(args, flag) for flag in ON_DEVICE):
+    if has_fused_norms() or flags.are_set():
         return STAGES[:1]
-    is_refused = args.distributed_backend == "nccl" and args.params_dtype.itemsize == FLOAT_BYTES
+    is_refused = on_cuda and element_bytes == FLOAT_BYTES
     return tuple(stage for stage in STAGES if not (stage == 2 and is_refused))
 
 
-def resolve(args: Any, run: RunConfig) -> StateConfig | ResidentStates:
+def resolve(flags: StateFlags, run: RunConfig) -> StateConfig | ResidentStates:
     """Return the size of pages and their budgets, which are enough for the fullest stage, or what was chosen.
 
     Raises ValueError for a folder that is no local disk, and for pages that do not fit.
     """
-    options = state_options(args)
-    nvme = nvme_of(options, run.process.rank, args.exit_signal, is_here=not args.fake_process_group)
+    options = state_options(flags)
+    nvme = nvme_of(options, run.process.rank, flags.exit_signal, is_here=not flags.fake_process_group)
     if run.decision.states is not None:
         return chosen_states(options, run.decision, nvme)
-    option, free = run.decision.setup.states.decided, free_bytes_of_process(args)
+    option, free = run.decision.setup.states.decided, free_bytes_of_process(flags)
     config = StateConfig(
         options.page_bytes,
         min(free, _bytes(options.host_gb)),
@@ -324,10 +368,10 @@ def build(training: Training, runtime: Runtime) -> Training:
     return tell_staleness(training, runtime) if config.update_steps else training
 
 
-def borrowed_flags(args: Any) -> tuple[str, ...]:
+def borrowed_flags(flags: StateFlags) -> tuple[str, ...]:
     """Return the flags of activations, and the cost file, with which states are chosen."""
     of_choice = ("--host-memory-gb", "--device-memory-gb", "--link-gb-per-second", "--gpus-per-link", COST_FLAG)
-    return of_choice if args.state_policy == "auto" else ()
+    return of_choice if flags.state_policy == "auto" else ()
 
 
 def has_fused_norms() -> bool:
@@ -335,12 +379,7 @@ def has_fused_norms() -> bool:
     return any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
 
 
-def leaves_device(flag: str, stage: int = HOST_GRADIENTS) -> Callable[[Any], bool]:
-    """Return whether a flag is set that does not work from this ``--state-stage`` on, of the arguments."""
-    name = flag[2:].replace("-", "_")
-    return lambda args: (args.state_stage or 1) >= stage and bool(getattr(args, name))
-
-
+_HOST_GRADIENTS = above("state_stage", HOST_GRADIENTS - 1)
 _REDUCED_LATER = "remove it, or use --state-stage 1: gradients are reduced from host memory after the backward pass"
 _ON_DEVICE = {
     "--overlap-grad-reduce": _REDUCED_LATER,
@@ -349,10 +388,9 @@ _ON_DEVICE = {
     "--moe-expert-slots": "remove it, or use --state-stage 1: it moves gradients on the device",
     "--ddp-param-name-patterns-for-fp32-local-accumulation": "remove it: gradients are summed in float32 already",
 }
-ON_DEVICE = tuple(_ON_DEVICE)
 _COPIED = "remove it: results are copied to parameters as they are"
 REFUSALS = (
-    refuse("--optimizer", "states", "use adam", lambda args: args.optimizer != "adam"),
+    refuse("--optimizer", "states", "use adam", ~equals("optimizer", "adam")),
     refuse("--optimizer-cpu-offload", "states", "remove it: it moves the same states"),
     refuse("--use-precision-aware-optimizer", "states", "remove it: states in pages are float32"),
     refuse("--optimizer-cuda-graph", "states", "remove it: the processor takes the step"),
@@ -362,12 +400,13 @@ REFUSALS = (
     *(refuse(flag, "states", _COPIED) for flag in (
         "--fp8-param-gather", "--fp4-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag")),
     refuse("--async-save", "states", "remove it, or --state-nvme: pages change while a save runs beside training",
-           lambda args: args.state_nvme is not None and args.async_save),
-    *(refuse(f"{flag} with host gradients", "states", why, leaves_device(flag)) for flag, why in _ON_DEVICE.items()),
+           chosen("state_nvme") & given("async_save")),
+    *(refuse(f"{flag} with host gradients", "states", why, _HOST_GRADIENTS & given(flag[2:].replace("-", "_")))
+      for flag, why in _ON_DEVICE.items()),
     refuse("--log-params-norm", "states", "remove it: it reads the float32 parameters on the device"),
     refuse("TransformerEngine or Apex from --state-stage 2 on", "states",
            "use --state-stage 1, or uninstall it: its kernels of norms read the device alone",
-           lambda args: (args.state_stage or 1) >= HOST_GRADIENTS and has_fused_norms()),
+           _HOST_GRADIENTS & Condition(lambda _: has_fused_norms())),
 )  # fmt: skip
 
 STATES = Feature(
@@ -375,7 +414,8 @@ STATES = Feature(
     flag="--state-policy",
     summary="Adam's states in pages of host memory",
     add_arguments=add_arguments,
-    is_on=lambda args: args.state_policy != "resident",
+    is_on=~equals("state_policy", "resident"),
+    options=StateFlags,
     resolve=resolve,
     build=build,
     before_checks=before_checks,

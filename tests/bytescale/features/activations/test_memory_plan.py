@@ -114,17 +114,19 @@ LAYOUT = StepLayout(2, True, (4, 4), micro_batches=4)
 
 
 def test_the_layout_is_that_of_a_pipeline() -> None:
-    args = parsed(*POLICY, "--memory-plan", "plan.json", **PIPELINE)
+    step = MEMORY_PLAN.read(parsed(*POLICY, "--memory-plan", "plan.json", **PIPELINE))
     run = resolve(parsed(*POLICY, **PIPELINE))
-    assert layout_of(args, run) == LAYOUT
-    args.virtual_pipeline_model_parallel_size, args.overlap_p2p_comm = 2, True
-    args.microbatch_group_size_per_vp_stage = 4
-    assert layout_of(args, run) == replace(LAYOUT, virtual_stages=2, group_size=4, overlapped_messages=True)
+    assert layout_of(step, run) == LAYOUT
+    setup = run.decision.setup
+    virtual = replace(setup, mesh=replace(setup.mesh, virtual_stages=2))
+    overlapped = replace(step, overlap_p2p_comm=True, microbatch_group_size_per_vp_stage=4)
+    in_virtual_stages = replace(LAYOUT, virtual_stages=2, group_size=4, overlapped_messages=True)
+    assert layout_of(overlapped, replace(run, decision=replace(run.decision, setup=virtual))) == in_virtual_stages
     eager = Slicing(2, eager=True)
     sliced = run.with_feature("slices", SliceConfig(eager, (4096, 4096), 2))
-    assert layout_of(parsed(*POLICY, **PIPELINE), sliced) == replace(LAYOUT, slices=(4096, 4096), slicing=eager)
+    assert layout_of(step, sliced) == replace(LAYOUT, slices=(4096, 4096), slicing=eager)
     alone = parsed(*POLICY, global_batch_size=8)
-    assert layout_of(alone, resolve(alone)) == StepLayout()  # one by one, however many
+    assert layout_of(MEMORY_PLAN.read(alone), resolve(alone)) == StepLayout()  # one by one, however many
 
 
 def test_each_rank_takes_the_plan_of_its_stage(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from bytescale_ext.plan.cost.model_shape import LLAMA_7B, key_value_bytes
 from bytescale_ext.plan.schedule.document_slices import SliceRule, affordable_tokens
 from bytescale_ext.plan.setup.memory import state_bytes
 from bytescale_ext.plan.step.sizes import Slicing
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.setup import setup_of
 from megatron.bytescale.features.slices import zero_bubble
-from megatron.bytescale.features.slices.flags import add_arguments, flags_of, kept_note, slice_options
+from megatron.bytescale.features.slices.flags import SliceFlags, add_arguments, flags_of, kept_note, slice_options
 from tests.bytescale.arguments.resolving import check_refused, resolved
 from tests.bytescale.features.activations.test_flags import SHAPE, parsed
 from tests.config.runs import hdp_of
@@ -59,8 +60,8 @@ def test_flags_and_slices_follow_from_each_other() -> None:
         add_arguments(parser)
         zero_bubble.add_arguments(parser)
         args = parser.parse_args(flags_of(slicing))
-        args.hybrid_data_parallel = False
-        assert slice_options(args).slicing == slicing
+        args.hybrid_data_parallel, args.device_memory_gb, args.host_memory_gb = False, None, None
+        assert slice_options(options_of(args, SliceFlags)).slicing == slicing
 
 
 def test_the_user_is_told_what_keeping_all_keys_takes() -> None:

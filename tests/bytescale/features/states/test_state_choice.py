@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from bytescale_ext.plan.memory.model_states import num_parameters
 from bytescale_ext.plan.setup.choose import choose
 from megatron.bytescale import features
 from megatron.bytescale.arguments import setup as arguments
+from megatron.bytescale.arguments.options import options_of
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.arguments.setup import setup_of
 from megatron.bytescale.features.states import flags as states
-from megatron.bytescale.features.states.flags import allowed_stages
+from megatron.bytescale.features.states.flags import DeviceFlags, allowed_stages
 from megatron.bytescale.features.tables import flags as host_tables
 from tests.bytescale.features.activations.test_flags import SHAPE, parsed
 from tests.bytescale.features.states.test_flags import OPTIMIZER
@@ -102,7 +104,7 @@ def test_stages_make_equal_choices() -> None:
     features.check(args)
     run = resolve(args)
     other = replace(run, process=replace(run.process, stage=1))
-    assert states.resolve(args, other) == run.features["states"]
+    assert states.resolve(states.STATES.read(args), other) == run.features["states"]
     assert choose(setup_of(args)) == run.decision
 
 
@@ -119,12 +121,17 @@ def test_costs_decide(tmp_path: Path) -> None:
     assert seconds[1] > 10 * seconds[0]
 
 
+def allowed(args: Namespace) -> tuple[int, ...]:
+    on_cuda = args.distributed_backend == "nccl"
+    return allowed_stages(options_of(args, DeviceFlags), on_cuda, args.params_dtype.itemsize)
+
+
 def test_stages_that_other_flags_refuse_are_not_chosen() -> None:
     overlapped = {"overlap_grad_reduce": True}
-    assert allowed_stages(parsed(*AUTO, **{**OPTIMIZER, **overlapped})) == (1,)
-    assert allowed_stages(parsed(*AUTO, **OPTIMIZER)) == (1, 2, 3)
+    assert allowed(parsed(*AUTO, **{**OPTIMIZER, **overlapped})) == (1,)
+    assert allowed(parsed(*AUTO, **OPTIMIZER)) == (1, 2, 3)
     on_gpu = {"params_dtype": torch.float32, "distributed_backend": "nccl"}
-    assert allowed_stages(parsed(**on_gpu, **OPTIMIZER)) == (1, 3)
+    assert allowed(parsed(**on_gpu, **OPTIMIZER)) == (1, 3)
     with pytest.raises(ValueError, match="do not fit"):
         run_of(1.0, 20, seq_length=1024, **overlapped)
     assert run_of(1.0, 20, seq_length=1024).get(StateConfig).stage == 2
@@ -144,7 +151,7 @@ def test_stages_that_other_flags_refuse_are_not_chosen() -> None:
 def test_what_cannot_be_chosen(words: tuple[str, ...], settings: dict[str, Any], message: str) -> None:
     budgets = words or ("--device-memory-gb", "80", "--host-memory-gb", "10")
     with pytest.raises(ValueError, match=f"^{message}"):
-        states.before_checks(parsed(*AUTO, *budgets, **{**OPTIMIZER, **settings}))
+        states.before_checks(states.STATES.read(parsed(*AUTO, *budgets, **{**OPTIMIZER, **settings})))
 
 
 def test_a_disk_has_what_it_is_said_to_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
