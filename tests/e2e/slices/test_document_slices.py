@@ -117,9 +117,9 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 def train_with_rows(rows: int, num_idle: int) -> None:
     """An entry: pad micro-batches and slices to so many rows on each tensor-parallel rank, as FP8 needs them."""
-    from megatron.bytescale.arguments import setup
+    from megatron.bytescale.features.fp8 import Fp8Options
 
-    setup.fp8_rows = lambda args: rows
+    Fp8Options.rows = rows  # type: ignore[method-assign,assignment]
     train_and_record(num_idle)
 
 
