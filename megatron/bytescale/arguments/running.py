@@ -88,6 +88,28 @@ class LossChecks:
 
 
 @dataclass(frozen=True)
+class LossDivision:
+    """How Megatron divides losses.
+
+    Attributes:
+        calculate_per_token_loss: once, by the labels of a step; else by micro-batch.
+    """
+
+    calculate_per_token_loss: bool
+
+
+@dataclass(frozen=True)
+class Messages:
+    """How pipeline stages send messages.
+
+    Attributes:
+        overlap_p2p_comm: messages overlap with computation.
+    """
+
+    overlap_p2p_comm: bool
+
+
+@dataclass(frozen=True)
 class RandomStates:
     """What decides whether a resumed run repeats its random numbers.
 

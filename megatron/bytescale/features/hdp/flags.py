@@ -139,7 +139,10 @@ class HdpOptions(StepSizes):
 
 def before_checks(options: HdpOptions) -> Overrides:
     """Check sizes, and return the arguments of Megatron that hybrid data parallelism needs."""
-    needed = {"--seq-length": options.seq_length, "--hdp-tokens-per-rank": options.hdp_tokens_per_rank}
+    needed: dict[str, int | None] = {
+        "--seq-length": options.seq_length,
+        "--hdp-tokens-per-rank": options.hdp_tokens_per_rank,
+    }
     if options.step_batch_size_schedule is None:
         needed["--global-batch-size"] = options.global_batch_size
     for flag, size in needed.items():

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from bytescale_ext.activation.arena import allocate_arena
 from bytescale_ext.activation.link import make_link
 from bytescale_ext.config.slices import DocumentSliceConfig, SliceConfig
 from bytescale_ext.plan.schedule.slices import slice_ranges
+from megatron.bytescale.arguments.options import current
+from megatron.bytescale.arguments.running import LossDivision, Messages
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import use_document_positions
 from megatron.bytescale.core.models.gpt.gpt_layer_specs import document_layer_spec
 from megatron.bytescale.core.parallel_state import create_stage_links, create_virtual_links
@@ -65,7 +66,7 @@ def prepare_samples(runtime: Runtime, model_chunks: list[torch.nn.Module]) -> li
 
 def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig) -> None:
     """Make the process groups of messages beside passes, and tell the user if slices gain nothing. Collective."""
-    if get_args().overlap_p2p_comm:
+    if current(Messages).overlap_p2p_comm:
         runtime.add_parts(links=create_virtual_links(runtime.device, runtime.run.process.timeout_minutes))
     elif config.receives_ahead:
         runtime.add_parts(links=create_stage_links(runtime.run.process.timeout_minutes))
@@ -78,7 +79,7 @@ def _prepare_stages(runtime: Runtime, config: SliceConfig | DocumentSliceConfig)
 
 def forward_step(config: SliceConfig) -> Callable[..., Any]:
     """Return ``forward_step_func``: run one slice of a micro-batch through the model, or through a stage's chunk."""
-    per_token, ranges = get_args().calculate_per_token_loss, slice_ranges(config.lengths)
+    per_token, ranges = current(LossDivision).calculate_per_token_loss, slice_ranges(config.lengths)
 
     def forward(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch, params = next(data_iterator)
