@@ -1,6 +1,6 @@
-"""Hooks of the site (``mkdocs.yml``): pages of the top folder join it, and links keep working on a code host.
+"""MkDocs hooks: add the pages of the top folder, and adapt the links of the repository to the site.
 
-README.md is the home page. A link to a file that the site does not have, such as a script, becomes plain text.
+README.md is the home page. A link to a file outside the site, such as a script, becomes plain text.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return the text of a page with the links of the site."""
+    """Return the Markdown of a page with links that work on the site."""
     return links_of_site(markdown, page.file.src_uri)
 
 
 def links_of_site(markdown: str, address: str) -> str:
-    """Return a page with its links as the site needs them; code blocks stay as they are.
+    """Return a page with links that work on the site. Code blocks do not change.
 
     Args:
-        markdown: of the page, with links relative to its file in the repository.
-        address: of the page on the site, relative to its top.
+        markdown: text of the page, with links relative to its file in the repository.
+        address: address of the page, relative to the top of the site.
     """
     names = {there: name for name, there in FROM_TOP.items()}
     source = names.get(address, posixpath.join("docs", address))

@@ -1,4 +1,4 @@
-"""The site builds in strict mode with every page. Its links lead where those in the repository do."""
+"""The site builds in strict mode with every page, and its links match the links of the repository."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,10 +106,10 @@ def page(results: Results) -> str:
         "## Targets\n\n| figure | target | reached | |\n|---|---|---|---|\n" + "\n".join(rows),
         summary(figures),
         "## Speed against links\n\n![Tokens per second against the speed of links](measured/speed.png)",
-        "## Where the time goes\n\n![Shares of the ranks' time](measured/time.png)\n\n*Computing* is the processor "
-        "time of each rank's main thread over its share of a core, *sending* that of the threads that carry messages, "
-        "*other* that of planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the "
-        "step, for a barrier.",
+        "## Where the time goes\n\n![Shares of the ranks' time](measured/time.png)\n\nProcessor time over a rank's "
+        "share of a core: *computing* in its main thread, *sending* in the threads that carry messages, *other* in "
+        "planning and loading. The rest is *waiting*: for a ring, for other ranks at the end of the step, for a "
+        "barrier.",
         "## Bytes between nodes\n\n![Megabytes that cross nodes in a step](measured/bytes.png)",
         *(case_section(name, one, results.refused(name)) for name, one in detailed.items()),
         cost_section(cases),
@@ -127,8 +128,8 @@ def summary(figures: Mapping[str, CaseFigures]) -> str:
     lines = [
         "## All cases",
         "",
-        "*Ours* is the tokens per second of hybrid data parallelism; *over* an arm: how many times as fast ours is.",
-        "All figures are medians of steps.",
+        "*ours*: tokens per second of hybrid data parallelism; *over* an arm: how many times as fast ours is.",
+        "Medians of steps.",
         "",
         f"| lengths, nodes x ranks, links | ours | {' | '.join(f'over {arm}' for arm in others)} |",
         "|---" * (2 + len(others)) + "|",
@@ -155,22 +156,22 @@ This page is written by these commands; do not edit it:
     {measured}
     .venv/bin/python scripts/bench/cluster/page.py
 
-Real Megatron training on one machine ({platform.machine()}), over TCP: each rank has a network namespace with shaped
+Real Megatron training on one machine ({platform.machine()}), over TCP. Each rank has a network namespace with shaped
 links and a share of a core, so the time of a waiting rank is lost, as on a GPU. All arms train the same model on the
-same documents with equal losses. Lengths are published distributions 1:{SCALE} (a context of {CONTEXT:,} tokens stands
-for {CONTEXT * SCALE // 1024}K), about {STEP_TOKENS:,} tokens a step; documents below {SHORTEST} tokens are joined.
-Each arm runs up to {rounds} times, every other round in reverse; {results.setting["steps"] - 1:g} steps of each run
-count.
+same documents with equal losses. Lengths are published distributions 1:{SCALE} (a context of {CONTEXT:,} tokens
+represents {CONTEXT * SCALE // 1024}K), with about {STEP_TOKENS:,} tokens a step; documents below {SHORTEST} tokens are
+joined. Each arm runs up to {rounds} times, every other round in reverse; {results.setting["steps"] - 1:g} steps of each
+run count.
 
-*matched* links have the ratio of bytes to computing of {SPEC}, *fast* ones are four times as fast, *slow* ones a
-quarter.
+*matched* links have the ratio of bytes to computation of {SPEC}; *fast* links are four times as fast, *slow* links a
+quarter as fast.
 
 ```
 {links}
 ```
 
-What is comparable are ratios within one case. Processor time spent in TCP counts against a rank's share, kernels are
-CPU kernels, and launches cost more beside them than on a GPU."""
+Only ratios within one case are comparable. Processor time spent in TCP counts against a rank's share, kernels are CPU
+kernels, and launches cost more relative to them than on a GPU."""
 
 
 def commands(cases: Mapping[str, Arms], rounds: int) -> list[str]:
@@ -207,21 +208,25 @@ def case_section(name: str, figures: CaseFigures, refused: Mapping[str, str]) ->
 
 
 def cost_section(cases: Mapping[str, Arms]) -> str:
-    """Return predicted and measured times of steps."""
+    """Return the errors of predicted times: a row for each arm, over its cases."""
     lines = [
         "## The cost model",
         "",
-        "`bytescale profile` measures the ranks once, on unlimited links; the rates of other links are taken from "
-        "their setting. Forward and backward passes of one step of each run, medians over its runs; gradients and "
-        "optimizer are left out.",
+        "`bytescale profile` measures the ranks once, on unlimited links; the rates of other links follow from their "
+        "setting. Error of the predicted time of one step, forward and backward passes without gradients and "
+        "optimizer, relative to the measured time:",
         "",
-        "| case | arm | predicted s | measured s | error |",
+        "| arm | cases | median error | lowest | highest |",
         "|---|---|---|---|---|",
     ]
+    errors: dict[str, list[tuple[float, str]]] = {}
     for name, arms in cases.items():
         for arm, (predicted, measured) in predictions(arms).items():
-            error = predicted / measured - 1
-            lines.append(f"| {name} | {arm} | {predicted:.2f} | {measured:.2f} | {error:+.1%} |")
+            errors.setdefault(arm, []).append((predicted / measured - 1, name))
+    for arm, found in errors.items():
+        median = statistics.median(error for error, _ in found)
+        ends = " | ".join(f"{error:+.1%} ({name})" for error, name in (min(found), max(found)))
+        lines.append(f"| {arm} | {len(found)} | {median:+.1%} | {ends} |")
     return "\n".join(lines)
 
 

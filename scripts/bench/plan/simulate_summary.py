@@ -46,7 +46,7 @@ def read_figures(text: str) -> list[Figures]:
             cells = line.split("|")
             if (num_stages, row[1]) == (1, "ours"):
                 found[case].faster.update(
-                    zip(SCHEDULERS, (float(cell.split()[0]) for cell in cells[4:6]), strict=False)
+                    zip(SCHEDULERS, (float(cell.split()[0]) for cell in cells[3:5]), strict=False)
                 )
     target = rf"\| (.+ ranks) x (\d+) stages: .* chosen within {BUDGET} GB \| .* \| ([\d.]+) \|"
     for name, stages, value in re.findall(target, text):
@@ -69,12 +69,10 @@ def summary(text: str) -> list[str]:
     met, missed = targets.count("| met |"), targets.count("| **missed** |")
     lines = [
         HEADING, "",
-        "*Over static* and *over megatron-hybrid* say how many times as fast our plans are. Where *time / bound* is 1, "
-        "no plan can be faster. With pipelines the first figure is that of whole micro-batches, the second that of the "
-        "slices which "
-        f"the planner chooses within {BUDGET} GB; it may be below 1, because the bound is that of 1F1B. Of "
-        f"{met + missed} targets {met} are met; the others are marked below. Times of steps are simulated, "
-        "not measured.", "",
+        "*Over static* and *over megatron-hybrid*: how many times as fast our plans are. At *time / bound* 1 no plan "
+        "can be faster. With pipelines, the first figure is for whole micro-batches, the second for the slices that "
+        f"the planner chooses within {BUDGET} GB; it may be below 1, because the bound is the bound of 1F1B. "
+        f"{met} of {met + missed} targets are met; the others are marked below. Simulated, not measured.", "",
         "| case | over static | over megatron-hybrid | time / bound | "
         + " | ".join(f"{stages} stages: 1F1B, slices" for stages in STAGES) + " |",
         "|---|---|---|---|" + "---|" * len(STAGES),

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
 from bytescale_ext.measure.cost_file import shipped  # noqa: E402
-from bytescale_ext.plan.cost.model_shape import key_value_bytes  # noqa: E402
 from bytescale_ext.plan.evaluate.length_samplers import sample_lengths  # noqa: E402
 from bytescale_ext.plan.evaluate.pipeline_limit import pipeline_limit  # noqa: E402
 from bytescale_ext.plan.setup.costs import stage_costs  # noqa: E402
@@ -195,7 +194,7 @@ def page(
     """Return the text of docs/results/simulated.md."""
     options = "" if args.seeds == 5 else f" --seeds {args.seeds}"
     lines = [
-        "# Performance of the planner",
+        "# Simulated plans",
         "",
         "This page is written by one command; do not edit it:",
         "",
@@ -203,28 +202,25 @@ def page(
         "",
         "## What the figures are",
         "",
-        f"Everything here is simulated: {args.seeds} steps of each case (seeds 0 to {args.seeds - 1}) are planned, and "
-        "the plans are replayed under the costs of `bytescale_ext/measure/costs/bytescale_7b.json`, with C = 8K tokens "
-        "and without offloading. The lower bound is the largest of those in `bytescale_ext/plan/evaluate/bounds.py`: "
-        "no plan can be faster, and possibly no plan reaches it. Each figure is the mean over the steps, with the "
-        "worst step in brackets. *static* is the smallest context-parallel mesh that holds the context; "
-        "*megatron-hybrid* is Megatron's installed `BalancedCPScheduler`, with one launch per sub-sample and its "
-        "barriers; *naive* and *bytescale* are Algorithms 1 and 2 of the paper.",
+        f"Everything is simulated: {args.seeds} steps of each case (seeds 0 to {args.seeds - 1}) are planned, and the "
+        "plans are replayed under the costs of `bytescale_ext/measure/costs/bytescale_7b.json`, with C = 8K tokens and "
+        "without offloading. A figure is the mean of the steps, with the worst step in brackets. *time / bound*: time "
+        "over a lower bound (`bytescale_ext/plan/evaluate/bounds.py`); no plan can be faster, and possibly no plan "
+        "reaches it. *idle*, *exposed*: share of time without work, and of exchange that does not overlap.",
         "",
-        "With pipelines our plans also run in slices (`--seq1f1b-slices`). *time / bound* is always relative to the "
-        "bound of 1F1B, so that all rows can be compared; *own bound* is relative to the bound of the slices that were "
-        "run, where a document may be on several stages at once, but each slice has its own exchange and launches. "
-        "*best of all* is our fastest row. Slices of one long sequence, with the models of the Seq1F1B paper, are in "
-        "`docs/results/slices.md`.",
+        "*static* is the smallest context-parallel mesh that holds the context. *megatron-hybrid* is Megatron's "
+        "installed `BalancedCPScheduler`, with one launch per sub-sample and its barriers. *naive* and *bytescale* are "
+        "Algorithms 1 and 2 of the paper.",
+        "",
+        "With pipelines our plans also run in slices (`--seq1f1b-slices`). The bound is always the bound of 1F1B, so "
+        "all rows can be compared, and a row may be below 1. Slices of one long sequence, with the models of the "
+        "Seq1F1B paper, are in `docs/results/slices.md`.",
         "",
         "Each rank keeps the keys of documents up to a certain length from slice to slice (`--hdp-kept-keys`). By "
-        f"default, this length is such that a stage takes no more memory than under 1F1B: {_kept_text()}. "
-        "*all keys* keeps the keys of every document, which takes more memory; without it, longer documents exchange "
-        f"their keys again for each slice, and many slices take longer than none. {ORDER_NOTE} A token takes "
-        f"{key_value_bytes(shipped('bytescale_7b').shape):,.0f} bytes in a layer for its kept keys (*kept keys*, of "
-        "other ranks, the most at one time), twice that for the sums of their gradients during the backward pass of "
-        f"its micro-batch, and {shipped('bytescale_7b').layer_bytes:,.0f} bytes for its activations (*peak tokens*). "
-        "*GB* is the most memory of a device: all of these, parameters, gradients, the optimizer's part (shared by all "
+        f"default a stage then takes no more memory than under 1F1B: {_kept_text()}. *all keys* keeps the keys of "
+        "every document, which takes more memory; without it longer documents exchange their keys again for each "
+        f"slice, and many slices take longer than none. {ORDER_NOTE} *GB* is the memory of the fullest device: "
+        "activations, kept keys and their gradient sums, parameters, gradients, the optimizer's part (shared by all "
         "ranks), the gradients of a layer, and the logits. Rows above 80 or 141 GB do not run on GPUs of that size.",
         "",
         "## Targets",
@@ -258,8 +254,8 @@ def _kept_text() -> str:
 _GAP_TEXT = (
     "Byted's lengths, with a context that just fits on all ranks. Both searches use the same model "
     "(`bytescale_ext/plan/evaluate/exact.py`): contiguous rings whose members run together, at most one ring in a "
-    "micro-batch, and no cost per micro-batch. Brute force tries every schedule. CP-SAT stops at its time limit; its "
-    "lower bound then replaces the optimum, so the true gap is at most the one shown."
+    "micro-batch, and no cost per micro-batch. Brute force tries every schedule. If CP-SAT stops at its time limit, "
+    "its lower bound replaces the optimum, and the true gap is smaller."
 )
 
 
@@ -282,11 +278,11 @@ def limits(scores: Sequence[Scores]) -> list[str]:
 
 
 _LIMIT_TEXT = (
-    "The pipeline bound covers the longest document alone and the total work alone, but ignores that a pipeline with "
-    "one tall slot idles around that slot. `bytescale_ext/plan/evaluate/pipeline_limit.py` accounts for it, by linear "
-    "programs over the sizes of all other slots, which may be split arbitrarily finely. Where the first column is "
-    "above 1.1, no plan reaches the target of 1.1 with Megatron's 1F1B. The last column is our best plan with slices, "
-    "to which that limit does not apply. All figures are of step 0 of each case."
+    "The pipeline bound covers the longest document alone and the total work alone, but ignores that a pipeline idles "
+    "around a tall slot. `bytescale_ext/plan/evaluate/pipeline_limit.py` accounts for that with linear programs over "
+    "the sizes of all other slots, split arbitrarily finely. If the first column is above 1.1, no plan with Megatron's "
+    "1F1B reaches the target of 1.1. The last column is our best plan with slices, to which that limit does not apply. "
+    "Step 0 of each case."
 )
 
 
@@ -294,25 +290,20 @@ def _case_table(score: Scores) -> list[str]:
     lines = [
         f"**{score.case.name}**, {score.case.global_tokens // M}M tokens a step",
         "",
-        "| scheduler | time / bound | own bound | over static | over megatron-hybrid | idle % | exposed % | "
-        "forwards | peak tokens | kept keys | GB | peers |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| scheduler | time / bound | over static | over megatron-hybrid | idle % | exposed % | GB |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, outcomes in score.outcomes.items():
         if isinstance(outcomes, str):
-            lines.append(f"| {name} | not applicable: {outcomes} | | | | | | | | | | |")
+            lines.append(f"| {name} | not applicable: {outcomes} | | | | | |")
             continue
-        cells = [_spread(score.over_bound(name)), _spread(score.over_own_bound(name))]
+        cells = [_spread(score.over_bound(name))]
         for other in ("static", "megatron-hybrid"):
             cells.append(_spread(score.faster_than(name, other), 2, worst=min) if score.of(other) else "-")
         cells += [
             _spread([100 * one.idle_share for one in outcomes], 1),
             _spread([100 * one.exposed_communication for one in outcomes], 1),
-            _spread([one.forwards_per_rank for one in outcomes], 0),
-            _spread([one.peak_tokens for one in outcomes], 0),
-            _spread([one.kept_keys for one in outcomes], 0),
             _spread([1e-9 * one.device_bytes for one in outcomes], 1),
-            _spread([one.distinct_peers for one in outcomes], 0),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
