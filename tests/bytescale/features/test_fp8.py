@@ -90,13 +90,13 @@ def settings_of_recipes(rank: int, world: int) -> dict[str, Any]:
     words += ["--ffn-hidden-size", "512"]
     args = checked(8, [*COMMON, *words])
     run = resolve_run(args)
-    found: dict[str, Any] = {"none": (FP8.read(args).rows, hdp.resolve(hdp.HDP.read(args), run).rows_multiple)}
+    found: dict[str, Any] = {"none": (FP8.read(args).rows, setup_of(args).rows_multiple)}
     args.fp8 = "hybrid"
     for recipe in RECIPES:
         args.fp8_recipe = Fp8Recipe(recipe)
         assert FP8.read(args).rows == get_fp8_align_size(Fp8Recipe(recipe))
         assert resolve(FP8.read(args), run) == recipe
-        found[recipe] = (FP8.read(args).rows, hdp.resolve(hdp.HDP.read(args), run).rows_multiple)
+        found[recipe] = (FP8.read(args).rows, setup_of(args).rows_multiple)
     args.fp8_recipe = "tensorwise"
     args.hdp_tokens_per_rank = 120
     try:

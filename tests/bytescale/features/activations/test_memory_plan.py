@@ -19,7 +19,7 @@ from bytescale_ext.plan.step.sizes import Slicing
 from megatron.bytescale.arguments.refusals import refuse_conflicts
 from megatron.bytescale.arguments.resolve import resolve
 from megatron.bytescale.features import refusals
-from megatron.bytescale.features.activations.memory_plan import layout_of
+from megatron.bytescale.features.activations.memory_plan import MEMORY_PLAN, layout_of
 from tests.bytescale.features.activations.test_activation_memory import MEMORY, RECORD
 from tests.bytescale.features.activations.test_flags import MEMO
 from tests.bytescale.features.activations.test_flags import parsed as parsed_with
