@@ -1,4 +1,4 @@
-"""The errors that a user can see. Bad input is a plain ``ValueError``; a broken plan is a ``PlanError``."""
+"""Errors that a user can see. Bad input raises a plain ``ValueError``, a broken plan a ``PlanError``."""
 
 
 class PlanError(ValueError):
@@ -6,4 +6,4 @@ class PlanError(ValueError):
 
 
 class OutOfTime(RuntimeError):
-    """A planner reached its time limit before it had a plan; ``HdpPlanner.fallback`` returns one immediately."""
+    """A planner reached its time limit before it had a plan. ``HdpPlanner.fallback`` returns a plan immediately."""

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints and Megatron's: which flags a model has, and which tensors are which."""
+"""Conversion between the checkpoints of Hugging Face and Megatron: names and layouts of tensors."""

@@ -1,4 +1,4 @@
-"""What decides the names of a model's tensors."""
+"""The properties of a model that decide the names and layouts of its tensors."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What decides the names of a model's tensors.
+class CheckpointLayout:
+    """The properties of a model that decide the names and layouts of its tensors.
 
     Attributes:
-        num_layers: layers.
-        num_groups: key and value heads.
-        head_dim: of a head.
-        is_tied: the output layer is the embedding.
-        qkv_bias: queries, keys and values have biases.
-        qk_norm: queries and keys have norms.
-        proj_bias: the projection after attention and the router have biases.
-        has_sinks: each head has an attention sink.
-        latent: "": no latent attention; "keys": latents of keys and values alone; "queries": of queries too.
-        num_experts: of each layer; 0: dense.
-        num_dense: first layers that have no experts.
-        has_shared: layers with experts have shared ones beside them.
-        is_stacked: the experts of a layer are stacked, [experts, inputs, outputs], with biases; their gates and ups
-            alternate.
-        router: the router's name in a Hugging Face layer.
-        experts: the experts' name in it, with places for the number of an expert and the name of a product.
-        products: names of gate, up and down in an MLP or expert.
+        num_layers: number of layers.
+        num_groups: number of key and value heads.
+        head_dim: size of a head.
+        is_tied: whether the output layer shares the weight of the embedding.
+        qkv_bias: whether the projections of queries, keys and values have biases.
+        qk_norm: whether queries and keys have norms.
+        proj_bias: whether the router and the projection after attention have biases.
+        has_sinks: whether each head has an attention sink.
+        latent: kind of latent attention: "" without, "keys" for latents of keys and values only, "queries" for latents
+            of queries as well.
+        num_experts: experts per layer; 0 for a dense model.
+        num_dense: number of dense layers at the start of a model with experts.
+        has_shared: whether layers with experts also have shared experts.
+        is_stacked: whether the experts of a layer are stacked in tensors [experts, inputs, outputs] with biases. The
+            outputs of gate and up alternate in such a tensor.
+        router: name of the router in a Hugging Face layer.
+        experts: name of an expert's product in a Hugging Face layer, with placeholders for expert and product.
+        products: names of the gate, up and down projections of an MLP or expert.
     """
 
     num_layers: int

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face model make which of Megatron's, and how."""
+"""Mapping of tensors between Hugging Face's and Megatron's checkpoints of a model."""
 
 from __future__ import annotations
 
@@ -7,141 +7,143 @@ from dataclasses import dataclass
 
 import torch
 
-from bytescale_ext.convert.layout import Layout
+from bytescale_ext.convert.layout import CheckpointLayout
 from bytescale_ext.convert.products import join_qkv, split_qkv, stack, unstack
 
-Change = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-QUERIES = {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
-KEYS = {
+Conversion = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+LATENT_QUERIES = {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
+LATENT_KEYS = {
     "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm", "linear_kv_up_proj": "kv_b_proj",
 }  # fmt: skip
-"""Megatron's names in latent attention, and DeepSeek-V2's."""
+"""Names of the modules of latent attention: Megatron's, then DeepSeek-V2's."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """Tensors of Megatron's that are made of the same ones of another model.
+class TensorMapping:
+    """A set of Megatron's tensors and the set of Hugging Face's tensors with the same values.
 
     Attributes:
-        names: in Megatron.
-        parts: names of the tensors that they are made of, in Hugging Face's model.
-        join: makes them of those.
-        split: makes those of them.
+        names: names of Megatron's tensors.
+        hf_names: names of Hugging Face's tensors.
+        from_hf: converts the tensors of ``hf_names`` to the tensors of ``names``.
+        to_hf: converts the tensors of ``names`` to the tensors of ``hf_names``.
     """
 
     names: tuple[str, ...]
-    parts: tuple[str, ...]
-    join: Change = lambda parts: parts
-    split: Change = lambda wholes: wholes
+    hf_names: tuple[str, ...]
+    from_hf: Conversion = lambda hf_tensors: hf_tensors
+    to_hf: Conversion = lambda tensors: tensors
 
 
-def rows(layout: Layout) -> Iterator[Row]:
-    """Yield the tensors of a model, each of Megatron's once."""
+def tensor_mappings(layout: CheckpointLayout) -> Iterator[TensorMapping]:
+    """Yield the mappings of all tensors of a model; each tensor occurs in one mapping."""
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight")
     for layer in range(layout.num_layers):
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        yield _same(f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight")
-        attention = _rows_of_latent_attention if layout.latent else _rows_of_attention
-        yield from attention(layout, f"{ours}self_attention.", f"{theirs}self_attn.")
-        yield _same(f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight")
+        prefix, hf_prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        yield _same(f"{prefix}input_layernorm.weight", f"{hf_prefix}input_layernorm.weight")
+        attention = _latent_attention if layout.latent else _attention
+        yield from attention(layout, f"{prefix}self_attention.", f"{hf_prefix}self_attn.")
+        yield _same(f"{prefix}pre_mlp_layernorm.weight", f"{hf_prefix}post_attention_layernorm.weight")
         if layout.num_experts and layer >= layout.num_dense:
-            yield from _rows_of_experts(layout, f"{ours}mlp.", theirs)
+            yield from _experts(layout, f"{prefix}mlp.", hf_prefix)
         else:
-            yield from _rows_of_products(layout, f"{ours}mlp.", theirs + "mlp.{}")
+            yield from _mlp(layout, f"{prefix}mlp.", hf_prefix + "mlp.{}")
     yield _same("decoder.final_layernorm.weight", "model.norm.weight")
     if not layout.is_tied:
         yield _same("output_layer.weight", "lm_head.weight")
 
 
-def _same(name: str, part: str) -> Row:
-    return Row((name,), (part,))
+def _same(name: str, hf_name: str) -> TensorMapping:
+    return TensorMapping((name,), (hf_name,))
 
 
 def _kinds(has_bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if has_bias else ("weight",)
 
 
-def _rows_of_attention(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:
+def _attention(layout: CheckpointLayout, prefix: str, hf_prefix: str) -> Iterator[TensorMapping]:
     for kind in _kinds(layout.qkv_bias):
-        yield Row(
-            (f"{ours}linear_qkv.{kind}",),
-            tuple(f"{theirs}{one}_proj.{kind}" for one in "qkv"),
-            lambda parts: (join_qkv(parts, layout.num_groups, layout.head_dim),),
-            lambda wholes: split_qkv(wholes[0], layout.num_groups, layout.head_dim),
+        yield TensorMapping(
+            (f"{prefix}linear_qkv.{kind}",),
+            tuple(f"{hf_prefix}{letter}_proj.{kind}" for letter in "qkv"),
+            lambda hf_tensors: (join_qkv(hf_tensors, layout.num_groups, layout.head_dim),),
+            lambda tensors: split_qkv(tensors[0], layout.num_groups, layout.head_dim),
         )
-    for one in "qk" if layout.qk_norm else "":
-        yield _same(f"{ours}{one}_layernorm.weight", f"{theirs}{one}_norm.weight")
+    for letter in "qk" if layout.qk_norm else "":
+        yield _same(f"{prefix}{letter}_layernorm.weight", f"{hf_prefix}{letter}_norm.weight")
     if layout.has_sinks:
-        yield _same(f"{ours}core_attention.softmax_offset", f"{theirs}sinks")
+        yield _same(f"{prefix}core_attention.softmax_offset", f"{hf_prefix}sinks")
     for kind in _kinds(layout.proj_bias):
-        yield _same(f"{ours}linear_proj.{kind}", f"{theirs}o_proj.{kind}")
+        yield _same(f"{prefix}linear_proj.{kind}", f"{hf_prefix}o_proj.{kind}")
 
 
-def _rows_of_latent_attention(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:
-    """Yield what becomes of hidden states; heads have their part without positions first, in both models."""
-    queries = QUERIES if layout.latent == "queries" else {"linear_q_proj": "q_proj"}
-    for name, part in {**queries, **KEYS, "linear_proj": "o_proj"}.items():
-        yield _same(f"{ours}{name}.weight", f"{theirs}{part}.weight")
+def _latent_attention(layout: CheckpointLayout, prefix: str, hf_prefix: str) -> Iterator[TensorMapping]:
+    """Yield the projections and norms. In both models a head starts with its part without positions."""
+    queries = LATENT_QUERIES if layout.latent == "queries" else {"linear_q_proj": "q_proj"}
+    for name, hf_name in {**queries, **LATENT_KEYS, "linear_proj": "o_proj"}.items():
+        yield _same(f"{prefix}{name}.weight", f"{hf_prefix}{hf_name}.weight")
 
 
-def _rows_of_experts(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:
+def _experts(layout: CheckpointLayout, prefix: str, hf_prefix: str) -> Iterator[TensorMapping]:
     for kind in _kinds(layout.proj_bias):
-        yield _same(f"{ours}router.{kind}", f"{theirs}{layout.router}.{kind}")
+        yield _same(f"{prefix}router.{kind}", f"{hf_prefix}{layout.router}.{kind}")
     if layout.is_stacked:
-        yield from _rows_of_stacks(layout, f"{ours}experts.local_experts.", f"{theirs}mlp.experts.")
+        yield from _stacked_experts(layout, f"{prefix}experts.local_experts.", f"{hf_prefix}mlp.experts.")
     else:
         for expert in range(layout.num_experts):
-            name = theirs + layout.experts.format(expert, "{}")
-            yield from _rows_of_products(layout, f"{ours}experts.local_experts.{expert}.", name)
+            hf_expert = hf_prefix + layout.experts.format(expert, "{}")
+            yield from _mlp(layout, f"{prefix}experts.local_experts.{expert}.", hf_expert)
     if layout.has_shared:
-        yield from _rows_of_products(layout, f"{ours}shared_experts.", theirs + "mlp.shared_experts.{}")
+        yield from _mlp(layout, f"{prefix}shared_experts.", hf_prefix + "mlp.shared_experts.{}")
 
 
-def _rows_of_stacks(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:
-    """Yield the products of all experts of a layer, each of which is one tensor."""
+def _stacked_experts(layout: CheckpointLayout, prefix: str, hf_prefix: str) -> Iterator[TensorMapping]:
+    """Yield the mappings of a layer whose experts are stacked in one tensor per product."""
     for ending, kind in (("", "weight"), ("_bias", "bias")):
-        for ours_is, theirs_is in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-            names = tuple(f"{ours}{expert}.{ours_is}.{kind}" for expert in range(layout.num_experts))
-            yield _row_of_stack(names, f"{theirs}{theirs_is}{ending}", alternates=theirs_is == "gate_up_proj")
+        for product, hf_product in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+            names = tuple(f"{prefix}{expert}.{product}.{kind}" for expert in range(layout.num_experts))
+            yield _stack(names, f"{hf_prefix}{hf_product}{ending}", alternates=hf_product == "gate_up_proj")
 
 
-def _row_of_stack(names: tuple[str, ...], part: str, alternates: bool) -> Row:
-    """Return the row of one stacked tensor and the tensors of its experts."""
-    return Row(
+def _stack(names: tuple[str, ...], hf_name: str, alternates: bool) -> TensorMapping:
+    """Return the mapping between a stacked tensor and the tensors of its experts."""
+    return TensorMapping(
         names,
-        (part,),
-        lambda parts: unstack(parts[0], alternates),
-        lambda wholes: (stack(wholes, alternates),),
+        (hf_name,),
+        lambda hf_tensors: unstack(hf_tensors[0], alternates),
+        lambda tensors: (stack(tensors, alternates),),
     )
 
 
-def _rows_of_products(layout: Layout, ours: str, theirs: str) -> Iterator[Row]:
-    """Yield gate and up, which are one product in Megatron, and down."""
-    gate, up, down = (theirs.format(one) + ".weight" for one in layout.products)
-    yield Row(
-        (f"{ours}linear_fc1.weight",),
+def _mlp(layout: CheckpointLayout, prefix: str, hf_format: str) -> Iterator[TensorMapping]:
+    """Yield the mappings of an MLP; Megatron fuses the gate and up projections."""
+    gate, up, down = (hf_format.format(product) + ".weight" for product in layout.products)
+    yield TensorMapping(
+        (f"{prefix}linear_fc1.weight",),
         (gate, up),
-        lambda parts: (torch.cat(list(parts)),),
-        lambda wholes: wholes[0].chunk(2),
+        lambda hf_tensors: (torch.cat(list(hf_tensors)),),
+        lambda tensors: tensors[0].chunk(2),
     )
-    yield _same(f"{ours}linear_fc2.weight", down)
+    yield _same(f"{prefix}linear_fc2.weight", down)
 
 
-def to_megatron(layout: Layout, read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield Megatron's tensors by name; ``read`` returns a tensor [n, ...] of Hugging Face's model by its name.
+def to_megatron(layout: CheckpointLayout, read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of Megatron's model.
 
-    Raises ValueError for stacked experts that are not as many as the layout has.
+    ``read`` returns the tensor [n, ...] of a Hugging Face name. Raises ValueError if a stacked tensor has another
+    number of experts than the layout.
     """
-    for row in rows(layout):
-        made = row.join([read(part) for part in row.parts])
-        if len(made) != len(row.names):
-            raise ValueError(f"--input: {row.parts[0]} has {len(made)} experts, not {len(row.names)}")
-        yield from zip(row.names, made, strict=True)
+    for mapping in tensor_mappings(layout):
+        tensors = mapping.from_hf([read(hf_name) for hf_name in mapping.hf_names])
+        if len(tensors) != len(mapping.names):
+            raise ValueError(f"--input: {mapping.hf_names[0]} has {len(tensors)} experts, not {len(mapping.names)}")
+        yield from zip(mapping.names, tensors, strict=True)
 
 
-def to_hugging_face(layout: Layout, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of Hugging Face's model, of any shape, from Megatron's; most share memory with those."""
-    found: dict[str, torch.Tensor] = {}
-    for row in rows(layout):
-        found.update(zip(row.parts, row.split([state[name] for name in row.names]), strict=True))
-    return found
+def to_hugging_face(layout: CheckpointLayout, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of Hugging Face's model, of any shape; most share memory with the tensors of ``state``."""
+    hf_state: dict[str, torch.Tensor] = {}
+    for mapping in tensor_mappings(layout):
+        hf_tensors = mapping.to_hf([state[name] for name in mapping.names])
+        hf_state.update(zip(mapping.hf_names, hf_tensors, strict=True))
+    return hf_state

@@ -1,7 +1,8 @@
-"""Attention of new tokens over a cache of keys and over each other: a slice of a prompt, or a tree of guesses.
+"""Attention of new tokens over a cache of keys and over each other.
 
-The cache is one block for a kernel of the table, without a mask. The new tokens are a causal block, or a tree, whose
-few scores are computed here. Both are joined by their log-sum-exp.
+The new tokens are a slice of a prompt or a tree of guesses. The cache is one block without a mask, which a kernel of
+the table computes. A slice is a causal block for the same kernel. The few scores of a tree are computed here. The two
+results are joined by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ def cached_attention(
     """Return the attention [t, heads, dim] of new tokens.
 
     Args:
-        q: of the new tokens, [t, heads, dim].
-        k: of the cache and then of the new tokens, [length + t, kv_heads, dim].
-        v: as ``k``.
-        visible: which new tokens each new token sees, bool [t, t]; None: itself and those before it.
-        kernel: of the table.
+        q: queries of the new tokens, [t, heads, dim].
+        k: keys of the cache, then keys of the new tokens, [length + t, kv_heads, dim].
+        v: values in the same order and shape as ``k``.
+        visible: new tokens that each new token attends to, bool [t, t]; None for causal attention.
+        kernel: attention kernel from the table.
         scale: factor of the scores.
     """
     num_new = q.shape[0]
@@ -44,12 +45,13 @@ def cached_attention(
 
 
 def tree_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float) -> Output:
-    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of tokens that see some of each other.
+    """Return ``out [t, heads, dim]`` and ``lse [heads, t]`` of attention between the nodes of a tree.
 
-    ``q``: [t, heads, dim]; ``k, v``: [t, kv_heads, dim]; ``visible``: bool [t, t], in each row at least one.
+    ``q``: [t, heads, dim]; ``k, v``: [t, kv_heads, dim]; ``visible``: nodes that each node attends to, bool [t, t], at
+    least one per row.
     """
     dtype = accumulation_dtype(q.dtype)
-    keys, values = (one.to(dtype).repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+    keys, values = (tensor.to(dtype).repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.to(dtype), keys) * scale
     scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1)

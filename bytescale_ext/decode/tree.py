@@ -1,8 +1,9 @@
-"""Trees of guessed tokens: which guesses a model is asked to check in one forward pass.
+"""Trees of guessed tokens, which the model checks in one forward pass.
 
-The root is the last token that is certain. A node's *joint probability* is that of all guesses from the root down to
-it, in the heads' own view. Of all nodes that the heads can make, the tree has those with the largest joint probability,
-as Clover-2 (arXiv 2408.00264) prunes its trees. A node is never above its parent, so the parent of each node is there.
+The root is the last accepted token. The *joint probability* of a node is the product of the probabilities that the
+draft heads give to the guesses on the path from the root to the node. The tree keeps the nodes with the largest joint
+probabilities, as Clover-2 (arXiv 2408.00264) prunes its trees. The joint probability of a node is at most its parent's,
+so the parent of every kept node is kept as well.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Final
 import torch
 
 LARGEST_TREE: Final = 256
-"""Guessed tokens of a tree: their attention keeps all scores."""
+"""The most guessed tokens of a tree, because attention between them stores all scores."""
 
 Guess = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(head, states of nodes [n, ...], their tokens [n]) -> (states [n, ...], log-probabilities of children [n, v])."""
+"""(head, states of nodes [n, ...], tokens [n]) -> (new states [n, ...], log-probabilities of their children [n, v])."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Which trees are made.
+    """Limits of the trees.
 
     Attributes:
-        num_tokens: the most guesses of a tree.
-        top_p: of the guesses of one node, the likeliest ones whose probabilities make up this much.
-        chain: one guess for each head, without branches.
+        num_tokens: the most guesses in a tree.
+        top_p: probability mass of the children that a node may have, the most likely first.
+        chain: whether the tree has no branches, so one guess per head.
     """
 
     num_tokens: int
@@ -42,17 +43,17 @@ class TreeShape:
 
     @property
     def width(self) -> int:
-        """The most nodes of one depth."""
+        """The most nodes at one depth."""
         return 1 if self.chain else self.num_tokens
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Nodes in an order in which parents come before their children; the root is node 0.
+    """A tree of tokens. Node 0 is the root, and parents come before their children.
 
     Attributes:
-        tokens: of each node.
-        parents: node above each node, -1 for the root.
+        tokens: token of each node.
+        parents: parent of each node, -1 for the root.
     """
 
     tokens: tuple[int, ...]
@@ -61,36 +62,36 @@ class TokenTree:
     @property
     def depths(self) -> tuple[int, ...]:
         """The number of nodes above each node."""
-        found: list[int] = []
+        depths: list[int] = []
         for parent in self.parents:
-            found.append(0 if parent < 0 else found[parent] + 1)
-        return tuple(found)
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
 
     def visible(self) -> torch.Tensor:
-        """Return which nodes each node attends to, itself and those above it: bool [n, n]."""
-        seen = torch.eye(len(self.tokens), dtype=torch.bool)
+        """Return the nodes that each node attends to, itself and its ancestors: bool [n, n]."""
+        mask = torch.eye(len(self.tokens), dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                seen[node] |= seen[parent]
-        return seen
+                mask[node] |= mask[parent]
+        return mask
 
-    def walk(self, chosen: list[int]) -> list[int]:
-        """Return the nodes that the model accepts, from the root down.
+    def accepted_path(self, sampled: list[int]) -> list[int]:
+        """Return the accepted nodes, from the root down: a child is accepted if its token is sampled at its parent.
 
-        Args:
-            chosen: of each node, the token that the model puts after it. As long as it is a child of the node, this
-                child is accepted.
+        ``sampled``: the token that the model samples after each node.
         """
-        children = {place: node for node, place in enumerate(zip(self.parents, self.tokens, strict=True))}
+        children = {
+            (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
+        }
         path = [0]
-        while (path[-1], chosen[path[-1]]) in children:
-            path.append(children[path[-1], chosen[path[-1]]])
+        while (path[-1], sampled[path[-1]]) in children:
+            path.append(children[path[-1], sampled[path[-1]]])
         return path
 
 
 @dataclass
 class _Growing:
-    """A tree that grows: its nodes, their joint log-probabilities, and the nodes of the last depth."""
+    """A tree under construction: its nodes, their joint log-probabilities, and the nodes of the deepest level."""
 
     tokens: list[int]
     parents: list[int]
@@ -98,7 +99,10 @@ class _Growing:
     frontier: list[int]
 
     def add(self, log_probs: torch.Tensor, shape: TreeShape) -> list[int]:
-        """Add the best guesses after the last depth; return of each the row of its parent. ``log_probs``: [n, v]."""
+        """Add the best children of the deepest level, and return the row of each child's parent in that level.
+
+        ``log_probs``: log-probabilities of the children, [n, v].
+        """
         joint = torch.tensor([self.joint[node] for node in self.frontier])
         rows, ids, values = _best_children(log_probs, joint, shape)
         self.parents += [self.frontier[row] for row in rows]
@@ -108,28 +112,28 @@ class _Growing:
         return rows
 
     def pruned(self, num_tokens: int) -> TokenTree:
-        """Return the tree of the likeliest nodes."""
+        """Return the tree of the ``num_tokens`` most likely nodes."""
         order = sorted(range(1, len(self.tokens)), key=lambda node: (-self.joint[node], node))[:num_tokens]
         kept = [0, *sorted(order)]  # nodes are numbered from the root down
-        place = {node: index for index, node in enumerate(kept)}
-        parents = (-1, *(place[self.parents[node]] for node in kept[1:]))
+        new_number = {node: number for number, node in enumerate(kept)}
+        parents = (-1, *(new_number[self.parents[node]] for node in kept[1:]))
         return TokenTree(tuple(self.tokens[node] for node in kept), parents)
 
 
 def grow_trees(
     roots: Sequence[int], states: torch.Tensor, depths: Sequence[int], guess: Guess, shape: TreeShape
 ) -> list[TokenTree]:
-    """Return the trees below some tokens; the heads are asked once for each depth, for all trees together.
+    """Grow one draft tree per root token, querying each draft head once for all trees.
 
     Args:
-        roots: the tokens.
-        states: of the roots, for ``guess``, [n, ...].
-        depths: the greatest depth of each tree.
-        guess: asks the heads.
-        shape: which nodes are taken.
+        roots: root tokens.
+        states: states of the roots, the input of ``guess``, [n, ...].
+        depths: maximum depth of each tree.
+        guess: function that queries a draft head.
+        shape: limits of the trees.
     """
     trees = [_Growing([root], [-1], [0.0], [0]) for root in roots]
-    owners = list(range(len(trees)))  # of each state, its tree
+    owners = list(range(len(trees)))  # the tree of each state
     for head in range(max(depths)):
         growing = [row for row, owner in enumerate(owners) if depths[owner] > head]
         nodes = [tree.tokens[node] for tree, depth in zip(trees, depths, strict=True) if depth > head
@@ -150,9 +154,9 @@ def grow_trees(
 def _best_children(
     log_probs: torch.Tensor, joint: torch.Tensor, shape: TreeShape
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return (parent's row, token, joint log-probability) of the best guesses after nodes.
+    """Return the best children of some nodes: rows of their parents, tokens and joint log-probabilities.
 
-    ``log_probs``: [n, v]; ``joint``: of the nodes, [n].
+    ``log_probs``: log-probabilities of the children, [n, v]; ``joint``: joint log-probabilities of the nodes, [n].
     """
     values, ids = log_probs.float().cpu().topk(min(shape.width, log_probs.shape[1]), dim=1)
     before = values.exp().cumsum(1) - values.exp()

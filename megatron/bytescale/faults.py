@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from bytescale_ext.parallel.faults import PeerLost, describe, is_of_peers
+from bytescale_ext.parallel.faults import PeerLost, failure_text, is_peer_error
 from megatron.bytescale.arguments.options import current
 from megatron.bytescale.arguments.running import Interruptions, Progress
 
@@ -29,8 +29,8 @@ def named_faults() -> Iterator[None]:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        if isinstance(error, RuntimeError) and is_of_peers(error):
-            raise PeerLost(f"{_when()}: {describe(error)}. {_advice()}") from error
+        if isinstance(error, RuntimeError) and is_peer_error(error):
+            raise PeerLost(f"{_when()}: {failure_text(error)}. {_advice()}") from error
         if any(frame.name == "save_checkpoint" for frame in traceback.extract_tb(error.__traceback__)):
             raise SaveFailed(f"{_when()}: {_save_text(error)}") from error
         raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bytescale_ext.parallel.faults import PeerLost, lost_in_exchange
+from bytescale_ext.parallel.faults import PeerLost, exchange_error
 from megatron.bytescale.faults import named_faults
 from tests.harness import run_ranks
 
@@ -43,7 +43,7 @@ def last_lines(rank: int, world: int) -> dict[str, str]:
     said["start"] = str(found.value)
     args.curr_iteration = 11
     with pytest.raises(PeerLost) as found, named_faults():
-        raise lost_in_exchange(RuntimeError(CLOSED), [1, 3], "HDP")
+        raise exchange_error(RuntimeError(CLOSED), [1, 3], "HDP")
     said["exchange"] = str(found.value)
     args.save = "/"
     said["save"] = unsaved(OSError(28, "No space left on device"))

@@ -109,7 +109,7 @@ def test_nodes_see_those_above_them() -> None:
     ("chosen", "path"), [([5, 0, 0, 0], [0]), ([2, 0, 9, 0], [0, 2]), ([1, 3, 0, 7], [0, 1, 3]), ([1, 1, 0, 0], [0, 1])]
 )
 def test_what_the_model_accepts(chosen: list[int], path: list[int]) -> None:
-    assert TokenTree((9, 1, 2, 3), (-1, 0, 0, 1)).walk(chosen) == path
+    assert TokenTree((9, 1, 2, 3), (-1, 0, 0, 1)).accepted_path(chosen) == path
 
 
 def test_certain_guesses_keep_their_parents() -> None:
@@ -148,4 +148,4 @@ def test_any_tree(branches: list[tuple[int, int]], chosen: list[int]) -> None:
     for node in range(1, len(tokens)):  # children come after their parents
         if parents[node] == followed[-1] and tokens[node] == chosen[parents[node]]:
             followed.append(node)
-    assert tree.walk(chosen) == followed
+    assert tree.accepted_path(chosen) == followed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytescale_ext.parallel.agreement import Agreement, agree, digests_by_rank
+from bytescale_ext.parallel.agreement import Agreement, compare_plans, digests_by_rank
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -14,8 +14,8 @@ SAME, OTHER, LARGEST = "00ff00ff00ff00ff", "00ff00ff00fe00ff", "f" * 16
 
 
 def compare(rank: int, world: int, digests: list[str], late: list[bool]) -> tuple[Agreement, dict[str, list[int]]]:
-    found = agree(digests[rank], late[rank], None, torch.device("cpu"))
-    return found, digests_by_rank(digests[rank], None)
+    agreement = compare_plans(digests[rank], late[rank], None, torch.device("cpu"))
+    return agreement, digests_by_rank(digests[rank], None)
 
 
 @pytest.mark.parametrize(
@@ -32,5 +32,5 @@ def test_every_rank_gets_the_same_answer(digests: list[str], late: list[bool], e
     assert [answer for answer, _ in answers] == [expected] * 3
     for _, by_rank in answers:
         assert by_rank == {
-            digest: [rank for rank, one in enumerate(digests) if one == digest] for digest in set(digests)
+            digest: [rank for rank, own in enumerate(digests) if own == digest] for digest in set(digests)
         }

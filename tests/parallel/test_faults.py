@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytescale_ext.parallel.faults import PeerLost, describe, is_of_peers
+from bytescale_ext.parallel.faults import PeerLost, failure_text, is_peer_error
 from bytescale_ext.parallel.p2p import RingComm
 from tests.harness import run_ranks
 
@@ -26,12 +26,12 @@ def lose_a_peer(rank: int, world: int) -> list[str]:
     for one in (group, None):
         with pytest.raises(RuntimeError) as of_collective:
             dist.all_reduce(torch.zeros(1), group=one)
-        said.append(describe(of_collective.value))
+        said.append(failure_text(of_collective.value))
     comm = RingComm(None, 0, 2)
     for _ in range(2):
         with pytest.raises(PeerLost) as lost:
             comm.exchange([(torch.zeros(1 << 16), 1)], [(torch.zeros(1 << 16), 1)]).wait()
-        said.append(describe(lost.value))
+        said.append(failure_text(lost.value))
     return said
 
 
@@ -52,8 +52,8 @@ def wait_for_nobody(rank: int, world: int) -> str:
     place, soon = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=1)
     with pytest.raises(RuntimeError) as found:
         dist.init_process_group("gloo", init_method=place, rank=0, world_size=2, timeout=soon)
-    assert is_of_peers(found.value)
-    return describe(found.value)
+    assert is_peer_error(found.value)
+    return failure_text(found.value)
 
 
 @pytest.mark.ranks

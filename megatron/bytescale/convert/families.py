@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from bytescale_ext.convert.layout import Layout
+from bytescale_ext.convert.layout import CheckpointLayout
 from megatron.bytescale.convert.rotary import HuggingFaceConfig, position_flags
 
 
@@ -20,7 +20,7 @@ class Family:
         is_latent: attention is multi-latent; its latents have norms.
         num_experts: the configuration's name for the number of experts; "": the family is dense.
         expert_width: its name for the width of an expert.
-        names: of tensors where they are not Llama's, and what else decides them; see ``Layout``.
+        names: of tensors where they are not Llama's, and what else decides them; see ``CheckpointLayout``.
         needed: values of the configuration that Megatron's model has; others cannot be converted.
     """
 
@@ -84,11 +84,11 @@ def family_of(config: HuggingFaceConfig) -> Family:
     return FAMILIES[kind]
 
 
-def layout_of(config: HuggingFaceConfig) -> Layout:
+def layout_of(config: HuggingFaceConfig) -> CheckpointLayout:
     """Return what decides the names of the tensors of a configuration's model. Raises ValueError as ``family_of``."""
     family = family_of(config)
     latent = "queries" if config.get("q_lora_rank") else "keys"
-    return Layout(
+    return CheckpointLayout(
         num_layers=config["num_hidden_layers"],
         num_groups=config["num_key_value_heads"],
         head_dim=head_dim_of(config),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bytescale_ext.decode.choose import Chooser
+from bytescale_ext.decode.sampler import Sampler
 from bytescale_ext.decode.tree import TokenTree, TreeShape
 from megatron.bytescale.inference.passes import Passes, Text
 
@@ -73,7 +73,7 @@ class Request:
     """
 
     max_tokens: int
-    choose: Chooser
+    choose: Sampler
     shape: TreeShape | None = None
     end: int | None = None
     batch: int = 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from bytescale_ext.decode.choose import Chooser
+from bytescale_ext.decode.sampler import Sampler
 from bytescale_ext.decode.tree import TokenTree, TreeShape, grow_trees
 from megatron.bytescale.core.models.common.embeddings.rotary_pos_embedding import document_angles
 from megatron.bytescale.core.models.gpt.draft_heads import embed_by_output
@@ -64,7 +64,7 @@ class Passes:
         choose: chooses the model's tokens.
     """
 
-    def __init__(self, model: GPTModel, heads: DraftHeads | None, choose: Chooser) -> None:
+    def __init__(self, model: GPTModel, heads: DraftHeads | None, choose: Sampler) -> None:
         self.model, self.heads, self.choose = model, heads, choose
         self.device = next(model.parameters()).device
         self.weight = (
@@ -115,7 +115,7 @@ class Passes:
         for text, tree, states in zip(texts, trees, hidden, strict=True):
             of_text = chosen[start : start + len(tree.tokens)]
             start += len(tree.tokens)
-            path = tree.walk(of_text)
+            path = tree.accepted_path(of_text)
             text.cache.keep(path)
             text.last = of_text[path[-1]]
             found.append([*(tree.tokens[node] for node in path[1:]), text.last])

@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))  # so that it also runs as a file
 
-from bytescale_ext.decode.choose import Chooser  # noqa: E402
+from bytescale_ext.decode.sampler import Sampler  # noqa: E402
 from bytescale_ext.decode.tree import TreeShape  # noqa: E402
 from megatron.bytescale.cli.shared.inputs import count, size  # noqa: E402
 
@@ -32,7 +32,7 @@ def measure(decoder: Any, tokens: list[int], length: int, batch: int, args: argp
 
     prompt = (tokens * -(-length // len(tokens)))[:length]
     roomy = replace(decoder, context=length + args.max_tokens)  # positions need no table
-    choose = Chooser(0.0, max(tokens) + 1, torch.Generator())
+    choose = Sampler(0.0, max(tokens) + 1, torch.Generator())
     arms: dict[str, TreeShape | None] = {"plain": None, "drafts": TreeShape(args.tree_tokens)}
     found: dict[str, Any] = {"prompt": length, "batch": batch}
     texts = []

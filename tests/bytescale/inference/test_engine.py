@@ -42,13 +42,13 @@ def stock_model(model: Any, args: Any) -> Any:
 
 def decode(rank: int, world: int, load: Path, draft: Path) -> dict[str, Any]:
     """Return what was generated in each way, what stock layers would choose, and the guesses accepted."""
-    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
     from megatron.bytescale.inference import engine, passes
     from megatron.bytescale.inference.load import open_decoder
 
     decoder, args = open_decoder(load, draft, on_cpu=True)
-    choose = Chooser(0.0, VOCAB, torch.Generator())
+    choose = Sampler(0.0, VOCAB, torch.Generator())
     shapes = {"plain": None, "tree": TreeShape(60, 1.0), "small": TreeShape(3), "chain": TreeShape(9, chain=True)}
     requests = {name: engine.Request(NEW_TOKENS, choose, shape) for name, shape in shapes.items()}
     found: dict[str, Any] = {name: [] for name in shapes}
@@ -100,13 +100,13 @@ def test_drafts_change_nothing() -> None:
 
 def streamed(rank: int, world: int, load: Path) -> Any:
     """Return the events of three texts, two at a time."""
-    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
     from megatron.bytescale.inference.engine import Request
     from megatron.bytescale.inference.load import open_decoder
 
     decoder, _ = open_decoder(load, None, on_cpu=True)
-    choose = Chooser(1.0, VOCAB, torch.Generator().manual_seed(3))
+    choose = Sampler(1.0, VOCAB, torch.Generator().manual_seed(3))
     request = Request(NEW_TOKENS, choose, TreeShape(5), batch=2)
     events = [(index, list(new), done) for index, new, done in decoder.stream(prompts()[:3], request)]
     return [(index, new, done and done.tokens) for index, new, done in events]
@@ -131,12 +131,12 @@ def test_tensor_parallel_ranks_decode_together() -> None:
 
 def tokens_of(rank: int, world: int, folders: list[tuple[Path, Path | None]]) -> list[list[list[int]]]:
     """Return what each folder of checkpoints generates with its own heads, and the guesses accepted of each text."""
-    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.sampler import Sampler
     from bytescale_ext.decode.tree import TreeShape
     from megatron.bytescale.inference.engine import Request
     from megatron.bytescale.inference.load import open_decoder
 
-    request = Request(NEW_TOKENS, Chooser(0.0, VOCAB, torch.Generator()), TreeShape(20), batch=8)
+    request = Request(NEW_TOKENS, Sampler(0.0, VOCAB, torch.Generator()), TreeShape(20), batch=8)
     found = []
     for folder, draft in folders:
         decoder, _ = open_decoder(folder, draft, on_cpu=True)

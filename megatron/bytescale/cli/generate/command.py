@@ -87,12 +87,12 @@ def generate(args: argparse.Namespace, prompts: Sequence[str], shape: TreeShape 
         decoder, training = open_decoder(args.load, args.draft, args.cpu)
     import torch
 
-    from bytescale_ext.decode.choose import Chooser
+    from bytescale_ext.decode.sampler import Sampler
     from megatron.bytescale.cli.generate.texts import InOrder, Texts
     from megatron.bytescale.inference.engine import Generation, Request, described
 
     texts = Texts(training)
-    choose = Chooser(args.temperature, texts.vocab, torch.Generator().manual_seed(args.seed))
+    choose = Sampler(args.temperature, texts.vocab, torch.Generator().manual_seed(args.seed))
     request = Request(args.max_tokens, choose, shape, texts.end, args.batch)
     shows = sys.stderr.isatty() and (args.json or not sys.stdout.isatty())  # else the text itself is the progress
     out, log = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())

@@ -8,7 +8,7 @@ from megatron.training.utils import print_rank_0
 
 from bytescale_ext.data.loading.step import StepBatch
 from bytescale_ext.errors import PlanError
-from bytescale_ext.parallel.agreement import agree, digests_by_rank
+from bytescale_ext.parallel.agreement import compare_plans, digests_by_rank
 from megatron.bytescale.runtime import Runtime
 
 
@@ -27,11 +27,11 @@ def agree_on_plan(runtime: Runtime, step: StepBatch, simple_step: Callable[[Step
         return step
     runtime.log.plans_compared = True
     digest = step.plan.digest()
-    found = agree(digest, step.fell_back, None, runtime.device)
-    if found.fell_back:
+    agreement = compare_plans(digest, step.fell_back, None, runtime.device)
+    if agreement.fell_back:
         _warn_once(runtime)
         return simple_step(step)
-    if not found.same_plan:
+    if not agreement.same_plan:
         ranks = digests_by_rank(digest, None)
         raise PlanError(
             f"ranks have different plans of step {step.step_index + 1}: {_differences(ranks)}; give all of them the "

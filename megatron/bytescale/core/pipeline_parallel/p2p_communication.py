@@ -14,7 +14,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from bytescale_ext.measure.metrics import StepClock
-from bytescale_ext.parallel.faults import lost_in_exchange
+from bytescale_ext.parallel.faults import exchange_error
 from bytescale_ext.parallel.p2p import WorksPending
 from bytescale_ext.plan.schedule.actions import Action, SliceSchedule
 from bytescale_ext.plan.schedule.messages import received_actions
@@ -103,7 +103,7 @@ class ShapedP2PCommunicator(P2PCommunicator):
             before = kwargs["recv_prev"] or kwargs["tensor_send_prev"] is not None
             after = kwargs["recv_next"] or kwargs["tensor_send_next"] is not None
             peers = [self.prev_rank] * before + [self.next_rank] * after
-            raise lost_in_exchange(error, peers, _NEIGHBOUR) from error
+            raise exchange_error(error, peers, _NEIGHBOUR) from error
 
     def _mark_wait(self) -> None:
         if self._clock is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from bytescale_ext.decode.choose import Chooser
+from bytescale_ext.decode.sampler import Sampler
 from bytescale_ext.decode.tree import TreeShape, grow_trees
 
 VOCAB, DRAWS = 4, 50_000
@@ -24,7 +24,7 @@ def tables(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 @pytest.mark.parametrize(("shape", "temperature"), [(TreeShape(6), 1.0), (TreeShape(2, chain=True), 0.7)])
 def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, temperature: float) -> None:
     logits, chances, heads = tables(temperature)
-    choose = Chooser(temperature, VOCAB, torch.Generator().manual_seed(7))
+    choose = Sampler(temperature, VOCAB, torch.Generator().manual_seed(7))
     root = 2
     (tree,) = grow_trees([root], torch.zeros(1), [2], lambda head, s, t: (s.expand(len(t)), heads[t]), shape)
     chosen = torch.tensor(choose(logits[list(tree.tokens)].repeat(DRAWS, 1))).view(DRAWS, -1).tolist()
@@ -32,7 +32,7 @@ def test_two_tokens_have_the_distribution_of_plain_sampling(shape: TreeShape, te
     seen: Counter[tuple[int, int]] = Counter()
     accepted = 0
     for of_nodes, plain in zip(chosen, later, strict=True):
-        path = tree.walk(of_nodes)
+        path = tree.accepted_path(of_nodes)
         first = of_nodes[0]
         accepted += len(path) - 1
         seen[first, of_nodes[path[1]] if len(path) > 1 else plain[first]] += 1
