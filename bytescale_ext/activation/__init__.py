@@ -1,1 +1,1 @@
-"""Keep, swap or recompute the activations of a layer, and the memory that they take."""
+"""Activations of a layer: kept, swapped or recomputed, and the memory that they use."""

@@ -1,8 +1,9 @@
-"""Rounding buffers: device memory into which swapped layers are read back in turn (MEMO section 4.1).
+"""Rounding buffers: two pieces of device memory that swapped layers are read back into (MEMO section 4.1).
 
-While a layer in one buffer runs its backward pass, the layer before it is read into the other. Without buffers the
-caching allocator finds new memory for every tensor of every layer. Buffers are allocated when a layer is read back and
-released when the next micro-batch starts, because its forward pass needs the memory.
+The layers alternate: while the layer in one buffer runs its backward pass, the layer below it is read into the other
+buffer. Without buffers the caching allocator would have to find new memory for every tensor of every layer. A buffer is
+allocated when a layer is read back. It is released when the next micro-batch starts, because the forward pass needs the
+memory.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ from bytescale_ext.activation.arena import ALIGNMENT
 NUM_BUFFERS = 2
 
 
-class Holder(Protocol):
-    """The user of a buffer."""
+class BufferUser(Protocol):
+    """The owner of the tensors in a buffer."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the buffer is still in use."""
+        """Whether any tensor in the buffer is still needed."""
         ...
 
 
 class RoundingBuffers:
     """Two buffers of ``num_bytes`` each.
 
-    A buffer is free again when autograd has asked for all tensors of its layer. That is safe: the next user is another
-    layer's backward pass, and its copies wait for all work queued on the compute stream.
+    A buffer is free again once autograd has asked for all tensors of its layer. Reusing it then is safe: the copies of
+    the next user wait for all work in the queue of the compute stream.
 
     Attributes:
-        num_taken, num_refused: how often ``take`` found a buffer, and how often none was free or large enough.
+        num_bytes: size of a buffer.
+        num_taken: number of calls of ``take`` that found a buffer.
+        num_refused: number of calls of ``take`` that found no free buffer of sufficient size.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -44,20 +47,20 @@ class RoundingBuffers:
         self.num_refused = 0
         self._device = device
         self._buffers: list[torch.Tensor | None] = [None] * NUM_BUFFERS
-        self._holders: list[weakref.ref[Holder] | None] = [None] * NUM_BUFFERS
+        self._users: list[weakref.ref[BufferUser] | None] = [None] * NUM_BUFFERS
 
     @staticmethod
     def bytes_of(sizes: Sequence[int]) -> int:
-        """Return the bytes of a buffer for parts of these sizes."""
+        """Return the buffer size, in bytes, that fits parts of the given sizes."""
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
-    def take(self, holder: Holder, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Return parts [size] of these sizes, uint8, of a free buffer; None if no buffer is free or large enough."""
+    def take(self, user: BufferUser, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Return parts of a free buffer, one [size] of uint8 per size; None if no buffer is free or large enough."""
         if not sizes:
             return []
         for index in range(NUM_BUFFERS):
             if self._is_free(index) and self.bytes_of(sizes) <= self.num_bytes:
-                self._holders[index] = weakref.ref(holder)
+                self._users[index] = weakref.ref(user)
                 self.num_taken += 1
                 buffer = self._buffers[index]
                 if buffer is None:
@@ -68,15 +71,15 @@ class RoundingBuffers:
         return None
 
     def release(self) -> None:
-        """Release unused buffers; call it while no backward pass runs."""
+        """Release unused buffers. Must not be called during a backward pass."""
         for index in range(NUM_BUFFERS):
             if self._is_free(index):
                 self._buffers[index] = None
 
     def _is_free(self, index: int) -> bool:
-        held = self._holders[index]
-        holder = held() if held is not None else None
-        return holder is None or not holder.is_waiting
+        reference = self._users[index]
+        user = reference() if reference is not None else None
+        return user is None or not user.is_waiting
 
     def _parts(self, buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         parts, start = [], 0
@@ -87,10 +90,10 @@ class RoundingBuffers:
 
 
 def reserve(num_bytes: int, device: torch.device) -> None:
-    """Make the caching allocator hold one free segment of ``num_bytes``; warn if the device has no room for it."""
+    """Make the caching allocator reserve one segment of ``num_bytes``, or warn if the device has too little memory."""
     if num_bytes <= 0:
         return
     try:
         torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
-        warnings.warn(f"{num_bytes / 1e9:.4g} GB of the memory plan could not be reserved at once", stacklevel=2)
+        warnings.warn(f"{num_bytes / 1e9:.4g} GB for the memory plan could not be reserved in one piece", stacklevel=2)

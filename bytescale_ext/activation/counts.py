@@ -1,4 +1,4 @@
-"""The rows that a plan swaps, keeps and rebuilds, and counts of what was moved and rebuilt."""
+"""The split of a tensor's rows by an activation plan, and counts of the bytes moved and rebuilt."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from bytescale_ext.plan.activation.plan import ActivationPlan
 
 @dataclass
 class Counts:
-    """The bytes, FLOPs and reads of one process since the last reset.
+    """Bytes, FLOPs and reads of a process since the last reset.
 
     Attributes:
-        swapped_bytes: written to host memory.
-        kept_bytes: left on the device, in layers under a plan.
-        recomputed_bytes: dropped, and rebuilt in the backward pass.
-        recomputed_flops: of the matrix products that rebuilt dropped rows.
-        overflowed_bytes: the part of ``kept_bytes`` that should have been swapped, but did not fit in the arena.
-        restored_bytes: the most device memory into which the swapped tensors of one layer were read back.
-        reads: layers that were read back.
-        late_reads: layers whose reading began only when their backward pass did.
+        swapped_bytes: bytes written to host memory.
+        kept_bytes: bytes left on the device, in layers under a plan.
+        recomputed_bytes: bytes dropped, and recomputed in the backward pass.
+        recomputed_flops: FLOPs of the matrix products that recomputed dropped rows.
+        overflowed_bytes: part of ``kept_bytes`` that the plan swaps, but that did not fit in the arena.
+        restored_bytes: the most device memory that the swapped tensors of one layer were read back into.
+        reads: number of layers that were read back.
+        late_reads: number of layers whose read started only with their backward pass.
     """
 
     swapped_bytes: int = 0
@@ -40,7 +40,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Rows of one tensor-parallel rank: ``[0, swapped)`` swapped, ``[swapped, kept)`` kept, the rest rebuilt."""
+    """Split of a tensor-parallel rank's rows: ``[0, swapped)`` swapped, ``[swapped, kept)`` kept, others recomputed."""
 
     swapped: int
     kept: int
@@ -48,7 +48,7 @@ class RowSplit:
 
 
 def split_rows(plan: ActivationPlan, num_rows: int) -> RowSplit:
-    """Split ``num_rows`` rows into swapped, kept and rebuilt ones."""
+    """Split ``num_rows`` rows by the shares of a plan."""
     recomputed = round(plan.recompute * num_rows)
     swapped = min(round(plan.swap * num_rows), num_rows - recomputed)
     if plan.keep < 1e-9:

@@ -1,4 +1,4 @@
-"""Keys of slices in host memory: on the device only while attention uses them, by the link of swapped activations."""
+"""Keys and values of slices in host memory, which are on the device only while attention uses them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bytescale_ext.activation.region import num_bytes
 
 
 class SwappedKeys:
-    """Keys and values of one slice in one layer, ``[2, rows, kv_heads, dim]``, from its forward to its backward pass.
+    """Keys and values ``[2, rows, kv_heads, dim]`` of one slice in one layer, from its forward to its backward pass.
 
-    They are written to host memory once, after their first use, and read back for each further one. Where the host
-    arena has no room they stay on the device.
+    They are written to host memory once, after their first use, and read back for each further use. If the host arena
+    is full, they stay on the device.
 
     Args:
-        keys: on the device; attention of the slice fills them.
-        link: to the host arena.
+        keys: device memory for keys and values, which the attention of the slice fills.
+        link: link to the host arena.
     """
 
     def __init__(self, keys: torch.Tensor, link: Link) -> None:
@@ -34,7 +34,7 @@ class SwappedKeys:
         weakref.finalize(self, self._held.give_back, link)
 
     def read_ahead(self) -> None:
-        """Start reading the keys back for the next use; where they are on the device, they stay until then."""
+        """Start reading the keys back for the next use. Keys that are on the device stay there until then."""
         if self._keys is not None:
             self._used_next = True
             return
@@ -43,7 +43,7 @@ class SwappedKeys:
         self._reading = self._held.last_copy = self._link.read([(self._keys, self._in_host)], self._written)
 
     def take(self) -> torch.Tensor:
-        """Return the keys, ``[2, rows, kv_heads, dim]`` on the device."""
+        """Return keys and values ``[2, rows, kv_heads, dim]`` on the device."""
         if self._keys is None:
             self.read_ahead()
         assert self._keys is not None
@@ -51,24 +51,27 @@ class SwappedKeys:
         self._reading, self._used_next = None, False
         return self._keys
 
-    def leave(self) -> None:
-        """Free device memory after a use, unless the next use was announced; the first time, write the keys first."""
+    def release(self) -> None:
+        """Free the device memory after a use, unless ``read_ahead`` announced the next use.
+
+        The first release also writes the keys to host memory.
+        """
         if self._keys is None or self._used_next:
             return
         if self._in_host is not None or self._write(self._keys):
             self._keys = None
 
     def _write(self, keys: torch.Tensor) -> bool:
-        """Start writing the keys; return whether there was room. ``keys``: of any shape."""
-        block = self._link.take(num_bytes(keys))
-        if block is None:
+        """Start writing keys of any shape. Return False if the arena is full."""
+        part = self._link.take(num_bytes(keys))
+        if part is None:
             warnings.warn(
-                f"the host arena of {self._link.arena.num_bytes / 1e9:.4g} GB is full: keys of slices stay on the "
+                f"the host arena of {self._link.arena.num_bytes / 1e9:.4g} GB is full, so keys of slices stay on the "
                 "device; raise --host-memory-gb",
                 stacklevel=2,
             )
             return False
-        self._in_host = self._link.arena.view(block, tuple(keys.shape), keys.dtype)
-        self._held.blocks.append(block)
+        self._in_host = self._link.arena.view(part, tuple(keys.shape), keys.dtype)
+        self._held.parts.append(part)
         self._written = self._held.last_copy = self._link.write([(self._in_host, keys)], [keys])
         return True

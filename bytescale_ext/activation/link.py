@@ -1,9 +1,9 @@
-"""Copies between a device and the host arena: at once on CPU, on separate streams on a GPU.
+"""Copies between a device and the host arena: synchronous on CPU, on separate streams on a GPU.
 
-On a GPU the host never waits. The forward pass writes a layer while the next one computes; one layer later the compute
-stream waits until that write is done, so memory does not grow when the bus is slow (the two rounding buffers of MEMO,
-section 4.1). Tensors are held until then, because the caching allocator reuses memory in the order of the compute
-stream.
+On a GPU the host never waits. In the forward pass a layer is written to the host while the next layer computes. One
+layer later the compute stream waits until that write is complete. So memory does not grow if the bus is slow (the two
+rounding buffers of MEMO, section 4.1). The sources of a write are referenced until then, because the caching allocator
+reuses memory in the order of the compute stream.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Protocol
 
 import torch
 
-from bytescale_ext.activation.arena import Block, HostArena
+from bytescale_ext.activation.arena import ArenaPart, HostArena
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""(destination, source) of each copy; both have the same shape."""
+"""Destination and source of each copy, of the same shape."""
 
 Ticket = torch.cuda.Event | None
-"""Identifies copies that another call can wait for; None: they are done."""
+"""Handle of a group of copies to wait for; None if they are complete."""
 
 LAYERS_UNDER_WAY = 1
-"""The most layers that are written to the host at the same time; computing waits before it starts another write."""
+"""The most layers with unfinished writes. Before another write starts, the compute stream waits for the oldest."""
 
 
 class Link(Protocol):
-    """The interface of copies.
+    """Copies between a device and a host arena.
 
     Attributes:
-        arena: the host memory.
-        timed: measure how long computing waits for copies.
+        arena: host memory.
+        timed: whether to measure how long computation waits for copies.
     """
 
     arena: HostArena
@@ -40,55 +40,60 @@ class Link(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Used bytes of the arena, without parts that only wait for a copy to end."""
+        """Used bytes of the arena, except parts that are freed as soon as a copy ends."""
         ...
 
-    def take(self, num_bytes: int) -> Block | None:
-        """Return a part of the arena, or None."""
+    def take(self, num_bytes: int) -> ArenaPart | None:
+        """Return a part of the arena of at least ``num_bytes``, or None if no free part is large enough."""
         ...
 
     def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Ticket:
-        """Start copies to the host, of any shapes, and hold the tensors ``held`` meanwhile. Returns a ticket."""
+        """Start copies of any shapes to the host and return their ticket. Keep ``held`` alive until they end."""
         ...
 
     def read(self, pairs: Pairs, written: Ticket) -> Ticket:
-        """Start copies from the host, of any shapes, after the writes of a ticket. Returns a ticket."""
+        """Start copies of any shapes from the host, after the writes of a ticket, and return their ticket."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
-        """Make all further computing wait for the copies of a ticket."""
+        """Make all further computation wait for the copies of a ticket."""
         ...
 
     def settle(self) -> None:
-        """Make computing wait for all writes, and hold no more tensors."""
+        """Make all further computation wait for all writes, and drop the references to their sources."""
         ...
 
-    def give_back(self, block: Block, ticket: Ticket) -> None:
-        """Free a part of the arena once the copies of a ticket are done."""
+    def give_back(self, part: ArenaPart, ticket: Ticket) -> None:
+        """Free a part of the arena once the copies of a ticket are complete."""
         ...
 
     def take_stall_seconds(self) -> float:
-        """Return how long computing has waited for copies since the last call, if ``timed``."""
+        """Return the seconds that computation has waited for copies since the last call; 0 unless ``timed``."""
         ...
 
 
 @dataclass
 class HeldParts:
-    """Parts of the arena that one owner holds, and the last copies from or to them."""
+    """Parts of the arena with a common owner.
 
-    blocks: list[Block] = field(default_factory=list)
+    Attributes:
+        parts: the parts.
+        last_copy: ticket of the last copies from or to the parts.
+    """
+
+    parts: list[ArenaPart] = field(default_factory=list)
     last_copy: Ticket = None
 
     def give_back(self, link: Link) -> None:
         """Free the parts after the last copies."""
-        for block in self.blocks:
-            link.give_back(block, self.last_copy)
-        self.blocks.clear()
+        for part in self.parts:
+            link.give_back(part, self.last_copy)
+        self.parts.clear()
 
 
 @dataclass
 class PlainLink:
-    """Copies at once, for CPU."""
+    """Synchronous copies, for CPU."""
 
     arena: HostArena
     timed: bool = False
@@ -99,7 +104,7 @@ class PlainLink:
         """See ``Link``."""
         return self.arena.used_bytes
 
-    def take(self, num_bytes: int) -> Block | None:
+    def take(self, num_bytes: int) -> ArenaPart | None:
         """See ``Link``."""
         return self.arena.take(num_bytes)
 
@@ -115,28 +120,29 @@ class PlainLink:
         self.write(pairs, [])
 
     def wait(self, ticket: Ticket) -> None:
-        """See ``Link``; copies are already done."""
+        """See ``Link``. Copies are already complete."""
 
     def settle(self) -> None:
-        """See ``Link``; no tensors are held."""
+        """See ``Link``. Copies are already complete."""
 
-    def give_back(self, block: Block, ticket: Ticket) -> None:
+    def give_back(self, part: ArenaPart, ticket: Ticket) -> None:
         """See ``Link``."""
-        self.arena.give_back(block)
+        self.arena.give_back(part)
 
     def take_stall_seconds(self) -> float:
-        """See ``Link``; computing waits for every copy."""
+        """See ``Link``. Computation waits for every copy."""
         seconds, self._stall_seconds = self._stall_seconds, 0.0
         return seconds
 
 
 @dataclass
 class CudaLink:
-    """Copies on two streams beside the compute stream, one each way.
+    """Copies on two streams of their own, one per direction.
 
     Attributes:
-        arena: pinned.
-        timed: record an event before and after each wait of the compute stream.
+        arena: pinned host memory.
+        timed: whether to record an event before and after each wait of the compute stream.
+        to_host, to_device: streams of the copies.
     """
 
     arena: HostArena
@@ -144,25 +150,25 @@ class CudaLink:
     to_host: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
     to_device: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
     _held: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = field(default_factory=deque)
-    _freeing: deque[tuple[torch.cuda.Event, Block]] = field(default_factory=deque)
+    _freeing: deque[tuple[torch.cuda.Event, ArenaPart]] = field(default_factory=deque)
     _stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @property
     def used_bytes(self) -> int:
         """See ``Link``."""
-        return self.arena.used_bytes - sum(block.num_bytes for _, block in self._freeing)
+        return self.arena.used_bytes - sum(part.num_bytes for _, part in self._freeing)
 
-    def take(self, num_bytes: int) -> Block | None:
-        """See ``Link``. A part that is still being read is handed out last; then the next write waits for it."""
+    def take(self, num_bytes: int) -> ArenaPart | None:
+        """See ``Link``. Parts that are still being read are handed out last; then the next write waits for the read."""
         while self._freeing and self._freeing[0][0].query():
             self.arena.give_back(self._freeing.popleft()[1])
-        block = self.arena.take(num_bytes)
-        while block is None and self._freeing:
+        part = self.arena.take(num_bytes)
+        while part is None and self._freeing:
             event, freed = self._freeing.popleft()
             self.to_host.wait_event(event)
             self.arena.give_back(freed)
-            block = self.arena.take(num_bytes)
-        return block
+            part = self.arena.take(num_bytes)
+        return part
 
     def write(self, pairs: Pairs, held: list[torch.Tensor]) -> Ticket:
         """See ``Link`` for shapes."""
@@ -177,7 +183,7 @@ class CudaLink:
         return done
 
     def read(self, pairs: Pairs, written: Ticket) -> Ticket:
-        """See ``Link`` for shapes. Waits for the compute stream, which may still use the memory of the destinations."""
+        """See ``Link`` for shapes. Copies wait for the compute stream, which may still use the destinations."""
         self.to_device.wait_stream(torch.cuda.current_stream())
         if written is not None:
             self.to_device.wait_event(written)
@@ -204,15 +210,15 @@ class CudaLink:
         while self._held:
             self.wait(self._held.popleft()[0])
 
-    def give_back(self, block: Block, ticket: Ticket) -> None:
+    def give_back(self, part: ArenaPart, ticket: Ticket) -> None:
         """See ``Link``."""
         if ticket is None:
-            self.arena.give_back(block)
+            self.arena.give_back(part)
         else:
-            self._freeing.append((ticket, block))
+            self._freeing.append((ticket, part))
 
     def take_stall_seconds(self) -> float:
-        """See ``Link``; waits for the device."""
+        """See ``Link``. Synchronizes with the device."""
         torch.cuda.synchronize()
         seconds = sum(begin.elapsed_time(end) for begin, end in self._stalls) / 1e3
         self._stalls.clear()
@@ -220,5 +226,5 @@ class CudaLink:
 
 
 def make_link(arena: HostArena, on_cuda: bool) -> Link:
-    """Return the link of this device."""
+    """Return a link for the device, with arena memory that must be pinned for CUDA."""
     return CudaLink(arena) if on_cuda else PlainLink(arena)

@@ -1,4 +1,4 @@
-"""The order in which a pipeline stage works, which says what layer is read back from host memory next."""
+"""The order of work of a pipeline stage, which determines the next layer to read back from host memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from bytescale_ext.plan.schedule.actions import Action
 
 
 class WorkOrder:
-    """The actions of one stage in one training step. A *unit*, one slice in one model chunk, is its forward action.
+    """The actions of one stage in one training step.
+
+    A *unit* is one slice in one model chunk. Its forward action identifies it.
 
     Args:
-        actions: in order, each forward before its backward.
+        actions: actions in order, each forward action before its backward action.
 
     Attributes:
-        running: the unit that ran forward last, or is running forward; None before the first.
+        running: unit of the latest forward pass, finished or not; None before the first forward pass.
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -27,25 +29,25 @@ class WorkOrder:
             self._next_backward[action] = unit
             unit = action._replace(kind="F") if action.kind == "B" else unit
         self._before_backward = {
-            action: then._replace(kind="F")
-            for action, then in pairwise(actions)
-            if (action.kind, then.kind) == ("F", "B")
+            action: following._replace(kind="F")
+            for action, following in pairwise(actions)
+            if (action.kind, following.kind) == ("F", "B")
         }
 
     def begin_forward(self) -> None:
-        """Go on to the next forward action."""
+        """Advance to the next forward action."""
         assert self._forwards, "a step runs more forward passes than its order has"
         self.running = self._forwards.pop()
 
     @property
     def turns_around(self) -> bool:
-        """Whether the backward pass of the running unit follows its forward pass at once."""
+        """Whether the backward pass of the running unit immediately follows its forward pass."""
         return self.running is not None and self.after_forward() == self.running
 
     def after_forward(self) -> Action | None:
-        """Return the unit that runs backward right after the running forward pass, or None."""
+        """Return the unit whose backward pass immediately follows the running forward pass, or None."""
         return self._before_backward.get(self.running) if self.running is not None else None
 
     def after_backward(self, unit: Action) -> Action | None:
-        """Return the unit whose backward pass is the next after that of ``unit``, or None."""
+        """Return the unit whose backward pass is the next after the backward pass of ``unit``, or None."""
         return self._next_backward[unit._replace(kind="B")]

@@ -1,12 +1,13 @@
 """The saved tensors of one layer and one micro-batch, between its forward and its backward pass.
 
-While a layer runs forward, autograd hands every tensor that it saves to the ``LayerRecord`` and keeps a ``SavedTensor``
-instead. After the forward pass the record swaps, keeps and drops rows as the plan says. In the backward pass the first
-``SavedTensor.restore`` brings back the whole layer: swapped rows are read, and dropped rows are rebuilt by running the
-token-wise parts of the layer again, for these rows only.
+During the forward pass autograd hands every tensor that it saves to the ``LayerRecord`` and keeps a ``SavedTensor`` in
+its place. After the forward pass the record swaps, keeps and drops rows by the plan. In the backward pass the first
+``SavedTensor.restore`` restores the whole layer: swapped rows are read back, and dropped rows are recomputed by running
+the token-wise parts of the layer again for these rows only.
 
-A tensor is identified by the *hook point* that it passes (a module that multiplies matrices, or attention), or by the
-order in which autograd saves tensors between hook points, which is the same in every run of the layer.
+A *hook point* is a module that multiplies by a weight matrix, or attention. A tensor is identified by the hook point
+that it enters or leaves. Between hook points it is identified by its number, because every run of the layer saves
+tensors in the same order.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SavedTensor:
     view: TensorView | None = None
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor in its shape. The first call restores the whole layer; each tensor is restored once."""
+        """Return the tensor. The first call restores the whole layer. Each tensor can be restored once."""
         if self.region is None:
             assert self.tensor is not None, "this activation was restored before"
             return self.tensor
@@ -57,20 +58,20 @@ class LayerRecord:
     """The saved tensors of one layer and one micro-batch.
 
     Args:
-        plan: the shares to swap, keep and recompute.
-        num_rows: tokens of this rank (under sequence parallelism: its share of them).
-        link: to the host arena.
+        plan: shares of rows to swap, keep and recompute.
+        num_rows: tokens of this rank; with sequence parallelism, its share of them.
+        link: link to the host arena.
         parameters: addresses of the storages of the layer's parameters, which are never copied.
-        counts: updated by this record.
-        buffers: device memory into which swapped rows are read back; None: new memory each time.
+        counts: counts that this record updates.
+        buffers: device memory that swapped rows are read back into; None allocates new memory each time.
 
     Attributes:
-        read_next: starts reading the layer back that runs backward next; set by the store.
-        rebuild: runs the layer again for the rows from ``first_row`` on; set by the layer.
-        regions: the stored regions, in the order in which the layer saved them.
-        hook_points: regions that pass a hook point, by its name.
-        notes: other outputs of a hook point, by its name.
-        saved_between: regions saved between hook points, in order; None: nothing to rebuild.
+        read_next: function that starts reading the layer of the next backward pass; set by the store.
+        rebuild: function that runs the layer again for the rows from ``first_row`` on; set by the layer.
+        regions: stored regions, in the order of their first appearance.
+        hook_points: regions of the tensors that enter or leave a hook point, by name.
+        biases: bias that a hook point returned with its output, by name.
+        saved_between: regions saved between hook points, in order; None for tensors that need no recomputation.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class LayerRecord:
         self.rebuild: Callable[[LayerRecord], None] | None = None
         self.regions: list[StoredRegion] = []
         self.hook_points: dict[str, StoredRegion] = {}
-        self.notes: dict[str, torch.Tensor | None] = {}
+        self.biases: dict[str, torch.Tensor | None] = {}
         self.saved_between: list[StoredRegion | None] = []
         self._by_key: dict[Region, StoredRegion] = {}
-        self._held: list[torch.Tensor] = []  # kept alive, so that no address is reused while the layer runs
+        self._alive: list[torch.Tensor] = []  # references, so that no address is reused while the layer runs
         self._held_parts = HeldParts()
         self._written: Ticket = None
         self._reading: tuple[Ticket] | None = None  # a ticket may be None
@@ -103,10 +104,10 @@ class LayerRecord:
         self._rebuilt = 0
         self._release = weakref.finalize(self, self._held_parts.give_back, link)
 
-    # While the layer runs forward.
+    # In the forward pass.
 
-    def stored(self, tensor: torch.Tensor, kind: str) -> StoredRegion | None:
-        """Return the known region of a tensor of any shape, or a new one; None if it cannot be stored by rows."""
+    def region_for(self, tensor: torch.Tensor, kind: str) -> StoredRegion | None:
+        """Return the region of a tensor of any shape, new if necessary; None if it cannot be split by rows."""
         key = region_of(tensor)
         if key is None:
             return None
@@ -124,13 +125,13 @@ class LayerRecord:
 
     def pass_hook_point(self, name: str, tensor: torch.Tensor, kind: str) -> None:
         """Register a tensor [rows, ...] that enters or leaves a hook point."""
-        region = self.stored(tensor, kind)
+        region = self.region_for(tensor, kind)
         by_rows = self._rows_of(tensor) is not None
         assert region is not None and by_rows, f"{name}: {tensor.shape=} {tensor.stride()=} {self.split.total=}"
         self.hook_points[name] = region
 
     def _rows_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (repeats, rows) of a tensor [rows, ...] in memory order; None if its rows are not in order."""
+        """Return (repeats, rows) of a tensor [rows, ...] in memory order; None if its rows are not outermost."""
         if not tensor.dim() or tensor.shape[0] % self.split.total:
             return None
         repeats = tensor.shape[0] // self.split.total
@@ -143,22 +144,21 @@ class LayerRecord:
         if self._is_parameter(tensor):
             self.saved_between.append(None)
             return SavedTensor(tensor.detach())
-        known = self._find(tensor)
-        region = known or self.stored(tensor, "token")
+        known = self._known_region(tensor)
+        region = known or self.region_for(tensor, "token")
         self.saved_between.append(region if known is None else None)
         return self._saved(tensor, region)
 
     def save_inside(self, tensor: torch.Tensor, kind: str = "") -> SavedTensor:
-        """Save a tensor of any shape inside a hook point: in a known region, a new one of ``kind``, or as it is."""
+        """Save a tensor of any shape inside a hook point. Unknown tensors without a ``kind`` stay on the device."""
         if self._is_parameter(tensor):
             return SavedTensor(tensor.detach())
-        region = self._find(tensor)
+        region = self._known_region(tensor)
         if region is None and kind:
-            region = self.stored(tensor, kind)
+            region = self.region_for(tensor, kind)
         return self._saved(tensor, region)
 
-    def _find(self, tensor: torch.Tensor) -> StoredRegion | None:
-        """Return the region of a tensor if it is known."""
+    def _known_region(self, tensor: torch.Tensor) -> StoredRegion | None:
         key = region_of(tensor)
         return self._by_key.get(key) if key is not None else None
 
@@ -167,7 +167,7 @@ class LayerRecord:
 
     def _saved(self, tensor: torch.Tensor, region: StoredRegion | None) -> SavedTensor:
         if region is None:
-            self._held.append(tensor.detach())
+            self._alive.append(tensor.detach())
             self.counts.kept_bytes += num_bytes(tensor)
             return SavedTensor(tensor.detach())
         region.uses += 1
@@ -175,21 +175,21 @@ class LayerRecord:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether autograd has not asked for all tensors yet."""
+        """Whether autograd has yet to ask for some of the tensors."""
         return any(region.uses for region in self.regions)
 
     @property
     def rebuilds(self) -> bool:
-        """Whether anything has to be computed again."""
+        """Whether the backward pass recomputes anything."""
         return self.plan.rebuild_cheap or self.split.kept < self.split.total
 
     @property
     def first_row(self) -> int:
-        """The first row that is computed again between hook points."""
+        """The first row that is recomputed between hook points."""
         return 0 if self.plan.rebuild_cheap else self.split.kept
 
     def close(self) -> None:
-        """Swap, keep and drop rows after the layer has run; starts the copies to the host."""
+        """End the forward pass: swap, keep and drop rows, and start the copies to the host."""
         pairs: Pairs = []
         sources: list[torch.Tensor] = []
         needed = {"input"} | ({"product"} if self.rebuilds else set())
@@ -201,13 +201,13 @@ class LayerRecord:
                 self._store(region, in_memory_order(source), pairs)
                 sources += [source] * (len(pairs) - written)
         self._by_key.clear()
-        self._held.clear()
+        self._alive.clear()
         if pairs:
             self._written = self.link.write(pairs, sources)
             self._held_parts.last_copy = self._written
 
     def _store(self, region: StoredRegion, source: torch.Tensor, pairs: Pairs) -> None:
-        """Split the rows of one region; ``source`` has its dims in memory order."""
+        """Swap, keep and drop rows of one region, whose ``source`` has its dims in memory order."""
         _, rows = region.rows
         if region.kind == "input":
             swapped, kept = round(self.plan.input_swap * rows), rows
@@ -219,22 +219,21 @@ class LayerRecord:
         if not kept:
             return
         by_rows = self._by_rows(region, source)
-        block = None
         if swapped:
-            part = by_rows[:, :swapped]
-            block = self.link.take(num_bytes(part))
-            if block is None:
-                self.counts.overflowed_bytes += num_bytes(part)
-                swapped = 0  # the arena is full: these rows stay on the device
+            leaving = by_rows[:, :swapped]
+            part = self.link.take(num_bytes(leaving))
+            if part is None:
+                self.counts.overflowed_bytes += num_bytes(leaving)
+                swapped = 0  # the arena is full, so these rows stay on the device
             else:
-                region.written = self.link.arena.view(block, tuple(part.shape), region.dtype)
-                pairs.append((region.written, part))
-                self._held_parts.blocks.append(block)
-                self.counts.swapped_bytes += num_bytes(part)
+                region.written = self.link.arena.view(part, tuple(leaving.shape), region.dtype)
+                pairs.append((region.written, leaving))
+                self._held_parts.parts.append(part)
+                self.counts.swapped_bytes += num_bytes(leaving)
         if kept > swapped:
-            part = by_rows[:, swapped:kept]
-            region.kept = part if not swapped and kept == rows else part.clone()
-            self.counts.kept_bytes += num_bytes(part)
+            staying = by_rows[:, swapped:kept]
+            region.kept = staying if not swapped and kept == rows else staying.clone()
+            self.counts.kept_bytes += num_bytes(staying)
 
     @staticmethod
     def _by_rows(region: StoredRegion, source: torch.Tensor) -> torch.Tensor:
@@ -248,7 +247,7 @@ class LayerRecord:
     # In the backward pass.
 
     def tensor_of(self, region: StoredRegion, view: TensorView) -> torch.Tensor:
-        """Return a tensor in its shape, restoring the layer first; its region is freed after the last use."""
+        """Return a tensor of any shape, after restoring the layer. Its region is freed after the last use."""
         if not self._restored:
             self.restore()
         assert region.elements is not None, f"{region.kind=} {view=}"
@@ -259,11 +258,11 @@ class LayerRecord:
         return tensor
 
     def prefetch(self) -> None:
-        """Start reading the swapped rows; a second call does nothing."""
+        """Start reading the swapped rows back. A second call does nothing."""
         if self._reading is not None or self._restored:
             return
         pairs = []
-        for region, elements in self._memory_of_swapped():
+        for region, elements in self._swapped_memory():
             region.elements = elements
             assert region.written is not None
             rows = region.by_rows(elements)[:, : region.written.shape[1]]
@@ -271,8 +270,8 @@ class LayerRecord:
         self._reading = (self.link.read(pairs, self._written),)
         self._held_parts.last_copy = self._reading[0]
 
-    def _memory_of_swapped(self) -> list[tuple[StoredRegion, torch.Tensor]]:
-        """Return each region with rows in the arena, and device memory [n] for it: in a rounding buffer, or new."""
+    def _swapped_memory(self) -> list[tuple[StoredRegion, torch.Tensor]]:
+        """Return each region with swapped rows and device memory [n] for it, in a rounding buffer if one is free."""
         swapped = [region for region in self.regions if region.written is not None]
         sizes = [region.num_bytes for region in swapped]
         self.counts.restored_bytes = max(self.counts.restored_bytes, RoundingBuffers.bytes_of(sizes))
@@ -282,9 +281,9 @@ class LayerRecord:
         return [(region, region.allocate()) for region in swapped]
 
     def restore(self) -> None:
-        """Bring back all regions, and start reading the layer that runs backward next."""
+        """Restore all regions, and start reading the layer of the next backward pass."""
         self.link.settle()
-        if self._held_parts.blocks:
+        if self._held_parts.parts:
             self.counts.reads += 1
             self.counts.late_reads += self._reading is None
         self.prefetch()
@@ -305,10 +304,10 @@ class LayerRecord:
                 region.elements = None
         self.rebuild = None
 
-    # While the layer is rebuilt, from ``first_row`` on.
+    # While the layer runs again, from ``first_row`` on.
 
     def rows_from(self, name: str, first_row: int) -> torch.Tensor:
-        """Return the rows from ``first_row`` on at a hook point, [repeats * rows, ...], in the tensor's own order."""
+        """Return a hook point's tensor [repeats * rows, ...] from ``first_row`` on, in its own order."""
         region = self.hook_points[name]
         assert region.elements is not None, f"{name=}"
         sizes, total = region.view.sizes, self.split.total
@@ -319,20 +318,20 @@ class LayerRecord:
         return rows[:, first_row:].reshape(-1, *sizes[1:])
 
     def rebuild_between(self, tensor: torch.Tensor) -> None:
-        """Take the next tensor [rows, ...] that is saved between hook points while the layer runs again."""
+        """Store the next recomputed tensor [rows, ...] between hook points."""
         region = self.saved_between[self._rebuilt]
         self._rebuilt += 1
         if region is not None:
             self._rebuild_region(region, tensor)
 
     def rebuild_hook_point(self, name: str, tensor: torch.Tensor) -> None:
-        """Take the tensor [rows, ...] at a hook point while the layer runs again."""
+        """Store the recomputed tensor [rows, ...] of a hook point."""
         region = self.hook_points[name]
         if region.kind == "token":
             self._rebuild_region(region, tensor)
 
     def _rebuild_region(self, region: StoredRegion, tensor: torch.Tensor) -> None:
-        """Take the rows from ``first_row`` on from ``tensor``."""
+        """Store the rows from ``first_row`` on."""
         if not region.uses:
             return
         elements = elements_of(tensor.detach())
@@ -342,7 +341,7 @@ class LayerRecord:
             region.put_rows(self.first_row, elements)
 
     def product(self, name: str, compute: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return the output [rows, ...] of a hook point: known rows as they are, others from ``compute(first)``."""
+        """Return the output [rows, ...] of a hook point. ``compute(first)`` returns the rows from ``first`` on."""
         region = self.hook_points[name]
         if self.split.kept < self.split.total:
             region.put_rows(self.split.kept, elements_of(compute(self.split.kept)))

@@ -1,7 +1,7 @@
-"""The memory that a tensor covers, without its shape, so that views of the same memory are stored once.
+"""Regions: the memory that a tensor covers, regardless of its shape, so that views of the same memory are stored once.
 
-A *region* names the elements of a tensor. A tensor and its reshaped or transposed views have the same region. Its
-elements are stored end to end, in memory order.
+A tensor and its reshaped or transposed views have the same region. The elements of a region are stored end to end, in
+memory order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a tensor, as a key.
+    """The elements of a tensor, as a hashable key.
 
     Attributes:
         storage: address of the storage.
-        start: first element, in elements of the storage.
-        extents: (size, stride) from the outermost in memory to the innermost, merged where they are contiguous.
-        dtype: of an element.
+        start: offset of the first element in the storage, in elements.
+        extents: (size, stride) of the dims from the outermost in memory to the innermost; contiguous dims are merged.
+        dtype: element type.
     """
 
     storage: int
@@ -31,22 +31,22 @@ class Region:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dims of a tensor of any shape from the outermost in memory inwards; dims of size 1 stay in place."""
+    """Return the dims of a tensor of any shape, the outermost in memory first. Dims of size 1 keep their place."""
     return _memory_order(tensor.shape, tensor.stride())
 
 
 def is_sample_major(tensor: torch.Tensor) -> bool:
-    """Return whether the rows of a tensor [rows, samples, ...] lie in memory sample by sample, equally far apart."""
+    """Return whether a tensor [rows, samples, ...] is stored sample by sample, with equal distances between rows."""
     if tensor.dim() < 3 or memory_order(tensor)[:2] != (1, 0):
         return False
     return tensor.stride(1) == tensor.shape[0] * tensor.stride(0)
 
 
-# Layers save tensors of the same shapes again and again: what follows from a shape is found once.
+# Layers save tensors of the same shapes again and again, so the orders of their dims are cached.
 @lru_cache(maxsize=4096)
 def _memory_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     def stride_of(dim: int) -> int:
-        """Return the stride of a dim. That of size 1 means nothing: return the extent of the dims inside."""
+        """Return the stride of a dim. The stride of size 1 means nothing, so return the extent of the inner dims."""
         if sizes[dim] != 1:
             return strides[dim]
         inside = range(dim + 1, len(sizes))
@@ -57,23 +57,23 @@ def _memory_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 
 @lru_cache(maxsize=4096)
 def _extents(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-    """Return (size, stride) of nested runs of elements, as in ``Region``; None if elements share memory."""
-    found: list[tuple[int, int]] = []
+    """Return the extents of a ``Region``, or None if elements share memory."""
+    extents: list[tuple[int, int]] = []
     for dim in _memory_order(sizes, strides):
         size, stride = sizes[dim], strides[dim]
         if size == 1:
             continue
-        if stride == 0 or (found and stride * size > found[-1][1]):
+        if stride == 0 or (extents and stride * size > extents[-1][1]):
             return None
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
+        if extents and extents[-1][1] == size * stride:
+            extents[-1] = (extents[-1][0] * size, stride)
         else:
-            found.append((size, stride))
-    return tuple(found)
+            extents.append((size, stride))
+    return tuple(extents)
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
-    """Return the region of a tensor of any shape; None if it is empty, or elements share memory (expanded ones)."""
+    """Return the region of a tensor of any shape; None if it is empty or its elements share memory (``expand``)."""
     extents = _extents(tensor.shape, tensor.stride())
     if extents is None or not tensor.numel():
         return None
@@ -85,9 +85,9 @@ class TensorView:
     """The shape of a tensor over the elements of its region.
 
     Attributes:
-        sizes: of the tensor.
-        order: its dims from the outermost in memory to the innermost.
-        strides: of the saved tensor, whose elements may have gaps between them.
+        sizes: shape of the tensor.
+        order: dims of the tensor, the outermost in memory first.
+        strides: strides of the saved tensor, which may have gaps between its elements.
     """
 
     sizes: tuple[int, ...]
@@ -105,7 +105,7 @@ class TensorView:
         return len(self.sizes) > 2 and self.order[:2] == (1, 0)
 
     def apply(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return the tensor over ``elements`` [n], the region's elements end to end."""
+        """Return a tensor of shape ``sizes`` over ``elements`` [n], the region's elements end to end."""
         strides = [0] * len(self.sizes)
         step = 1
         for dim in reversed(self.order):
@@ -115,9 +115,9 @@ class TensorView:
         return elements.as_strided(self.sizes, strides)
 
     def apply_as_saved(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return the tensor over ``elements`` [n]; on CPU with the strides of the saved tensor.
+        """Return a tensor of shape ``sizes`` over ``elements`` [n], on CPU with the strides of the saved tensor.
 
-        Gaps between elements decide whether torch runs its vector or its scalar loop, and the two round differently.
+        Gaps between elements decide whether torch runs a vectorized or a scalar loop, and the two round differently.
         """
         tensor = self.apply(elements)
         extents = _extents(self.sizes, self.strides)
@@ -133,29 +133,29 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor end to end, [n]; a view if they are contiguous already."""
+    """Return the elements of a tensor end to end, [n]; a view if they are contiguous."""
     return in_memory_order(tensor).reshape(-1)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the elements of a tensor of any shape."""
+    """Return the number of bytes of a tensor of any shape."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 @dataclass
 class StoredRegion:
-    """The elements of one region: where they are now, and how many tensors autograd will still ask for.
+    """The elements of one region, on the device or in host memory, and the number of their uses to come.
 
     Attributes:
-        kind: "input" (never recomputed), "token" (rebuilt between hook points, or at one) or "product" (output of a
-            hook point that is an input of the rebuilding).
-        view: the shape of ``source``.
-        source: the tensor, until the layer has run forward.
-        rows: (repeats, rows) of the outermost dim in memory: the tokens of each tensor-parallel rank in turn.
-        uses: saved tensors that autograd has not asked for yet.
+        kind: "input" if the region is never recomputed, "token" if it is recomputed between hook points or at a hook
+            point, "product" if it is the output of a hook point and recomputation starts from it.
+        view: shape of ``source``.
+        source: tensor with the elements, until the end of the layer's forward pass.
+        rows: (repeats, rows) of the outermost dim in memory, which has the tokens of each tensor-parallel rank in turn.
+        uses: number of saved tensors that autograd has yet to ask for.
         kept: rows on the device, [repeats, k, ...].
         written: rows in the arena, [repeats, w, ...].
-        elements: all elements, [n], from their restoration to their last use.
+        elements: all elements [n], from the restoration of the layer to their last use.
     """
 
     kind: str
@@ -176,7 +176,7 @@ class StoredRegion:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes of all elements."""
         return self.num_elements * self.dtype.itemsize
 
     def by_rows(self, elements: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class StoredRegion:
         return torch.empty(self.num_elements, dtype=self.dtype, device=self.device)
 
     def put_rows(self, first: int, part: torch.Tensor) -> None:
-        """Copy ``part``, any shape of whole rows, to the rows from ``first`` on."""
+        """Copy ``part``, whole rows in any shape, to the rows from ``first`` on."""
         if self.elements is None:
             self.elements = self.allocate()
         rows = self.by_rows(self.elements)
@@ -196,7 +196,7 @@ class StoredRegion:
         rows[:, first : first + part.shape[1]] = part
 
     def rejoin_kept(self) -> None:
-        """Put the rows that stayed on the device beside the rows that were read back."""
+        """Put the rows that stayed on the device after the rows that were read back."""
         kept, self.kept, written, self.written = self.kept, None, self.written, None
         if kept is None:
             return

@@ -1,8 +1,8 @@
-"""The two runs of a layer under an activation policy: forward with a record, and again to rebuild dropped rows.
+"""The two runs of a layer under an activation policy: the forward pass, and a second run that recomputes dropped rows.
 
-A layer's *hook points* are the modules that multiply matrices, and attention; only cheap, token-wise operations lie
-between them. Each hook point calls the current run. The last one is the MLP's second product, or the layer of experts:
-autograd handles everything after it, and rebuilding ends there.
+The *hook points* of a layer are attention and the modules that multiply by a weight matrix. Only cheap, token-wise
+operations are between them. Each hook point calls the current run. The last hook point is the second product of the MLP
+or the layer of experts. Autograd handles everything after it, and the second run ends there.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from bytescale_ext.activation.region import is_sample_major, memory_order
 LAYER_INPUT = "layer input"
 ATTENTION_OUTPUT = "attention output"
 
-Product = tuple[torch.Tensor, torch.Tensor | None]  # output of a module that multiplies by its weight, and a bias
+Product = tuple[torch.Tensor, torch.Tensor | None]  # output of a module that multiplies by its weight, and its bias
 
 
-class RebuiltAll(Exception):  # not an error: it ends the rebuilding of a layer
-    """Raised at the last hook point: all tensors that the backward pass needs have been rebuilt."""
+class RebuiltAll(Exception):  # not an error: it ends the second run of a layer
+    """Raised at the last hook point, when all tensors that the backward pass needs are recomputed."""
 
 
-class Run(Protocol):
-    """The calls that a hook point makes in place of its module's forward."""
+class LayerRun(Protocol):
+    """The functions that hook points call in place of their module's ``forward``."""
 
     def product(
         self,
@@ -53,12 +53,12 @@ class Run(Protocol):
 
 
 class Recording:
-    """The forward pass of a layer: a record takes its saved tensors."""
+    """The forward pass of a layer, whose saved tensors go to a record."""
 
     def __init__(self, record: LayerRecord) -> None:
         self.record = record
         self._save: Callable[[torch.Tensor], SavedTensor] = record.save_between
-        self._of_attention: list[tuple[SavedTensor, torch.Tensor]] = []
+        self._delayed: list[tuple[SavedTensor, torch.Tensor]] = []
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Return the object that autograd keeps in place of a tensor of any shape."""
@@ -81,53 +81,53 @@ class Recording:
         *args: object,
         **kwargs: object,
     ) -> Product:
-        """See ``Run``: [rows, ...]. Tensors that the module saves beside input and weight are of kind "input"."""
+        """See ``LayerRun`` for shapes. Tensors that the module saves are of kind "input", except input and weight."""
         self.record.pass_hook_point(name, inputs, "token")
         with self._saving(lambda tensor: self.record.save_inside(tensor, "input")):
             output, bias = forward(inputs, *args, **kwargs)
-        self.record.notes[name] = bias
+        self.record.biases[name] = bias
         if self.record.plan.rebuild_cheap:
             self.record.pass_hook_point(f"{name} output", output, "product")
         return output, bias
 
     def attention(self, forward: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        """See ``Run``: all [rows, ...]. Saved tensors no larger than the output are of kind "input"."""
+        """See ``LayerRun`` for shapes. Saved tensors that are no larger than the output are of kind "input"."""
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
             assert isinstance(tensor, torch.Tensor)
             self.record.pass_hook_point(name, tensor, "token")
-        with self._saving(self._save_of_attention):
+        with self._saving(self._save_later):
             output = forward(*args, **kwargs)
         if memory_order(output)[0] and not is_sample_major(output):
             output = output.contiguous()
         self.record.pass_hook_point(ATTENTION_OUTPUT, output, "input")
-        for saved, tensor in self._of_attention:
+        for saved, tensor in self._delayed:
             kind = "input" if tensor.numel() <= output.numel() else ""
-            vars(saved).update(vars(self.record.save_inside(tensor, kind)))  # autograd holds ``saved`` already
-        self._of_attention.clear()
+            vars(saved).update(vars(self.record.save_inside(tensor, kind)))  # autograd already references ``saved``
+        self._delayed.clear()
         return output
 
-    def _save_of_attention(self, tensor: torch.Tensor) -> SavedTensor:
-        """Delay saving: only after attention has run is it known which tensor is its output."""
-        self._of_attention.append((SavedTensor(), tensor.detach()))
-        return self._of_attention[-1][0]
+    def _save_later(self, tensor: torch.Tensor) -> SavedTensor:
+        """Delay the saving of a tensor until the output of attention is known."""
+        self._delayed.append((SavedTensor(), tensor.detach()))
+        return self._delayed[-1][0]
 
     def last[Result](
         self, forward: Callable[..., Result], inputs: torch.Tensor, *args: object, **kwargs: object
     ) -> Result:
-        """See ``Run``: input [rows, ...]."""
+        """See ``LayerRun`` for shapes."""
         self.record.pass_hook_point("last", inputs, "token")
         self._save = self.record.save_inside
         return forward(inputs, *args, **kwargs)
 
 
 class Rebuilding:
-    """The second run of a layer, on dropped rows and up to its last hook point; attention is skipped."""
+    """The second run of a layer, for dropped rows only. It skips attention and ends at the last hook point."""
 
     def __init__(self, record: LayerRecord) -> None:
         self.record = record
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Give the record a tensor of any shape; autograd keeps nothing, because no backward pass follows."""
+        """Give a tensor of any shape to the record. Autograd keeps nothing, because no backward pass follows."""
         self.record.rebuild_between(tensor)
 
     def product(
@@ -139,7 +139,7 @@ class Rebuilding:
         *args: object,
         **kwargs: object,
     ) -> Product:
-        """See ``Run``: [rows, ...]. Multiplies only the rows that are not known."""
+        """See ``LayerRun`` for shapes. Multiplies only the dropped rows."""
         record = self.record
         record.rebuild_hook_point(name, inputs)
 
@@ -154,10 +154,10 @@ class Rebuilding:
             return output
 
         output = record.product(f"{name} output", compute) if record.plan.rebuild_cheap else compute(0)
-        return output.detach().requires_grad_(), record.notes[name]
+        return output.detach().requires_grad_(), record.biases[name]
 
     def attention(self, forward: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
-        """See ``Run``: all [rows, ...]. The output is known: nothing is computed or sent to other ranks."""
+        """See ``LayerRun`` for shapes. Returns the stored output, without computation and communication."""
         record = self.record
         for name, tensor in zip(("query", "key", "value"), args, strict=False):
             assert isinstance(tensor, torch.Tensor)
@@ -167,6 +167,6 @@ class Rebuilding:
     def last[Result](
         self, forward: Callable[..., Result], inputs: torch.Tensor, *args: object, **kwargs: object
     ) -> Result:
-        """See ``Run``: input [rows, ...]. Never returns."""
+        """See ``LayerRun`` for shapes. Raises ``RebuiltAll``."""
         self.record.rebuild_hook_point("last", inputs)
         raise RebuiltAll

@@ -1,4 +1,4 @@
-"""The state that the layers of a process share: the plan of the current micro-batch, the host arena, the counts."""
+"""The state that the layers of a process share: the plan of the current micro-batch, the host arena and counts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ActivationStore:
     """The shared state of a model's layers.
 
     Attributes:
-        plan: of the next micro-batch; set it before each forward pass.
-        link: to the host arena.
-        num_layers: of the process where no layers were added; they count from 1.
-        counts: of bytes moved and rebuilt.
-        buffers: device memory into which swapped layers are read back; None: new memory each time.
-        order: of the running step in a pipeline or in slices; None: each forward pass is followed by its backward pass.
+        plan: activation plan of the next micro-batch, set before each forward pass.
+        link: link to the host arena.
+        num_layers: number of layers of the process, numbered from 1; ignored once ``add_layer`` has been called.
+        counts: counts of the bytes moved and recomputed.
+        buffers: device memory that swapped layers are read back into; None allocates new memory each time.
+        order: order of work of the running step; None if each forward pass is followed by its backward pass.
     """
 
     def __init__(self, plan: ActivationPlan, link: Link, num_layers: int) -> None:
@@ -40,23 +40,23 @@ class ActivationStore:
         self._latest: tuple[int, weakref.ref[LayerRecord]] | None = None
 
     def add_layer(self, layer_number: int) -> None:
-        """Tell that this process has a layer of this number in the model, from 1 on."""
+        """Register a layer of this process by its number in the model, from 1 on."""
         self._numbers = sorted({*self._numbers, layer_number})
 
     def begin_step(self, actions: Sequence[Action]) -> None:
-        """Follow this order of work in the coming step."""
+        """Set the order of work of the coming step."""
         self.order = WorkOrder(actions)
         self._tops.clear()
 
     def begin_forward(self) -> None:
-        """Go on to the next forward pass of the step's order, and start reading what runs backward after it."""
+        """Advance to the next forward pass of the step's order, and start reading for the backward pass after it."""
         if self.order is not None:
             self.order.begin_forward()
             self._latest = None
             self._read_top(self.order.after_forward())
 
     def is_planned(self, layer_number: int) -> bool:
-        """Return whether the plan changes anything for a layer: it is not off, and the layer is not resident."""
+        """Return whether the plan applies to a layer: the plan is not off and the layer is not resident."""
         if self.plan.is_off:
             return False
         numbers = self._numbers or list(range(1, self.num_layers + 1))
@@ -66,24 +66,27 @@ class ActivationStore:
 
     @property
     def _turns_around(self) -> bool:
-        """Whether the last layer of the running chunk would be read back as soon as it is written."""
+        """Whether the last layer of the running chunk would be read back immediately after it is written."""
         swaps = self.plan.swap or self.plan.input_swap
-        is_policy = self.plan.policy != "shares"  # given shares apply to all layers
+        is_policy = self.plan.policy != "shares"  # shares from the command line apply to all layers
         return bool(swaps) and is_policy and self.order is not None and self.order.turns_around
 
     def before_resident(self, layer_number: int) -> Callable[[], None] | None:
-        """Prepare for a layer that is not under the plan; call it before the layer runs forward.
+        """Prepare for the forward pass of a layer that is not under the plan.
 
-        The first such layer runs while the last swapped layer is written. The second waits for that write, so only two
-        whole layers are on the device, not three. Returns what to call when this layer's backward pass starts: it
-        starts reading the layer that runs backward next; None where there is nothing to read.
+        The first such layer runs while the last swapped layer is written. The second one waits for that write, so that
+        two whole layers are on the device, not three.
+
+        Returns:
+            A function to call at the start of this layer's backward pass, which starts reading the layer of the next
+            backward pass; None if there is nothing to read.
         """
         behind = layer_number - self._latest[0] if self._latest is not None else 0
         if self._latest is not None and behind == 1:
             return partial(_read, self._latest[1])
         if behind == 2:
             self.link.settle()
-        self._latest = None  # a third layer, or another micro-batch
+        self._latest = None  # for a third layer, or another micro-batch
         unit = self.order.running if self.order is not None else None
         is_first = layer_number - 1 not in self._numbers
         return partial(self._read_after, unit) if unit is not None and is_first else None
@@ -105,12 +108,12 @@ class ActivationStore:
         return record
 
     def _read_after(self, unit: Action) -> None:
-        """Start reading the last layer of the unit that runs backward after ``unit``."""
+        """Start reading the last layer of the unit whose backward pass follows the backward pass of ``unit``."""
         if self.order is not None:
             self._read_top(self.order.after_backward(unit))
 
     def _read_top(self, unit: Action | None) -> None:
-        """Start reading the last layer of a unit that has run forward; a resident layer above it would do so itself."""
+        """Start reading the last layer of a unit, unless a resident layer above it will start that read."""
         number, record = self._tops.get(unit, (0, None)) if unit is not None else (0, None)
         if record is not None and number + 1 not in self._numbers:
             _read(record)
@@ -120,9 +123,9 @@ class ActivationStore:
         return self.counts.take()
 
     def check_empty(self) -> None:
-        """Assert, after the last backward pass of a step, that no tensor is saved and the arena is empty.
+        """Assert that no tensor is saved and the arena is empty, after the last backward pass of a step.
 
-        The next step has an order of its own.
+        Also drops the order of the step.
         """
         self.order = None
         waiting = sum(record.is_waiting for record in self._records)
@@ -132,7 +135,7 @@ class ActivationStore:
 
 
 def _read(record: weakref.ref[LayerRecord]) -> None:
-    """Start reading a layer back, unless its record is gone."""
+    """Start reading a layer back, unless its record no longer exists."""
     alive = record()
     if alive is not None:
         alive.prefetch()

@@ -1,4 +1,4 @@
-"""Records when tensors are allocated and freed, on any device: the input of a memory plan (MEMO section 4.3.2)."""
+"""Trace of allocations and frees of tensors on any device, the input of a memory plan (MEMO section 4.3.2)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bytescale_ext.plan.memory.passes import Pass
 from bytescale_ext.plan.memory.plan import Request
 
 GRANULE_BYTES = 512
-"""Torch's caching allocator rounds every block up to a multiple of this."""
+"""Granularity of torch's caching allocator, which rounds every allocation up to a multiple."""
 
 
 @dataclass
-class _Block:
-    """A storage; ``stop`` is None until it is freed."""
+class _Allocation:
+    """A traced storage; ``stop`` is None until it is freed."""
 
     name: str
     num_bytes: int
@@ -28,21 +28,24 @@ class _Block:
 
 
 class AllocationTrace(TorchDispatchMode):
-    """While entered, records every new storage that an operator returns as a request, until it is freed.
+    """A torch mode that records the lifetime of every new storage that an operator returns.
 
-    Workspace inside an operator is not recorded. ``ignored``: tensors that existed before; they are not recorded.
+    Memory that an operator uses only inside is not recorded.
+
+    Args:
+        ignored: tensors that existed before the trace and are not recorded.
 
     Attributes:
-        passes: of the layers under ``watch_passes``.
+        passes: passes of the layers under ``watch_passes``.
     """
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's, without annotations
         self.passes: list[Pass] = []
-        self._open: tuple[str, int, int] | None = None  # kind, layer and start of the running pass
+        self._running: tuple[str, int, int] | None = None  # kind, layer and start of the running pass
         self._time = 0
-        self._blocks: list[_Block] = []
-        self._alive: dict[int, _Block] = {}  # by address of the storage object
+        self._allocations: list[_Allocation] = []
+        self._alive: dict[int, _Allocation] = {}  # by the address of the storage object
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
 
     def __torch_dispatch__(
@@ -60,32 +63,32 @@ class AllocationTrace(TorchDispatchMode):
         if key in self._alive or key in self._ignored or not storage.nbytes():
             return
         size = -(-storage.nbytes() // GRANULE_BYTES) * GRANULE_BYTES
-        self._alive[key] = _Block(f"{len(self._blocks)} {name}", size, self._time)
-        self._blocks.append(self._alive[key])
+        self._alive[key] = _Allocation(f"{len(self._allocations)} {name}", size, self._time)
+        self._allocations.append(self._alive[key])
         self._time += 1
         weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        block = self._alive.pop(key, None)
-        if block is not None:
-            block.stop = self._time
+        allocation = self._alive.pop(key, None)
+        if allocation is not None:
+            allocation.stop = self._time
             self._time += 1
 
     def begin_pass(self, kind: str, layer: int) -> None:
-        """Record that a pass of a layer begins; the pass before it ends at the latest here."""
+        """Record the start of a layer's pass, which also ends the previous pass if it is still running."""
         self._close()
-        self._open = (kind, layer, self._time)
+        self._running = (kind, layer, self._time)
         self._time += 1
 
     def end_pass(self, kind: str, layer: int) -> None:
-        """Record that a pass ends, unless another one has begun."""
-        if self._open is not None and self._open[:2] == (kind, layer):
+        """Record the end of a pass, unless another pass has begun."""
+        if self._running is not None and self._running[:2] == (kind, layer):
             self._close()
 
     def _close(self) -> None:
-        if self._open is not None:
-            self.passes.append(Pass(*self._open, self._time))
-            self._open = None
+        if self._running is not None:
+            self.passes.append(Pass(*self._running, self._time))
+            self._running = None
             self._time += 1
 
     def note_input(self, tensor: torch.Tensor) -> None:
@@ -93,18 +96,21 @@ class AllocationTrace(TorchDispatchMode):
         self._note("received", tensor.untyped_storage())
 
     def requests(self) -> list[Request]:
-        """Return all requests in order; requests that were not freed end now."""
+        """Return all allocations in order as requests. An allocation that is still alive ends now."""
         end = self._time + 1
         return [
-            Request(block.name, block.num_bytes, block.start, end if block.stop is None else block.stop)
-            for block in self._blocks
+            Request(entry.name, entry.num_bytes, entry.start, end if entry.stop is None else entry.stop)
+            for entry in self._allocations
         ]
 
 
 def watch_passes(layer: torch.nn.Module, number: int, running: Callable[[], AllocationTrace | None]) -> None:
-    """Record the passes of a layer whenever a trace runs, by hooks on the module and on gradients.
+    """Record the passes of a layer in the running trace, with hooks on the module and on gradients.
 
-    The layer maps hidden states [s, b, h] to hidden states, alone or first in a tuple. ``running`` returns the trace.
+    Args:
+        layer: module that maps hidden states [s, b, h] to hidden states, or to a tuple that starts with them.
+        number: number of the layer.
+        running: function that returns the running trace, or None.
     """
     inputs: list[torch.Tensor] = []
 

@@ -1,13 +1,13 @@
-"""Causal attention of a micro-batch that arrives in slices: each slice attends to itself and to all slices before it.
+"""Causal attention of a micro-batch in slices: each slice attends to itself and to all earlier slices.
 
-Each slice holds its own keys and values in each layer, and in a ring those that it keeps of other members
-(``layouts/slices.py`` has the geometry). They live from the slice's forward pass to its backward pass, like its
-activations. Keys that are swapped are on the device only while attention of a slice uses them, and while the layer
-before runs, when they are read ahead (``HostPart``).
+Each slice stores its own keys and values in each layer. In a ring it also stores the keys and values that it keeps of
+other members (``layouts/slices.py`` has the geometry). They live from the slice's forward pass to its backward pass,
+like its activations. Swapped keys (``SwappablePart``) are on the device only while the attention of a slice uses them.
+They are read ahead while the previous layer runs.
 
-The backward passes run from the last slice to the first. Each adds its gradients of earlier keys and values to float32
-sums, one for each slice, and takes its own sum, which is then complete. Writing a slice twice changes nothing, so
-activation recomputation may repeat its forward pass.
+The backward passes run from the last slice to the first. Each backward pass adds gradients of the keys and values of
+earlier slices to float32 sums, one sum per slice. The sum of its own slice is then complete. Writing a slice twice
+changes nothing, so activation recomputation may repeat the forward pass of a slice.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from bytescale_ext.attention.ring import drive, forward_steps, summing_steps
 from bytescale_ext.attention.sink import add_sink_, sink_gradient
 from bytescale_ext.attention.travel import Computed, key_sums
 
-type KeysAndValues = tuple[RowParts, RowParts]
+type KeyValueParts = tuple[RowParts, RowParts]
 
 
-class HostPart(Protocol):
-    """Keys and values of one slice in one layer that leave the device between their uses (``activation/keys.py``)."""
+class SwappablePart(Protocol):
+    """Keys and values of one slice in one layer that leave the device between uses (``activation/keys.py``)."""
 
     def take(self) -> torch.Tensor:
-        """Return them on the device, ``[2, rows, kv_heads, dim]``."""
+        """Return keys and values ``[2, rows, kv_heads, dim]`` on the device."""
         ...
 
     def read_ahead(self) -> None:
-        """Start reading them for the next use."""
+        """Start reading the keys back for the next use."""
         ...
 
-    def leave(self) -> None:
-        """Free their device memory after a use, unless the next use was announced."""
+    def release(self) -> None:
+        """Free the device memory after a use, unless ``read_ahead`` announced the next use."""
         ...
 
 
 @dataclass
 class KeySwap:
-    """How a model chunk swaps keys.
+    """Swapping of keys in a model chunk.
 
     Attributes:
-        to_host: makes a part that may leave the device of keys and values ``[2, rows, kv_heads, dim]`` on it.
-        read_next: starts reading the keys of the slice that runs after this one.
-        order: the attention modules in the order of their layers, as far as they have run.
+        to_host: function that makes a swappable part of keys and values ``[2, rows, kv_heads, dim]`` on the device.
+        read_next: function that starts reading the keys of the next slice.
+        order: attention modules in the order of their layers, as far as they have run.
     """
 
-    to_host: Callable[[torch.Tensor], HostPart]
+    to_host: Callable[[torch.Tensor], SwappablePart]
     read_next: Callable[[], None]
     order: list[object] = field(default_factory=list)
 
@@ -66,22 +66,23 @@ class LayerPrefix:
     """Keys and values of one micro-batch in one layer, slice by slice.
 
     Attributes:
-        keys: of each slice, keys and values ``[2, rows, kv_heads, dim]``; ``SliceLayout.held`` says which rows.
-        swapped: of each slice, those in host memory; ``SliceLayout.swapped`` says which rows.
-        sums: of each slice, gradients ``[2, rows, kv_heads, dim]`` in float32 (float64 for float64 keys) that later
-            slices have added so far; ``SliceLayout.summed`` says of which rows; empty before the first backward pass.
-        to_host: see ``KeySwap``; None where no keys are swapped.
-        read_beside: starts reading the keys of the layer above (1) or below (-1).
+        keys: keys and values ``[2, rows, kv_heads, dim]`` of each slice on the device; ``SliceLayout.held`` has the
+            rows.
+        swapped: swappable keys and values of each slice; ``SliceLayout.swapped`` has the rows.
+        sums: gradients ``[2, rows, kv_heads, dim]`` of each slice that later slices have added so far, in float32
+            (float64 for float64 keys); ``SliceLayout.summed`` has the rows. Empty before the first backward pass.
+        to_host: see ``KeySwap``; None if no keys are swapped.
+        read_adjacent: function that starts reading the keys of the layer above (1) or below (-1).
     """
 
     keys: list[torch.Tensor] = field(default_factory=list)
-    swapped: list[HostPart] = field(default_factory=list)
+    swapped: list[SwappablePart] = field(default_factory=list)
     sums: list[torch.Tensor] = field(default_factory=list)
-    to_host: Callable[[torch.Tensor], HostPart] | None = None
-    read_beside: Callable[[int], None] = lambda step: None
+    to_host: Callable[[torch.Tensor], SwappablePart] | None = None
+    read_adjacent: Callable[[int], None] = lambda step: None
 
     def write(self, layout: SliceLayout, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store a slice's keys and values, leaving room for those that it keeps of other members.
+        """Store the keys and values of a slice, and make room for the keys that it keeps of other members.
 
         ``k, v``: ``[t, kv_heads, dim]``, of the slice's tokens.
         """
@@ -93,69 +94,69 @@ class LayerPrefix:
         for held, new in zip(self.keys_of(layout), (k, v), strict=True):
             layout.own.put_(held, new)
 
-    def start_backward(self, layout: SliceLayout) -> KeysAndValues:
-        """Return the sums to which a slice adds its gradients; slices run in reverse."""
+    def start_backward(self, layout: SliceLayout) -> KeyValueParts:
+        """Return the sums to which the backward pass of a slice adds its gradients. Slices run in reverse order."""
         if not self.sums:
             self.sums = [key_sums(rows.num_rows, self.keys[0][0]) for rows in layout.summed.places]
         assert len(self.sums) == layout.index + 1, f"{len(self.sums)=} {layout.index=}"
         return _parts(layout.summed, self.sums)
 
     def end_backward(self) -> None:
-        """Free the keys and the sums of the last slice that holds any; swapped keys of the others leave the device."""
+        """Free the keys and sums of the last remaining slice, and the device memory of all swapped keys."""
         self.keys.pop()
         self.sums.pop()
         if self.swapped:
             self.swapped.pop()
-        self.leave()
+        self.release()
 
-    def keys_of(self, layout: SliceLayout) -> KeysAndValues:
-        """Return the keys and the values of all slices up to this one, on the device."""
+    def keys_of(self, layout: SliceLayout) -> KeyValueParts:
+        """Return the keys and the values of all slices up to the slice of ``layout``, on the device."""
         return _parts(layout.keys, [*self.keys, *(part.take() for part in self.swapped)])
 
     def read_ahead(self) -> None:
-        """Start reading swapped keys for their next use."""
+        """Start reading all swapped keys back for their next use."""
         for part in self.swapped:
             part.read_ahead()
 
-    def leave(self) -> None:
-        """Free the device memory of swapped keys."""
+    def release(self) -> None:
+        """Free the device memory of all swapped keys, unless ``read_ahead`` announced their next use."""
         for part in self.swapped:
-            part.leave()
+            part.release()
 
 
 @dataclass
 class MicroBatchPrefix:
-    """The keys and values of one micro-batch in all layers of one model chunk.
+    """Keys and values of one micro-batch in all layers of one model chunk.
 
     Attributes:
         layers: keys and values by attention module.
-        swap: how keys are swapped; None: they stay on the device.
+        swap: swapping of keys; None if they stay on the device.
     """
 
     layers: dict[object, LayerPrefix] = field(default_factory=dict)
     swap: KeySwap | None = None
 
     def layer(self, owner: object) -> LayerPrefix:
-        """Return the keys and values in an attention module."""
+        """Return the keys and values of an attention module."""
         if owner not in self.layers:
             self.layers[owner] = LayerPrefix() if self.swap is None else self._swapping_layer(owner, self.swap)
         return self.layers[owner]
 
     def read_ahead(self, backward: bool) -> None:
-        """Start reading the swapped keys of the layer that runs first, forward or backward."""
+        """Start reading the swapped keys of the first layer of a forward or backward pass."""
         for layer in list(self.layers.values())[-1 if backward else 0 :][:1]:
             layer.read_ahead()
 
     def _swapping_layer(self, owner: object, swap: KeySwap) -> LayerPrefix:
         if owner not in swap.order:
             swap.order.append(owner)
-        read_beside = partial(_read_beside, weakref.ref(self), swap.order.index(owner))
-        return LayerPrefix(to_host=swap.to_host, read_beside=read_beside)
+        read_adjacent = partial(_read_adjacent, weakref.ref(self), swap.order.index(owner))
+        return LayerPrefix(to_host=swap.to_host, read_adjacent=read_adjacent)
 
 
-def _read_beside(of: weakref.ref[MicroBatchPrefix], number: int, step: int) -> None:
-    """Start reading the keys of the layer above (1) or below (-1) layer ``number``, or those of the next slice."""
-    micro_batch = of()
+def _read_adjacent(reference: weakref.ref[MicroBatchPrefix], number: int, step: int) -> None:
+    """Start reading the keys of the layer above (1) or below (-1) layer ``number``, or of the next slice at the end."""
+    micro_batch = reference()
     assert micro_batch is not None and micro_batch.swap is not None
     order = micro_batch.swap.order
     if not 0 <= number + step < len(order):
@@ -167,23 +168,23 @@ def _read_beside(of: weakref.ref[MicroBatchPrefix], number: int, step: int) -> N
 def slice_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: LayerPrefix, layout: SliceLayout, backend: Backend
 ) -> torch.Tensor:
-    """Return the attention of one slice over itself and everything before it, differentiable once.
+    """Return the causal attention of one slice over itself and all earlier slices, differentiable once.
 
     Communicates on the ring group, like ``ring_attention``.
 
     Args:
-        q: ``[t, heads, dim]``, of the slice; ``t == layout.num_rows``.
-        k, v: ``[t, kv_heads, dim]``, the dtype of ``q``.
-        prefix: the layer's keys and values of all earlier slices.
-        layout: the rows of this rank.
-        backend: how to compute and exchange.
+        q: queries of the slice, ``[t, heads, dim]``; ``t == layout.num_rows``.
+        k, v: keys and values of the slice, ``[t, kv_heads, dim]``, in the dtype of ``q``.
+        prefix: the layer's keys and values of all earlier slices; the keys and values of this slice are added.
+        layout: attention layout of the slice on this rank.
+        backend: kernel and communication.
 
     Returns:
-        ``[t, heads, dim]`` in the dtype of ``q``. Padding rows are zero, as are their gradients.
+        ``[t, heads, dim]`` in the dtype of ``q``. Padding rows and their gradients are zero.
 
     Raises:
-        ValueError: the tensors do not fit the layout or each other.
-        RuntimeError: from the communication backend when a peer has died.
+        ValueError: the shapes or dtypes of the tensors do not fit the layout or each other.
+        PeerLost: the connection to a peer is lost.
     """
     backend.check(q, k, v, layout.num_rows)
     settings = _Settings(prefix, layout, backend)
@@ -205,7 +206,7 @@ class _SliceCtx(torch.autograd.function.FunctionCtx):
 
 
 class _SliceAttention(torch.autograd.Function):
-    """Saves the slice's queries, output and log-sum-exp; keys and values stay in the prefix."""
+    """Autograd function of a slice. Saves queries, output and log-sum-exp; keys and values stay in the prefix."""
 
     @staticmethod
     def forward(
@@ -222,10 +223,10 @@ class _SliceAttention(torch.autograd.Function):
         prefix.write(layout, k[:num_tokens], v[:num_tokens])
         keys, values = prefix.keys_of(layout)
         if not is_repeated:
-            prefix.read_beside(1)
+            prefix.read_adjacent(1)
         out, lse = drive(forward_steps(q, keys, values, layout.attention, backend))
-        if not is_repeated:  # else the backward pass follows and uses them again
-            prefix.leave()
+        if not is_repeated:  # after a recomputation the backward pass follows and uses the keys again
+            prefix.release()
         if weights[0] is not None:
             add_sink_(out, lse, weights[0])
         ctx.save_for_backward(q, out, lse)
@@ -240,26 +241,26 @@ class _SliceAttention(torch.autograd.Function):
         prefix, layout, backend = ctx.settings.prefix, ctx.settings.layout, ctx.settings.backend.for_backward()
         sums = prefix.start_backward(layout)
         computed = Computed(q, *prefix.keys_of(layout), out, lse)
-        prefix.read_beside(-1)
+        prefix.read_adjacent(-1)
         dq = drive(summing_steps(dout.contiguous(), computed, sums, layout.attention, backend))
         dk, dv = (_own_part(total, layout, q.dtype) for total in sums)
         prefix.end_backward()
-        of_sink = sink_gradient(dout, out, lse, backend.sink)
-        return dq, dk, dv, None, of_sink, backend.expansion_gradient()
+        dsink = sink_gradient(dout, out, lse, backend.sink)
+        return dq, dk, dv, None, dsink, backend.expansion_gradient()
 
 
 def _empty_part(rows: Rows, keys: torch.Tensor) -> torch.Tensor:
-    """Return room ``[2, rows, kv_heads, dim]`` for keys and values like ``keys [t, kv_heads, dim]``."""
+    """Return uninitialized memory ``[2, rows, kv_heads, dim]`` for keys and values like ``keys [t, kv_heads, dim]``."""
     return keys.new_empty((2, rows.num_rows, *keys.shape[1:]))
 
 
-def _parts(rows: PartRows, held: list[torch.Tensor]) -> KeysAndValues:
-    """Return the keys and the values among ``held``, ``[2, rows, kv_heads, dim]`` of each slice."""
-    return RowParts(rows, [part[0] for part in held]), RowParts(rows, [part[1] for part in held])
+def _parts(rows: PartRows, tensors: list[torch.Tensor]) -> KeyValueParts:
+    """Separate the keys and the values in ``tensors``, each ``[2, rows, kv_heads, dim]``."""
+    return RowParts(rows, [tensor[0] for tensor in tensors]), RowParts(rows, [tensor[1] for tensor in tensors])
 
 
 def _own_part(total: RowParts, layout: SliceLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Return the slice's rows ``[t, kv_heads, dim]`` of a sum ``[tk, kv_heads, dim]``; padding rows are zero."""
+    """Return the slice's own rows ``[t, kv_heads, dim]`` of a sum ``[tk, kv_heads, dim]``. Padding rows are zero."""
     own = layout.own.take(total)
     part = torch.zeros((layout.num_rows, *own.shape[1:]), dtype=dtype, device=own.device)
     part[: own.shape[0]] = own

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from bytescale_ext.activation.arena import HostArena, register
+from bytescale_ext.activation.arena import HostArena, pin
 from bytescale_ext.activation.link import Ticket, make_link
 from bytescale_ext.plan.states.pages import NUM_GRADIENT_SLOTS as NUM_SLOTS
 
@@ -20,7 +20,7 @@ def host_block(num_elements: int, dtype: torch.dtype, pinned: bool) -> torch.Ten
     """Return zeros [num_elements] of host memory, pinned for a GPU as one block."""
     memory = torch.zeros(num_elements * dtype.itemsize, dtype=torch.uint8)
     if pinned:
-        register(memory)
+        pin(memory)
     return memory.view(dtype)
 
 

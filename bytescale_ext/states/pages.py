@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from bytescale_ext.activation.arena import ALIGNMENT, HostArena, register
+from bytescale_ext.activation.arena import ALIGNMENT, HostArena, pin
 from bytescale_ext.plan.states.pages import NUM_BUFFERS, PageTable
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -32,7 +32,7 @@ class PageMemory:
         num_pages = sum(counts) + 2 * NUM_BUFFERS
         memory = torch.empty(num_pages * table.page_bytes + _PARTS * ALIGNMENT, dtype=torch.uint8)
         if pinned:
-            register(memory)
+            pin(memory)
         self.arena = HostArena(memory)
         self.planes = [self._take(count).zero_() for count in counts]
         self.gradients = [self._take(1) for _ in range(NUM_BUFFERS)]

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, Block, HostArena, allocate_arena, register
+from bytescale_ext.activation.arena import ALIGNMENT, SMALLEST_ARENA, ArenaPart, HostArena, allocate_arena, pin
 
 
 def arena_of(num_bytes: int) -> HostArena:
@@ -15,7 +15,7 @@ def arena_of(num_bytes: int) -> HostArena:
 def test_parts_never_overlap_and_join_again() -> None:
     dice = random.Random(0)
     arena = arena_of(64 * ALIGNMENT)
-    held: list[tuple[Block, torch.Tensor, int]] = []
+    held: list[tuple[ArenaPart, torch.Tensor, int]] = []
     refused = 0
     for step in range(2000):
         if held and dice.random() < 0.5:
@@ -38,7 +38,7 @@ def test_parts_never_overlap_and_join_again() -> None:
     for block, *_ in held:
         arena.give_back(block)
     assert arena.used_bytes == 0
-    assert arena.take(64 * ALIGNMENT) == Block(0, 64 * ALIGNMENT)
+    assert arena.take(64 * ALIGNMENT) == ArenaPart(0, 64 * ALIGNMENT)
 
 
 def test_a_part_is_given_back_once() -> None:
@@ -70,7 +70,7 @@ def test_memory_that_cannot_be_had_is_halved_with_one_warning() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_refused_registration_leaves_no_error_behind() -> None:
     memory = torch.empty(1 << 20, dtype=torch.uint8)
-    register(memory)
+    pin(memory)
     with pytest.raises(RuntimeError, match="cudaHostRegister of 1048576 bytes: error"):
-        register(memory)
+        pin(memory)
     assert torch.ones(8, device="cuda").sum().item() == 8

@@ -39,7 +39,7 @@ def test_keys_are_written_once_and_read_for_each_use() -> None:
     keys = keys_of(link)
     for use in range(3):
         assert keys.take().flatten().tolist() == list(range(24))
-        keys.leave()
+        keys.release()
         assert keys._keys is None
         assert (link.writes, link.reads) == (1, use)
     keys.read_ahead()
@@ -56,10 +56,10 @@ def test_keys_that_are_used_next_stay_on_the_device() -> None:
     keys = keys_of(link)
     keys.take()
     keys.read_ahead()
-    keys.leave()
+    keys.release()
     assert (link.writes, link.reads) == (0, 0)
     keys.take()
-    keys.leave()  # the announced use was this one
+    keys.release()  # the announced use was this one
     assert (link.writes, link.reads) == (1, 0)
     assert keys._keys is None
 
@@ -67,9 +67,9 @@ def test_keys_that_are_used_next_stay_on_the_device() -> None:
 def test_keys_without_room_in_host_memory_stay_on_the_device() -> None:
     link = link_of(ALIGNMENT)
     first, second = keys_of(link), keys_of(link)
-    first.leave()
+    first.release()
     with pytest.warns(UserWarning, match="raise --host-memory-gb"):
-        second.leave()
+        second.release()
     assert first._keys is None
     assert second.take().flatten().tolist() == list(range(24))
     assert first.take().flatten().tolist() == list(range(24))

@@ -92,7 +92,7 @@ def test_swapped_keys_wait_for_their_copies_once(link: CudaLink) -> None:
     keys = SwappedKeys(torch.ones(2, 1, 1, 3), link)
     keys.take()
     assert not NOTES
-    keys.leave()
+    keys.release()
     assert NOTES == ["out waits for compute", "on out"]
     NOTES.clear()
     keys.read_ahead()
@@ -101,7 +101,7 @@ def test_swapped_keys_wait_for_their_copies_once(link: CudaLink) -> None:
     for _ in range(2):
         assert keys.take().sum() == 6
     assert NOTES == ["compute waits for in1"]
-    keys.leave()  # written already
+    keys.release()  # written already
     assert NOTES == ["compute waits for in1"]
     assert link.used_bytes == ALIGNMENT
     del keys

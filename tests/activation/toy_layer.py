@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from bytescale_ext.activation.record import LayerRecord
-from bytescale_ext.activation.run import LAYER_INPUT, Rebuilding, RebuiltAll, Recording, Run
+from bytescale_ext.activation.run import LAYER_INPUT, LayerRun, Rebuilding, RebuiltAll, Recording
 from bytescale_ext.activation.store import ActivationStore
 
 
@@ -53,7 +53,7 @@ class ToyLayer(torch.nn.Module):
         self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(16), torch.nn.LayerNorm(16)])
         self.qkv, self.proj = torch.nn.Linear(16, 32), torch.nn.Linear(16, 16)
         self.fc1, self.fc2 = torch.nn.Linear(16, 48), torch.nn.Linear(24, 16)
-        self.run: Run | None = None
+        self.run: LayerRun | None = None
         self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class ToyLayer(torch.nn.Module):
             self._compute(x)
 
     @contextlib.contextmanager
-    def _running(self, run: Run) -> Iterator[None]:
+    def _running(self, run: LayerRun) -> Iterator[None]:
         self.run = run
         try:
             yield

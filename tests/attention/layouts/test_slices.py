@@ -68,7 +68,7 @@ def run_slices(case: Case, number: int, comm: MailboxComm, rule: SliceRule) -> S
         keys = prefix.keys_of(layout)
         runs.append((layout, piece, q, dout, *(yield from forward_steps(q, *keys, layout.attention, backend))))
         del keys
-        prefix.leave()
+        prefix.release()
         assert bool(link.used_bytes) == bool(cut.swapped)
     for layout, piece, q, dout, out, lse in reversed(runs):
         sums, computed = prefix.start_backward(layout), Computed(q, *prefix.keys_of(layout), out, lse)

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from bytescale_ext.activation.record import LayerRecord
 from bytescale_ext.activation.region import memory_order
-from bytescale_ext.activation.run import LAYER_INPUT, Rebuilding, RebuiltAll, Recording, Run
+from bytescale_ext.activation.run import LAYER_INPUT, LayerRun, Rebuilding, RebuiltAll, Recording
 from bytescale_ext.activation.store import ActivationStore
 from megatron.bytescale.core.transformer.dot_product_attention import DocumentAttention
 
@@ -69,7 +69,7 @@ class PlannedTransformerLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.activations = activations
         self.run_as(self.layer_number)
-        self._run: Run | None = None
+        self._run: LayerRun | None = None
         attention = self.self_attention
         self._set_hook(attention.linear_qkv, "product", "qkv")
         self._set_hook(attention.core_attention, "attention")
@@ -130,7 +130,7 @@ class PlannedTransformerLayer(TransformerLayer):
         return result
 
     @contextlib.contextmanager
-    def _running(self, run: Run) -> Iterator[None]:
+    def _running(self, run: LayerRun) -> Iterator[None]:
         self._run = run
         try:
             yield
