@@ -1,4 +1,4 @@
-"""How attention is computed and exchanged: what the algorithms of rings and windows share."""
+"""The kernel and the communication of attention, which the algorithms for rings and windows share."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ type Steps[Result] = Generator[Pending, None, Result]
 
 @dataclass(frozen=True)
 class Backend:
-    """How attention is computed and exchanged.
+    """The kernel and the communication of attention.
 
     Attributes:
-        comm: exchange between HDP ranks; None where no layout has rings.
-        kernel: one row of ``kernels.table.kernel_table()``.
+        comm: communication between HDP ranks; None if no layout has rings.
+        kernel: a row of ``kernels.table.kernel_table()``.
         scale: factor of the scores, usually ``dim ** -0.5``.
-        sink: of each head, ``[heads]`` (``sink.py``); None: none. Kernels and passes do without it; ``ring_attention``
-            and ``slice_attention`` join it to their result.
-        expansion: of latents, which rings and slices have in place of keys and values (``latent.py``); None: they have
-            keys and values.
+        sink: attention sink of each head, ``[heads]`` (``sink.py``), or None. Kernels and passes ignore it;
+            ``ring_attention`` and ``slice_attention`` join it to their result.
+        expansion: expansion of the latents that rings and slices have in place of keys and values (``latent.py``);
+            None for plain keys and values.
     """
 
     comm: Comm | None
@@ -40,22 +40,24 @@ class Backend:
 
     @property
     def weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The sink ``[heads]`` and the expansion's weight ``[numbers, key_rank]``, which have gradients."""
+        """The tensors with gradients: the sink ``[heads]`` and the weight ``[numbers, key_rank]`` of the expansion."""
         return self.sink, None if self.expansion is None else self.expansion.weight
 
     def for_backward(self) -> Backend:
-        """Return the same for one backward pass, which sums up the gradient of the expansion's weight."""
+        """Return a copy for one backward pass, which accumulates the gradient of the expansion's weight."""
         return self if self.expansion is None else replace(self, expansion=self.expansion.with_gradient())
 
     def expansion_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of the expansion's weight, of its shape and dtype; None without one."""
-        one = self.expansion
-        return None if one is None or one.gradient is None else one.gradient.to(one.weight.dtype)
+        """Return the gradient of the expansion's weight, in its shape and dtype; None without an expansion."""
+        expansion = self.expansion
+        return (
+            None if expansion is None or expansion.gradient is None else expansion.gradient.to(expansion.weight.dtype)
+        )
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_rows: int) -> None:
         """Raise ValueError unless ``q [num_rows, heads, dim]`` and ``k, v [num_rows, kv_heads, dim]`` fit each other.
 
-        With an expansion ``k, v`` are halves of latents, ``[num_rows, 1, half]``.
+        With an expansion, ``k, v`` are the halves of latents, ``[num_rows, 1, half]``.
         """
         if self.expansion is not None:
             self.expansion.check((q, k, v), num_rows)
@@ -78,7 +80,7 @@ class Backend:
     def forward(self, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock) -> Output:
         """Return ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of a block's queries over its keys.
 
-        ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block says which of their rows.
+        ``q``: ``[t, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``; the block selects rows.
         """
         queries, keys = block.queries, self._expanded(block.keys.take(k), block.keys.take(v))
         return self.kernel.forward(queries.take(q), *keys, block.attention(self.scale))
@@ -88,28 +90,29 @@ class Backend:
 
         ``dout``: ``[t, heads, dim]``.
         """
-        rows, held = block.queries, (block.keys.take(saved.k), block.keys.take(saved.v))
-        of_queries = rows.take(saved.out), rows.take(saved.lse, dim=1)
-        of_block = Saved(rows.take(saved.q), *self._expanded(*held), *of_queries)
-        dq, dk, dv = self.kernel.backward(rows.take(dout), of_block, block.attention(self.scale))
+        rows, keys_and_values = block.queries, (block.keys.take(saved.k), block.keys.take(saved.v))
+        block_out, block_lse = rows.take(saved.out), rows.take(saved.lse, dim=1)
+        block_saved = Saved(rows.take(saved.q), *self._expanded(*keys_and_values), block_out, block_lse)
+        dq, dk, dv = self.kernel.backward(rows.take(dout), block_saved, block.attention(self.scale))
         if self.expansion is not None:
-            dk, dv = self.expansion.collapse(held, (dk, dv))
+            dk, dv = self.expansion.collapse(keys_and_values, (dk, dv))
         return dq, dk, dv
 
     def _expanded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a block's rows, ``[key rows, kv_heads, dim]`` each."""
+        """Return keys and values ``[key rows, kv_heads, dim]``, expanded if they are the halves of latents."""
         return (k, v) if self.expansion is None else self.expansion.expand(k, v)
 
 
 @dataclass(frozen=True)
-class Returning:
-    """Gradients of my keys of a pass, on their way.
+class PendingGradients:
+    """Gradients of this rank's keys of a pass that are still in transit.
 
     Attributes:
-        keys: rows of these keys in the micro-batch.
-        pending: the exchange that delivers the last of them.
-        total: returns their sum after ``pending``, ``[2, rows, kv_heads, dim]``: keys, values. My own part is in it,
-            unless it is already in the sums of the micro-batch (kept keys).
+        keys: rows of the keys in the micro-batch.
+        pending: exchange that delivers the last of the gradients.
+        total: function to call after ``pending``. It returns the sum ``[2, rows, kv_heads, dim]`` of the gradients of
+            keys and values. The sum includes this rank's own part, unless the keys are kept and the sums of the
+            micro-batch already include it.
     """
 
     keys: Rows

@@ -1,8 +1,8 @@
-"""Joining blocks of keys as one Triton kernel; ``merge.py`` has the formulas and the same with torch's operators.
+"""A Triton kernel that joins blocks of keys; ``merge.py`` has the formulas and the same with torch's operators.
 
-Torch reads and writes the totals in float32 several times; this kernel reads totals and block once and writes the
-totals once. Rows in several intervals are found by their index, without copies of them. On a CPU the kernel runs in
-Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+Torch's operators read and write the float32 totals several times. This kernel reads totals and block once and writes
+the totals once. It finds rows in several intervals by their index, without copying them. Tests run the kernel on a CPU
+in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bytescale_ext.attention.kernels.contract import Output
 from bytescale_ext.attention.layouts.rows import Rows
 
 ELEMENTS = 2048
-"""Values of ``out`` that one program reads."""
+"""Number of values of ``out`` per program."""
 
 
 def fused_join_(totals: Output, part: Output, rows: Rows) -> None:
-    """Add one block of keys to some rows of running totals, in place; see ``merge.join_`` for shapes and dtypes."""
+    """Join one block of keys to rows of running totals, in place. See ``merge.join_`` for shapes and dtypes."""
     (out, lse), (part_out, part_lse) = totals, part
     num_rows, heads, dim = part_out.shape
     if not part_out.numel():
@@ -30,7 +30,7 @@ def fused_join_(totals: Output, part: Output, rows: Rows) -> None:
     width = triton.next_power_of_2(dim)
     pairs = max(1, ELEMENTS // width)
     start = rows.intervals[0][0]
-    index = lse if rows.is_view else rows.index(out.device)  # any pointer where rows are one interval
+    index = lse if rows.is_view else rows.index(out.device)  # rows in one interval need no index: any pointer
     program()[(triton.cdiv(num_rows * heads, pairs),)](
         out, lse, part_out, part_lse, index, start, num_rows * heads, heads,
         out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
@@ -41,7 +41,7 @@ def fused_join_(totals: Output, part: Output, rows: Rows) -> None:
 
 @lru_cache(maxsize=1)
 def program() -> triton.runtime.KernelInterface:
-    """Return the kernel, which Triton compiles at its first use; interpreted if ``TRITON_INTERPRET`` is set."""
+    """Return the kernel. Triton compiles it at its first use, or interprets it if ``TRITON_INTERPRET`` is set."""
     return triton.jit(_join, do_not_specialize=["start", "num_pairs"])
 
 
@@ -52,10 +52,10 @@ def _join(
     part_row: tl.tensor, part_head: tl.tensor, part_lse_head: tl.tensor, part_lse_row: tl.tensor,
     IS_VIEW: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Join ``PAIRS`` pairs of a row and a head; pointers, then steps between rows and heads of each tensor."""
+    """Join ``PAIRS`` pairs of a row and a head. Pointers and sizes come first, then the strides of rows and heads."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     is_pair = pair < num_pairs
-    row, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)  # steps times rows exceed 32 bits
+    row, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)  # offsets of rows exceed 32 bits
     if IS_VIEW:
         target = row + start
     else:

@@ -1,9 +1,9 @@
-"""Latents in place of keys and values (DeepSeek-V2, section 2.1): what multi-latent attention sends, holds and expands.
+"""Latents in place of keys and values, which multi-latent attention sends and stores (DeepSeek-V2, section 2.1).
 
-Keys and values of all heads are one matrix product of a token's latent vector; a part of the key with positions, which
-all heads share, is held beside it. Latents therefore take the place of keys and values in rings and slices: the two
-halves of ``(latent, part with positions)`` are a "key" and a "value" of one head. Each block expands the rows that
-it takes, in the backward pass once more; gradients of its keys and values become those of latents and of the weight::
+The keys and values of all heads are one matrix product of a token's latent vector. In addition, all heads share the
+part of the key with positions. In rings and slices the vector ``(latent, part with positions)`` takes the place of keys
+and values: its two halves are the "key" and the "value" of a single head. Each block expands the rows that it uses, and
+expands them again in the backward pass. Gradients of keys and values become gradients of latents and of the weight::
 
     (content, value) = latent W        key = (content, part with positions)
     d latent = (d content, d value) W'        d W = latent' (d content, d value), summed over blocks
@@ -24,14 +24,14 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Expansion:
-    """How keys and values are made of latents.
+    """The up-projection from latents to keys and values.
 
     Attributes:
-        weight: of the up-projection, ``[heads * (content_dim + value_dim), key_rank]``, head by head, contents first.
-            Not a view of a parameter but the parameter: its storage may change between the passes.
-        sizes: ``content_dim``, the numbers of a key's head without positions, and ``value_dim``.
-        position_dim: numbers of a key with positions.
-        gradient: sum of the gradients of the weight, in its accumulation dtype and shape; None: not in a backward pass.
+        weight: weight of the up-projection, ``[heads * (content_dim + value_dim), key_rank]``, head by head, contents
+            first. It is the parameter itself, not a view, because its storage may change between the passes.
+        sizes: ``(content_dim, value_dim)``, the sizes per head of the key's part without positions and of the value.
+        position_dim: size of the key's part with positions.
+        gradient: sum of the weight's gradients, in the accumulation dtype; None outside of a backward pass.
     """
 
     weight: torch.Tensor
@@ -41,36 +41,36 @@ class Expansion:
 
     @property
     def width(self) -> int:
-        """The size of all heads: the narrower ones of keys and values end in zeros, which change nothing."""
+        """The head size of expanded keys and values. The narrower of the two is padded with zeros."""
         return max(self.sizes[0] + self.position_dim, self.sizes[1])
 
     def with_gradient(self) -> Expansion:
-        """Return the same for one backward pass, with a gradient of zeros."""
+        """Return a copy for one backward pass, with a gradient of zeros."""
         zeros = torch.zeros_like(self.weight, dtype=accumulation_dtype(self.weight.dtype))
         return replace(self, gradient=zeros)
 
     def expand(self, k: torch.Tensor, v: torch.Tensor) -> KeysAndValues:
-        """Return keys and values ``[rows, heads, width]`` of the halves ``k, v [rows, 1, half]``."""
+        """Expand the halves ``k, v [rows, 1, half]`` to keys and values ``[rows, heads, width]``."""
         latents, with_positions = self._parts(k, v)
         expanded = (latents @ self.weight.t()).unflatten(1, (-1, sum(self.sizes)))
         contents, values = expanded.split(self.sizes, dim=2)
         shared = with_positions[:, None].expand(-1, contents.shape[1], -1)
         keys = torch.cat((contents, shared), dim=2)
-        return self._filled(keys), self._filled(values)
+        return self._padded(keys), self._padded(values)
 
     def collapse(self, halves: KeysAndValues, grads: KeysAndValues) -> KeysAndValues:
-        """Return the gradients of halves ``[rows, 1, half]`` and add that of the weight to ``gradient``.
+        """Return the gradients of ``halves [rows, 1, half]``, and add the gradient of the weight to ``gradient``.
 
-        ``grads``: of keys and values, ``[rows, heads, width]`` each.
+        ``grads``: gradients of keys and values, ``[rows, heads, width]`` each.
         """
-        assert self.gradient is not None, "with_gradient makes room for it"
+        assert self.gradient is not None, "with_gradient makes room for the gradient"
         latents, _ = self._parts(*halves)
         content_dim, value_dim = self.sizes
-        of_keys, of_values = grads[0][..., : content_dim + self.position_dim], grads[1][..., :value_dim]
-        expanded = torch.cat((of_keys[..., :content_dim], of_values), dim=2).flatten(1)
-        self.gradient.add_(expanded.t() @ latents)
-        of_latents = torch.cat((expanded @ self.weight, of_keys[..., content_dim:].sum(1)), dim=1)
-        return latent_halves(of_latents)
+        dkeys, dvalues = grads[0][..., : content_dim + self.position_dim], grads[1][..., :value_dim]
+        dexpanded = torch.cat((dkeys[..., :content_dim], dvalues), dim=2).flatten(1)
+        self.gradient.add_(dexpanded.t() @ latents)
+        dlatents = torch.cat((dexpanded @ self.weight, dkeys[..., content_dim:].sum(1)), dim=1)
+        return latent_halves(dlatents)
 
     def check(self, tensors: Sequence[torch.Tensor], num_rows: int) -> None:
         """Raise ValueError unless ``q [num_rows, heads, width]`` and halves ``k, v [num_rows, 1, half]`` fit."""
@@ -83,20 +83,20 @@ class Expansion:
             raise ValueError(f"attention over latents needs q, k, v {wanted} and one dtype; got {got}, {dtypes}")
 
     def _parts(self, k: torch.Tensor, v: torch.Tensor) -> KeysAndValues:
-        """Return latents ``[rows, key_rank]`` and parts with positions ``[rows, position_dim]`` of two halves."""
+        """Return the latents ``[rows, key_rank]`` and the parts with positions ``[rows, position_dim]`` of halves."""
         rank = self.weight.shape[1]
         both = torch.cat((k[:, 0], v[:, 0]), dim=1)
         return both[:, :rank], both[:, rank : rank + self.position_dim]
 
-    def _filled(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, heads, dim]`` with zeros up to ``width``."""
+    def _padded(self, heads: torch.Tensor) -> torch.Tensor:
+        """Pad ``[rows, heads, dim]`` with zeros to ``[rows, heads, width]``."""
         return pad(heads, (0, self.width - heads.shape[2]))
 
 
 def latent_halves(latents: torch.Tensor) -> KeysAndValues:
-    """Return the halves ``[rows, 1, half]`` of latents with their parts with positions ``[rows, numbers]``.
+    """Split vectors ``(latent, part with positions)``, ``[rows, numbers]``, into two halves ``[rows, 1, half]``.
 
-    An odd number is filled up with a zero. Differentiable.
+    Odd vectors are padded with a zero. Differentiable.
     """
     first, second = pad(latents, (0, latents.shape[1] % 2)).unsqueeze(1).chunk(2, dim=2)
     return first.contiguous(), second.contiguous()

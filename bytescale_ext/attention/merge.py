@@ -1,4 +1,4 @@
-"""Join attention over disjoint sets of keys (online softmax).
+"""Joining of attention over disjoint sets of keys (online softmax).
 
 Two blocks of keys give ``(out_a, lse_a)`` and ``(out_b, lse_b)`` for the same queries. Over both::
 
@@ -7,8 +7,8 @@ Two blocks of keys give ``(out_a, lse_a)`` and ``(out_b, lse_b)`` for the same q
 
 A query without keys has ``lse`` minus infinity, weight 0, and any finite ``out``.
 
-``join_`` does this to some rows of a tensor with torch's operators, on any device. ``fused_merge.py`` does it in one
-kernel on CUDA, where ``choose_join`` finds it correct.
+``join_`` joins a block to some rows of the totals with torch's operators, on any device. ``fused_merge.py`` does the
+same in one kernel on CUDA, if ``choose_join`` finds that it runs and is correct.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from bytescale_ext.attention.layouts.rows import Rows
 
 JoinFunction = Callable[[Output, Output, Rows], None]
 JOIN_TOLERANCE = 1e-5
-"""Of the fused kernel against torch: both sum in the accumulation dtype, but in another order."""
+"""Tolerance of the fused kernel against torch. Both sum in the accumulation dtype, but in different orders."""
 
 
 def merge_(total_out: torch.Tensor, total_lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
-    """Add one block of keys to running totals, in place.
+    """Join one block of keys to running totals, in place.
 
     Args:
         total_out: ``[queries, heads, dim]``, float32 or float64; may be a view.
@@ -37,7 +37,7 @@ def merge_(total_out: torch.Tensor, total_lse: torch.Tensor, block_out: torch.Te
         block_lse: ``[heads, queries]``, the dtype of ``total_lse``.
     """
     merged = torch.logaddexp(total_lse, block_lse)
-    # Minus infinity minus itself is nan: a query without keys on both sides keeps its output with weight 1.
+    # Minus infinity minus itself is nan. A query without keys on both sides keeps its output with weight 1.
     empty = torch.isneginf(merged)
     keep = torch.exp(total_lse - merged).masked_fill_(empty, 1.0)
     take = torch.exp(block_lse - merged).masked_fill_(empty, 0.0)
@@ -51,12 +51,12 @@ def _per_row(weight: torch.Tensor) -> torch.Tensor:
 
 
 def join_(totals: Output, part: Output, rows: Rows) -> None:
-    """Add one block of keys to some rows of running totals, in place.
+    """Join one block of keys to some rows of running totals, in place.
 
     Args:
         totals: ``out [t, heads, dim]`` of any floating dtype and ``lse [heads, t]`` in the accumulation dtype.
-        part: of these rows, ``out [queries, heads, dim]`` of any floating dtype and ``lse [heads, queries]``.
-        rows: which of the ``t`` rows.
+        part: results of the block, ``out [queries, heads, dim]`` of any floating dtype and ``lse [heads, queries]``.
+        rows: rows of the block's queries among the ``t`` rows.
     """
     out, lse = totals
     total_out, total_lse = rows.take(out), rows.take(lse, dim=1)
@@ -69,16 +69,16 @@ def join_(totals: Output, part: Output, rows: Rows) -> None:
 
 
 class JoinChoice(NamedTuple):
-    """How blocks are joined, and why not by the fused kernel; None where it joins them."""
+    """The function that joins blocks, and the reason against the fused kernel; None if the fused kernel is used."""
 
     join: JoinFunction
     why_not_fused: str | None
 
 
 def choose_join(device: torch.device, dtype: torch.dtype, head_dim: int) -> JoinChoice:
-    """Return the fused kernel where it runs and passes a probe, else torch's operators. No communication.
+    """Return the fused kernel if it runs and passes a probe, else torch's operators. No communication.
 
-    ``dtype``: of the queries; ``head_dim``: their ``dim``.
+    ``dtype`` and ``head_dim`` describe the queries.
     """
     if device.type != "cuda":
         return JoinChoice(join_, f"it runs on cuda, not on {device.type}")
@@ -91,30 +91,30 @@ def choose_join(device: torch.device, dtype: torch.dtype, head_dim: int) -> Join
 
 
 def probe_join(join: JoinFunction, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Join small blocks and compare with torch; return why the function is unfit, or None.
+    """Join small blocks and compare the results with torch's operators. Return why ``join`` is unfit, or None.
 
-    Totals have the accumulation dtype, as in ring passes, or ``dtype``, as of documents in slices. Their rows are one
-    interval or several. Some queries have no keys in the totals, in the block or in both.
+    The probe has totals in the accumulation dtype, as in ring passes, and in ``dtype``, as for documents in slices. It
+    has rows in one interval and in several intervals. Some queries have no keys in the totals, in the block or in both.
     """
     generator = torch.Generator().manual_seed(0)
     precise = accumulation_dtype(dtype)
 
-    def values(num_rows: int, of: torch.dtype) -> Output:
+    def values(num_rows: int, out_dtype: torch.dtype) -> Output:
         lse = torch.randn(3, num_rows, generator=generator, dtype=torch.float64) * 5
         lse[lse.abs() < 2] = -torch.inf
         out = torch.randn(num_rows, 3, head_dim, generator=generator, dtype=torch.float64)
-        return out.to(device, of), lse.to(device, precise)
+        return out.to(device, out_dtype), lse.to(device, precise)
 
     for rows in (Rows.of([(5, 38)]), Rows.of([(0, 9), (12, 13), (30, 40)])):
-        for of_totals in (precise, dtype):
-            totals, part = values(41, of_totals), values(rows.num_rows, dtype)
-            wanted = totals[0].clone(), totals[1].clone()
-            join_(wanted, part, rows)
+        for totals_dtype in (precise, dtype):
+            totals, part = values(41, totals_dtype), values(rows.num_rows, dtype)
+            expected = totals[0].clone(), totals[1].clone()
+            join_(expected, part, rows)
             try:
                 join(totals, part, rows)
             except Exception as error:  # compilers fail in their own ways
                 return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
-            tolerance = JOIN_TOLERANCE if of_totals == precise else 2 * torch.finfo(of_totals).eps
-            if not all(torch.allclose(a, b, tolerance, tolerance) for a, b in zip(totals, wanted, strict=True)):
+            tolerance = JOIN_TOLERANCE if totals_dtype == precise else 2 * torch.finfo(totals_dtype).eps
+            if not all(torch.allclose(a, b, tolerance, tolerance) for a, b in zip(totals, expected, strict=True)):
                 return "its probe differs from torch"
     return None

@@ -1,24 +1,26 @@
 """Ring attention over any number of ranks, for all sequences of a micro-batch at once.
 
-Sequences that share a ring of D ranks make one pass. Their keys and values travel together from each member to the
-next, D-1 times, and every member computes one block per step while the next keys are on their way::
+The sequences that share a ring of D ranks form one pass. Their keys and values travel together from each member to the
+next, D-1 times. Every member computes one block per step while the keys of the next step are in transit::
 
     step           0              1              2
-    compute        own triangles  keys of 1st    keys of 2nd      member before me on the route
-    on the way     keys of 1st    keys of 2nd    -
+    compute        own triangles  keys of 1st    keys of 2nd      predecessor on the route
+    in transit     keys of 1st    keys of 2nd    -
 
-Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of
-their gradients travel one step behind them; after the last step the sums need one more hop to reach their owner. Rings
-over several nodes may be hierarchical: keys and sums travel inside a node and between nodes at once
-(``layouts/route.py``, ``travel.py``). Where
-keys are kept from slice to slice (``KeptKeys``), a slice sends only its own keys in the forward pass, and only
-gradients in the backward pass. Ranks that keep sums of gradients send those of the slice's own keys, which include the
-gradients from later slices. Ranks that keep no sums send the gradients of all keys up to the end of the slice.
-``layouts/layout.py`` has the geometry of blocks. Sequences that a window limits have passes of their own, which run
+Blocks are joined by their log-sum-exp (``merge.py``). In the backward pass the keys travel again, and the sums of their
+gradients follow one step behind. After the last step the sums need one more hop to reach their owner. Rings over
+several nodes may be hierarchical: keys and sums travel inside nodes and between nodes at the same time
+(``layouts/route.py``, ``travel.py``).
+
+If keys are kept from slice to slice (``KeptKeys``), a slice sends only its own keys in the forward pass and only
+gradients in the backward pass. Ranks that keep sums of gradients send the sums of the slice's own keys, which include
+the gradients from later slices. Ranks that keep no sums send the gradients of all keys up to the end of the slice.
+
+``layouts/layout.py`` has the geometry of the blocks. Sequences that a window limits have separate passes, which run
 first (``window.py``). Sources: ByteScale sections 5.1 and 7; Liu et al., "Ring Attention".
 
-The algorithm is a generator that yields each exchange at the point where it must be complete. ``drive`` waits for it
-between processes; ``virtual.run_in_turn`` runs several ranks in one process.
+The algorithm is a generator that yields each exchange at the point where it must be complete. ``drive`` waits for
+exchanges between processes. ``virtual.run_in_turn`` runs several ranks in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from functools import partial
 
 import torch
 
-from bytescale_ext.attention.backend import Backend, Returning, Steps
+from bytescale_ext.attention.backend import Backend, PendingGradients, Steps
 from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
 from bytescale_ext.attention.layouts.blocks import PlacedBlock
 from bytescale_ext.attention.layouts.layout import AttentionLayout, RingPass
@@ -42,24 +44,24 @@ from bytescale_ext.parallel.p2p import Pending
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: AttentionLayout, backend: Backend
 ) -> torch.Tensor:
-    """Return the causal attention of every sequence of a micro-batch, differentiable once.
+    """Return the causal attention of all sequences of a micro-batch, differentiable once.
 
-    Communicates on the ring group. Every member of a ring must call this function for the micro-batches that share a
-    sequence in the same order (also in a recomputation), and either all of them run the backward pass or none does.
+    Communicates on the ring group. All members of a ring must call this function for their common micro-batches in the
+    same order, also in a recomputation. Either all members run the backward pass or none does.
 
     Args:
-        q: ``[t, heads, dim]``, ``t == layout.num_rows``.
-        k, v: ``[t, kv_heads, dim]``, the dtype of ``q``; ``heads`` is a multiple of ``kv_heads``. Or halves of latents
-            (``latent.py``), which the backend expands.
-        layout: the rows of this rank; all members of a ring must hold layouts of the same plan.
-        backend: how to compute and exchange.
+        q: queries, ``[t, heads, dim]``; ``t == layout.num_rows``.
+        k, v: keys and values, ``[t, kv_heads, dim]``, in the dtype of ``q``; ``heads`` is a multiple of ``kv_heads``.
+            Or the halves of latents (``latent.py``), which the backend expands.
+        layout: attention layout of this rank. The layouts of all members of a ring must come from the same plan.
+        backend: kernel and communication.
 
     Returns:
-        ``[t, heads, dim]`` in the dtype of ``q``. Padding rows are zero, as are their gradients.
+        ``[t, heads, dim]`` in the dtype of ``q``. Padding rows and their gradients are zero.
 
     Raises:
-        ValueError: the tensors do not fit the layout or each other.
-        RuntimeError: from the communication backend when a peer has died.
+        ValueError: the shapes or dtypes of the tensors do not fit the layout or each other.
+        PeerLost: the connection to a peer is lost.
     """
     backend.check(q, k, v, layout.num_rows)
     settings = (layout, backend)
@@ -75,7 +77,7 @@ class _RingCtx(torch.autograd.function.FunctionCtx):
 
 
 class RingAttention(torch.autograd.Function):
-    """One node for the whole micro-batch; saves q, k, v, out and lse, and no keys of other ranks."""
+    """Autograd function of a whole micro-batch. Saves q, k, v, out and lse, but no keys of other ranks."""
 
     @staticmethod
     def forward(
@@ -100,8 +102,8 @@ class RingAttention(torch.autograd.Function):
         """Return the gradients of ``q, k, v`` and the weights, of their shapes; ``dout``: ``[t, heads, dim]``."""
         saved, layout, backend = Saved(*ctx.saved_tensors), ctx.settings[0], ctx.settings[1].for_backward()
         grads = drive(backward_steps(dout.contiguous(), saved, layout, backend))
-        of_sink = sink_gradient(dout, saved.out, saved.lse, backend.sink)
-        return *grads, None, of_sink, backend.expansion_gradient()
+        dsink = sink_gradient(dout, saved.out, saved.lse, backend.sink)
+        return *grads, None, dsink, backend.expansion_gradient()
 
 
 def drive[Result](steps: Steps[Result]) -> Result:
@@ -118,13 +120,13 @@ def drive[Result](steps: Steps[Result]) -> Result:
 def forward_steps(q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, backend: Backend) -> Steps[Output]:
     """Run the forward pass: ``out [t, heads, dim]`` and ``lse [heads, t]`` (minus infinity on padding rows).
 
-    Yields the exchanges with the members of its rings; ``ring_attention`` says what all members must do in the same
-    order. Passes run in the order of the layout. Local documents are computed while the first keys are on their way.
+    Yields the exchanges with the other members of the rings, in an order that all members share. Passes run in the
+    order of the layout. Local documents are computed while the first keys are in transit.
 
     Args:
-        q: ``[t, heads, dim]``, of the micro-batch or of the slice.
-        k, v: ``[tk, kv_heads, dim]``, of the micro-batch. For a slice, this rank's own rows are filled up to the end
-            of the slice; kept rows of other members are filled here.
+        q: queries of the micro-batch or slice, ``[t, heads, dim]``.
+        k, v: keys and values of the micro-batch, ``[tk, kv_heads, dim]``. For a slice, this rank's own rows up to the
+            end of the slice are given, and this function fills the kept rows of other members.
     """
     out, lse = empty_output(q)
 
@@ -132,23 +134,23 @@ def forward_steps(q: torch.Tensor, k: Keys, v: Keys, layout: AttentionLayout, ba
         for block in layout.local_blocks:
             _compute_block((out, lse), q, k, v, block, backend)
 
-    for number, one in enumerate(layout.all_passes):
-        mine = one.in_micro_batch
-        meanwhile = compute_local if number == 0 else _nothing
-        if isinstance(one, WindowPass):
-            steps = window_forward(mine.take(q), k, v, one, backend, meanwhile)
+    for number, layout_pass in enumerate(layout.all_passes):
+        rows = layout_pass.in_micro_batch
+        meanwhile = compute_local if number == 0 else _compute_nothing
+        if isinstance(layout_pass, WindowPass):
+            steps = window_forward(rows.take(q), k, v, layout_pass, backend, meanwhile)
         else:
-            steps = _forward_pass(mine.take(q), k, v, one, backend, meanwhile)
-        part, part_lse = yield from steps
-        mine.put_(out, part)
-        mine.put_(lse, part_lse, dim=1)
+            steps = _forward_pass(rows.take(q), k, v, layout_pass, backend, meanwhile)
+        pass_out, pass_lse = yield from steps
+        rows.put_(out, pass_out)
+        rows.put_(lse, pass_lse, dim=1)
     if not layout.all_passes:
         compute_local()
     return out, lse
 
 
-def _nothing() -> None:
-    """Compute nothing while keys are on their way."""
+def _compute_nothing() -> None:
+    """Compute nothing while keys are in transit."""
 
 
 def _forward_pass(
@@ -159,17 +161,17 @@ def _forward_pass(
     backend: Backend,
     meanwhile: Callable[[], None],
 ) -> Steps[Output]:
-    """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of my rows, in the accumulation dtype.
+    """Run one pass: ``out [rows, heads, dim]`` and ``lse [heads, rows]`` of its queries, in the accumulation dtype.
 
     Args:
-        q: ``[rows, heads, dim]``, of these rows.
-        k, v: ``[tk, kv_heads, dim]``, of the micro-batch.
-        meanwhile: called while the first keys are on their way.
+        q: queries of the pass, ``[rows, heads, dim]``.
+        k, v: keys and values of the micro-batch, ``[tk, kv_heads, dim]``.
+        meanwhile: function to call while the first keys are in transit.
     """
     totals = empty_output(q, accumulation_dtype(q.dtype))
     travelling = TravellingKeys(k, v, ring_pass, backend.exchange)
     for step in range(ring_pass.width):
-        # Posted before the block is computed, so that the transfer hides behind it.
+        # Posted before the block is computed, so that the transfer overlaps with computation.
         arriving = travelling.post(step)
         keys, values = travelling.here(step)
         if step == 0:
@@ -183,17 +185,17 @@ def _forward_pass(
 
 
 def _compute_block(totals: Output, q: torch.Tensor, k: Keys, v: Keys, block: PlacedBlock, backend: Backend) -> None:
-    """Compute a block and join it to the totals. Causal blocks come first and overwrite.
+    """Compute a block and join it to the totals. Causal blocks come first and overwrite the totals.
 
     ``totals``: ``out [rows, heads, dim]`` and ``lse [heads, rows]``; other shapes as in ``Backend.forward``.
     """
     out, lse = totals
-    rows, part = block.queries, backend.forward(q, k, v, block)
+    rows, block_output = block.queries, backend.forward(q, k, v, block)
     if block.causal:
-        rows.put_(out, part[0])
-        rows.put_(lse, part[1], dim=1)
+        rows.put_(out, block_output[0])
+        rows.put_(lse, block_output[1], dim=1)
         return
-    backend.kernel.join(totals, part, rows)
+    backend.kernel.join(totals, block_output, rows)
 
 
 def backward_steps(dout: torch.Tensor, saved: Saved, layout: AttentionLayout, backend: Backend) -> Steps[Gradients]:
@@ -213,26 +215,32 @@ def summing_steps(
     layout: AttentionLayout,
     backend: Backend,
 ) -> Steps[torch.Tensor]:
-    """Run the backward pass of a micro-batch or slice: ``dq [t, heads, dim]``; key gradients are added to ``sums``.
+    """Run the backward pass of a micro-batch or slice: ``dq [t, heads, dim]``. Key gradients are added to ``sums``.
 
-    Yields exchanges like ``forward_steps``, with the passes in the same order. Local documents come last, while the
-    gradients of my keys are on their way home. ``dout``: ``[t, heads, dim]``; ``sums``: of keys and of values, each
-    ``[tk, kv_heads, dim]``.
+    Yields exchanges like ``forward_steps``, with the passes in the same order. Local documents are computed last, while
+    the gradients of this rank's keys are in transit.
+
+    Args:
+        dout: gradient of ``out``, ``[t, heads, dim]``.
+        computed: inputs and outputs of ``forward_steps``.
+        sums: sums of the gradients of keys and of values, each ``[tk, kv_heads, dim]``.
+        layout: attention layout of this rank.
+        backend: kernel and communication.
     """
     q, k, v, out, lse = computed
     dq = torch.zeros_like(q)
     dk, dv = sums
-    returning: list[Returning] = []
-    for one in layout.all_passes:
-        mine = one.in_micro_batch
-        of_pass = Computed(mine.take(q), k, v, mine.take(out), mine.take(lse, dim=1))
-        if isinstance(one, WindowPass):
-            steps = window_backward(mine.take(dout), of_pass, one, backend)
+    pending_gradients: list[PendingGradients] = []
+    for layout_pass in layout.all_passes:
+        rows = layout_pass.in_micro_batch
+        pass_computed = Computed(rows.take(q), k, v, rows.take(out), rows.take(lse, dim=1))
+        if isinstance(layout_pass, WindowPass):
+            steps = window_backward(rows.take(dout), pass_computed, layout_pass, backend)
         else:
-            steps = _backward_pass(mine.take(dout), of_pass, (dk, dv), one, backend)
-        part, part_returning = yield from steps
-        mine.put_(dq, part)
-        returning.append(part_returning)
+            steps = _backward_pass(rows.take(dout), pass_computed, (dk, dv), layout_pass, backend)
+        pass_dq, gradients = yield from steps
+        rows.put_(dq, pass_dq)
+        pending_gradients.append(gradients)
     for block in layout.local_blocks:
         grads = backend.backward(dout, computed, block)
         if block.causal:
@@ -241,11 +249,11 @@ def summing_steps(
             block.queries.add_(dq, grads[0])
         block.keys.add_(dk, grads[1])
         block.keys.add_(dv, grads[2])
-    for home in returning:
-        yield home.pending
-        total = home.total()
-        home.keys.add_(dk, total[0])
-        home.keys.add_(dv, total[1])
+    for gradients in pending_gradients:
+        yield gradients.pending
+        total = gradients.total()
+        gradients.keys.add_(dk, total[0])
+        gradients.keys.add_(dv, total[1])
     return dq
 
 
@@ -255,34 +263,34 @@ def _backward_pass(
     totals: tuple[Keys, Keys],
     ring_pass: RingPass,
     backend: Backend,
-) -> Steps[tuple[torch.Tensor, Returning]]:
-    """Run one pass: ``dq [rows, heads, dim]`` of my rows, and the gradients of my keys, on their way.
+) -> Steps[tuple[torch.Tensor, PendingGradients]]:
+    """Run one pass: ``dq [rows, heads, dim]`` of its queries, and the pending gradients of this rank's keys.
 
-    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. ``TravellingSums`` says
-    how they come home; each is posted after the keys of its step.
+    Sums of gradients are ``[2, rows, kv_heads, dim]`` (keys, values) in the accumulation dtype. ``TravellingSums``
+    returns them to the owners of the keys. The sum of a step is posted after the keys of the step.
 
     Args:
-        dout: ``[rows, heads, dim]``, of my rows.
-        saved: of my rows; keys and values ``[tk, kv_heads, dim]`` of the micro-batch.
-        totals: sums of the micro-batch for keys and values, ``[tk, kv_heads, dim]`` each. My part of the gradients of
-            kept keys is added to them, unless it travels.
+        dout: gradient of the pass's output, ``[rows, heads, dim]``.
+        saved: queries and outputs of the pass; keys and values ``[tk, kv_heads, dim]`` of the micro-batch.
+        totals: sums of the micro-batch for keys and for values, ``[tk, kv_heads, dim]`` each. This rank's gradients of
+            kept keys are added to them, except the gradients that travel.
     """
     k, kept = saved.k, ring_pass.kept_sums
     dq = torch.zeros(saved.q.shape, dtype=accumulation_dtype(saved.q.dtype), device=saved.q.device)
-    keys_on_way = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
-    sums_on_way = TravellingSums(k, ring_pass, backend.exchange)
+    travelling_keys = TravellingKeys(k, saved.v, ring_pass, backend.exchange)
+    travelling_sums = TravellingSums(k, ring_pass, backend.exchange)
     own: list[torch.Tensor] = []
     arriving_sums: Pending | None = None
     for step in range(ring_pass.width):
-        arriving = keys_on_way.post(step) if ring_pass.kept is None else None
-        keys, values = keys_on_way.here(step)
-        here = saved._replace(k=keys, v=values)
-        computed = [(block, backend.backward(dout, here, block)) for block in ring_pass.at(step)]
+        arriving = travelling_keys.post(step) if ring_pass.kept is None else None
+        keys, values = travelling_keys.here(step)
+        step_saved = saved._replace(k=keys, v=values)
+        computed = [(block, backend.backward(dout, step_saved, block)) for block in ring_pass.at(step)]
         for block, grads in computed:
             block.queries.add_(dq, grads[0])
         if arriving_sums is not None:
             yield arriving_sums
-        travelling = sums_on_way.here(step) if step else None
+        travelling = travelling_sums.here(step) if step else None
         total = key_sums(len(keys), k) if travelling is None or kept is not None else travelling
         for block, grads in computed:
             block.keys.add_(total[0], grads[1])
@@ -292,19 +300,19 @@ def _backward_pass(
             add_kept(totals, total, travelling, kept.whole[source], kept.own[source])
         elif step == 0:
             own.append(total)
-        arriving_sums = sums_on_way.post(step)
+        arriving_sums = travelling_sums.post(step)
         if arriving is not None:
             yield arriving
-            keys_on_way.arrive(step + 1)
+            travelling_keys.arrive(step + 1)
     assert arriving_sums is not None, f"{ring_pass=}"
     if ring_pass.route.inner_rings > 1:
         yield arriving_sums
-        arriving_sums = sums_on_way.post_home()
-    return dq, Returning(ring_pass.summed_keys, arriving_sums, partial(_sum, [*sums_on_way.home, *own]))
+        arriving_sums = travelling_sums.post_home()
+    return dq, PendingGradients(ring_pass.summed_keys, arriving_sums, partial(_sum, [*travelling_sums.home, *own]))
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of parts ``[2, rows, kv_heads, dim]``, in the first one."""
+    """Return the sum of parts ``[2, rows, kv_heads, dim]``, computed in place in the first part."""
     total, *others = parts
     for part in others:
         total.add_(part)

@@ -1,13 +1,13 @@
-"""Attention sinks: one more score for each head, which takes a part of the softmax and has no value.
+"""Attention sinks: one additional score per head, which takes part in the softmax and has a value of zero.
 
-With a sink ``b`` the weights of a query's keys are ``exp(s_j) / (exp(b) + sum_i exp(s_i))``. So the sink is joined
-once to the finished attention over all keys, as a block of keys whose values are zero (``merge.py``)::
+With a sink ``b`` the weights of a query's keys are ``exp(s_j) / (exp(b) + sum_i exp(s_i))``. The sink is therefore
+joined once to the finished attention over all keys, like a block of keys with values of zero (``merge.py``)::
 
     lse' = log(exp(lse) + exp(b))        out' = exp(lse - lse') out
 
-Kernels compute their gradients from ``out'`` and ``lse'`` as from those of any larger set of keys. The gradient of the
-sink is that of a score whose value is zero: ``-sum over queries of exp(b - lse') (dout . out')``. ``b`` is 0 ("off by
-one", Miller 2023) or learned for each head (gpt-oss, Megatron's ``--softmax-type``).
+Kernels compute gradients from ``out'`` and ``lse'``, as they do if further keys exist outside their block. The gradient
+of the sink is the gradient of a score with a value of zero: ``-sum over queries of exp(b - lse') (dout . out')``. ``b``
+is 0 ("off by one", Miller 2023) or learned per head (gpt-oss, Megatron's ``--softmax-type``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def add_sink_(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> None:
 def sink_gradient(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the gradient of a sink ``[heads]``; None without one.
+    """Return the gradient of a sink ``[heads]``, or None without a sink.
 
-    ``dout, out``: ``[t, heads, dim]``; ``lse``: ``[heads, t]``; the last two as ``add_sink_`` leaves them.
+    ``dout, out``: ``[t, heads, dim]``; ``lse``: ``[heads, t]``. ``out`` and ``lse`` are the results of ``add_sink_``.
     """
     if sink is None:
         return None

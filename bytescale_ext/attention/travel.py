@@ -1,6 +1,6 @@
-"""What travels round a ring: keys and values of a pass, and the sums of their gradients.
+"""Transfers round a ring: keys and values of a pass, and the sums of their gradients.
 
-Messages are ``[2, rows, kv_heads, dim]``: keys, then values. ``ring.py`` says when each of them travels.
+Messages are ``[2, rows, kv_heads, dim]``: keys, then values. ``ring.py`` decides when each of them travels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bytescale_ext.attention.layouts.rows import RowParts, Rows
 from bytescale_ext.parallel.p2p import Pending, Transfer
 
 type Keys = torch.Tensor | RowParts
-"""Keys, values or sums of their gradients, ``[tk, kv_heads, dim]``: of a micro-batch, or slice by slice."""
+"""Keys, values or sums of their gradients, ``[tk, kv_heads, dim]``, in one tensor or slice by slice."""
 
 Exchange = Callable[[Sequence[Transfer], Sequence[Transfer]], Pending]
 
 
 class Computed(NamedTuple):
-    """Inputs ``q, k, v`` and outputs ``out, lse`` of a forward pass, as its backward pass takes them.
+    """Inputs ``q, k, v`` and outputs ``out, lse`` of a forward pass, which its backward pass needs.
 
-    Shapes as in ``kernels/contract.py``; keys are those of the whole micro-batch.
+    Shapes as in ``kernels/contract.py``; keys and values of the whole micro-batch.
     """
 
     q: torch.Tensor
@@ -42,14 +42,14 @@ def add_kept(
     whole: Rows,
     own: Rows,
 ) -> None:
-    """Add a member's key gradients to the micro-batch's sums, and the slice's sums to the gradients that travel to it.
+    """Add key gradients of a member to the sums of the micro-batch, and the slice's sums to the travelling gradients.
 
     Args:
-        totals: the sums, ``[tk, kv_heads, dim]`` each, of the micro-batch.
-        part: ``[2, rows, kv_heads, dim]``, of the rows ``whole``.
-        travelling: ``[2, rows, kv_heads, dim]``, of the rows ``own``; None for my own keys.
+        totals: sums of the micro-batch for keys and for values, ``[tk, kv_heads, dim]`` each.
+        part: gradients of the rows ``whole``, ``[2, rows, kv_heads, dim]``.
+        travelling: travelling gradients of the rows ``own``, ``[2, rows, kv_heads, dim]``; None for this rank's keys.
         whole: rows of the member's keys up to the end of the slice.
-        own: rows of its keys in the slice.
+        own: rows of the member's keys in the slice.
     """
     for index, total in enumerate(totals):
         whole.add_(total, part[index])
@@ -58,27 +58,29 @@ def add_kept(
 
 
 class TravellingKeys:
-    """The keys and values of a pass on their way round the ring.
+    """Keys and values of a pass that travel round the ring.
 
-    In a hierarchical ring a member sends the keys that it holds at the start of a round to its counterpart in parts,
-    one with each step of the round, so that every exchange is one batch and the link between nodes is always busy.
+    In a hierarchical ring a member sends the keys that it has at the start of a round to its counterpart. It sends them
+    in parts, one with each step of the round, so that every exchange is one batch and the link between nodes is always
+    busy.
 
     Args:
-        k, v: ``[tk, kv_heads, dim]``, of the micro-batch. Kept keys of other members are written there on arrival.
-        ring_pass: what travels and in which order.
-        exchange: starts an exchange.
+        k, v: keys and values of the micro-batch, ``[tk, kv_heads, dim]``. Kept keys of other members are written there
+            on arrival.
+        ring_pass: rows and route of the pass.
+        exchange: function that starts an exchange.
     """
 
     def __init__(self, k: Keys, v: Keys, ring_pass: RingPass, exchange: Exchange) -> None:
         self._held = (k, v)
         self._pass = ring_pass
         self._exchange = exchange
-        nothing = like(k)[:0]  # kept keys do not travel in the backward pass
+        nothing = like(k)[:0]  # the backward pass of kept keys sends none
         self._here = self._next = nothing
-        self._leaving = self._arriving = nothing  # keys at the start of this round and of the next one
+        self._leaving = self._arriving = nothing  # keys at the start of this round and of the next round
 
     def post(self, step: int) -> Pending | None:
-        """Send the keys of this step on and start receiving the next ones; do nothing after the last step."""
+        """Forward the keys of this step and start receiving the next keys. Return None after the last step."""
         route = self._pass.route
         if step == 0:
             self._here = torch.stack([self._pass.sent_keys.take(held) for held in self._held])
@@ -96,41 +98,42 @@ class TravellingKeys:
         return self._exchange(sends, receives) if sends else None
 
     def arrive(self, step: int) -> None:
-        """Take over the keys of a step, which have been received."""
+        """Use the received keys of a step from now on."""
         self._here = self._next if step % self._pass.route.inner_width else self._arriving
         if self._pass.kept is not None:
             for held, received in zip(self._held, self._here, strict=True):
                 self._pass.kept.own[self._pass.source(step)].put_(held, received)
 
     def here(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the step's blocks: ``[rows, kv_heads, dim]`` each."""
+        """Return the keys and values of a step's blocks, ``[rows, kv_heads, dim]`` each."""
         if self._pass.kept is None:
             return self._here[0], self._here[1]
         rows = self._pass.kept.whole[self._pass.source(step)]
         return rows.take(self._held[0]), rows.take(self._held[1])
 
     def _empty(self, step: int) -> torch.Tensor:
-        """Return room for the keys of a step, ``[2, rows, kv_heads, dim]``."""
+        """Return uninitialized memory for the keys of a step, ``[2, rows, kv_heads, dim]``."""
         rows = self._pass.travelling(self._pass.source(step))
         return self._here.new_empty((2, rows, *self._here.shape[2:]))
 
 
 class TravellingSums:
-    """The sums of key gradients of a pass on their way home, one step behind the keys.
+    """Sums of key gradients of a pass that travel to the owners of the keys, one step behind the keys.
 
-    In each round the members of an inner ring add up the gradients of the keys that they see in it. A sum starts at the
-    member after the one that held the keys first, visits the others and ends there. The sum of round 0 is at home then.
-    Later ones are joined to the sum of the inner rings before, which has come in parts during the round; the total goes
-    on to the counterpart during the next round, and after the last round home. A plain ring has only round 0.
+    In each round the members of an inner ring sum the gradients of the keys that visit the ring. A sum starts at the
+    successor of the member that has the keys at the start of the round, visits the other members and ends at that
+    member. After round 0 this member is the owner of the keys, so the sum has arrived. After a later round the sum is
+    added to the sum of the previous inner rings, which has arrived in parts during the round. The total travels to the
+    counterpart during the next round, and to the owner after the last round. A plain ring has only round 0.
 
     Args:
-        keys: ``[tk, kv_heads, dim]``, of the micro-batch.
-        ring_pass: what travels and in which order.
-        exchange: starts an exchange.
+        keys: keys of the micro-batch, ``[tk, kv_heads, dim]``.
+        ring_pass: rows and route of the pass.
+        exchange: function that starts an exchange.
 
     Attributes:
-        home: sums of my keys' gradients on other ranks, ``[2, rows, kv_heads, dim]`` each, once all exchanges are
-            complete: of my inner ring, then of the others.
+        home: sums of other ranks' gradients of this rank's keys, ``[2, rows, kv_heads, dim]`` each, which are valid
+            once all exchanges are complete: the sum of this rank's inner ring, then the sum of the other inner rings.
     """
 
     def __init__(self, keys: Keys, ring_pass: RingPass, exchange: Exchange) -> None:
@@ -139,14 +142,14 @@ class TravellingSums:
         self._exchange = exchange
         nothing = key_sums(0, keys)
         self._here = self._next = nothing
-        self._mine = nothing  # my part of the sum that ends at me in this round
-        self._leaving = self._arriving = nothing  # totals: of the round before, and of the inner rings before
+        self._mine = nothing  # this rank's part of the sum that ends here in this round
+        self._leaving = self._arriving = nothing  # totals of the previous round and of the previous inner rings
         self.home: list[torch.Tensor] = []
 
     def here(self, step: int) -> torch.Tensor:
-        """Return the sum ``[2, rows, kv_heads, dim]`` to which my gradients of a step are added.
+        """Return the sum ``[2, rows, kv_heads, dim]`` to which this rank adds its gradients of a step.
 
-        All exchanges that were posted before must be complete. My own keys, at step 0, have none.
+        All exchanges posted so far must be complete. Step 0, with this rank's own keys, has no such sum.
         """
         number, hop = divmod(step, self._pass.route.inner_width)
         assert step > 0, f"{step=}"
@@ -159,7 +162,7 @@ class TravellingSums:
         return self._here
 
     def post(self, step: int) -> Pending | None:
-        """Send the sums of this step on and start receiving the next ones; at step 0 there are none yet."""
+        """Forward the sums of this step and start receiving the next sums. Return None if there are none yet."""
         route = self._pass.route
         number, hop = divmod(step, route.inner_width)
         first = step - hop
@@ -178,7 +181,7 @@ class TravellingSums:
         return self._exchange(sends, receives) if sends else None
 
     def post_home(self) -> Pending:
-        """Send the total of the last round home, after all other exchanges of a hierarchical ring."""
+        """Send the total of the last round to the owner of the keys, after all other exchanges of the ring."""
         route = self._pass.route
         self._end_round(route.inner_rings - 1)
         self._arriving = self._empty(0)
@@ -186,26 +189,26 @@ class TravellingSums:
         return self._exchange([(self._leaving, route.next_counterpart)], [(self._arriving, route.previous_counterpart)])
 
     def _end_round(self, number: int) -> None:
-        """Make the total of a round whose exchanges are complete; that of round 0 goes no further."""
+        """Compute the total of a round whose exchanges are complete. The sum of round 0 has already arrived."""
         if number > 0:
             self._leaving = self._mine.add_(self._next)
         if number > 1:
             self._leaving.add_(self._arriving)
 
     def _empty(self, step: int) -> torch.Tensor:
-        """Return room for the sum of a step's keys, ``[2, rows, kv_heads, dim]``."""
+        """Return uninitialized memory for the sum of a step's keys, ``[2, rows, kv_heads, dim]``."""
         return key_sums(self._pass.travelling_sums(self._pass.source(step)), self._keys, filled=False)
 
 
 def part_of(message: torch.Tensor, hop: int, route: Route) -> torch.Tensor:
-    """Return what one step of a round sends of a message ``[2, rows, kv_heads, dim]``: a flat view."""
+    """Return the part of a message ``[2, rows, kv_heads, dim]`` for step ``hop`` of a round, as a flat view."""
     return message.view(-1).tensor_split(route.inner_width)[hop]
 
 
 def key_sums(num_rows: int, keys: Keys, filled: bool = True) -> torch.Tensor:
-    """Return sums ``[2, num_rows, kv_heads, dim]`` for the gradients of keys and values.
+    """Return sums ``[2, num_rows, kv_heads, dim]`` for the gradients of keys and values, in the accumulation dtype.
 
-    ``keys``: ``[tk, kv_heads, dim]``. The sums have its accumulation dtype, and are zeros if ``filled``, else empty.
+    ``keys``: ``[tk, kv_heads, dim]``. The sums are zeros if ``filled``, else uninitialized.
     """
     make, example = torch.zeros if filled else torch.empty, like(keys)
     return make((2, num_rows, *example.shape[1:]), dtype=accumulation_dtype(example.dtype), device=example.device)

@@ -1,8 +1,8 @@
-"""Several ranks in one process, run in turn on one device.
+"""Virtual ranks: several ranks that run in turn in one process and on one device.
 
-The ring algorithm is a generator that yields the exchanges it needs. Here an exchange goes through mailboxes, and a
-rank whose message has not arrived yields to the next rank. This serves kernel timings on one GPU and tests with any
-number of ranks, where the arithmetic matters and the network does not. A deadlock of a plan is found at once.
+The ring algorithm is a generator that yields its exchanges. Here an exchange goes through mailboxes, and a rank waiting
+for a message yields to the next rank. Kernel timings on one GPU and tests with any number of ranks use virtual ranks,
+because they need the arithmetic and not the network. A plan that deadlocks raises an error immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Address = tuple[int, int, int]  # sender, receiver, number of the message betwee
 
 
 class MailboxPending:
-    """The receives of one exchange."""
+    """The messages to receive in one exchange."""
 
     def __init__(self, boxes: dict[Address, torch.Tensor], receives: dict[Address, torch.Tensor]) -> None:
         self._boxes = boxes
@@ -30,10 +30,10 @@ class MailboxPending:
         return all(address in self._boxes for address in self._receives)
 
     def wait(self) -> None:
-        """Copy the messages into the tensors to receive.
+        """Copy the messages into the receiving tensors.
 
         Raises:
-            RuntimeError: a message is missing, or has another shape or dtype than planned.
+            RuntimeError: a message is missing, or its shape or dtype differs from the plan.
         """
         for address, tensor in self._receives.items():
             message = self._boxes.pop(address, None)
@@ -48,7 +48,7 @@ class MailboxPending:
 
 
 class MailboxComm:
-    """The ``Comm`` of one virtual rank; ``mailbox_comms`` makes one for each rank of a world.
+    """The ``Comm`` of one virtual rank; ``mailbox_comms`` makes one per rank.
 
     As between processes, the n-th send from rank a to rank b matches the n-th receive of b from a.
     """
@@ -76,7 +76,7 @@ class MailboxComm:
 
 
 def mailbox_comms(size: int) -> list[MailboxComm]:
-    """Return one comm for each of ``size`` virtual ranks."""
+    """Return the comms of ``size`` virtual ranks."""
     boxes: dict[Address, torch.Tensor] = {}
     return [MailboxComm(boxes, rank) for rank in range(size)]
 
@@ -85,7 +85,7 @@ def run_in_turn[Result](ranks: Sequence[Steps[Result]]) -> list[Result]:
     """Run the algorithm of every virtual rank to its end and return their results in order.
 
     Raises:
-        RuntimeError: a deadlock: every unfinished rank waits for a message that no rank will send.
+        RuntimeError: the ranks deadlock; each unfinished rank waits for a message that no rank will send.
     """
     results: dict[int, Result] = {}
     waiting: dict[int, Pending | None] = dict.fromkeys(range(len(ranks)))

@@ -1,4 +1,4 @@
-"""What every attention kernel computes::
+"""The contract of attention kernels::
 
     forward(q, k, v, block)      -> out, lse
     backward(dout, saved, block) -> dq, dk, dv
@@ -6,17 +6,17 @@
 ======================  ===========================  =========================================================
 tensors                 shape                        dtype
 ======================  ===========================  =========================================================
-``q, out, dout, dq``    ``[tq, heads, dim]``         one of the kernel's
-``k, v, dk, dv``        ``[tk, kv_heads, dim]``      the same; ``heads`` is a multiple of ``kv_heads``
+``q, out, dout, dq``    ``[tq, heads, dim]``         a dtype of the kernel
+``k, v, dk, dv``        ``[tk, kv_heads, dim]``      the same dtype; ``heads`` is a multiple of ``kv_heads``
 ``lse``                 ``[heads, tq]``              ``accumulation_dtype``; natural log-sum-exp of the scores
 ======================  ===========================  =========================================================
 
 ``tq`` and ``tk`` are the last offsets of the block. Tensors may be strided. A query without keys gets ``out`` 0 and
 ``lse`` minus infinity.
 
-The backward takes the ``out`` and ``lse`` over *all* keys of the queries, including keys outside this block
-(FlashAttention-2, Algorithm 2: ``delta = rowsum(dout * out)``), so the gradients of blocks add up to the
-gradients of the whole. Kernels do not communicate and do not synchronize with the device.
+The backward function takes the ``out`` and ``lse`` over *all* keys of the queries, including keys outside of the block
+(FlashAttention-2, Algorithm 2: ``delta = rowsum(dout * out)``). So the gradients of all blocks add up to the gradients
+of the whole attention. Kernels do not communicate and do not synchronize with the device.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import NamedTuple
 
 import torch
 
-from bytescale_ext.attention.layouts.blocks import AttentionBlock
+from bytescale_ext.attention.layouts.blocks import AttentionBlock, PlacedBlock
 
 Output = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # dq, dk, dv
 
 
 class Saved(NamedTuple):
-    """What a forward pass saves for its backward pass; shapes as in the module docstring."""
+    """Tensors that a forward pass saves for its backward pass; shapes as in the module docstring."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -52,11 +52,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_output(q: torch.Tensor, dtype: torch.dtype | None = None) -> Output:
-    """Return the output of queries without keys, to be filled or merged into.
+    """Return the output of queries without keys, to overwrite or to join blocks to.
 
     Args:
         q: ``[t, heads, dim]``.
-        dtype: of ``out``; by default the dtype of ``q``.
+        dtype: dtype of ``out``; by default the dtype of ``q``.
 
     Returns:
         ``out [t, heads, dim]`` of zeros and ``lse [heads, t]`` of minus infinity in the accumulation dtype.
@@ -64,3 +64,13 @@ def empty_output(q: torch.Tensor, dtype: torch.dtype | None = None) -> Output:
     out = torch.zeros(q.shape, dtype=dtype or q.dtype, device=q.device)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
     return out, lse
+
+
+def packed_documents(
+    block: AttentionBlock | PlacedBlock, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Return the arguments of variable-length kernels: offsets and longest documents of queries and keys.
+
+    The offsets are int32 ``[num_documents + 1]`` on ``device``.
+    """
+    return block.cu_q.on(device), block.cu_k.on(device), block.cu_q.longest, block.cu_k.longest

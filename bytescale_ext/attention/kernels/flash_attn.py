@@ -1,8 +1,8 @@
-"""The flash-attn packages as attention kernels, when they are installed. ``contract.py`` has the shapes and dtypes.
+"""The flash-attn packages as attention kernels, if they are installed. ``contract.py`` has the shapes and dtypes.
 
-``flash_attn_interface`` is flash-attn 3 (Hopper), ``flash_attn.flash_attn_interface`` is flash-attn 2. Only their
-low-level functions return and take the log-sum-exp. Parameters and their order differ between versions, so arguments
-are passed by the names that the installed function has.
+The module ``flash_attn_interface`` is flash-attn 3 (Hopper), ``flash_attn.flash_attn_interface`` is flash-attn 2. Only
+their low-level functions return and take the log-sum-exp. Parameters and their order differ between versions, so
+arguments are passed by name, if the installed function has the name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn:
-    """One of the packages.
+    """A flash-attn package.
 
     Attributes:
-        package: what must be installed.
-        module: holds the two functions.
-        forward_name: name of the function that gives ``out`` and the log-sum-exp.
+        package: name of the package.
+        module: module with the two functions.
+        forward_name: name of the function that returns ``out`` and the log-sum-exp.
         backward_name: name of the function that writes ``dq, dk, dv``.
     """
 
@@ -36,14 +36,14 @@ class FlashAttn:
     backward_name: str
 
     def missing(self) -> str | None:
-        """Return why the package cannot be used, or None. Does not import it."""
+        """Return why the package cannot be used, or None. Does not import the package."""
         return None if importlib.util.find_spec(self.package) else f"the package {self.package} is not installed"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
         """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``."""
         function = getattr(importlib.import_module(self.module), self.forward_name)
         results = call_by_name(function, {"q": q, "k": k, "v": v, **_common(block, q.device)})
-        # flash-attn 2 before 2.7 returns the padded inputs too: out, q, k, v, out_padded, lse, ...
+        # flash-attn 2 before 2.7 also returns the padded inputs: out, q, k, v, out_padded, lse, ...
         out, lse = (results[0], results[5]) if len(results) == 8 else (results[0], results[1])
         return out, lse
 
@@ -65,7 +65,7 @@ FLASH_ATTN_3 = FlashAttn("flash_attn_interface", "flash_attn_interface", "_flash
 
 
 def _common(block: AttentionBlock, device: torch.device) -> dict[str, object]:
-    """Return the arguments that forward and backward share, under every name that a version has used."""
+    """Return the common arguments of forward and backward, under every name that a version has used."""
     window = (-1, -1) if block.window is None else (block.window, 0)
     return {
         "cu_seqlens_q": block.cu_q.on(device),
@@ -85,7 +85,7 @@ def _common(block: AttentionBlock, device: torch.device) -> dict[str, object]:
 
 
 def call_by_name[Result](function: Callable[..., Result], values: dict[str, object]) -> Result:
-    """Call a function with the values whose names it has; a parameter without value or default gets None."""
+    """Call a function with those ``values`` that it has parameters for. Other required parameters get None."""
     arguments = {}
     for name, has_default in _parameters(function):
         if name in values:
@@ -96,7 +96,7 @@ def call_by_name[Result](function: Callable[..., Result], values: dict[str, obje
 
 
 def _parameters(function: Callable[..., object]) -> list[tuple[str, bool]]:
-    """Return ``(name, has a default)`` of each parameter of a Python function or of a torch custom operator."""
+    """Return the name of each parameter and whether it has a default, of a Python function or torch operator."""
     operator = getattr(function, "_opoverload", None)
     if operator is not None:
         return [(argument.name, argument.has_default_value()) for argument in operator._schema.arguments]

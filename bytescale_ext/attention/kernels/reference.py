@@ -1,7 +1,7 @@
-"""The reference kernel: attention written out in full, the oracle of every other kernel and of the ring.
+"""The reference kernel: attention written out in full, the oracle of all other kernels and of the ring.
 
-It multiplies whole matrices, one document at a time, in float64 for float64 inputs and in float32 otherwise. Scores
-take ``heads x queries x keys`` of memory, so it serves tests, probes and small inputs.
+It multiplies whole matrices, one document at a time, in float64 for float64 inputs and in float32 otherwise. It stores
+``heads x queries x keys`` scores, so it is for tests, probes and small inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bytescale_ext.attention.layouts.blocks import AttentionBlock, Tile
 
 
 def reference_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
-    """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``; see ``contract.py``. Takes every device and dtype."""
+    """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``; see ``contract.py``. Supports all devices and dtypes."""
     out, lse = empty_output(q)
     for rows, keys in block.documents():
         scores = _scores(q[rows], k[keys], block)
@@ -29,17 +29,16 @@ def reference_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) 
     q, k, v, out, lse = saved
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in block.documents():
-        document = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows])
-        dq[rows], dk[keys], dv[keys] = _document_backward(dout[rows], document, block)
+        document_saved = Saved(q[rows], k[keys], v[keys], out[rows], lse[:, rows])
+        dq[rows], dk[keys], dv[keys] = _document_backward(dout[rows], document_saved, block)
     return dq, dk, dv
 
 
 def _document_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
-    """Return the gradients of one document: with ``p = exp(scores - lse)`` and ``delta = rowsum(dout * out)``
+    """Return the gradients ``dq [tq, heads, dim]`` and ``dk, dv [tk, kv_heads, dim]`` of one document.
 
-    ``dv = p^T dout``, ``ds = p * (dout v^T - delta) * scale``, ``dq = ds k``, ``dk = ds^T q``.
-
-    ``dout``: ``[tq, heads, dim]``; returns ``dq`` like it and ``dk, dv [tk, kv_heads, dim]``.
+    With ``p = exp(scores - lse)`` and ``delta = rowsum(dout * out)``, the gradients are ``dv = p^T dout``,
+    ``ds = p * (dout v^T - delta) * scale``, ``dq = ds k`` and ``dk = ds^T q``. ``dout``: ``[tq, heads, dim]``.
     """
     q, k, v, out, lse = saved
     dtype, kv_heads = accumulation_dtype(q.dtype), k.shape[1]
@@ -56,10 +55,10 @@ def _document_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) 
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, block: AttentionBlock) -> torch.Tensor:
-    """Return the scaled scores of one document, minus infinity where a query does not see a key.
+    """Return the scaled scores of one document, minus infinity if the query does not see the key.
 
-    ``q``: ``[tq, heads, dim]``, ``k``: ``[tk, kv_heads, dim]``; returns ``[kv_heads, heads / kv_heads, tq, tk]`` in
-    the accumulation dtype.
+    ``q``: ``[tq, heads, dim]``; ``k``: ``[tk, kv_heads, dim]``. The result is ``[kv_heads, heads / kv_heads, tq, tk]``
+    in the accumulation dtype.
     """
     dtype = accumulation_dtype(q.dtype)
     scores = torch.einsum("qngd,knd->ngqk", _grouped(q, k.shape[1]).to(dtype), k.to(dtype)) * block.scale

@@ -1,7 +1,7 @@
-"""The table of attention kernels, and the choice of one.
+"""The table of attention kernels, and the choice of a kernel.
 
-Every kernel has one contract (``contract.py``). ``choose_kernel`` takes the first row of the table that fits the
-inputs and passes a live probe: a few small documents on the device, compared with the reference.
+All kernels share a contract (``contract.py``). ``choose_kernel`` returns the first row of the table that supports the
+inputs and passes a probe: it computes a few small documents on the device, which are compared with the reference.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
-        name: what ``choose_kernel(name=...)`` takes.
-        devices: device types, e.g. ``("cuda",)``.
-        dtypes: input dtypes.
-        missing: returns why the kernel cannot run here (a package, an operator), or None. Imports nothing heavy.
-        forward, backward: see ``contract.py``.
-        head_dim_multiple: ``dim`` must be a multiple of this.
-        largest_head_dim: the largest ``dim``.
-        by_name_on: device types on which it must be asked for by name.
-        join: merges a block's results into the totals; ``choose_kernel`` sets it for the device.
+        name: name of the kernel, as in ``choose_kernel(name=...)``.
+        devices: supported device types, such as ``("cuda",)``.
+        dtypes: supported input dtypes.
+        missing: function that returns the package or operator that is missing here, or None. It imports nothing heavy.
+        forward, backward: functions of the contract; see ``contract.py``.
+        head_dim_multiple: number that must divide ``dim``.
+        largest_head_dim: largest supported ``dim``.
+        by_name_on: device types on which the kernel is used only if its name is given.
+        join: function that joins a block to the totals; ``choose_kernel`` sets it for the device.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Kernel:
     join: JoinFunction = join_
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Return why this kernel cannot take such inputs, or None. Looks for packages, does not use the device."""
+        """Return why the kernel does not support such inputs, or None. Looks for packages, does not use the device."""
         if device.type not in self.devices:
             return f"runs on {'/'.join(self.devices)}, not on {device.type}"
         if dtype not in self.dtypes:
@@ -64,7 +64,7 @@ class Kernel:
 
 
 class KernelChoice(NamedTuple):
-    """The kernel, why it was chosen, and ``(name, why not)`` of each better one that was passed over."""
+    """The chosen kernel, the reason, and ``(name, why not)`` of each better kernel that was passed over."""
 
     kernel: Kernel
     reason: str
@@ -73,14 +73,14 @@ class KernelChoice(NamedTuple):
 
 @dataclass
 class KernelCalls:
-    """How often a kernel was called since ``counting`` wrapped it."""
+    """Number of calls of a kernel since ``counting`` wrapped it."""
 
     num_forward: int = 0
     num_backward: int = 0
 
 
 def counting(kernel: Kernel) -> tuple[Kernel, KernelCalls]:
-    """Return the same kernel with its calls counted, and the counts, which later calls update."""
+    """Return a copy of a kernel that counts its calls, and the counts, which later calls update."""
     calls = KernelCalls()
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
@@ -95,7 +95,7 @@ def counting(kernel: Kernel) -> tuple[Kernel, KernelCalls]:
 
 
 def kernel_table() -> tuple[Kernel, ...]:
-    """Return every kernel, best first. ``reference`` is last and takes everything; on CUDA, only by name."""
+    """Return all kernels, best first. The last is ``reference``, which supports everything; on CUDA only by name."""
     operator = torch_ops.missing_operator
     return (
         _cuda_kernel("flash_attn_3", FLASH_ATTN_3.missing, FLASH_ATTN_3.forward, FLASH_ATTN_3.backward),
@@ -140,7 +140,7 @@ def kernel_table() -> tuple[Kernel, ...]:
             lambda: None,
             reference_forward,
             reference_backward,
-            by_name_on=("cuda",),  # it keeps all scores: 4.3 GB for a document of 8,192 tokens with 16 heads
+            by_name_on=("cuda",),  # it stores all scores: 4.3 GB for a document of 8,192 tokens with 16 heads
         ),
     )
 
@@ -159,13 +159,13 @@ def _cuda_kernel(
 def choose_kernel(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str | None = None, windows: bool = False
 ) -> KernelChoice:
-    """Return the best kernel for such inputs, or the named one. No communication.
+    """Return the best kernel for such inputs, or the kernel of a name. No communication.
 
-    The kernel must also pass ``probe``, so a package of an unknown version is passed over with its reason and never
-    computes wrong results. ``windows``: blocks may have windows.
+    The kernel must also pass ``probe``. So a package of an unknown version is passed over, with the reason, if it
+    computes wrong results. ``windows``: whether blocks may have windows.
 
     Raises:
-        ValueError: the named kernel is unknown, or it cannot take these inputs here; or no kernel takes them.
+        ValueError: the named kernel is unknown or does not support the inputs here, or no kernel supports them.
     """
     device = torch.device(device)
     if name is not None:
@@ -176,7 +176,7 @@ def choose_kernel(
     for kernel in kernel_table():
         why_not = kernel.why_not(device, dtype, head_dim)
         if why_not is None and device.type in kernel.by_name_on:
-            why_not = f"on {device.type} it must be named, because it keeps queries x keys scores"
+            why_not = f"on {device.type} it must be named, because it stores queries x keys scores"
         why_not = why_not or probe(kernel, device, dtype, head_dim, windows)
         if why_not is None:
             reason = f"the first of the table that takes {dtype} of head dim {head_dim} on {device.type}"
@@ -187,26 +187,25 @@ def choose_kernel(
 
 
 def _with_join(choice: KernelChoice, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelChoice:
-    """Return the choice with the best way to join blocks on this device."""
+    """Return the choice with the best function that joins blocks on this device."""
     join, why_not = choose_join(device, dtype, head_dim)
     if device.type == "cpu":
         return choice
-    how = "one kernel joins blocks" if why_not is None else f"torch joins blocks, not one kernel: {why_not}"
-    return choice._replace(kernel=replace(choice.kernel, join=join), reason=f"{choice.reason}; {how}")
+    join_text = "one kernel joins blocks" if why_not is None else f"torch joins blocks, not one kernel: {why_not}"
+    return choice._replace(kernel=replace(choice.kernel, join=join), reason=f"{choice.reason}; {join_text}")
 
 
 def named_kernel(device: torch.device | str, dtype: torch.dtype, head_dim: int, name: str) -> Kernel:
-    """Return the kernel of this name if its row of the table takes such inputs. Does not use the device.
+    """Return the kernel of a name if it supports such inputs. Does not use the device.
 
     Raises:
-        ValueError: the kernel is unknown, or it cannot take these inputs here.
+        ValueError: the kernel is unknown, or it does not support the inputs here.
     """
-    table = kernel_table()
-    found = [kernel for kernel in table if kernel.name == name]
-    if not found:
-        raise ValueError(f"no attention kernel {name!r}; choose one of {', '.join(kernel.name for kernel in table)}")
-    _refuse(name, found[0].why_not(torch.device(device), dtype, head_dim))
-    return found[0]
+    kernels = {kernel.name: kernel for kernel in kernel_table()}
+    if name not in kernels:
+        raise ValueError(f"no attention kernel {name!r}; choose one of {', '.join(kernels)}")
+    _refuse(name, kernels[name].why_not(torch.device(device), dtype, head_dim))
+    return kernels[name]
 
 
 def _refuse(name: str, why_not: str | None) -> None:
@@ -215,10 +214,10 @@ def _refuse(name: str, why_not: str | None) -> None:
 
 
 def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, windows: bool = False) -> str | None:
-    """Run a kernel on small inputs and compare it with the reference; return why it is unfit, or None.
+    """Run a kernel on small inputs and compare the results with the reference. Return why it is unfit, or None.
 
-    The inputs are three documents, one causal document, and a rectangle whose ``out`` and ``lse`` cover more keys
-    than the kernel is given. With ``windows``: three documents, and documents with keys before their first query.
+    The inputs are three documents, one causal document, and a rectangle with ``out`` and ``lse`` over more keys than
+    the kernel is given. ``windows`` adds three documents, and documents with keys before their first query.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -242,7 +241,7 @@ def probe(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: in
             error_size = _largest_error(kernel, dout[rows], q[rows], k, v, block)
         except Exception as error:  # packages fail in their own ways
             return f"its probe failed: {type(error).__name__}: {str(error)[:200]}"
-        # Not "larger than": nan must fail.
+        # Written without "larger than", because nan must fail.
         if not error_size < (3e-2 if dtype in HALF else 1e-4):
             return f"its probe differs from the reference by {error_size:.1e} (relative)"
     return None
@@ -256,18 +255,18 @@ def _largest_error(
     ``dout, q``: ``[tq, heads, dim]``; ``k, v``: ``[tk, kv_heads, dim]``.
     """
     expected = out, lse = reference_forward(q, k, v, block)
-    if not block.causal:  # the backward's output and log-sum-exp cover other keys as well
-        twice = replace(block, cu_k=CuSeqlens((0, 2 * k.shape[0])))
-        out, lse = reference_forward(q, torch.cat((k, v)), torch.cat((v, k)), twice)
+    if not block.causal:  # the backward pass gets an output and log-sum-exp over further keys
+        twice_keys = replace(block, cu_k=CuSeqlens((0, 2 * k.shape[0])))
+        out, lse = reference_forward(q, torch.cat((k, v)), torch.cat((v, k)), twice_keys)
     saved = Saved(q, k, v, out, lse)
-    got = (*kernel.forward(q, k, v, block), *kernel.backward(dout, saved, block))
-    wanted = (*expected, *reference_backward(dout, saved, block))
-    return max(_relative_error(a, b) for a, b in zip(got, wanted, strict=True))
+    results = (*kernel.forward(q, k, v, block), *kernel.backward(dout, saved, block))
+    references = (*expected, *reference_backward(dout, saved, block))
+    return max(_relative_error(result, reference) for result, reference in zip(results, references, strict=True))
 
 
-def _relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference over the largest expected value, infinite for another shape. Takes all shapes."""
-    if got.shape != expected.shape:
+def _relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference divided by the largest expected value; infinity if the shapes differ."""
+    if result.shape != expected.shape:
         return float("inf")
-    difference = (got.double() - expected.double()).abs().max()
+    difference = (result.double() - expected.double()).abs().max()
     return float(difference / expected.double().abs().max().clamp_min(1e-30))

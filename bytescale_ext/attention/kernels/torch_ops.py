@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bytescale_ext.attention.kernels.contract import Gradients, Output, Saved, accumulation_dtype, empty_output
+from bytescale_ext.attention.kernels.contract import (
+    Gradients,
+    Output,
+    Saved,
+    accumulation_dtype,
+    empty_output,
+    packed_documents,
+)
 from bytescale_ext.attention.layouts.blocks import AttentionBlock
 
 aten = torch.ops.aten
@@ -23,18 +30,26 @@ def missing_operator(*names: str) -> Callable[[], str | None]:
 
 
 def missing_where_deterministic(missing: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Return ``missing`` for a kernel whose backward pass is not deterministic (``--deterministic-mode``)."""
+    """Return ``missing`` for a kernel with a nondeterministic backward pass, which ``--deterministic-mode`` forbids."""
     reason = "its backward pass is not deterministic"
     return lambda: reason if torch.are_deterministic_algorithms_enabled() else missing()
 
 
-# Torch's flash attention on CUDA: one call for all documents, grouped-query heads included.
+# Torch's flash attention on CUDA: one call for all documents, with grouped-query heads.
 
 
 def cuda_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Call ``aten::_flash_attention_forward`` in its varlen form: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, *_varlen(block, q.device), 0.0, block.causal, False, scale=block.scale, **_window(block)
+        q,
+        k,
+        v,
+        *packed_documents(block, q.device),
+        0.0,
+        block.causal,
+        False,
+        scale=block.scale,
+        **_window(block),
     )
     return out, lse
 
@@ -42,33 +57,28 @@ def cuda_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block:
 def cuda_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> Gradients:
     """Call ``aten::_flash_attention_backward`` in its varlen form: ``dq, dk, dv`` of the shapes of ``q, k, v``."""
     q, k, v, out, lse = saved
-    # The random state is unused without dropout.
+    # The random state of dropout is unused.
     seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), *_varlen(block, q.device), 0.0, block.causal, seed, unused,
-        scale=block.scale, **_window(block),
+        dout, q, k, v, out, lse.contiguous(), *packed_documents(block, q.device), 0.0, block.causal,
+        seed, unused, scale=block.scale, **_window(block),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _varlen(block: AttentionBlock, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return offsets of queries and keys, int32 ``[num_documents + 1]`` each, and the longest document of each."""
-    return block.cu_q.on(device), block.cu_k.on(device), block.cu_q.longest, block.cu_k.longest
-
-
 def _window(block: AttentionBlock) -> dict[str, int]:
-    """Return the arguments of a window, which only blocks with one give."""
+    """Return the arguments of a window, none for a block without a window."""
     return {} if block.window is None else {"window_size_left": block.window, "window_size_right": 0}
 
 
-# cuDNN: faster on long documents, but without a packed form, so several documents go to torch's flash attention, as do
-# windows.
+# cuDNN: faster on long documents, but without support for packed documents. Several documents and windows go to torch's
+# flash attention.
 
 
 def cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
-    """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``: cuDNN for one document, else torch's flash attention.
+    """Return ``out [tq, heads, dim]`` and ``lse [heads, tq]``: by cuDNN for one document, else by flash attention.
 
-    Both give the natural log-sum-exp.
+    Both return the natural log-sum-exp.
     """
     if block.num_documents != 1 or block.window is not None:
         return cuda_flash_forward(q, k, v, block)
@@ -102,17 +112,17 @@ def cudnn_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) -> G
     return dq, dk, dv
 
 
-# CPU: one call for each document, or with a window for each piece of it, whose work is at most 1.25 times that of long
-# windows.
+# CPU: one call per document. With a window, one call per tile of a document; tiles do at most 1.25 times the work of a
+# long window.
 
 WINDOW_TILES = (32, 256)
-"""The fewest and the most queries of a piece; between them, a quarter of the window."""
+"""The fewest and the most queries of a tile; between the two, a tile has a quarter of the window."""
 
 
 def cpu_flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock) -> Output:
     """Call torch's flash attention for CPU on each document: ``out [tq, heads, dim]``, ``lse [heads, tq]``."""
     out, lse = empty_output(q)
-    for rows, keys, mask in _pieces(block, q):
+    for rows, keys, mask in _calls(block, q):
         part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *map(_heads_first, (q[rows], k[keys], v[keys])), 0.0, **mask, scale=block.scale
         )
@@ -126,7 +136,7 @@ def cpu_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) 
     q, k, v, out, lse = saved
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     sums = (dk, dv) if block.window is None else [x.to(accumulation_dtype(x.dtype)) for x in (dk, dv)]
-    for rows, keys, mask in _pieces(block, q):
+    for rows, keys, mask in _calls(block, q):
         # The operator reads the log-sum-exp as [heads, rows] with rows outermost in memory.
         part_lse = lse[:, rows].t().contiguous().t().unsqueeze(0)
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -142,8 +152,8 @@ def cpu_flash_backward(dout: torch.Tensor, saved: Saved, block: AttentionBlock) 
     return dq, sums[0].to(k.dtype), sums[1].to(k.dtype)
 
 
-def _pieces(block: AttentionBlock, q: torch.Tensor) -> Iterator[tuple[slice, slice, dict[str, object]]]:
-    """Yield the query rows and key rows of each call, and the arguments of its mask; ``q``: ``[tq, heads, dim]``."""
+def _calls(block: AttentionBlock, q: torch.Tensor) -> Iterator[tuple[slice, slice, dict[str, object]]]:
+    """Yield the query rows, the key rows and the mask arguments of each call; ``q``: ``[tq, heads, dim]``."""
     if block.window is None:
         for rows, keys in block.documents():
             yield rows, keys, {"is_causal": block.causal}
