@@ -1,1 +1,1 @@
-"""Which rows attend to which keys, as frozen values: rows, blocks, micro-batches and slices."""
+"""Attention layouts as frozen values, which map query rows to key rows: rows, blocks, micro-batches and slices."""

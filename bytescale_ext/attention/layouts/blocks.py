@@ -1,8 +1,8 @@
 """Blocks: packed documents of queries against packed documents of keys.
 
-An ``AttentionBlock`` is what one kernel call computes. A ``PlacedBlock`` also says which rows of a rank's tensors hold
-the queries and the keys; layouts are made of these. Documents never attend to each other, so no masks are needed.
-With a window (``layouts/window.py``) the last query of each document is its last key::
+An ``AttentionBlock`` is the input of one kernel call. A ``PlacedBlock`` also has the rows of the queries and keys in a
+rank's tensors; layouts consist of placed blocks. Documents never attend to each other, so no masks are needed. With a
+window (``layouts/window.py``) the last query of each document has the position of its last key::
 
     keys       0 1 2 3 4 5
     query of 3     x x x           window 2: a query sees its own key and the two before it
@@ -26,19 +26,19 @@ Interval = tuple[int, int]  # rows [start, stop)
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Which keys each query of a kernel call sees, and the factor of the scores.
+    """The documents of a kernel call, the keys that their queries see, and the factor of the scores.
 
-    Document i is the rows ``[cu_q.offsets[i], cu_q.offsets[i + 1])`` of the queries and the same interval of ``cu_k``
-    of the keys.
+    Document i has the query rows ``[cu_q.offsets[i], cu_q.offsets[i + 1])`` and the key rows
+    ``[cu_k.offsets[i], cu_k.offsets[i + 1])``.
 
     Attributes:
         cu_q: offsets of the documents in the queries.
-        cu_k: offsets of the documents in the keys, equally many.
-        causal: a query sees the keys of its document up to its own position, which needs equal offsets or a window;
-            otherwise it sees all keys of its document.
+        cu_k: offsets of the documents in the keys, as many as in ``cu_q``.
+        causal: whether a query sees the keys of its document up to its own position, instead of all keys of its
+            document. Causal blocks need equal offsets or a window.
         scale: factor of the scores, usually ``dim ** -0.5``.
-        window: of a causal block, the most keys before its own that a query sees, at least 1; None: all. A document may
-            have more keys than queries: these are the keys before its first query.
+        window: the most keys before its own key that a query of a causal block sees, at least 1; None for all. With a
+            window, a document may have additional keys before its first query.
 
     Raises:
         ValueError: the offsets do not fit each other.
@@ -75,9 +75,9 @@ class AttentionBlock:
                 yield slice(*rows), slice(*keys)
 
     def tiles(self, num_queries: int) -> Iterator[Tile]:
-        """Yield the documents of a block with a window in pieces of at most this many queries, with the keys they see.
+        """Yield the documents of a block with a window in tiles of at most ``num_queries`` queries.
 
-        Their work is at most ``(window + num_queries) / window`` times that of the block.
+        The tiles have at most ``(window + num_queries) / window`` times the work of the block.
         """
         assert self.window is not None, f"{self=}"
         for rows, keys in self.documents():
@@ -85,19 +85,19 @@ class AttentionBlock:
             for start in range(rows.start, rows.stop, num_queries):
                 stop = min(start + num_queries, rows.stop)
                 first, last = (keys.start + before + row - rows.start for row in (start, stop))
-                seen = max(keys.start, first - self.window)
-                yield Tile(slice(start, stop), slice(seen, last), self.window)
+                first_seen = max(keys.start, first - self.window)
+                yield Tile(slice(start, stop), slice(first_seen, last), self.window)
 
 
 class Tile(NamedTuple):
-    """Queries in one piece and the keys that they see; the last query is the last key."""
+    """Consecutive queries and the keys that they see. The last query has the position of the last key."""
 
     rows: slice
     keys: slice
     window: int
 
     def hidden(self, device: torch.device) -> torch.Tensor:
-        """Return which keys a query does not see, bool ``[queries, keys]``."""
+        """Return the mask of the keys that each query does not see, bool ``[queries, keys]``."""
         num_rows, num_keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
         own = num_keys - num_rows  # the key of the first query
         everything = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
@@ -106,16 +106,16 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
-    """A block and the rows of its queries and keys. Documents without queries or without keys are left out.
+    """A block and the rows of its queries and keys, without documents that lack queries or keys.
 
     Attributes:
-        queries: rows in my queries.
-        keys: rows in the keys of one rank.
-        causal: as in ``AttentionBlock``.
+        queries: rows of the block among this rank's queries.
+        keys: rows of the block among the keys of one rank.
+        causal: see ``AttentionBlock``.
         cu_q: offsets of the documents in ``queries``.
         cu_k: offsets of the documents in ``keys``.
-        source: in a ring, the index of the member that holds the keys; otherwise 0.
-        window: as in ``AttentionBlock``.
+        source: index of the ring member that owns the keys; 0 without a ring.
+        window: see ``AttentionBlock``.
     """
 
     queries: Rows
@@ -130,7 +130,7 @@ class PlacedBlock:
     def of(
         cls, queries: Sequence[Interval], keys: Sequence[Interval], causal: bool = False, source: int = 0
     ) -> PlacedBlock:
-        """Return the block of these intervals, one of queries and one of keys for each document."""
+        """Return the block of documents with the given intervals of queries and keys."""
         documents = [(q, k) for q, k in zip(queries, keys, strict=True) if q[0] < q[1] and k[0] < k[1]]
         return cls(
             queries=Rows.of(q for q, _ in documents),
@@ -143,7 +143,7 @@ class PlacedBlock:
 
     @classmethod
     def in_window(cls, queries: Sequence[Interval], keys: Sequence[Interval], window: int) -> PlacedBlock:
-        """Return the causal block of these intervals, whose keys end with their queries, where a window limits it."""
+        """Return the causal block of documents whose keys end with their queries, with ``window`` if it limits any."""
         block = cls.of(queries, keys, causal=True)
         limits = block.cu_q != block.cu_k or block.cu_k.longest > window + 1
         return replace(block, window=window) if limits else block
@@ -154,12 +154,12 @@ class PlacedBlock:
         return self.cu_q.num_documents == 0
 
     def attention(self, scale: float) -> AttentionBlock:
-        """Return what a kernel computes for this block."""
+        """Return the input of the kernel call for this block."""
         return AttentionBlock(self.cu_q, self.cu_k, self.causal, scale, self.window)
 
 
 def share_values(blocks: Sequence[PlacedBlock]) -> tuple[PlacedBlock, ...]:
-    """Return the same blocks with equal rows and offsets as one object, which is copied to a device once."""
+    """Return the blocks with equal rows and offsets made identical objects, which are copied to a device once."""
     rows: dict[Rows, Rows] = {}
     offsets: dict[CuSeqlens, CuSeqlens] = {}
     return tuple(

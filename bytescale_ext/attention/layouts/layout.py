@@ -1,27 +1,27 @@
-"""The attention of one micro-batch on one rank, as a frozen value: which rows attend to which keys.
+"""The attention layout of one micro-batch on one rank: a frozen value that maps query rows to key rows.
 
 The rows ``[0, num_rows)`` of a rank are, in this order::
 
-    ring shard 0      front rows | back rows      one for each sequence shared with other ranks
+    ring shard 0      front rows | back rows      one shard per sequence that the rank shares with other ranks
     ring shard 1      front rows | back rows
     local documents   doc | doc | doc             attention inside each document only
     padding                                       no query sees it; output 0, gradients 0
 
-Shards with the same ring travel together in one *ring pass*: one message holds the keys of all its sequences, and one
-kernel call computes all documents of a step. A pass over D ranks computes D blocks on each of them: step t pairs my
-queries with the keys that have come to me on their way round the ring (ByteScale section 7, Fig. 14; ``route.py``).
-With zigzag shares a block is, for each of its sequences, the causal triangle of my own rows or one full rectangle::
+The shards with the same ring form a *ring pass*: a message holds the keys of all its sequences, and a kernel call
+computes all documents of a step. A pass over D ranks has D blocks on each rank. Step t pairs the rank's queries with
+the keys that are on the rank at this step (ByteScale section 7, Fig. 14; ``route.py``). With zigzag shares a block is,
+for each of its sequences, the causal triangle of the rank's own rows or one full rectangle::
 
                keys of an earlier member   my own keys    keys of a later member
                front  back                 front  back    front  back
     my front   all    -                    tri    -       -      -
     my back    all    -                    all    tri     all    all
 
-In a slice of a micro-batch (Seq1F1B) the queries belong to the slice. The keys belong to the slice or to its *prefix*:
-all slices before it. Rows of keys are counted through the whole micro-batch. Every query of a slice sees the whole
-prefix of its document. ``layouts/slices.py`` makes these layouts; without slices there is no prefix and keys have the
-rows of the queries. Layers with a sliding window have a layout of their own, in which sequences longer than the window
-have no rings (``layouts/window.py``).
+In a slice of a micro-batch (Seq1F1B) the queries belong to the slice. The keys belong to the slice or to its *prefix*,
+that is, to all earlier slices. Rows of keys are numbered through the whole micro-batch. Every query of a slice sees the
+whole prefix of its document. ``layouts/slices.py`` makes the layouts of slices. Without slices there is no prefix, and
+keys have the same rows as queries. Layers with a sliding window have a separate layout, where sequences longer than the
+window have no rings (``layouts/window.py``).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from bytescale_ext.plan.step.micro_batch import MicroBatch, Shard, zigzag_ranges
 
 @dataclass(frozen=True, slots=True)
 class KeptKeys:
-    """Where a rank keeps the keys of all members of a ring, so that only the keys of the current slice travel.
+    """Rows of the kept keys of all members of a ring. Only the keys of the current slice travel.
 
     Attributes:
-        whole: for each member, the rows of its keys up to the end of the slice, among the keys of the micro-batch.
-        own: for each member, the rows of its keys in the slice.
-        sends_sums: the gradients of the keys of other members travel home with each slice; else they are summed here
-            until that slice's own backward pass.
+        whole: rows of each member's keys up to the end of the slice, among the keys of the micro-batch.
+        own: rows of each member's keys in the slice.
+        sends_sums: whether the gradients of other members' keys return to them with each slice. Otherwise they are
+            summed on this rank until the backward pass of the keys' slice.
     """
 
     whole: tuple[Rows, ...]
@@ -56,12 +56,12 @@ class KeptKeys:
 
 @dataclass(frozen=True, slots=True)
 class PrefixKeys:
-    """Where a slice of ring sequences finds the keys of earlier slices.
+    """The prefix of a slice of ring sequences.
 
     Attributes:
-        tokens: tokens of each sequence before the slice, a multiple of the ring's width.
-        keys: rows of my keys, prefix included, among the keys of the micro-batch.
-        kept: where the keys of all members are kept, or None when prefixes travel again with each slice.
+        tokens: number of tokens of each sequence before the slice, a multiple of the ring's width.
+        keys: rows of this rank's keys, including the prefix, among the keys of the micro-batch.
+        kept: rows of the kept keys of all members; None if prefixes travel again with each slice.
     """
 
     tokens: tuple[int, ...]
@@ -71,19 +71,19 @@ class PrefixKeys:
 
 @dataclass(frozen=True, slots=True)
 class RingPass:
-    """My rows of the sequences that one ring of ranks shares; their keys travel together.
+    """A rank's rows and blocks of the sequences of a ring, whose keys travel together.
 
-    A member's keys are prefix, front and back of its first sequence, then of the next one.
+    The keys of a member are prefix, front and back of its first sequence, then of its next sequence.
 
     Attributes:
-        seqs: the sequences (indices into the plan's lengths), ascending.
-        route: the members, my place among them and the way of the keys.
-        in_micro_batch: rows of my queries in the micro-batch, or in the slice.
-        keys: rows of my keys among the keys of the micro-batch.
-        rows: for each member, the number of its keys.
-        shares: for each member, the number of its queries of each sequence.
-        blocks: what I compute at steps 0 .. D-1; block 0 is my own triangles.
-        prefix_blocks: what I compute in addition at each step because of prefixes; empty without prefixes.
+        seqs: indices of the sequences in the plan's lengths, ascending.
+        route: route of the keys round the ring.
+        in_micro_batch: rows of this rank's queries in the micro-batch or slice.
+        keys: rows of this rank's keys among the keys of the micro-batch.
+        rows: number of keys of each member.
+        shares: number of queries of each member, by sequence.
+        blocks: block of each step 0 .. D-1; block 0 has the triangles of this rank's own rows.
+        prefix_blocks: additional block of each step for the fronts' prefixes; empty without prefixes.
         kept: see ``PrefixKeys``.
     """
 
@@ -104,7 +104,7 @@ class RingPass:
 
     @property
     def index(self) -> int:
-        """My place in ``ring``."""
+        """Index of this rank in ``ring``."""
         return self.route.index
 
     @property
@@ -113,55 +113,56 @@ class RingPass:
 
     @property
     def num_rows(self) -> int:
-        """Rows of my keys."""
+        """Number of this rank's keys."""
         return self.rows[self.index]
 
     def at(self, step: int) -> tuple[PlacedBlock, ...]:
-        """Return what I compute at a step: the blocks that are not empty."""
+        """Return the non-empty blocks of a step."""
         return tuple(part[step] for part in (self.blocks, self.prefix_blocks) if part and not part[step].is_empty)
 
     @property
     def kept_sums(self) -> KeptKeys | None:
-        """Where the sums of key gradients of all members are kept, or None."""
+        """Rows of the kept sums of key gradients of all members, or None."""
         return None if self.kept is None or self.kept.sends_sums else self.kept
 
     @property
     def sent_keys(self) -> Rows:
-        """Rows of my keys among the keys of the micro-batch that travel round the ring."""
+        """Rows of this rank's travelling keys among the keys of the micro-batch."""
         return self.keys if self.kept is None else self.kept.own[self.index]
 
     def travelling(self, member: int) -> int:
-        """Return how many rows of a member's keys travel round the ring."""
+        """Return the number of a member's keys that travel round the ring."""
         return self.rows[member] if self.kept is None else self.kept.own[member].num_rows
 
     @property
     def summed_keys(self) -> Rows:
-        """Rows of my keys among the keys of the micro-batch whose gradients come home in the slice's backward pass."""
+        """Rows of this rank's keys that receive gradients from other members in the backward pass of the slice."""
         return self.keys if self.kept_sums is None else self.kept_sums.own[self.index]
 
     def travelling_sums(self, member: int) -> int:
-        """Return of how many rows of a member's keys the gradients travel round the ring."""
+        """Return the number of a member's keys with gradients that travel round the ring."""
         return self.rows[member] if self.kept_sums is None else self.kept_sums.own[member].num_rows
 
     def source(self, step: int) -> int:
-        """Return the place in ``ring`` of the member whose keys are here at a step; see ``Route.source``."""
+        """Return the index in ``ring`` of the member whose keys are here at a step; see ``Route.source``."""
         return self.route.source(step)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The attention of one micro-batch, or of one slice of it, on one rank.
+    """The attention of a micro-batch, or of a slice of it, on one rank.
 
     Attributes:
-        num_rows: rows of the query tensor, padding included.
-        passes: one for each ring, in the order of their first sequences, which is the same on all ranks.
+        num_rows: rows of the query tensor, including padding.
+        passes: ring passes in the order of their first sequences, which is the same on all ranks.
         local_start: first row of the local documents.
-        local: their offsets, counted from ``local_start``.
-        local_keys: rows of their keys among the keys of the micro-batch.
-        local_prefix: local documents that began in an earlier slice, against their keys in earlier slices, or None.
-        local_window: with a window, the one block of all local documents, in place of the others.
-        windows: one for each ring some of whose sequences are limited by a window, in the order of their first
-            sequences; these run before ``passes``.
+        local: offsets of the local documents, counted from ``local_start``.
+        local_keys: rows of the local documents' keys among the keys of the micro-batch.
+        local_prefix: block of the local documents that began in an earlier slice, over their keys in earlier slices;
+            None without such documents.
+        local_window: the only block of all local documents in a layout with a window; else None.
+        windows: passes of the sequences that a window limits, in the order of their first sequences. They run before
+            ``passes``.
     """
 
     num_rows: int
@@ -175,17 +176,17 @@ class AttentionLayout:
 
     @property
     def all_passes(self) -> tuple[WindowPass | RingPass, ...]:
-        """The passes in the order in which they run."""
+        """All passes in execution order."""
         return (*self.windows, *self.passes)
 
     @property
     def num_tokens(self) -> int:
-        """Rows that are tokens; the rows from here to ``num_rows`` are padding."""
+        """Number of tokens; the rows from here to ``num_rows`` are padding."""
         return self.local_start + self.local.num_tokens
 
     @property
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
-        """The blocks of the local documents: their triangles, then their prefixes."""
+        """Blocks of the local documents: their triangles, then their prefixes."""
         if self.num_tokens == self.local_start:
             return ()
         if self.local_window is not None:
@@ -198,28 +199,27 @@ class AttentionLayout:
 def attention_layout(
     micro_batch: MicroBatch, rank: int, lengths: Sequence[int], num_rows: int, window: int | None = None
 ) -> AttentionLayout:
-    """Return the layout of one micro-batch. Pure; no communication.
+    """Return the layout of a micro-batch. Pure; no communication.
 
-    Ring shards are grouped by their ring and its form, and by whether the window limits them, wherever they lie in the
-    micro-batch, and the groups of each kind are ordered by their first sequence. All members of a ring find the same
-    groups in the same order, each from its own micro-batch. Proof: let sequences X and Y have the same ring and share a
-    micro-batch on one of its ranks. X couples the micro-batches that hold X, Y couples the micro-batches that hold Y,
-    and the one with both couples them all: they are one coupled group of ``plan/step/check.py``. A rank has at most one
-    micro-batch of a group (law 8), so X and Y are together on every member, in one form (law 10). A group of shards is
-    thus the same set of sequences on each member. No two groups have the same first sequence, and ranks that run their
-    groups in the order of first sequences, those with a window before the others, cannot wait for each other in a
-    circle.
+    Ring shards are grouped by their ring, by its form, and by whether the window limits them. Groups are ordered by
+    their first sequence, with limited groups first. All members of a ring derive the same groups in the same order,
+    each from its own micro-batch. Proof: let sequences X and Y have the same ring and share a micro-batch on one of its
+    ranks. X couples all micro-batches with X, Y couples all micro-batches with Y, and the micro-batch with both couples
+    them all. So they are one coupled group of ``plan/step/check.py``. A rank has at most one micro-batch of a coupled
+    group (law 8), so X and Y are in the same micro-batch on every member, and have the same form (law 10). A group of
+    shards is thus the same set of sequences on each member. No two groups have the same first sequence. So ranks that
+    run their groups in this order cannot wait for each other in a cycle.
 
     Args:
-        micro_batch: ring shards first, in ascending order of ``seq``, then local documents.
-        rank: my HDP rank.
-        lengths: tokens of each sequence of the step (``StepPlan.lengths``).
-        num_rows: rows of the tensors, at least ``micro_batch.num_tokens``; the rest is padding.
-        window: the most keys before its own that a token sees; None: all.
+        micro_batch: micro-batch with ring shards first, in ascending order of ``seq``, then local documents.
+        rank: HDP rank.
+        lengths: number of tokens of each sequence of the step (``StepPlan.lengths``).
+        num_rows: rows of the tensors, at least ``micro_batch.num_tokens``; further rows are padding.
+        window: the most keys before its own key that a token sees; None for all.
 
     Raises:
-        PlanError: the micro-batch breaks the order above, or a share is not the zigzag share of this rank.
-        ValueError: the tokens do not fit in ``num_rows``.
+        PlanError: the shards are not in this order, or a share is not the rank's zigzag share.
+        ValueError: the micro-batch has more than ``num_rows`` tokens.
     """
     shared = [shard for shard in micro_batch.shards if len(shard.ring) > 1]
     local = micro_batch.shards[len(shared) :]
@@ -230,8 +230,8 @@ def attention_layout(
         )
     groups: dict[tuple[Route, bool], list[int]] = {}
     for shard in shared:
-        how = Route(shard.ring, shard.ring.index(rank), shard.inner_rings), is_limited(lengths[shard.seq], window)
-        groups.setdefault(how, []).append(shard.seq)
+        route = Route(shard.ring, shard.ring.index(rank), shard.inner_rings)
+        groups.setdefault((route, is_limited(lengths[shard.seq], window)), []).append(shard.seq)
     offsets = CuSeqlens.of_lengths([shard.num_tokens for shard in shared])
     intervals = dict(zip([shard.seq for shard in shared], pairwise(offsets.offsets), strict=True))
     passes: list[RingPass] = []
@@ -245,10 +245,10 @@ def attention_layout(
             passes.append(ring_pass([lengths[seq] for seq in seqs], route, seqs, rows))
     documents = CuSeqlens.of_lengths([shard.num_tokens for shard in local])
     start = offsets.num_tokens
-    of_local = [(start + first, start + last) for first, last in pairwise(documents.offsets)]
-    in_window = None if window is None else PlacedBlock.in_window(of_local, of_local, window)
+    rows_of_local = [(start + first, start + last) for first, last in pairwise(documents.offsets)]
+    local_window = None if window is None else PlacedBlock.in_window(rows_of_local, rows_of_local, window)
     keys = Rows.of([(start, start + documents.num_tokens)])
-    return AttentionLayout(num_rows, tuple(passes), start, documents, keys, None, in_window, tuple(windows))
+    return AttentionLayout(num_rows, tuple(passes), start, documents, keys, None, local_window, tuple(windows))
 
 
 def ring_pass(
@@ -258,14 +258,14 @@ def ring_pass(
     in_micro_batch: Rows | None = None,
     prefix: PrefixKeys | None = None,
 ) -> RingPass:
-    """Return the rows and blocks of one member of a ring that shares sequences, or slices of them.
+    """Return the ring pass of one member of a ring.
 
     Args:
-        lengths: tokens of each sequence, or of its slice.
-        route: the ring and the member.
-        seqs: the sequences; by default they are numbered from 0.
-        in_micro_batch: rows of its queries in the micro-batch; by default the first ones.
-        prefix: the keys before the slice; by default there are none, and the keys have the rows of the queries.
+        lengths: number of tokens of each sequence, or of its slice.
+        route: ring and member.
+        seqs: indices of the sequences; by default they are numbered from 0.
+        in_micro_batch: rows of the member's queries in the micro-batch; by default the first rows.
+        prefix: keys before the slice; by default there are none, and the keys have the rows of the queries.
     """
     width, index = route.width, route.index
     before = [0] * len(lengths) if prefix is None else [tokens // width for tokens in prefix.tokens]
@@ -292,32 +292,34 @@ def ring_pass(
 def _blocks(
     index: int, source: int, my_share: Sequence[int], share: Sequence[int], before: Sequence[int]
 ) -> tuple[PlacedBlock, PlacedBlock]:
-    """Return what member ``index`` computes with the keys of ``source``, and what it adds because of prefixes.
+    """Return the block and the prefix block that member ``index`` computes with the keys of ``source``.
 
     Args:
-        my_share: my queries of each sequence.
-        share: queries of each sequence of the source.
-        before: rows of prefix of each sequence, equal on all members.
+        index: index of the member with the queries.
+        source: index of the member with the keys.
+        my_share: number of queries of ``index``, by sequence.
+        share: number of queries of ``source``, by sequence.
+        before: number of prefix rows of each sequence, equal on all members.
     """
     mine = list(pairwise(accumulate(my_share, initial=0)))
     fronts = [(start, start + _front(stop - start)) for start, stop in mine]
     backs = [(start + _front(stop - start), stop) for start, stop in mine]
     starts = accumulate((p + n for p, n in zip(before, share, strict=True)), initial=0)
-    # For each sequence, in the source's keys: where the prefix begins and ends, and how many rows follow.
+    # For each sequence, in the keys of the source: start and end of the prefix, number of rows after the prefix.
     keys = [(start, start + p, n) for start, p, n in zip(starts, before, share, strict=False)]
     prefix: list[Interval] = [(start, begin) for start, begin, _ in keys]
     if source == index:
         own = [(begin, begin + n) for _, begin, n in keys]
         return PlacedBlock.of(mine, own, causal=True, source=source), PlacedBlock.of(mine, prefix, source=source)
     if source < index:
-        seen = [(start, begin + _front(n)) for start, begin, n in keys]
-        return PlacedBlock.of(mine, seen, source=source), PlacedBlock.of([], [], source=source)
+        up_to_front = [(start, begin + _front(n)) for start, begin, n in keys]
+        return PlacedBlock.of(mine, up_to_front, source=source), PlacedBlock.of([], [], source=source)
     whole = [(start, begin + n) for start, begin, n in keys]
     return PlacedBlock.of(backs, whole, source=source), PlacedBlock.of(fronts, prefix, source=source)
 
 
 def _front(num_rows: int) -> int:
-    """Return the front rows of a share; the rest are its back."""
+    """Return the number of front rows of a share; the other rows are its back."""
     return (num_rows + 1) // 2
 
 

@@ -1,7 +1,7 @@
-"""Three values: some rows of a tensor, a tensor that is held in parts, and the offsets of packed documents.
+"""Rows of a tensor (``Rows``), a tensor in parts (``RowParts``) and offsets of packed documents (``CuSeqlens``).
 
-``Rows`` reads, writes and adds to rows without a copy when they are one interval. ``Rows`` and ``CuSeqlens`` copy their
-data to a device once and without a sync.
+``Rows`` reads, writes and adds to the rows of one interval without a copy. ``Rows`` and ``CuSeqlens`` copy their data
+to a device once and without a sync.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a tensor, in ascending order; made by ``Rows.of``.
+    """Some rows of a tensor in ascending order, made by ``Rows.of``.
 
-    One interval is read as a view, which costs nothing. Several intervals are gathered by an index, which is made
-    once for each device.
+    The rows of one interval are read as a view, which costs nothing. The rows of several intervals are gathered by an
+    index, which is made once per device.
 
     Attributes:
-        intervals: ``(start, stop)``, ascending, none empty, no two adjacent.
+        intervals: intervals ``(start, stop)`` in ascending order, none of them empty or adjacent to another.
     """
 
     intervals: tuple[tuple[int, int], ...]
@@ -30,7 +30,7 @@ class Rows:
 
     @classmethod
     def of(cls, intervals: Iterable[tuple[int, int]]) -> Rows:
-        """Return the rows of ascending intervals; drop empty intervals and join adjacent ones."""
+        """Return the rows of ascending intervals. Empty intervals are dropped and adjacent intervals are joined."""
         joined: list[tuple[int, int]] = []
         for start, stop in intervals:
             if start == stop:
@@ -52,11 +52,11 @@ class Rows:
         return len(self.intervals) <= 1
 
     def take(self, tensor: torch.Tensor | RowParts, dim: int = 0) -> torch.Tensor:
-        """Return these rows of a tensor: a view when they are one interval (of one part), else a copy.
+        """Return these rows of a tensor: a view if they are one interval (of one part), else a copy.
 
         Args:
-            tensor: any shape and dtype, rows along ``dim``.
-            dim: the dimension; 0 for a tensor in parts.
+            tensor: tensor of any shape and dtype, with rows along ``dim``.
+            dim: dimension of the rows; 0 for a tensor in parts.
 
         Returns:
             The same shape with ``num_rows`` rows along ``dim``.
@@ -81,7 +81,7 @@ class Rows:
     def add_(self, tensor: torch.Tensor | RowParts, values: torch.Tensor, dim: int = 0) -> None:
         """Add ``values`` (the shape that ``take`` returns, any dtype) to these rows of a tensor.
 
-        No row occurs twice, so the result does not depend on the order of additions.
+        The result is deterministic, because no row occurs twice.
         """
         if isinstance(tensor, RowParts):
             for view, part in tensor.matched(self, values):
@@ -92,7 +92,7 @@ class Rows:
             tensor.index_add_(dim, self.index(tensor.device), values.to(tensor.dtype))
 
     def index(self, device: torch.device) -> torch.Tensor:
-        """Return the rows as int64 ``[num_rows]`` on a device; the first call copies them, without a sync."""
+        """Return the rows as int64 ``[num_rows]`` on a device. The first call copies them, without a sync."""
         index = self._on_device.get(device)
         if index is None:
             host = torch.empty(self.num_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -104,10 +104,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PartRows:
-    """Which rows of a tensor each of its parts holds.
+    """The distribution of the rows of a tensor over its parts.
 
     Attributes:
-        places: the rows of each part; no row is in two parts.
+        places: rows of each part; no row is in two parts.
     """
 
     places: tuple[Rows, ...]
@@ -115,37 +115,37 @@ class PartRows:
     _pieces: dict[Rows, tuple[tuple[int, int, int], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        found = []
+        segments = []
         for part, rows in enumerate(self.places):
             begins = accumulate((stop - start for start, stop in rows.intervals), initial=0)
-            found += [(*interval, part, begin) for interval, begin in zip(rows.intervals, begins, strict=False)]
-        found.sort()
-        assert all(a[1] <= b[0] for a, b in pairwise(found)), f"{self.places=}"
-        object.__setattr__(self, "_segments", found)
+            segments += [(*interval, part, begin) for interval, begin in zip(rows.intervals, begins, strict=False)]
+        segments.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(segments)), f"{self.places=}"
+        object.__setattr__(self, "_segments", segments)
 
     def pieces(self, rows: Rows) -> tuple[tuple[int, int, int], ...]:
-        """Return where these rows lie, in their order: (part, first row in the part, row after the last)."""
+        """Return the locations of rows, in order: (part, first row in the part, row after the last)."""
         if rows not in self._pieces:
-            found: list[tuple[int, int, int]] = []
+            pieces: list[tuple[int, int, int]] = []
             for start, stop in rows.intervals:
                 number = bisect_right(self._segments, start, key=lambda segment: segment[0]) - 1
                 while start < stop:
                     first, last, part, begin = self._segments[number]
                     assert first <= start < last, f"no part holds row {start}: {self.places=}"
                     end = min(stop, last)
-                    found.append((part, begin + start - first, begin + end - first))
+                    pieces.append((part, begin + start - first, begin + end - first))
                     start, number = end, number + 1
-            self._pieces[rows] = tuple(found)
+            self._pieces[rows] = tuple(pieces)
         return self._pieces[rows]
 
 
 @dataclass(frozen=True, slots=True)
 class RowParts:
-    """A tensor ``[num_rows, ...]`` that is held in parts, each a tensor of its own; ``Rows`` reads and writes it.
+    """A tensor ``[num_rows, ...]`` that is stored in parts, each a separate tensor. ``Rows`` reads and writes it.
 
     Attributes:
-        rows: which rows each part holds.
-        parts: ``[rows.places[i].num_rows, ...]`` each, at least one, of one dtype and device.
+        rows: distribution of the rows over the parts.
+        parts: at least one tensor ``[rows.places[i].num_rows, ...]``, all of the same dtype and device.
     """
 
     rows: PartRows
@@ -157,14 +157,14 @@ class RowParts:
         return self.parts[0]
 
     def take(self, rows: Rows) -> torch.Tensor:
-        """Return rows ``[rows.num_rows, ...]``: a view when one part holds them in one piece, else a copy."""
+        """Return rows ``[rows.num_rows, ...]``: a view if they are contiguous in one part, else a copy."""
         views = self._views(rows)
         if not views:
             return self.like[:0]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def matched(self, rows: Rows, values: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of these rows, each with its rows of ``values [rows.num_rows, ...]``."""
+        """Return views of the rows, each with the corresponding rows of ``values [rows.num_rows, ...]``."""
         views = self._views(rows)
         return zip(views, values.split([len(view) for view in views]), strict=True) if views else ()
 
@@ -174,14 +174,14 @@ class RowParts:
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """Offsets of documents laid end to end: document i is the rows ``[offsets[i], offsets[i + 1])``.
+    """Offsets of documents laid end to end: document i has the rows ``[offsets[i], offsets[i + 1])``.
 
     Attributes:
-        offsets: host integers, starting at 0, never descending; equal neighbours are an empty document.
-        longest: tokens of the longest document (0 without documents).
+        offsets: integers on the host that start at 0 and never descend; equal neighbours are an empty document.
+        longest: number of tokens of the longest document; 0 without documents.
 
     Raises:
-        ValueError: the offsets are empty, start elsewhere or descend.
+        ValueError: the offsets are empty, do not start at 0 or descend.
     """
 
     offsets: tuple[int, ...]
@@ -197,7 +197,7 @@ class CuSeqlens:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> CuSeqlens:
-        """Return the offsets of documents of these lengths, laid end to end."""
+        """Return the offsets of documents with these lengths, laid end to end."""
         return cls(tuple(accumulate(lengths, initial=0)))
 
     @property
@@ -213,7 +213,7 @@ class CuSeqlens:
         return tuple(stop - start for start, stop in pairwise(self.offsets))
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the offsets as int32 ``[num_documents + 1]`` on a device; the first call copies, without a sync."""
+        """Return the offsets as int32 ``[num_documents + 1]`` on a device. The first call copies, without a sync."""
         tensor = self._on_device.get(device)
         if tensor is None:
             host = torch.tensor(self.offsets, dtype=torch.int32, pin_memory=device.type == "cuda")

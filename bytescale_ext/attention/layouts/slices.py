@@ -1,9 +1,9 @@
-"""Layouts of the slices of a micro-batch: queries of one slice against the keys of all slices up to it.
+"""Layouts of the slices of a micro-batch: queries of one slice over the keys of all slices up to it.
 
-The keys of a micro-batch are numbered shard after shard, each in the order of its slices, so that the keys of a shard
-up to any slice are one interval of rows. Where the keys of a sequence are kept, its rows are the keys of all members of
-the ring, one member after the other. Each slice holds the rows that it adds (``RowParts``), those of sequences whose
-keys are swapped in a part of their own. For a ring shard A and local documents, in two slices::
+The keys of a micro-batch are numbered shard after shard, each shard in the order of its slices. So the keys of a shard
+up to any slice are one interval of rows. If the keys of a sequence are kept, its rows are the keys of all members of
+the ring, one member after the other. Each slice stores the rows that it adds (``RowParts``); rows of swapped sequences
+are in a separate part. For a ring shard A and local documents, in two slices::
 
     keys      | A of slice 0 | A of slice 1 | local line                          |
     slice 0   | A front back |              | doc  doc  do |                         rows of its tensors: A, local
@@ -32,14 +32,16 @@ class SliceLayout:
 
     Attributes:
         index: number of the slice.
-        num_slices: slices of the micro-batch.
-        attention: queries of the slice against keys of the micro-batch.
-        own: rows of the slice's keys in the micro-batch; in the slice's tensors they are the first rows, in this order.
-        held: rows of the micro-batch that each slice up to this one adds: its own keys, and those that it keeps of
-            other members of its rings; without those in host memory.
-        swapped: rows that each slice adds in host memory; no places in a micro-batch that swaps none.
-        keys: the places of ``held``, then those of ``swapped``.
-        summed: the rows whose gradients are summed on this rank over the backward passes of slices.
+        num_slices: number of slices of the micro-batch.
+        attention: layout of the queries of the slice over the keys of the micro-batch.
+        own: rows of the slice's own keys in the micro-batch. They are the first rows of the slice's tensors, in this
+            order.
+        held: rows that each slice, up to this slice, adds on the device: its own keys, and the keys that it keeps of
+            other members of its rings.
+        swapped: rows that each slice, up to this slice, adds in host memory; no places if the micro-batch swaps no
+            keys.
+        keys: places of ``held``, then places of ``swapped``.
+        summed: rows that each slice, up to this slice, adds to the sums of gradients on this rank.
     """
 
     index: int
@@ -53,90 +55,90 @@ class SliceLayout:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the slice's tensors."""
+        """Number of rows of the slice's tensors."""
         return self.attention.num_rows
 
 
 def slice_layouts(
-    cut: DocumentSlices, rank: int, num_rows: Sequence[int], window: int | None = None
+    slices: DocumentSlices, rank: int, num_rows: Sequence[int], window: int | None = None
 ) -> tuple[SliceLayout, ...]:
     """Return the layout of each slice. Pure; no communication.
 
-    With a window, a rank keeps no keys of other members of the sequences that it limits.
+    A rank keeps no keys of other members for sequences that the window limits.
 
     Args:
-        cut: where the micro-batch is cut.
-        rank: my HDP rank.
+        slices: slices of the micro-batch.
+        rank: HDP rank.
         num_rows: rows of the tensors of each slice; the rows after its tokens are padding.
-        window: the most keys before its own that a token sees; None: all.
+        window: the most keys before its own key that a token sees; None for all.
     """
-    keys = _KeyRows(cut, rank, window)
+    keys = _KeyRows(slices, rank, window)
     layouts: list[SliceLayout] = []
-    for index in range(cut.num_slices):
+    for index in range(slices.num_slices):
         layouts.append(_layout(keys, index, num_rows[index], layouts[-1] if layouts else None))
     return tuple(layouts)
 
 
 class _KeyRows:
-    """Which rows of a micro-batch's keys are those of each shard, member and slice.
+    """Rows of a micro-batch's keys by shard, member and slice.
 
     Attributes:
-        cut: where the micro-batch is cut, and which keys are kept.
+        slices: slices of the micro-batch, with kept keys only for sequences that the window does not limit.
         window: see ``slice_layouts``.
         limited: numbers of the ring shards that the window limits.
-        num_rings: how many of its shards are ring shards; they come first.
-        regions: the first row of each shard, then the number of rows.
+        num_rings: number of ring shards, which come first.
+        first_rows: first row of each shard, then the total number of rows.
     """
 
-    def __init__(self, cut: DocumentSlices, rank: int, window: int | None) -> None:
-        ends = enumerate(cut.ring_ends)
-        self.limited = frozenset(number for number, of_shard in ends if is_limited(of_shard[-1], window))
-        kept, sent, swapped = (numbers - self.limited for numbers in (cut.kept, cut.sent_sums, cut.swapped))
-        self.cut = cut = replace(cut, kept=kept, sent_sums=sent, swapped=swapped)
+    def __init__(self, slices: DocumentSlices, rank: int, window: int | None) -> None:
+        lengths = [ends[-1] for ends in slices.ring_ends]
+        self.limited = frozenset(number for number, length in enumerate(lengths) if is_limited(length, window))
+        kept, sent, swapped = (numbers - self.limited for numbers in (slices.kept, slices.sent_sums, slices.swapped))
+        self.slices = slices = replace(slices, kept=kept, sent_sums=sent, swapped=swapped)
         self.window = window
-        self.num_rings = len(cut.ring_ends)
+        self.num_rings = len(lengths)
         self._rank = rank
         sizes = (
-            cut.ring_ends[number][-1] if number in cut.kept else shard.num_tokens
-            for number, shard in enumerate(cut.micro_batch.shards)
+            lengths[number] if number in kept else shard.num_tokens
+            for number, shard in enumerate(slices.micro_batch.shards)
         )
-        self.regions = tuple(accumulate(sizes, initial=0))
+        self.first_rows = tuple(accumulate(sizes, initial=0))
         self._begins = [self._member_begins(number) for number in range(self.num_rings)]
 
     def ring(self, number: int) -> tuple[int, ...]:
         """Return the ring of a shard."""
-        return self.cut.micro_batch.shards[number].ring
+        return self.slices.micro_batch.shards[number].ring
 
     def route(self, number: int) -> Route:
-        """Return the way of keys round the ring of a shard."""
-        return Route(self.ring(number), self.place(number), self.cut.micro_batch.shards[number].inner_rings)
+        """Return the route of keys round the ring of a shard."""
+        return Route(self.ring(number), self.place(number), self.slices.micro_batch.shards[number].inner_rings)
 
     def place(self, number: int) -> int:
-        """Return my place in the ring of a shard."""
+        """Return the index of this rank in the ring of a shard."""
         return self.ring(number).index(self._rank)
 
     def member_keys(self, index: int, number: int, member: int) -> tuple[int, int, int]:
-        """Return three rows of a member's keys: where they begin, where slice ``index`` begins and where it ends."""
+        """Return three rows of a member's keys: their start, the start of slice ``index``, and the end of the slice."""
         width = len(self.ring(number))
-        start, stop = self.cut.ring_range(number, index)
+        start, stop = self.slices.ring_range(number, index)
         begin = self._begins[number][member]
         own = begin + start // width
         return begin, own, own + _share(stop - start, width, member)
 
     def added_rows(self, index: int, number: int, of_all: bool) -> list[tuple[int, int]]:
-        """Return the rows of a ring shard's keys in slice ``index``: of all members, or of this rank alone."""
+        """Return the rows of a ring shard's keys in slice ``index``, of all members or only of this rank."""
         members = range(len(self.ring(number))) if of_all else [self.place(number)]
         return [self.member_keys(index, number, member)[1:] for member in members]
 
     def _member_begins(self, number: int) -> dict[int, int]:
-        """Return where each member's keys begin: of all members if they are kept, else of this rank alone."""
-        if number not in self.cut.kept:
-            return {self.place(number): self.regions[number]}
-        # In all slices but the last, every member has equally many tokens.
-        ends, width = self.cut.ring_ends[number], len(self.ring(number))
+        """Return the first row of each member's keys: of all members if their keys are kept, else only of this rank."""
+        if number not in self.slices.kept:
+            return {self.place(number): self.first_rows[number]}
+        # In all slices except the last, the members have equal numbers of tokens.
+        ends, width = self.slices.ring_ends[number], len(self.ring(number))
         before = ends[-2] if len(ends) > 1 else 0
         shares = (before // width + _share(ends[-1] - before, width, member) for member in range(width - 1))
-        return dict(enumerate(accumulate(shares, initial=self.regions[number])))
+        return dict(enumerate(accumulate(shares, initial=self.first_rows[number])))
 
 
 def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | None) -> SliceLayout:
@@ -145,107 +147,115 @@ def _layout(keys: _KeyRows, index: int, num_rows: int, before: SliceLayout | Non
     Args:
         keys: rows of the keys of the micro-batch.
         index: number of the slice.
-        num_rows: rows of its tensors.
-        before: the layout of the slice before it.
+        num_rows: rows of the slice's tensors.
+        before: layout of the previous slice.
     """
-    cut, regions = keys.cut, keys.regions
+    slices = keys.slices
+    rings = range(keys.num_rings)
+    own_rows = [keys.member_keys(index, number, keys.place(number))[1:] for number in rings]
+    in_slice = CuSeqlens.of_lengths([stop - start for start, stop in own_rows])
+    windows, passes = _passes(keys, index, list(pairwise(in_slice.offsets)))
+    first, last = (keys.first_rows[keys.num_rings] + token for token in slices.local_range(index))
+    documents = pairwise(keys.first_rows[keys.num_rings :])
+    pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
+    pieces = [piece for piece in pieces if piece[1] < piece[2]]
+    layout = _with_local(num_rows, passes, in_slice.num_tokens, pieces, keys.window)
+    added = {number: keys.added_rows(index, number, number in slices.kept) for number in rings}
+    sums = [keys.added_rows(index, number, number in slices.kept - slices.sent_sums) for number in rings]
+    on_device = [rows for number, rows in added.items() if number not in slices.swapped]
+    in_host = [rows for number, rows in added.items() if number in slices.swapped]
+    held = _with_part(before.held if before else None, [*on_device, [(first, last)]])
+    swapped = _with_part(before.swapped if before else None, in_host) if slices.swapped else PartRows(())
+    return SliceLayout(
+        index,
+        slices.num_slices,
+        replace(layout, windows=windows),
+        Rows.of([*own_rows, (first, last)]),
+        held,
+        swapped,
+        PartRows(held.places + swapped.places) if slices.swapped else held,
+        _with_part(before.summed if before else None, [*sums, [(first, last)]]),
+    )
+
+
+def _passes(
+    keys: _KeyRows, index: int, in_slice: Sequence[tuple[int, int]]
+) -> tuple[tuple[WindowPass, ...], tuple[RingPass, ...]]:
+    """Return the passes of slice ``index`` with and without a window.
+
+    ``in_slice``: rows of each ring shard in the slice.
+    """
+    slices = keys.slices
     groups: dict[tuple[Route, bool, bool, bool], list[int]] = {}
-    in_keys, lengths = [], []
     for number in range(keys.num_rings):
-        how = (keys.route(number), number in keys.limited, number in cut.kept, number in cut.sent_sums)
-        groups.setdefault(how, []).append(number)
-        _, start, stop = keys.member_keys(index, number, keys.place(number))
-        in_keys.append((start, stop))
-        lengths.append(stop - start)
-    in_slice = CuSeqlens.of_lengths(lengths)
-    intervals = list(pairwise(in_slice.offsets))
+        group = (keys.route(number), number in keys.limited, number in slices.kept, number in slices.sent_sums)
+        groups.setdefault(group, []).append(number)
     windows: list[WindowPass] = []
     passes: list[RingPass] = []
     for numbers in groups.values():
-        rows = Rows.of(intervals[number] for number in numbers)
-        if not any(start < stop for start, stop in (cut.ring_range(number, index) for number in numbers)):
+        rows = Rows.of(in_slice[number] for number in numbers)
+        if not any(start < stop for start, stop in (slices.ring_range(number, index) for number in numbers)):
             continue
         if numbers[0] in keys.limited:
             windows.append(_slice_window(keys, index, numbers, rows))
         else:
             passes.append(_slice_pass(keys, index, numbers, rows))
-    first, last = (regions[keys.num_rings] + token for token in cut.local_range(index))
-    documents = pairwise(regions[keys.num_rings :])
-    pieces = [(begin, max(begin, first), min(end, last)) for begin, end in documents]
-    pieces = [piece for piece in pieces if piece[1] < piece[2]]
-    layout = _with_local(num_rows, tuple(passes), in_slice.num_tokens, pieces, keys.window)
-    layout = replace(layout, windows=tuple(windows))
-    added = {number: keys.added_rows(index, number, number in cut.kept) for number in range(keys.num_rings)}
-    sums = [keys.added_rows(index, number, number in cut.kept - cut.sent_sums) for number in added]
-    on_device = [rows for number, rows in added.items() if number not in cut.swapped]
-    in_host = [rows for number, rows in added.items() if number in cut.swapped]
-    held = _with_part(before.held if before else None, [*on_device, [(first, last)]])
-    swapped = _with_part(before.swapped if before else None, in_host) if cut.swapped else PartRows(())
-    return SliceLayout(
-        index,
-        cut.num_slices,
-        layout,
-        Rows.of([*in_keys, (first, last)]),
-        held,
-        swapped,
-        PartRows(held.places + swapped.places) if cut.swapped else held,
-        _with_part(before.summed if before else None, [*sums, [(first, last)]]),
-    )
+    return tuple(windows), tuple(passes)
 
 
 def _with_part(before: PartRows | None, rows: Sequence[list[tuple[int, int]]]) -> PartRows:
-    """Return the parts of the slices before, and one more with these rows."""
+    """Return the parts of the earlier slices, and an additional part with ``rows``."""
     return PartRows((*(before.places if before else ()), Rows.of(sorted(chain.from_iterable(rows)))))
 
 
 def _slice_window(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> WindowPass:
-    """Return the pass of slice ``index`` of the shards ``numbers``, which share a ring and have a window."""
+    """Return the pass of slice ``index`` for the shards ``numbers``, which share a ring and are limited by a window."""
     assert keys.window is not None, f"{numbers=}"
-    shards, ends = keys.cut.micro_batch.shards, keys.cut.ring_ends
+    shards, ends = keys.slices.micro_batch.shards, keys.slices.ring_ends
     sequences = [
-        WindowSequence(shards[number].seq, ends[number][: index + 1], keys.regions[number]) for number in numbers
+        WindowSequence(shards[number].seq, ends[number][: index + 1], keys.first_rows[number]) for number in numbers
     ]
     return window_pass(sequences, keys.route(numbers[0]), in_slice, keys.window)
 
 
 def _slice_pass(keys: _KeyRows, index: int, numbers: Sequence[int], in_slice: Rows) -> RingPass:
-    """Return the pass of slice ``index`` of the shards ``numbers``, which share a ring; all are kept or none."""
-    cut = keys.cut
-    route, is_kept = keys.route(numbers[0]), numbers[0] in cut.kept
-    ranges = [cut.ring_range(number, index) for number in numbers]
-    of_members = {
-        member: [keys.member_keys(index, number, member) for number in numbers]
-        for member in (range(route.width) if is_kept else [route.index])
-    }
-    whole = {member: Rows.of((begin, stop) for begin, _, stop in of_member) for member, of_member in of_members.items()}
-    own = {member: Rows.of((own, stop) for _, own, stop in of_member) for member, of_member in of_members.items()}
+    """Return the pass of slice ``index`` for the shards ``numbers``, which share a ring and are all kept or not."""
+    slices = keys.slices
+    route, is_kept = keys.route(numbers[0]), numbers[0] in slices.kept
+    ranges = [slices.ring_range(number, index) for number in numbers]
+    whole: dict[int, Rows] = {}
+    own: dict[int, Rows] = {}
+    for member in range(route.width) if is_kept else [route.index]:
+        member_keys = [keys.member_keys(index, number, member) for number in numbers]
+        whole[member] = Rows.of((begin, stop) for begin, _, stop in member_keys)
+        own[member] = Rows.of((start, stop) for _, start, stop in member_keys)
     return ring_pass(
         [stop - start for start, stop in ranges],
         route,
-        [cut.micro_batch.shards[number].seq for number in numbers],
+        [slices.micro_batch.shards[number].seq for number in numbers],
         in_slice,
         PrefixKeys(
             tuple(start for start, _ in ranges),
             whole[route.index],
-            KeptKeys(tuple(whole.values()), tuple(own.values()), numbers[0] in cut.sent_sums) if is_kept else None,
+            KeptKeys(tuple(whole.values()), tuple(own.values()), numbers[0] in slices.sent_sums) if is_kept else None,
         ),
     )
 
 
 def _share(num_tokens: int, width: int, member: int) -> int:
-    """Return the tokens of a ring member's zigzag share."""
+    """Return the number of tokens of a ring member's zigzag share."""
     return sum(stop - start for start, stop in zigzag_ranges(num_tokens, width, member))
 
 
 def sample_layouts(lengths: Sequence[int], batch: int, window: int | None = None) -> tuple[SliceLayout, ...]:
-    """Return the layout of each slice of a micro-batch of ``batch`` samples side by side, all cut alike.
+    """Return the layout of each slice of a micro-batch of ``batch`` samples, which are all sliced in the same way.
 
-    The rows of a slice are its first sample, then the next one; keys are numbered sample after sample.
+    The rows of a slice are the slice's part of each sample, sample after sample. Keys are numbered sample after sample.
 
     Args:
-        lengths: tokens of each slice of a sample.
+        lengths: number of tokens of each slice of a sample.
         batch: number of samples.
-        window: as in ``slice_layouts``.
+        window: see ``slice_layouts``.
     """
     num_tokens = sum(lengths)
     layouts: list[SliceLayout] = []
@@ -263,16 +273,13 @@ def _with_local(
 ) -> AttentionLayout:
     """Return a layout with pieces of local documents from ``row`` on.
 
-    ``pieces``: for each document, three rows of the keys: where it begins, where its piece begins, where its piece
-    ends.
+    ``pieces``: three rows of the keys for each document: its start, the start of its piece, and the end of its piece.
     """
     local = CuSeqlens.of_lengths([stop - start for _, start, stop in pieces])
     keys = Rows.of((start, stop) for _, start, stop in pieces)
     rows = [(row + first, row + last) for first, last in pairwise(local.offsets)]
-    began = [(mine, (begin, start)) for mine, (begin, start, _) in zip(rows, pieces, strict=True) if begin < start]
     if window is not None:
-        seen = [(max(begin, start - window), stop) for begin, start, stop in pieces]
-        in_window = PlacedBlock.in_window(rows, seen, window)
-        return AttentionLayout(num_rows, passes, row, local, keys, None, in_window)
-    prefix = PlacedBlock.of([mine for mine, _ in began], [before for _, before in began]) if began else None
-    return AttentionLayout(num_rows, passes, row, local, keys, prefix)
+        visible = [(max(begin, start - window), stop) for begin, start, stop in pieces]
+        return AttentionLayout(num_rows, passes, row, local, keys, None, PlacedBlock.in_window(rows, visible, window))
+    prefix = PlacedBlock.of(rows, [(begin, start) for begin, start, _ in pieces])
+    return AttentionLayout(num_rows, passes, row, local, keys, None if prefix.is_empty else prefix)
